@@ -1,0 +1,43 @@
+"""Packaging of megarl; versions that are tested together are pinned in launch/constraints.txt."""
+
+from setuptools import find_packages, setup
+
+INSTALL_REQUIRES = [
+    "torch>=2.6",
+    "megatron-core>=0.16.1",
+    "transformers>=4.51",
+    "safetensors",
+    "ray>=2.40",
+    "hydra-core>=1.3",
+    "omegaconf>=2.3",
+    "tensordict>=0.6",
+    "numpy",
+    "pyarrow",
+    "torchdata>=0.10",
+    "jinja2",
+    "einops",  # megatron-core imports it in its mixture-of-experts code
+    "psutil",
+    "rich",
+    "plotly",
+]
+
+EXTRAS_REQUIRE = {
+    "wandb": ["wandb"],
+    "tensorboard": ["tensorboard"],
+    "swanlab": ["swanlab"],
+    "mlflow": ["mlflow"],
+    "gpu": ["sglang>=0.5.17", "transformer-engine[pytorch]>=2.0"],
+    "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "tensorboard", "wandb"],
+}
+
+setup(
+    name="megarl",
+    version="0.1.0",
+    description="Reinforcement learning for large language models on Megatron-Core",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl": ["py.typed"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
+)
