@@ -1,0 +1,141 @@
+"""Sections that several roles or both jobs have; each is declared once and reused."""
+
+# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.keys import REQUIRED, key
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class ModelPathConfig:
+    """Where a model comes from."""
+
+    path: str = key(REQUIRED, "Folder of the Hugging Face model: config.json, safetensors and tokenizer.")
+    tokenizer_path: str | None = key(None, "Folder of the tokenizer; null = `path`.")
+
+
+@dataclass
+class MegatronConfig:
+    """Parallel layout and number format of one role's Megatron model."""
+
+    tensor_model_parallel_size: int = key(1, "Devices over which each layer is split.", at_least=1)
+    pipeline_model_parallel_size: int = key(1, "Pipeline stages over which the layers are split.", at_least=1)
+    data_parallel_size: int | None = key(
+        None, "Replicas of the model; null = what the other sizes leave of the trainer's devices.", at_least=1
+    )
+    sequence_parallel: bool = key(
+        True, "Split activations between the tensor-parallel ranks by sequence; no effect at tensor parallel 1."
+    )
+    use_distributed_optimizer: bool = key(True, "Shard optimizer state over the data-parallel ranks.")
+    dtype: str = key("bfloat16", "Number format of weights and activations.", choices=DTYPES)
+
+
+@dataclass
+class OptimConfig:
+    """Adam, its learning-rate schedule, and what happens to bad gradients."""
+
+    lr: float = key(1e-6, "Peak learning rate.", at_least=0)
+    betas: list[float] = key([0.9, 0.999], "Decay of Adam's two running means.", length=2, at_least=0, at_most=1)
+    eps: float = key(1e-8, "Added to Adam's denominator.", above=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay.", at_least=0)
+    clip_grad: float = key(1.0, "Largest global gradient norm; 0 = no clipping.", at_least=0)
+    lr_warmup_steps: int = key(
+        -1, "Optimizer steps of linear warm-up; -1 = use `lr_warmup_steps_ratio`.", at_least=0, allowed=(-1,)
+    )
+    lr_warmup_steps_ratio: float = key(
+        0.0, "Warm-up as a share of `total_training_steps`; read where `lr_warmup_steps` is -1.", at_least=0, at_most=1
+    )
+    lr_decay_style: str = key(
+        "constant", "Shape of the learning rate after warm-up.", choices=("constant", "linear", "cosine")
+    )
+    min_lr: float = key(0.0, "Learning rate at the end of the decay.", at_least=0)
+    total_training_steps: int | None = key(
+        None, "Optimizer steps over which the schedule runs; null = as many as the run will do.", at_least=1
+    )
+    max_skipped_steps: int = key(
+        3,
+        "Optimizer steps in a row that may be skipped for a non-finite gradient (each is counted in a metric); "
+        "one more stops the run.",
+        at_least=0,
+    )
+
+
+@dataclass
+class UpdateBatchConfig:
+    """How one optimizer step's samples are cut to fit a device; it never changes the result."""
+
+    use_dynamic_bsz: bool = key(
+        True, "Fill micro-batches up to `ppo_max_token_len_per_gpu` tokens instead of a fixed number of samples."
+    )
+    ppo_max_token_len_per_gpu: int = key(
+        16384, "Tokens (prompt and response) per micro-batch and device; read with `use_dynamic_bsz`.", at_least=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per micro-batch and data-parallel rank; required without `use_dynamic_bsz`.", at_least=1
+    )
+
+
+@dataclass
+class LogProbBatchConfig:
+    """How samples are cut to fit a device where only log-probs are computed; null = as the actor's update."""
+
+    log_prob_use_dynamic_bsz: bool | None = key(
+        None, "Cut by tokens instead of samples; null = the actor's `use_dynamic_bsz`."
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None, "Tokens per micro-batch and device; null = the actor's `ppo_max_token_len_per_gpu`.", at_least=1
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Samples per micro-batch and data-parallel rank; null = the actor's `ppo_micro_batch_size_per_gpu`.",
+        at_least=1,
+    )
+
+
+@dataclass
+class DataSourceConfig:
+    """Data files and the order in which they are read."""
+
+    train_files: list[str] = key(REQUIRED, "Parquet file or files to train on.")
+    prompt_key: str = key("prompt", "Column that holds the chat messages.")
+    train_batch_size: int = key(1024, "Rows of the data per training step.", at_least=1)
+    shuffle: bool = key(True, "Draw rows in a random order, a new one in each epoch.")
+    seed: int | None = key(None, "Seed of the order; null = `trainer.seed`.")
+    truncation: str = key(
+        "error",
+        "What happens to a row that is too long: stop with an error, or cut it at the left or right.",
+        choices=("error", "left", "right"),
+    )
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments for the tokenizer's chat template.")
+
+
+@dataclass
+class RunConfig:
+    """Length, devices and records of a run."""
+
+    project_name: str = key("megarl", "Project under which trackers file the run.")
+    experiment_name: str = key(REQUIRED, "Name of the run; its files go to `outputs/<experiment_name>/<time>`.")
+    logger: list[str] = key(
+        ["console", "jsonl"], "Where metrics go.", choices=("console", "jsonl", "tensorboard", "wandb")
+    )
+    nnodes: int = key(1, "Machines.", at_least=1)
+    n_gpus_per_node: int = key(8, "Devices per machine: GPUs, or process slots where `device` is cpu.", at_least=1)
+    device: str = key("auto", "What to compute on; auto = CUDA where there is one.", choices=("auto", "cpu", "cuda"))
+    seed: int = key(1, "Seed of everything that has no seed of its own.", at_least=0)
+    total_epochs: int = key(1, "Passes over the training data.", at_least=1)
+    total_training_steps: int | None = key(
+        None, "Training steps, in place of `total_epochs`; null = as many as the epochs give.", at_least=1
+    )
+    hf_export_dir: str | None = key(None, "Folder for the final model in Hugging Face format; null = none is written.")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole pool."""
+        return self.nnodes * self.n_gpus_per_node
