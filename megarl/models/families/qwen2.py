@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.models import declaration as d
+from megarl.models.registry import AttentionTraits, refuse_settings, register_family
+
+
+@register_family("Qwen2ForCausalLM", "Qwen2ForSequenceClassification")
+class Qwen2:
+    """Qwen2 and Qwen2.5 (dense)."""
+
+    name = "qwen2"
+    layer = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.QKV_BIAS, d.MLP_NORM, d.GATE_UP, d.DOWN)
+
+    def traits(self, raw: Mapping[str, Any]) -> AttentionTraits:
+        """Biases on q, k, v always; the published architecture has no switch for them."""
+        refuse_settings(raw, hidden_act="silu", use_sliding_window=False)
+        return AttentionTraits(qkv_bias=True, qk_norm=False)

@@ -1,0 +1,111 @@
+"""What is in a Hugging Face model folder, read from headers alone: no torch, no weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.errors import ModelError
+from megarl.models.hf_config import ModelConfig, read_model_config
+from megarl.models.weight_map import WeightMap
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SCORE = "score.weight"
+
+
+class TensorEntry(NamedTuple):
+    """Where a tensor is stored, and what its shard's header says of it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """Safetensors' name, such as ``BF16``."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checked model folder."""
+
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, TensorEntry]
+
+
+def check_model_folder(path: str | Path) -> ModelFolder:
+    """Checks that a folder holds a whole model: config, every shard, every tensor of the right shape.
+
+    Reads JSON headers only, so it is quick for any model and fit for a check before anything starts.
+
+    Raises:
+        ModelError: names what is missing, truncated or of the wrong shape.
+    """
+    folder = Path(path)
+    config = read_model_config(folder)
+    tensors = _tensor_entries(folder)
+    for name, shape in WeightMap(config, value_head=config.is_value_model).hf_shapes().items():
+        if name not in tensors:
+            raise ModelError(f"model folder {folder} lacks tensor '{name}' of shape {list(shape)}")
+        _check_shape(tensors[name], name, shape)
+    if SCORE in tensors:
+        _check_shape(tensors[SCORE], SCORE, (1, config.hidden_size))
+    return ModelFolder(folder, config, tensors)
+
+
+def _check_shape(entry: TensorEntry, name: str, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape:
+        raise ModelError(
+            f"{entry.file}: tensor '{name}' has shape {list(entry.shape)}, config.json implies {list(shape)}"
+        )
+
+
+def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        if not (folder / SINGLE_FILE).is_file():
+            raise ModelError(f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+        return _read_header(folder / SINGLE_FILE)
+    placed = _read_index(index)
+    shards: dict[str, dict[str, TensorEntry]] = {}
+    for file in dict.fromkeys(placed.values()):
+        if not (folder / file).is_file():
+            raise ModelError(f"model folder {folder} lacks shard '{file}', which {INDEX_FILE} names")
+        shards[file] = _read_header(folder / file)
+    for name, file in placed.items():
+        if name not in shards[file]:
+            raise ModelError(f"{folder / file} lacks tensor '{name}', which {INDEX_FILE} places there")
+    return {name: shards[file][name] for name, file in placed.items()}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ModelError(f"{index} is not a safetensors index: {error!r}") from None
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise ModelError(f"{index}: weight_map must map tensor names to file names")
+    return placed
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    """Header of a safetensors file: eight bytes with its length, little-endian, then JSON, then the data."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise ModelError(f"{file} is truncated or not a safetensors file ({size} bytes)")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            entries = {n: TensorEntry(file, tuple(e["shape"]), e["dtype"]) for n, e in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{file} is not a safetensors file: {error!r}") from None
+    if size != 8 + length + end:
+        raise ModelError(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
+    return entries
