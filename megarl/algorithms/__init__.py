@@ -1,0 +1,67 @@
+"""Advantages, losses and KL: pure functions on tensors, on rectangles and packed tokens alike.
+
+Nothing here knows of processes, models or config objects. What an algorithm is called in a config is in a registry.
+"""
+
+from megarl.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    gae,
+    generalized_advantages,
+    grpo,
+    register_advantage,
+)
+from megarl.algorithms.aggregation import AGGREGATIONS, LossCounts, loss_counts, token_weights
+from megarl.algorithms.kl import (
+    KL_CONTROLLERS,
+    KL_ESTIMATORS,
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    apply_kl_penalty,
+    kl_penalty,
+    make_kl_controller,
+)
+from megarl.algorithms.masked import explained_variance, masked_mean, masked_sum, masked_variance, masked_whiten
+from megarl.algorithms.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    TokenLoss,
+    clipped_policy_loss,
+    entropy_loss,
+    register_policy_loss,
+)
+from megarl.algorithms.value_loss import clipped_value_loss
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "KL_CONTROLLERS",
+    "KL_ESTIMATORS",
+    "POLICY_LOSSES",
+    "AdaptiveKLController",
+    "AdvantageInputs",
+    "FixedKLController",
+    "KLController",
+    "LossCounts",
+    "PolicyLossInputs",
+    "TokenLoss",
+    "apply_kl_penalty",
+    "clipped_policy_loss",
+    "clipped_value_loss",
+    "entropy_loss",
+    "explained_variance",
+    "gae",
+    "generalized_advantages",
+    "grpo",
+    "kl_penalty",
+    "loss_counts",
+    "make_kl_controller",
+    "masked_mean",
+    "masked_sum",
+    "masked_variance",
+    "masked_whiten",
+    "register_advantage",
+    "register_policy_loss",
+    "token_weights",
+]

@@ -1,0 +1,173 @@
+"""Distance to the reference policy: estimators per token, the penalty in the reward, and its coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.masked import masked_mean
+from megarl.algorithms.registry import Registry
+
+KLFunction = Callable[[Tensor], Tensor]
+KL_ESTIMATORS: Registry[KLFunction] = Registry("kl_penalty")
+register_kl = KL_ESTIMATORS.register
+
+
+@register_kl("kl", "k1")
+def _k1(log_ratio: Tensor) -> Tensor:
+    return log_ratio
+
+
+@register_kl("abs")
+def _absolute(log_ratio: Tensor) -> Tensor:
+    return log_ratio.abs()
+
+
+@register_kl("mse", "k2")
+def _k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+@register_kl("low_var_kl", "k3")
+def _k3(log_ratio: Tensor) -> Tensor:
+    inverse = (-log_ratio).clamp(-20.0, 20.0)
+    return (inverse.exp() - inverse - 1.0).clamp(-10.0, 10.0)
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+    """Estimate of KL(policy || reference) at each token sampled from the policy.
+
+    With ``d = log_prob - ref_log_prob`` (Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html):
+
+    - ``kl``, ``k1``: ``d``, unbiased, may be negative.
+    - ``abs``: ``|d|``.
+    - ``mse``, ``k2``: ``d^2 / 2``, low variance, biased.
+    - ``low_var_kl``, ``k3``: ``exp(-d) - 1 + d``, unbiased, never negative; cut at 10, its exponent at 20.
+
+    Args:
+        log_prob: any shape; as a loss, gradients flow into it.
+        ref_log_prob: same shape.
+        kind: one of the above.
+
+    Returns:
+        Same shape.
+
+    Raises:
+        ConfigError: ``kind`` is not known.
+    """
+    return KL_ESTIMATORS[kind](log_prob - ref_log_prob)
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    beta: float,
+    kind: str,
+) -> tuple[Tensor, float]:
+    """Rewards less the distance to the reference: ``r_t = score_t - beta * KL_t`` (Ziegler et al. 2019, eq. 2).
+
+    All tensors are ``[b, R]``.
+
+    Args:
+        token_level_scores: the reward function's scores.
+        old_log_probs: log-probs of the policy that generated the tokens.
+        ref_log_prob: log-probs of the reference policy.
+        response_mask: 1 where a token is trained on.
+        beta: coefficient of the penalty.
+        kind: estimator, see :func:`kl_penalty`.
+
+    Returns:
+        The rewards ``[b, R]``, and the KL in nats per token: mean over a sequence's trained tokens, then over the
+        sequences that have any (0 if none has).
+    """
+    kept = response_mask.bool()
+    kl = torch.where(kept, kl_penalty(old_log_probs, ref_log_prob, kind), 0.0)
+    per_sequence = masked_mean(kl.double(), kept, dim=-1)
+    return token_level_scores - beta * kl, masked_mean(per_sequence, kept.any(-1)).item()
+
+
+class KLController(Protocol):
+    """Coefficient of the KL penalty, and how it changes from step to step."""
+
+    value: float
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Take note of a step: its KL (nats per token) and its number of samples."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint."""
+
+
+KL_CONTROLLERS: Registry[Callable[[float, float, int], KLController]] = Registry("algorithm.kl_ctrl.type")
+
+
+@KL_CONTROLLERS.register("fixed")
+class FixedKLController:
+    """The coefficient never changes.
+
+    Args:
+        value: the coefficient.
+        target_kl: not read.
+        horizon: not read.
+    """
+
+    def __init__(self, value: float, target_kl: float = 0.0, horizon: int = 1) -> None:
+        self.value = value
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Nothing to learn from a step."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing: the coefficient is the config's, so that a resumed run may change it."""
+
+
+@KL_CONTROLLERS.register("adaptive")
+class AdaptiveKLController:
+    """A coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+
+    ``beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_samples / horizon``.
+
+    Args:
+        value: the coefficient to start from.
+        target_kl: the KL to hold, in the unit of ``update``'s ``current_kl``; above 0.
+        horizon: samples over which the coefficient reacts.
+    """
+
+    def __init__(self, value: float, target_kl: float, horizon: int) -> None:
+        self.value = value
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Raise the coefficient where the KL is above the target, lower it where it is below."""
+        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * num_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the coefficient back."""
+        self.value = float(state["value"])
+
+
+def make_kl_controller(kind: str, value: float, target_kl: float, horizon: int) -> KLController:
+    """The controller called ``kind``, ``fixed`` or ``adaptive``.
+
+    Raises:
+        ConfigError: ``kind`` is not known.
+    """
+    return KL_CONTROLLERS[kind](value, target_kl, horizon)
