@@ -114,6 +114,8 @@ class Key(NamedTuple):
             name = f"list of {item.__name__}"
         elif self.is_mapping:
             name = "mapping"
+        elif self.section is not None:
+            name = "section"
         return f"{name} or null" if self.optional else name
 
 

@@ -133,7 +133,11 @@ class RunConfig:
     total_training_steps: int | None = key(
         None, "Training steps, in place of `total_epochs`; null = as many as the epochs give.", at_least=1
     )
-    hf_export_dir: str | None = key(None, "Folder for the final model in Hugging Face format; null = none is written.")
+    hf_export_dir: str | None = key(
+        None,
+        "Folder for the final model in Hugging Face format; null = none is written, or in `megarl.sft` "
+        "`outputs/<experiment_name>/hf`.",
+    )
 
     @property
     def num_devices(self) -> int:

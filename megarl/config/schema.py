@@ -169,7 +169,7 @@ class KLControlConfig:
     type: str = key("fixed", "Keep the coefficient, or steer it towards `target_kl`.", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "Coefficient, or the one to start from.", at_least=0)
     horizon: int = key(10000, "Samples over which the adaptive coefficient reacts.", at_least=1)
-    target_kl: float = key(0.1, "KL that the adaptive coefficient aims at, in nats per sequence.", above=0)
+    target_kl: float = key(0.1, "Mean KL that the adaptive coefficient aims at, in nats per token.", above=0)
 
 
 @dataclass

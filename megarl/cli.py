@@ -1,0 +1,153 @@
+"""Command lines of the jobs: ``megarl train``, ``megarl sft``; ``python -m megarl.train`` is the same."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from megarl.config import MegatronConfig, SFTConfig, TrainConfig
+from megarl.config.build import build
+from megarl.config.compose import Request, compose, compose_sweep, run_with_hydra, to_yaml
+from megarl.errors import ConfigError, MegarlError, ModelError
+from megarl.models import ParallelLayout, check_layout, read_model_config
+
+
+class Job(NamedTuple):
+    """One kind of run. The module that runs it is imported only when a run starts, for it imports torch."""
+
+    schema: type[TrainConfig] | type[SFTConfig]
+    config_name: str
+    module: str  # has run(config, output_dir)
+    doc: str
+
+
+JOBS = {
+    "train": Job(TrainConfig, "ppo", "megarl.trainer.main", "reinforcement learning (PPO, GRPO)"),
+    "sft": Job(SFTConfig, "sft", "megarl.trainer.sft", "supervised fine-tuning"),
+}
+
+EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the ``megarl`` command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in JOBS:
+        return run_job(arguments[0], arguments[1:])
+    usage = "usage: megarl JOB [options] [KEY=VALUE ...]\n\njobs:\n"
+    usage += "\n".join(f"  {name:<8}{job.doc}; megarl {name} --help" for name, job in JOBS.items())
+    asked = arguments[:1] in (["-h"], ["--help"])
+    print(usage, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else EXIT_BAD_CONFIG
+
+
+def run_job(name: str, argv: Sequence[str] | None = None) -> int:
+    """Reads the command line of a job and runs it, or prints its configuration.
+
+    Args:
+        name: a key of ``JOBS``.
+        argv: the arguments after the job's name; None = those of the process.
+
+    Returns:
+        The exit code: 0, 1 for a run that failed, 2 for a wrong configuration, 130 after Ctrl-C.
+    """
+    job = JOBS[name]
+    options = _parser(name, job).parse_intermixed_args(argv)
+    request: Request[Any] = Request(
+        job.schema, options.config_name, tuple(options.overrides), options.config_dir, options.multirun
+    )
+    try:
+        configs = compose_sweep(request) if options.multirun else [compose(request)]
+        for config in configs:
+            check_models(config)
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    if options.cfg:
+        print("---\n".join(map(to_yaml, configs)), end="")
+        return 0
+    try:
+        return _run(name, job, request)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def check_models(config: TrainConfig | SFTConfig) -> None:
+    """Checks every role's layout against the model it will hold, where the model's folder is already there.
+
+    Raises:
+        ConfigError: a parallel size does not divide what it splits.
+        ModelError: the folder's ``config.json`` is missing, malformed, or of an unknown architecture.
+    """
+    for path, megatron, field in _models_of(config):
+        if not Path(path).is_dir():
+            continue  # made before the run starts, or missed by the run when it loads the model
+        layout = ParallelLayout(
+            megatron.tensor_model_parallel_size,
+            megatron.pipeline_model_parallel_size,
+            megatron.data_parallel_size or 1,
+        )
+        check_layout(read_model_config(path), layout, field)
+
+
+def _models_of(config: TrainConfig | SFTConfig) -> list[tuple[str, MegatronConfig, str]]:
+    """Model folder, layout and the layout's key of every role that a job has."""
+    if isinstance(config, SFTConfig):
+        return [(config.model.path, config.megatron, "megatron")]
+    policy = config.actor_rollout_ref
+    rollout = MegatronConfig(tensor_model_parallel_size=policy.rollout.tensor_model_parallel_size)
+    roles = [
+        (policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron"),
+        (policy.model.path, rollout, "actor_rollout_ref.rollout"),
+    ]
+    if config.uses_reference and policy.ref.megatron is not None:
+        roles.append((policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron"))
+    if config.uses_critic:
+        roles.append((str(config.critic.model.path), config.critic.megatron, "critic.megatron"))
+    return roles
+
+
+def _run(name: str, job: Job, request: Request[Any]) -> int:
+    failures = []
+
+    def task(values: DictConfig) -> None:
+        hydra = HydraConfig.get()
+        folder = Path(hydra.runtime.output_dir)
+        try:
+            # the runs of a sweep share a name, so files without an explicit place go to each run's own folder
+            config = build(job.schema, values, str(folder) if hydra.mode == RunMode.MULTIRUN else None)
+            (folder / "config.yaml").write_text(to_yaml(config))
+            importlib.import_module(job.module).run(config, folder)
+        except MegarlError as error:
+            failures.append(error)
+            print(error, file=sys.stderr)
+
+    run_with_hydra(request, name, task)
+    return EXIT_RUN_FAILED if failures else 0
+
+
+def _parser(name: str, job: Job) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"megarl {name}",
+        description=f"{job.doc}. Every key is described in docs/config.md.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
+    parser.add_argument("--config-name", "-cn", default=job.config_name, help="YAML file, without its suffix")
+    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the resolved configuration instead of running")
+    parser.add_argument("--multirun", "-m", action="store_true", help="one run for each combination of listed values")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

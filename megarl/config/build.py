@@ -1,0 +1,118 @@
+"""From plain values to a typed configuration: unknown keys, types and limits are checked here, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megarl.config.checks import check
+from megarl.config.derived import fill_derived
+from megarl.config.keys import REQUIRED, Key, keys_of, walk
+from megarl.config.problems import InvalidConfigError, Problem, nearest_key
+from megarl.config.schema import TrainConfig
+from megarl.config.sft_schema import SFTConfig
+
+T = TypeVar("T", bound=TrainConfig | SFTConfig)
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def build(schema: type[T], values: Mapping[str, Any] | DictConfig, files_root: str | None = None) -> T:
+    """Makes a typed configuration out of nested values, complete and checked.
+
+    Args:
+        schema: ``TrainConfig`` or ``SFTConfig``; it supplies every default.
+        values: what differs from the defaults; interpolations may refer to any key.
+        files_root: folder under which files without an explicit place go; None = ``outputs/<experiment_name>``.
+
+    Returns:
+        An instance of ``schema`` in which keys documented as "null = ..." are filled in.
+
+    Raises:
+        InvalidConfigError: with every problem found.
+    """
+    typed = OmegaConf.structured(schema)
+    problems = _fill(typed, schema, _resolved(schema, values), "", [path for path, _ in walk(schema)])
+    if problems:
+        raise InvalidConfigError(problems)
+    config = cast(T, OmegaConf.to_object(typed))
+    fill_derived(config, files_root)
+    problems = check(config)
+    if problems:
+        docs = {path: item.doc for path, item in walk(config)}
+        raise InvalidConfigError(problem._replace(doc=docs.get(problem.path, "")) for problem in problems)
+    return config
+
+
+def defaults(schema: type) -> dict[str, Any]:
+    """The schema's defaults as nested plain values."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(schema)))
+
+
+def _resolved(schema: type, values: Mapping[str, Any] | DictConfig) -> Mapping[str, Any]:
+    merged = OmegaConf.merge(defaults(schema), values)
+    try:
+        return cast(Mapping[str, Any], OmegaConf.to_container(merged, resolve=True))
+    except OmegaConfBaseException as error:
+        path, raw = str(error.full_key), OmegaConf.to_container(merged)
+        for name in path.split("."):
+            raw = raw.get(name) if isinstance(raw, dict) else None
+        raise InvalidConfigError([Problem(path, raw, str(error).strip().splitlines()[0])]) from error
+
+
+def _fill(node: DictConfig, schema: Any, given: Mapping[str, Any], prefix: str, known: list[str]) -> list[Problem]:
+    declared = {item.name: item for item in keys_of(schema)}
+    problems = []
+    for name, value in given.items():
+        path = f"{prefix}{name}"
+        item = declared.get(name)
+        if item is None:
+            problems.append(unknown_key(path, value, known))
+        elif item.section is not None and value is not None:
+            problems += _fill_section(node, item, value, path, known)
+        else:
+            problem = _assign(node, item, value, path)
+            problems += [problem] if problem else []
+    return problems
+
+
+def _fill_section(node: DictConfig, item: Key, value: Any, path: str, known: list[str]) -> list[Problem]:
+    assert item.section is not None
+    if not isinstance(value, Mapping):
+        names = ", ".join(inner.name for inner in keys_of(item.section))
+        return [Problem(path, value, f"is a section, not a single value; its keys are {names}")]
+    if node[item.name] is None:
+        node[item.name] = item.section()
+    return _fill(node[item.name], item.section, value, f"{path}.", known)
+
+
+def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | None:
+    if isinstance(value, str) and value == REQUIRED:
+        return Problem(path, value, f"has no default and must be set, to {_expected(item)}", item.doc)
+    if item.is_list and isinstance(value, str | int | float):
+        value = [value]
+    if isinstance(value, bool) and item.annotation is not bool:
+        return Problem(path, value, f"must be {_expected(item)}", item.doc)
+    try:
+        node[item.name] = value
+    except OmegaConfBaseException:
+        return Problem(path, value, f"must be {_expected(item)}", item.doc)
+    converted = node[item.name]
+    complaint = item.limits.complaint(OmegaConf.to_container(converted) if item.is_list else converted)
+    return Problem(path, value, complaint, item.doc) if complaint else None
+
+
+def unknown_key(path: str, value: Any, known: list[str]) -> Problem:
+    """The problem that a key is in no schema, with the nearest one that is."""
+    nearest = nearest_key(path, known)
+    return Problem(path, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
+
+
+def _expected(item: Key) -> str:
+    words = _TYPE_WORDS.get(item.annotation) or f"a {item.type_name.removesuffix(' or null')}"
+    limits = item.limits.describe()
+    words = f"{words} ({limits})" if limits else words
+    return f"{words} or null" if item.optional else words

@@ -1,0 +1,162 @@
+"""Combinations of keys that cannot work, each refused before anything starts.
+
+A check takes the complete configuration and yields problems; all of them run, so that the user sees everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megarl.config.batch import batch_problems
+from megarl.config.parts import MegatronConfig, OptimConfig, RunConfig
+from megarl.config.problems import Problem, value_at
+from megarl.config.schema import TrainConfig
+from megarl.config.sft_schema import SFTConfig
+
+Check = Callable[[Any], Iterator[Problem]]
+
+
+def check(config: TrainConfig | SFTConfig) -> list[Problem]:
+    """All problems of a configuration whose keys are, one by one, right."""
+    checks = _TRAIN_CHECKS if isinstance(config, TrainConfig) else _SFT_CHECKS
+    return [problem for one in checks for problem in one(config)]
+
+
+def _layouts(config: TrainConfig) -> Iterator[Problem]:
+    yield from _layout(config, "actor_rollout_ref.actor.megatron")
+    if config.uses_reference and config.actor_rollout_ref.ref.megatron is not None:
+        yield from _layout(config, "actor_rollout_ref.ref.megatron")
+    if config.uses_critic:
+        yield from _layout(config, "critic.megatron")
+
+
+def _sft_layout(config: SFTConfig) -> Iterator[Problem]:
+    yield from _layout(config, "megatron")
+
+
+def _layout(config: TrainConfig | SFTConfig, path: str) -> Iterator[Problem]:
+    megatron: MegatronConfig = value_at(config, path)
+    tp, pp, dp = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.data_parallel_size,
+    )
+    pool = _pool(config.trainer)
+    if dp is None:
+        size = f"tensor parallel {tp} x pipeline parallel {pp} = {tp * pp} devices per replica"
+        worst = "tensor_model_parallel_size" if tp > 1 else "pipeline_model_parallel_size"
+        yield Problem.at(config, f"{path}.{worst}", f"{size} do not divide {pool}")
+    elif tp * pp * dp > config.trainer.num_devices:
+        size = f"tensor {tp} x pipeline {pp} x data parallel {dp} = {tp * pp * dp} devices"
+        yield Problem.at(config, f"{path}.data_parallel_size", f"{size} are more than {pool}")
+
+
+def _pool(trainer: RunConfig) -> str:
+    return (
+        f"the pool of {trainer.num_devices} "
+        f"(trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
+    )
+
+
+def _replicas(config: TrainConfig) -> Iterator[Problem]:
+    rollout, path = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    tp, pool = rollout.tensor_model_parallel_size, _pool(config.trainer)
+    if rollout.replicas is None:
+        yield Problem.at(config, f"{path}.tensor_model_parallel_size", f"replicas of {tp} devices do not divide {pool}")
+    elif rollout.replicas * tp > config.trainer.num_devices:
+        text = (
+            f"{rollout.replicas} replicas x tensor parallel {tp} = {rollout.replicas * tp} devices are more than {pool}"
+        )
+        yield Problem.at(config, f"{path}.replicas", text)
+
+
+def _groups(config: TrainConfig) -> Iterator[Problem]:
+    if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
+        yield Problem.at(
+            config,
+            "actor_rollout_ref.rollout.n",
+            "algorithm.adv_estimator=grpo compares the answers of a group; set at least 2",
+        )
+
+
+def _critic_warmup(config: TrainConfig) -> Iterator[Problem]:
+    if config.trainer.critic_warmup and not config.uses_critic:
+        yield Problem.at(
+            config,
+            "trainer.critic_warmup",
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic to warm up; set 0",
+        )
+
+
+def _validation(config: TrainConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if not config.data.val_files:
+        for name, active in (("val_only", trainer.val_only), ("val_before_train", trainer.val_before_train)):
+            if active:
+                yield Problem.at(config, f"trainer.{name}", "needs data.val_files, which is empty")
+        if trainer.test_freq > 0:
+            yield Problem.at(config, "trainer.test_freq", "needs data.val_files, which is empty; -1 = never validate")
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    if sampling.n > 1 and sampling.temperature == 0:
+        path = "actor_rollout_ref.rollout.val_kwargs"
+        yield Problem.at(config, f"{path}.n", f"{path}.temperature=0 is greedy and gives {sampling.n} equal answers")
+
+
+def _resume(config: TrainConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield Problem.at(config, "trainer.resume_from_path", "must be set with trainer.resume_mode=resume_path")
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path:
+        text = f"has no effect with trainer.resume_mode={trainer.resume_mode}; set that to resume_path"
+        yield Problem.at(config, "trainer.resume_from_path", text)
+
+
+def _train_files(config: TrainConfig | SFTConfig) -> Iterator[Problem]:
+    if not config.data.train_files:
+        yield Problem.at(config, "data.train_files", "must name at least one file")
+
+
+def _names(config: TrainConfig | SFTConfig) -> Iterator[Problem]:
+    if not config.trainer.experiment_name.strip():
+        yield Problem.at(config, "trainer.experiment_name", "must not be empty; the run's folder has this name")
+
+
+def _optims(config: TrainConfig) -> Iterator[Problem]:
+    yield from _optim(config, "actor_rollout_ref.actor.optim")
+    if config.uses_critic:
+        yield from _optim(config, "critic.optim")
+
+
+def _sft_optim(config: SFTConfig) -> Iterator[Problem]:
+    yield from _optim(config, "optim")
+
+
+def _optim(config: TrainConfig | SFTConfig, path: str) -> Iterator[Problem]:
+    optim: OptimConfig = value_at(config, path)
+    if optim.min_lr > optim.lr:
+        yield Problem.at(config, f"{path}.min_lr", f"must not exceed {path}.lr={optim.lr:g}")
+    if optim.total_training_steps is not None and optim.lr_warmup_steps > optim.total_training_steps:
+        text = f"must not exceed {path}.total_training_steps={optim.total_training_steps}"
+        yield Problem.at(config, f"{path}.lr_warmup_steps", text)
+    if 1 in optim.betas:
+        yield Problem.at(config, f"{path}.betas", "both must be below 1")
+
+
+def _batches(config: TrainConfig | SFTConfig) -> Iterator[Problem]:
+    yield from batch_problems(config)
+
+
+_TRAIN_CHECKS: tuple[Check, ...] = (
+    _train_files,
+    _names,
+    _layouts,
+    _replicas,
+    _groups,
+    _critic_warmup,
+    _validation,
+    _resume,
+    _optims,
+    _batches,
+)
+_SFT_CHECKS: tuple[Check, ...] = (_train_files, _names, _sft_layout, _sft_optim, _batches)

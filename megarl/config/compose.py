@@ -1,0 +1,220 @@
+"""Hydra on top of the schema: YAML files and overrides in, a typed configuration or a list of problems out.
+
+The schema's defaults are the first entry of a defaults list that is put together here, so a YAML file states only
+what differs and needs no mention of the schema. An override of a key that is in no schema is caught before Hydra
+sees it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.main import main as hydra_main
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from megarl.config.build import build, defaults, unknown_key
+from megarl.config.keys import Key, walk
+from megarl.config.problems import InvalidConfigError, Problem, nearest_key
+from megarl.config.schema import TrainConfig
+from megarl.config.sft_schema import SFTConfig
+from megarl.errors import ConfigError
+
+T = TypeVar("T", bound=TrainConfig | SFTConfig)
+
+REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+_JOB, _DEFAULTS = "megarl_job", "megarl_defaults"
+_RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
+
+
+@dataclass(frozen=True)
+class Request(Generic[T]):
+    """What a command line asks for.
+
+    Attributes:
+        schema: configuration class of the job.
+        config_name: YAML file, without its suffix.
+        overrides: in Hydra's syntax, ``key=value``.
+        config_dir: folder searched before megarl's own ``configs/``.
+        multirun: whether overrides may list several values, each a run of its own.
+    """
+
+    schema: type[T]
+    config_name: str
+    overrides: tuple[str, ...] = ()
+    config_dir: str | None = None
+    multirun: bool = False
+
+
+def compose(request: Request[T]) -> T:
+    """The typed, complete and checked configuration of a single run.
+
+    Raises:
+        ConfigError: the YAML file is missing or malformed, an override cannot be read, or the values are wrong
+            (then an ``InvalidConfigError`` with every problem).
+    """
+    known, parsed = dict(walk(request.schema)), _parse(request.overrides)
+    problems = [problem for o in parsed if (problem := _override_problem(o, known, request)) is not None]
+    wrong = {problem.path for problem in problems}
+    try:
+        config = build(request.schema, _load(request, [o for o in parsed if o.key_or_group not in wrong], known))
+    except InvalidConfigError as error:
+        raise InvalidConfigError([*problems, *error.problems]) from error
+    if problems:
+        raise InvalidConfigError(problems)
+    return config
+
+
+def compose_sweep(request: Request[T]) -> list[T]:
+    """The configuration of every run of a sweep, in order, so that a wrong one is found before the first starts.
+
+    Raises:
+        ConfigError: as :func:`compose`, with the overrides of the run that is wrong.
+    """
+    parsed, configs = _parse(request.overrides), []
+    if any(override.key_or_group == "hydra/sweeper" for override in parsed):
+        return []  # another sweeper invents its own runs; each is checked when it starts
+    for overrides in BasicSweeper.split_arguments(parsed, None)[0]:
+        try:
+            configs.append(compose(Request(request.schema, request.config_name, tuple(overrides), request.config_dir)))
+        except ConfigError as error:
+            raise ConfigError(f"In the run of the sweep with {' '.join(overrides)}:\n{error}") from error
+    return configs
+
+
+def run_with_hydra(request: Request[Any], name: str, task: Callable[[DictConfig], None]) -> None:
+    """Hands over to Hydra, which makes the run's folder and calls the task once, or once per run of a sweep.
+
+    Args:
+        request: already found right by :func:`compose` or :func:`compose_sweep`.
+        name: the job's name in Hydra's log files.
+        task: gets the composed, untyped configuration.
+    """
+    known = dict(walk(request.schema))
+    arguments = [f"hydra.job.name={name}", *(_reachable(o, known) for o in _parse(request.overrides))]
+    _register(request)
+    with _arguments(arguments, request.multirun):
+        hydra_main(version_base="1.3", config_path=str(_folders(request)[0]), config_name=_JOB)(task)()
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"An override cannot be read; write it as key=value. {error}") from error
+    for override in parsed:
+        if not override.key_or_group:
+            raise ConfigError(f"The override {override.input_line} names no key; write it as key=value.")
+    return parsed
+
+
+def _override_problem(override: Override, known: dict[str, Key], request: Request[Any]) -> Problem | None:
+    path = override.key_or_group
+    if path.startswith("hydra.") or "/" in path or override.package is not None or _is_group(path, request):
+        return None
+    value = override.get_value_string() if override.value_type is not None else None
+    free = any(p in known and known[p].is_mapping for p in _parents(path))
+    if path not in known and not free:
+        return unknown_key(path, value, list(known))
+    if override.is_sweep_override():
+        text = "lists several values: add --multirun for one run each, or write a list as [a,b]"
+        return Problem(path, value, text)
+    return None
+
+
+def _is_group(path: str, request: Request[Any]) -> bool:
+    return "." not in path and any((folder / path).is_dir() for folder in _folders(request))
+
+
+def _reachable(override: Override, known: dict[str, Key]) -> str:
+    """The override's text, forced where Hydra does not see its key: below a section that is null or free."""
+    path, text = override.key_or_group, str(override.input_line)
+    hidden = any(p in known and (known[p].is_mapping or known[p].default is None) for p in _parents(path))
+    return f"++{text}" if hidden and text.startswith(path) else text
+
+
+def _parents(path: str) -> list[str]:
+    return [path[:at] for at, letter in enumerate(path) if letter == "."]
+
+
+def _load(request: Request[Any], overrides: Sequence[Override], known: dict[str, Key]) -> DictConfig:
+    arguments = [_reachable(override, known) for override in overrides]
+    _register(request)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(_folders(request)[0]), job_name="megarl", version_base="1.3"):
+            return hydra_compose(_JOB, overrides=arguments)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"Config '{request.config_name}' cannot be composed. {error}") from error
+
+
+def _register(request: Request[Any]) -> None:
+    """Registers the schema's defaults and the primary config, which puts the user's YAML on top of them."""
+    folders = _folders(request)
+    _find(request.config_name, folders)
+    primary = {
+        "defaults": [_DEFAULTS, f"{request.config_name}@_global_", "_self_"],
+        "hydra": {
+            "searchpath": [f"file://{folder}" for folder in folders[1:]],
+            "run": {"dir": _RUN_FOLDER},
+            "sweep": {"dir": _RUN_FOLDER, "subdir": "${hydra.job.num}"},
+            # the trackers own the terminal; the log file in the run's folder has everything
+            "job_logging": {"handlers": {"console": {"level": "WARNING"}}},
+        },
+    }
+    store = ConfigStore.instance()
+    store.store(_DEFAULTS, defaults(request.schema))
+    store.store(_JOB, primary)
+
+
+def _folders(request: Request[Any]) -> list[Path]:
+    own = [Path(request.config_dir).resolve()] if request.config_dir else []
+    folders = [*own, *([REPOSITORY_CONFIGS] if REPOSITORY_CONFIGS.is_dir() else [])]
+    if own and not own[0].is_dir():
+        raise ConfigError(f"--config-dir={request.config_dir}: no such folder")
+    if not folders:
+        raise ConfigError(f"no configs: {REPOSITORY_CONFIGS} does not exist; name a folder with --config-dir")
+    return folders
+
+
+def _find(config_name: str, folders: list[Path]) -> None:
+    if any((folder / f"{config_name}.yaml").is_file() for folder in folders):
+        return
+    names = sorted(str(file.relative_to(d).with_suffix("")) for d in folders for file in d.rglob("*.yaml"))
+    nearest = nearest_key(config_name, names)
+    where = ", ".join(map(str, folders))
+    guess = f" Did you mean {nearest}?" if nearest else ""
+    raise ConfigError(
+        f"--config-name={config_name}: no {config_name}.yaml in {where}.{guess} There are: {', '.join(names)}"
+    )
+
+
+@contextmanager
+def _arguments(arguments: Sequence[str], multirun: bool) -> Iterator[None]:
+    """Hydra's entry point reads ``sys.argv``."""
+    before = sys.argv
+    sys.argv = [before[0], *arguments, *(["--multirun"] if multirun else [])]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def to_yaml(config: TrainConfig | SFTConfig) -> str:
+    """The resolved configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

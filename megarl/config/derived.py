@@ -1,0 +1,88 @@
+"""Fills the keys whose documentation says "null = ...", so that code reads a value and never repeats the rule."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from megarl.config.parts import LogProbBatchConfig, MegatronConfig, ModelPathConfig
+from megarl.config.schema import ActorConfig, CriticConfig, RolloutConfig, TrainConfig
+from megarl.config.sft_schema import SFTConfig
+
+
+def fill_derived(config: Any, files_root: str | None = None) -> None:
+    """Fills null keys of a configuration in place from the keys they follow.
+
+    A size that does not come out (a layout that does not divide the devices) stays null for the checks to report.
+
+    Args:
+        config: a ``TrainConfig`` or an ``SFTConfig``.
+        files_root: folder under which files without an explicit place go; None = ``outputs/<experiment_name>``.
+    """
+    root = files_root or f"outputs/{config.trainer.experiment_name}"
+    if isinstance(config, TrainConfig):
+        _fill_train(config, root)
+    else:
+        _fill_sft(cast(SFTConfig, config), root)
+
+
+def _fill_train(config: TrainConfig, root: str) -> None:
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    _fill_model(policy.model)
+    _fill_clip(policy.actor)
+    _fill_log_prob(policy.rollout, policy.actor)
+    _fill_log_prob(policy.ref, policy.actor)
+    _fill_critic(config.critic, policy.actor, policy.model)
+    for megatron in (policy.actor.megatron, policy.ref.megatron, config.critic.megatron):
+        if megatron is not None:
+            _fill_layout(megatron, trainer.num_devices)
+    _fill_replicas(policy.rollout, trainer.num_devices)
+    config.data.seed = _first(config.data.seed, trainer.seed)
+    policy.rollout.seed = _first(policy.rollout.seed, trainer.seed)
+    trainer.default_local_dir = _first(trainer.default_local_dir, f"{root}/checkpoints")
+
+
+def _fill_sft(config: SFTConfig, root: str) -> None:
+    _fill_model(config.model)
+    _fill_layout(config.megatron, config.trainer.num_devices)
+    config.data.seed = _first(config.data.seed, config.trainer.seed)
+    config.trainer.hf_export_dir = _first(config.trainer.hf_export_dir, f"{root}/hf")
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _fill_model(model: ModelPathConfig) -> None:
+    model.tokenizer_path = _first(model.tokenizer_path, model.path)
+
+
+def _fill_clip(actor: ActorConfig) -> None:
+    actor.clip_ratio_low = _first(actor.clip_ratio_low, actor.clip_ratio)
+    actor.clip_ratio_high = _first(actor.clip_ratio_high, actor.clip_ratio)
+
+
+def _fill_log_prob(keys: LogProbBatchConfig, actor: ActorConfig) -> None:
+    keys.log_prob_use_dynamic_bsz = _first(keys.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz)
+    keys.log_prob_max_token_len_per_gpu = _first(keys.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
+    if not keys.log_prob_use_dynamic_bsz:
+        keys.log_prob_micro_batch_size_per_gpu = _first(
+            keys.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu
+        )
+
+
+def _fill_critic(critic: CriticConfig, actor: ActorConfig, model: ModelPathConfig) -> None:
+    critic.model.path = _first(critic.model.path, model.path)
+    critic.ppo_mini_batch_size = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
+    critic.ppo_epochs = _first(critic.ppo_epochs, actor.ppo_epochs)
+    critic.loss_agg_mode = _first(critic.loss_agg_mode, actor.loss_agg_mode)
+
+
+def _fill_layout(megatron: MegatronConfig, devices: int) -> None:
+    model_parallel = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    if megatron.data_parallel_size is None and devices % model_parallel == 0:
+        megatron.data_parallel_size = devices // model_parallel
+
+
+def _fill_replicas(rollout: RolloutConfig, devices: int) -> None:
+    if rollout.replicas is None and devices % rollout.tensor_model_parallel_size == 0:
+        rollout.replicas = devices // rollout.tensor_model_parallel_size

@@ -1,0 +1,95 @@
+"""Writes ``docs/config.md`` from the schema: ``python -m megarl.config.reference > docs/config.md``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.config.keys import REQUIRED, Key, keys_of
+from megarl.config.parts import MegatronConfig, OptimConfig
+from megarl.config.problems import show
+from megarl.config.schema import TrainConfig
+from megarl.config.sft_schema import SFTConfig
+
+_SHARED = {OptimConfig: "Optimizer", MegatronConfig: "Parallel layout"}
+
+_INTRODUCTION = """\
+# Configuration reference
+
+Generated from the schema in `megarl/config/` by `python -m megarl.config.reference > docs/config.md`; do not edit.
+
+The schema is the one source of defaults; the YAML files in `configs/` and the overrides on the command line state
+only what differs. A list of one entry may be written as the entry. A key that is not listed here is an error.
+
+```
+python -m megarl.train --config-name grpo --cfg job KEY=VALUE ...   # print the resolved configuration
+python -m megarl.train --config-name grpo KEY=VALUE ...             # run
+python -m megarl.train --config-dir mine --config-name my ...       # mine/my.yaml, with `defaults: [grpo, _self_]`
+python -m megarl.train --multirun actor_rollout_ref.actor.optim.lr=1e-6,1e-5   # one run per value
+```
+
+Each run writes to `outputs/<experiment_name>/<time>`, with its complete configuration in `config.yaml`.
+"""
+
+
+def render_reference() -> str:
+    """The whole page as Markdown."""
+    jobs = (("`megarl.train`", TrainConfig), ("`megarl.sft`", SFTConfig))
+    parts = [_INTRODUCTION]
+    for title, schema in jobs:
+        parts += [f"## {title}: {_doc(schema)}", *_sections(schema)]
+    parts.append("## Shared sections")
+    for shared, title in _SHARED.items():
+        parts += [f"### {title}", _doc(shared), _table(shared())]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _sections(schema: Any, prefix: str = "") -> Iterator[str]:
+    for item in keys_of(schema):
+        if item.section is None or item.section in _SHARED:
+            continue
+        path = f"{prefix}{item.name}"
+        yield f"### `{path}`\n\n{_doc(item.section)}"
+        if any(inner.section is None or inner.section in _SHARED for inner in keys_of(item.default)):
+            yield _table(item.default)
+        yield from _sections(item.default, f"{path}.")
+
+
+def _table(instance: Any) -> str:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for item in keys_of(instance):
+        if item.section is None:
+            limits = item.limits.describe()
+            rows.append(_row(item.name, item.type_name, _default(item), item.doc + (f" ({limits})" if limits else "")))
+        elif item.section in _SHARED:
+            title = _SHARED[item.section]
+            link = f"[{title}](#{title.lower().replace(' ', '-')})"
+            rows.append(_row(item.name, item.type_name, _difference(item), f"{item.doc} See {link}.".strip()))
+    return "\n".join(rows)
+
+
+def _row(name: str, type_name: str, default: str, meaning: str) -> str:
+    return f"| `{name}` | {type_name} | {default} | {meaning.replace('|', chr(92) + '|')} |"
+
+
+def _default(item: Key) -> str:
+    return "required" if item.default == REQUIRED else f"`{show(item.default)}`"
+
+
+def _difference(item: Key) -> str:
+    """Where a role's defaults differ from those of the shared section."""
+    if item.default is None:
+        return "`null`"
+    assert item.section is not None
+    plain = {inner.name: inner.default for inner in keys_of(item.section)}
+    changed = [f"`{i.name}: {show(i.default)}`" for i in keys_of(item.default) if i.default != plain[i.name]]
+    return ", ".join(changed)
+
+
+def _doc(schema: type) -> str:
+    return inspect.getdoc(schema) or ""
+
+
+if __name__ == "__main__":
+    print(render_reference(), end="")
