@@ -1,0 +1,63 @@
+"""Batches between processes, data sets, and the plans that balance and pack their rows.
+
+Names load on first use, so that :func:`check_parquet` can run before anything imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.data.balance import balance_mini_batches, balanced_partition
+    from megarl.data.columns import COLUMNS, NON_TENSOR_COLUMNS, Column, declare_column
+    from megarl.data.dataset import RLHFDataset, SFTDataset
+    from megarl.data.loader import StatefulLoader
+    from megarl.data.packing import plan_micro_batches
+    from megarl.data.parquet import check_parquet
+    from megarl.data.protocol import DataProto
+    from megarl.data.sequences import attention_mask_of, pad_left, pad_right, sequence_lengths
+
+_HOME = {
+    "COLUMNS": "columns",
+    "NON_TENSOR_COLUMNS": "columns",
+    "Column": "columns",
+    "DataProto": "protocol",
+    "RLHFDataset": "dataset",
+    "SFTDataset": "dataset",
+    "StatefulLoader": "loader",
+    "attention_mask_of": "sequences",
+    "balance_mini_batches": "balance",
+    "balanced_partition": "balance",
+    "check_parquet": "parquet",
+    "declare_column": "columns",
+    "pad_left": "sequences",
+    "pad_right": "sequences",
+    "plan_micro_batches": "packing",
+    "sequence_lengths": "sequences",
+}
+
+__all__ = [
+    "COLUMNS",
+    "NON_TENSOR_COLUMNS",
+    "Column",
+    "DataProto",
+    "RLHFDataset",
+    "SFTDataset",
+    "StatefulLoader",
+    "attention_mask_of",
+    "balance_mini_batches",
+    "balanced_partition",
+    "check_parquet",
+    "declare_column",
+    "pad_left",
+    "pad_right",
+    "plan_micro_batches",
+    "sequence_lengths",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
