@@ -1,0 +1,20 @@
+"""Weight sync: a pure reshard plan, transports, and the manager that runs the plan.
+
+Tensors move in :mod:`sender`, :mod:`receiver` and :mod:`transport`; what is exported here needs no torch.
+"""
+
+from megarl.sharding.coverage import check_coverage
+from megarl.sharding.manager import Pending, ShardingManager, SyncSource, SyncTarget
+from megarl.sharding.plan import Bucket, Move, ReshardPlan, build_plan
+
+__all__ = [
+    "Bucket",
+    "Move",
+    "Pending",
+    "ReshardPlan",
+    "ShardingManager",
+    "SyncSource",
+    "SyncTarget",
+    "build_plan",
+    "check_coverage",
+]
