@@ -1,8 +1,8 @@
 """From losses per token to one loss, as weights that do not depend on how the batch is cut.
 
 A mini-batch is spread over ranks and micro-batches. If each of them took a mean of its own, the loss would change with
-the cut. Here the counts of the whole mini-batch are known before the first backward, and each token gets its weight in the
-global loss: the loss is ``sum(weight * loss)``, summed over tokens, micro-batches and data-parallel ranks in any order.
+the cut. Here the counts of the whole mini-batch are known before the first backward, and each token gets its weight in
+the global loss: the loss is ``sum(weight * loss)``, over tokens, micro-batches and data-parallel ranks in any order.
 """
 
 from __future__ import annotations

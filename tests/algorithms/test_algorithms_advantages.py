@@ -1,0 +1,132 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms import ADVANTAGES, AdvantageInputs, gae, generalized_advantages, grpo
+from megarl.errors import ConfigError
+
+
+def gae_by_definition(rewards, values, gamma, lam):
+    """Eq. 16 of the paper, as the double sum it is written as, for one sequence without masked tokens."""
+    length = len(rewards)
+    following = [*values[1:], 0.0]
+    deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
+    return [sum((gamma * lam) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
+
+
+def reference_gae(rewards, values, mask, gamma, lam):
+    """Each row with its masked tokens cut out, the definition, and the results put back."""
+    advantages, returns = np.zeros_like(rewards), np.zeros_like(rewards)
+    for row in range(len(rewards)):
+        kept = [t for t in range(rewards.shape[1]) if mask[row, t]]
+        own_rewards = []
+        for position, t in enumerate(kept):
+            end = kept[position + 1] if position + 1 < len(kept) else rewards.shape[1]
+            own_rewards.append(sum(rewards[row, t:end]))
+        for t, advantage in zip(
+            kept, gae_by_definition(own_rewards, [values[row, t] for t in kept], gamma, lam), strict=True
+        ):
+            advantages[row, t], returns[row, t] = advantage, advantage + values[row, t]
+    return advantages, returns
+
+
+@st.composite
+def batches(draw):
+    rows, columns = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    generator = np.random.default_rng(draw(st.integers(0, 2**31)))
+    mask = generator.random((rows, columns)) < draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+    gamma, lam = draw(st.sampled_from([1.0, 0.9, 0.5])), draw(st.sampled_from([0.0, 0.7, 1.0]))
+    return generator.normal(size=(rows, columns)), generator.normal(size=(rows, columns)), mask, gamma, lam
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches())
+def test_gae_equals_the_definition(case):
+    rewards, values, mask, gamma, lam = case
+    expected_advantages, expected_returns = reference_gae(rewards, values, mask, gamma, lam)
+    tensors = [torch.tensor(array) for array in (rewards, values, mask)]
+    advantages, returns = generalized_advantages(*tensors, gamma, lam)
+    np.testing.assert_allclose(advantages, expected_advantages, atol=1e-12)
+    np.testing.assert_allclose(returns, expected_returns, atol=1e-12)
+
+    white, same_returns = gae(AdvantageInputs(tensors[0], tensors[2].long(), values=tensors[1], gamma=gamma, lam=lam))
+    selected = expected_advantages[mask]
+    spread = np.sqrt((np.var(selected, ddof=1) if len(selected) > 1 else 0.0) + 1e-8)
+    expected_white = np.where(mask, (expected_advantages - (selected.mean() if len(selected) else 0.0)) / spread, 0.0)
+    np.testing.assert_allclose(white, expected_white, atol=1e-7)
+    np.testing.assert_allclose(same_returns, expected_returns, atol=1e-12)
+
+
+def test_gae_by_hand():
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0, 9.0]]), torch.tensor([[0.5, 0.25, 0.5, 9.0]])
+    advantages, returns = generalized_advantages(
+        rewards * torch.tensor([1, 1, 1, 0]), values, torch.tensor([[1, 1, 1, 0]]), 0.5, 0.5
+    )
+    # deltas: 0.5*0.25-0.5 = -0.375, 0.5*0.5-0.25 = 0, 1-0.5 = 0.5; A2 = .5, A1 = 0+.25*.5 = .125, A0 = -.375+.25*.125
+    assert advantages.tolist() == [[-0.34375, 0.125, 0.5, 0.0]]
+    assert returns.tolist() == [[0.15625, 0.375, 1.0, 0.0]]
+
+
+def test_gae_passes_over_a_tools_answer():
+    """Masked tokens in the middle change nothing for the tokens around them, wherever the reward sits."""
+    generator = torch.Generator().manual_seed(3)
+    rewards, values = torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)
+    plain = generalized_advantages(rewards, values, torch.ones(2, 4), 0.9, 0.8)
+    wide_rewards, wide_values = torch.zeros(2, 7), torch.full((2, 7), torch.nan)
+    own = [0, 1, 4, 5]
+    mask = torch.zeros(2, 7)
+    mask[:, own] = 1
+    wide_rewards[:, own], wide_values[:, own] = rewards, values
+    wide_rewards[:, 6], wide_rewards[:, 5] = rewards[:, 3], 0.0  # the score on the last, masked token
+    for wide, narrow in zip(generalized_advantages(wide_rewards, wide_values, mask, 0.9, 0.8), plain, strict=True):
+        torch.testing.assert_close(wide[:, own], narrow)
+        assert not wide[:, [2, 3, 6]].any()
+
+
+def reference_grpo(rewards, mask, groups, norm_by_std):
+    advantages = np.zeros_like(rewards)
+    for row in range(len(rewards)):
+        if not mask[row].any():
+            continue
+        peers = [
+            rewards[other].sum() for other in range(len(rewards)) if groups[other] == groups[row] and mask[other].any()
+        ]
+        mean, std = (np.mean(peers), np.std(peers, ddof=1)) if len(peers) > 1 else (0.0, 1.0)
+        score = rewards[row].sum() - mean
+        advantages[row, mask[row]] = score / (std + 1e-6) if norm_by_std else score
+    return advantages
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), st.integers(1, 3), st.booleans(), st.integers(0, 1000))
+def test_grpo_equals_the_definition(case, num_groups, norm_by_std, seed):
+    rewards, _, mask, _, _ = case
+    groups = np.array(
+        [f"prompt-{g}" for g in np.random.default_rng(seed).integers(0, num_groups, len(rewards))], object
+    )
+    inputs = AdvantageInputs(torch.tensor(rewards), torch.tensor(mask), group_ids=groups, norm_by_std=norm_by_std)
+    advantages, returns = grpo(inputs)
+    np.testing.assert_allclose(advantages, reference_grpo(rewards, mask, groups, norm_by_std), rtol=1e-6, atol=1e-8)
+    assert torch.equal(advantages, returns)
+
+
+def test_grpo_of_equal_scores_is_zero_and_a_removed_row_moves_nobody():
+    rewards = torch.tensor([[1.0], [1.0], [1.0], [0.0], [5.0]])
+    mask = torch.tensor([[1], [1], [1], [1], [0]])
+    groups = np.array(["a", "a", "b", "b", "b"], object)
+    advantages, _ = grpo(AdvantageInputs(rewards, mask, group_ids=groups))
+    assert advantages[:2].abs().max() == 0 and advantages[4].item() == 0
+    assert advantages[2].item() == pytest.approx(0.5**0.5, rel=1e-5)
+    assert advantages[3].item() == pytest.approx(-(0.5**0.5), rel=1e-5)
+
+
+def test_what_is_missing_is_named():
+    inputs = AdvantageInputs(torch.zeros(1, 1), torch.ones(1, 1))
+    with pytest.raises(ValueError, match="values"):
+        ADVANTAGES["gae"](inputs)
+    with pytest.raises(ValueError, match="group_ids"):
+        ADVANTAGES["grpo"](inputs)
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator='rloo'.*gae, grpo"):
+        ADVANTAGES["rloo"]

@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms import explained_variance, masked_mean, masked_sum, masked_variance, masked_whiten
+
+
+@st.composite
+def masked_rows(draw):
+    rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    seed = draw(st.integers(0, 2**31))
+    generator = np.random.default_rng(seed)
+    mask = generator.random((rows, columns)) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    values = generator.normal(3.0, 2.0, (rows, columns))
+    values[~mask] = np.nan  # nothing may read what is outside the mask
+    return values, mask
+
+
+@settings(max_examples=60, deadline=None)
+@given(masked_rows())
+def test_statistics_equal_numpy_on_the_selected_entries(case):
+    values, mask = case
+    tensor, selected = torch.tensor(values), values[mask]
+    mask_tensor = torch.tensor(mask.astype(np.int64))
+    assert masked_sum(tensor, mask_tensor).item() == pytest.approx(sum(selected))
+    assert masked_mean(tensor, mask_tensor).item() == pytest.approx(np.mean(selected) if len(selected) else 0.0)
+    variance = np.var(selected, ddof=1) if len(selected) > 1 else 0.0
+    assert masked_variance(tensor, mask_tensor).item() == pytest.approx(variance)
+    per_row = [row[keep].mean() if keep.any() else 0.0 for row, keep in zip(values, mask, strict=True)]
+    np.testing.assert_allclose(masked_mean(tensor, mask_tensor, dim=-1), per_row)
+
+    white = masked_whiten(tensor, mask_tensor).numpy()
+    expected = np.zeros_like(values)
+    if len(selected):
+        expected[mask] = (selected - selected.mean()) / np.sqrt(variance + 1e-8)
+    np.testing.assert_allclose(white, expected, atol=1e-9)
+
+
+def test_whitening_keeps_the_type_and_survives_a_single_entry():
+    white = masked_whiten(torch.tensor([[5.0, 7.0]]), torch.tensor([[1, 0]]))
+    assert white.dtype == torch.float32 and white.tolist() == [[0.0, 0.0]]
+
+
+def test_explained_variance_of_known_critics():
+    generator = torch.Generator().manual_seed(0)
+    returns = torch.randn(20, 30, generator=generator) * 4
+    mask = torch.rand(20, 30, generator=generator) < 0.5
+    assert explained_variance(returns, returns, mask) == pytest.approx(1.0)
+    assert explained_variance(returns + 7.0, returns, mask) == pytest.approx(1.0)
+    assert explained_variance(torch.zeros_like(returns), returns, mask) == pytest.approx(0.0, abs=1e-5)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0, rel=1e-5)
+    poisoned = torch.where(mask, returns, torch.nan)
+    assert explained_variance(poisoned, returns, mask) == pytest.approx(1.0)
