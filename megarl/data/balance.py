@@ -68,8 +68,8 @@ def balance_mini_batches(costs: Sequence[float], num_mini_batches: int, dp: int)
     """
     if num_mini_batches < 1 or dp < 1 or len(costs) % num_mini_batches or len(costs) // num_mini_batches % dp:
         raise DataError(
-            f"{len(costs)} rows cannot be cut into {num_mini_batches} mini-batches of equal size for {dp} data-parallel "
-            f"ranks each; the number of rows must be a multiple of {num_mini_batches} x {dp}"
+            f"{len(costs)} rows cannot be cut into {num_mini_batches} mini-batches of equal size for {dp} ranks; "
+            f"the number of rows must be a multiple of {num_mini_batches} x {dp}"
         )
     size = len(costs) // num_mini_batches
     ranks: Partition = [[] for _ in range(dp)]

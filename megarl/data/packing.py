@@ -1,7 +1,7 @@
 """Which rows go through the model together.
 
-A micro-batch is computed packed, so what bounds it is its number of tokens, not its longest row times its rows. The plan
-never changes a result: losses are normalised by counts over the whole mini-batch.
+A micro-batch is computed packed, so what bounds it is its number of tokens, not its longest row times its rows. The
+plan never changes a result: losses are normalised by counts over the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def plan_micro_batches(
         size: rows a micro-batch may hold.
 
     Returns:
-        Row numbers of each micro-batch, ascending; with ``max_tokens`` the micro-batch with the longest row comes first.
+        Row numbers of each micro-batch, ascending; with ``max_tokens`` the one with the longest row comes first.
 
     Raises:
         DataError: not exactly one of the two limits is given, a limit is below 1, or a row is above ``max_tokens``.
@@ -50,8 +50,8 @@ def _check_budget(lengths: Sequence[int], max_tokens: int) -> None:
     for row, length in enumerate(lengths):
         if not 0 <= length <= max_tokens:
             raise DataError(
-                f"row {row} has {length} tokens, a micro-batch may hold {max_tokens}; raise the token budget per device "
-                "(*_max_token_len_per_gpu) to at least the longest prompt plus response"
+                f"row {row} has {length} tokens, a micro-batch may hold {max_tokens}; raise the token budget per "
+                "device (*max_token_len_per_gpu) to at least the longest prompt plus response"
             )
 
 
