@@ -1,0 +1,22 @@
+"""Reward functions, by name or from a user's file, and the manager that scores a batch with one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.rewards.arithmetic import exact_integer
+from megarl.rewards.registry import custom_reward_spec, load_reward_function, register_reward
+
+if TYPE_CHECKING:
+    from megarl.rewards.manager import RewardManager, Scored
+
+__all__ = ["RewardManager", "Scored", "custom_reward_spec", "exact_integer", "load_reward_function", "register_reward"]
+
+
+def __getattr__(name: str) -> object:
+    # on first use, so that a reward function can be checked before anything imports torch
+    if name not in ("RewardManager", "Scored"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megarl.rewards import manager
+
+    return getattr(manager, name)

@@ -1,0 +1,142 @@
+"""Reward functions by name, by file, or by dotted path; imports no torch.
+
+A reward function is called as ``fn(data_source=..., solution_str=..., ground_truth=..., extra_info=...)`` and returns a
+number, or a mapping with the number under ``score`` and whatever else is to be recorded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from hashlib import sha1
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megarl.errors import RewardError
+
+RewardFunction = Callable[..., float | Mapping[str, Any]]
+
+REWARDS: dict[str, RewardFunction] = {}
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_WAYS = "a registered name, path.py:function, or package.module.function"
+
+
+def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator that makes a reward function known under a name.
+
+    Raises:
+        RewardError: the name belongs to another function.
+    """
+
+    def register(fn: RewardFunction) -> RewardFunction:
+        if REWARDS.get(name, fn) is not fn:
+            raise RewardError(
+                f"reward {name!r} is registered already, by {REWARDS[name].__module__}; choose another name"
+            )
+        REWARDS[name] = fn
+        return fn
+
+    return register
+
+
+def custom_reward_spec(path: str, name: str) -> str:
+    """The spec for :func:`load_reward_function` of verl's ``custom_reward_function.path`` and ``.name``."""
+    return f"{path}:{name}"
+
+
+def load_reward_function(spec: str) -> RewardFunction:
+    """The reward function that a spec names, imported and checked to be callable as megarl calls it.
+
+    Args:
+        spec: a registered name, ``path.py:function``, or ``package.module.function``.
+
+    Raises:
+        RewardError: there is no such name, file, module or function, importing it fails, or it does not take the
+            arguments ``data_source, solution_str, ground_truth, extra_info``.
+    """
+    if spec in REWARDS:
+        return REWARDS[spec]
+    path, colon, function = spec.rpartition(":")
+    if colon:
+        module = _import_file(path, spec)
+    elif spec.endswith(".py"):
+        raise RewardError(f"reward function {spec!r} names no function; write {spec}:<function>")
+    else:
+        dotted, dot, function = spec.rpartition(".")
+        if not dot:
+            near = difflib.get_close_matches(spec, REWARDS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise RewardError(f"there is no reward {spec!r}; {hint}known are {sorted(REWARDS)}; or give {_WAYS}")
+        module = _import(dotted, spec)
+    fn = getattr(module, function, None)
+    if fn is None:
+        raise RewardError(f"reward function {spec!r}: no {function!r} in {path or dotted}; {_what_there_is(module)}")
+    check_signature(fn, spec)
+    return fn
+
+
+def check_signature(fn: Any, spec: str) -> None:
+    """Check that something can be called as a reward function.
+
+    Raises:
+        RewardError: it is not callable, is a coroutine function, or does not take the four keyword arguments.
+    """
+    if not callable(fn):
+        raise RewardError(f"reward function {spec!r} is a {type(fn).__name__}; it must be a function")
+    if inspect.iscoroutinefunction(fn):
+        raise RewardError(f"reward function {spec!r} is a coroutine function; it must be a plain function")
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # some built-ins have none
+        return
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS))
+    except TypeError as error:
+        raise RewardError(
+            f"reward function {spec!r} has the signature {signature} ({error}); it is called with the keyword "
+            f"arguments {', '.join(ARGUMENTS)}"
+        ) from error
+
+
+def _what_there_is(module: ModuleType) -> str:
+    own = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return f"its functions are {sorted(own)}"
+
+
+def _import_file(path: str, spec: str) -> ModuleType:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise RewardError(f"reward function {spec!r}: there is no file {path}; give {_WAYS}")
+    # one module per file, under a name of its own that shadows nothing
+    name = f"megarl_reward_{file.stem}_{sha1(str(file.resolve()).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    if module_spec is None or module_spec.loader is None:
+        raise RewardError(f"reward function {spec!r}: {path} is not a Python file (*.py)")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise RewardError(f"reward function {spec!r}: importing {path} failed: {_line(error)}") from error
+    return module
+
+
+def _import(dotted: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(dotted)
+    except Exception as error:
+        raise RewardError(
+            f"reward function {spec!r}: importing {dotted} failed: {_line(error)}; give {_WAYS}"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
