@@ -1,5 +1,7 @@
 """Configuration: the typed schema, its validation and its batch-size arithmetic. The YAML lives in ``configs/``."""
 
+from megarl.config.batch import BatchPlan, plan_batches, render_plan
+from megarl.config.build import build
 from megarl.config.parts import (
     LogProbBatchConfig,
     MegatronConfig,
@@ -13,6 +15,7 @@ from megarl.config.sft_schema import SFTConfig
 
 __all__ = [
     "ActorConfig",
+    "BatchPlan",
     "CriticConfig",
     "DataConfig",
     "LogProbBatchConfig",
@@ -25,4 +28,7 @@ __all__ = [
     "TrainConfig",
     "TrainerConfig",
     "UpdateBatchConfig",
+    "build",
+    "plan_batches",
+    "render_plan",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.config.checks import check
 from megarl.config.derived import fill_derived
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
-from megarl.config.problems import InvalidConfigError, Problem, nearest_key
+from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema import TrainConfig
 from megarl.config.sft_schema import SFTConfig
 
@@ -47,8 +48,9 @@ def build(schema: type[T], values: Mapping[str, Any] | DictConfig, files_root: s
     return config
 
 
-def defaults(schema: type) -> dict[str, Any]:
-    """The schema's defaults as nested plain values."""
+@cache
+def defaults(schema: type) -> Mapping[str, Any]:
+    """The schema's defaults as nested plain values, to be read only."""
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(schema)))
 
 
@@ -107,7 +109,7 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
 
 def unknown_key(path: str, value: Any, known: list[str]) -> Problem:
     """The problem that a key is in no schema, with the nearest one that is."""
-    nearest = nearest_key(path, known)
+    nearest = " or ".join(nearest_keys(path, known))
     return Problem(path, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
 
 

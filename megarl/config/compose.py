@@ -29,7 +29,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megarl.config.build import build, defaults, unknown_key
 from megarl.config.keys import Key, walk
-from megarl.config.problems import InvalidConfigError, Problem, nearest_key
+from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema import TrainConfig
 from megarl.config.sft_schema import SFTConfig
 from megarl.errors import ConfigError
@@ -165,6 +165,7 @@ def _load(request: Request[Any], overrides: Sequence[Override], known: dict[str,
 
 def _register(request: Request[Any]) -> None:
     """Registers the schema's defaults and the primary config, which puts the user's YAML on top of them."""
+    schema: Any = request.schema
     folders = _folders(request)
     _find(request.config_name, folders)
     primary = {
@@ -178,7 +179,7 @@ def _register(request: Request[Any]) -> None:
         },
     }
     store = ConfigStore.instance()
-    store.store(_DEFAULTS, defaults(request.schema))
+    store.store(_DEFAULTS, defaults(schema))
     store.store(_JOB, primary)
 
 
@@ -196,8 +197,7 @@ def _find(config_name: str, folders: list[Path]) -> None:
     if any((folder / f"{config_name}.yaml").is_file() for folder in folders):
         return
     names = sorted(str(file.relative_to(d).with_suffix("")) for d in folders for file in d.rglob("*.yaml"))
-    nearest = nearest_key(config_name, names)
-    where = ", ".join(map(str, folders))
+    nearest, where = " or ".join(nearest_keys(config_name, names)), ", ".join(map(str, folders))
     guess = f" Did you mean {nearest}?" if nearest else ""
     raise ConfigError(
         f"--config-name={config_name}: no {config_name}.yaml in {where}.{guess} There are: {', '.join(names)}"

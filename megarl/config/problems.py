@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megarl.errors import ConfigError
@@ -65,14 +65,27 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def nearest_key(path: str, known: Sequence[str]) -> str | None:
-    """The known key that a misspelt or misplaced one most likely means, or None where nothing is close."""
+def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
+    """The known keys that a misspelt or misplaced one most likely means, best first.
+
+    More than one where a name occurs in several equally near groups; empty where nothing is close.
+    """
+    group, _, name = path.rpartition(".")
 
     def closeness(candidate: str) -> float:
-        (group, _, name), (other_group, _, other_name) = path.rpartition("."), candidate.rpartition(".")
-        names = difflib.SequenceMatcher(None, name, other_name).ratio()
-        groups = difflib.SequenceMatcher(None, group, other_group).ratio()
-        return 0.7 * names + 0.3 * groups
+        other_group, _, other_name = candidate.rpartition(".")
+        return 0.7 * _similarity(name, other_name) + 0.3 * _similarity(group, other_group)
 
-    best = max(known, key=closeness, default=None)
-    return best if best is not None and closeness(best) >= 0.6 else None
+    scores = {candidate: closeness(candidate) for candidate in known}
+    best = max(scores, key=scores.__getitem__, default="")
+    if scores.get(best, 0.0) < 0.6:
+        return []
+    best_group, _, best_name = best.rpartition(".")
+    if best_group == group:
+        return [best]
+    near = [k for k in scores if k.rpartition(".")[2] == best_name and scores[k] > scores[best] - 0.06]
+    return sorted(near, key=lambda k: -scores[k])[:3]
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

@@ -1,0 +1,140 @@
+"""Batch arithmetic against counting samples one by one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_config_build import SFT, TRAIN, problems_of, with_keys
+
+from megarl.config import SFTConfig, TrainConfig
+from megarl.config.batch import BatchPlan, plan_batches, render_plan
+from megarl.config.build import build
+from megarl.config.problems import InvalidConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def deal(plan: BatchPlan, name: str) -> int:
+    """Deals a training step's samples out by hand; returns the optimizer steps, or fails where a share is uneven."""
+    phase = plan.phase(name)
+    steps = 0
+    for _ in range(phase.epochs):
+        samples = [(p, a) for p in range(plan.prompts_per_step) for a in range(plan.samples_per_prompt)]
+        while samples:
+            mini, samples = samples[: phase.samples_per_mini_batch], samples[phase.samples_per_mini_batch :]
+            shares = [mini[rank :: phase.data_parallel_size] for rank in range(phase.data_parallel_size)]
+            for share in shares:
+                assert len(share) == phase.samples_per_rank
+                if phase.micro.samples is not None:
+                    cuts = [share[i : i + phase.micro.samples] for i in range(0, len(share), phase.micro.samples)]
+                    assert {len(cut) for cut in cuts} == {phase.micro.samples}
+                    assert len(cuts) == phase.micro_batches_per_rank
+            steps += 1
+    return steps
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    prompts=st.integers(1, 48), mini=st.integers(1, 48), n=st.integers(1, 4), devices=st.sampled_from([1, 2, 3, 4, 6]),
+    micro=st.integers(1, 12), epochs=st.integers(1, 3),
+)  # fmt: skip
+def test_a_plan_is_accepted_exactly_where_every_share_is_even(
+    prompts: int, mini: int, n: int, devices: int, micro: int, epochs: int
+) -> None:
+    values = {
+        "data.train_batch_size": prompts,
+        f"{ACTOR}.ppo_mini_batch_size": mini,
+        f"{ACTOR}.ppo_epochs": epochs,
+        f"{ACTOR}.use_dynamic_bsz": False,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro,
+        "actor_rollout_ref.rollout.n": n,
+        "trainer.n_gpus_per_node": devices,
+    }
+    even = prompts % mini == 0 and mini * n % devices == 0 and (mini * n // devices) % micro == 0
+    if not even:
+        with pytest.raises(InvalidConfigError):
+            build(TrainConfig, with_keys(values))
+        return
+    plan = plan_batches(build(TrainConfig, with_keys(values)))
+    assert plan.samples_per_step == prompts * n
+    for name in ("actor", "critic"):
+        assert deal(plan, name) == plan.phase(name).optimizer_steps == epochs * (prompts // mini)
+    assert plan.phase("old_log_prob").optimizer_steps == 0
+    assert deal(plan, "old_log_prob") == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(mini=st.integers(1, 64), n=st.integers(1, 6), devices=st.integers(2, 12))
+def test_what_is_suggested_is_accepted(mini: int, n: int, devices: int) -> None:
+    path = f"{ACTOR}.ppo_mini_batch_size"
+    values = {
+        path: mini,
+        "data.train_batch_size": mini,
+        "actor_rollout_ref.rollout.n": n,
+        "trainer.n_gpus_per_node": devices,
+    }
+    if mini * n % devices == 0:
+        return
+    text = problems_of(values)[path].text
+    suggested = [int(number) for number in re.findall(r"\d+", text.split("nearest that do:")[1])]
+    assert suggested
+    for number in suggested:
+        build(TrainConfig, with_keys({**values, path: number, "data.train_batch_size": number}))
+
+
+def test_roles_have_layouts_of_their_own() -> None:
+    values = {
+        "data.train_batch_size": 16,
+        f"{ACTOR}.ppo_mini_batch_size": 8,
+        f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
+        "critic.ppo_mini_batch_size": 4,
+        "critic.ppo_epochs": 2,
+        "actor_rollout_ref.rollout.n": 3,
+        "actor_rollout_ref.ref.megatron": {"pipeline_model_parallel_size": 4},
+        "algorithm.use_kl_in_reward": True,
+        "trainer.n_gpus_per_node": 4,
+    }
+    plan = plan_batches(build(TrainConfig, with_keys(values)))
+    actor, critic, reference = plan.phase("actor"), plan.phase("critic"), plan.phase("ref_log_prob")
+    assert (actor.layout, critic.layout, reference.layout) == ("TP2 PP1 DP2", "TP1 PP1 DP4", "TP1 PP4 DP1")
+    assert (actor.mini_batches, actor.samples_per_mini_batch, actor.samples_per_rank) == (2, 24, 12)
+    assert (critic.optimizer_steps, critic.samples_per_mini_batch, critic.samples_per_rank) == (8, 12, 3)
+    assert reference.samples_per_rank == 48 and reference.optimizer_steps == 0
+    assert actor.micro.max_tokens == 16384 and actor.micro_batches_per_rank is None
+
+
+def test_phases_follow_the_algorithm() -> None:
+    grpo = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8}
+    names = [phase.name for phase in plan_batches(build(TrainConfig, with_keys(grpo))).phases]
+    assert names == ["old_log_prob", "actor"]
+
+
+def test_fine_tuning_plan() -> None:
+    values = {
+        "data.train_batch_size": 32,
+        "data.use_dynamic_bsz": False,
+        "data.micro_batch_size_per_gpu": 2,
+        "trainer.n_gpus_per_node": 4,
+        "megatron.tensor_model_parallel_size": 2,
+    }
+    plan = plan_batches(build(SFTConfig, with_keys(values, SFT)))
+    phase = plan.phase("sft")
+    assert (phase.samples_per_rank, phase.micro_batches_per_rank, phase.optimizer_steps) == (16, 8, 1)
+    assert render_plan(plan).splitlines()[0] == "One training step: 32 samples"
+
+
+def test_table_names_its_units() -> None:
+    values = {"data.train_batch_size": 512, "actor_rollout_ref.rollout.n": 4}
+    table = render_plan(plan_batches(build(TrainConfig, with_keys(values))))
+    lines = table.splitlines()
+    assert lines[0] == "One training step: 512 prompts x 4 samples each = 2048 samples"
+    rows = {re.split(r"\s{2,}", line.strip())[0]: re.split(r"\s{2,}", line.strip())[1:] for line in lines[2:]}
+    assert rows["prompts per mini-batch"] == ["-", "256", "256"]
+    assert rows["samples per mini-batch"] == ["-", "1024", "1024"]
+    assert rows["samples per DP rank at a time"] == ["256", "128", "128"]
+    assert rows["optimizer steps per training step"] == ["-", "2", "2"]
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert TRAIN["trainer"] == {"experiment_name": "test"}

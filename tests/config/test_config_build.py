@@ -1,0 +1,254 @@
+"""Unknown keys, wrong types and wrong values, each named with path, value and what would be right."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from megarl.config import MegatronConfig, SFTConfig, TrainConfig
+from megarl.config.build import build
+from megarl.config.keys import Limits, walk
+from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
+
+TRAIN = {
+    "data": {"train_files": ["train.parquet"]},
+    "actor_rollout_ref": {"model": {"path": "model"}},
+    "trainer": {"experiment_name": "test"},
+}
+SFT = {
+    "data": {"train_files": ["train.parquet"]},
+    "model": {"path": "model"},
+    "trainer": {"experiment_name": "test"},
+}
+
+
+def with_keys(values: dict[str, Any], base: dict[str, Any] = TRAIN) -> dict[str, Any]:
+    """The base with dotted keys set."""
+    merged = copy.deepcopy(base)
+    for path, value in values.items():
+        node = merged
+        *sections, name = path.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return merged
+
+
+def problems_of(values: dict[str, Any], schema: Any = TrainConfig, base: dict[str, Any] = TRAIN) -> dict[str, Problem]:
+    """The problems of a configuration that is wrong, by path."""
+    with pytest.raises(InvalidConfigError) as caught:
+        build(schema, with_keys(values, base))
+    for problem in caught.value.problems:
+        assert problem.path in str(caught.value) and problem.text in str(caught.value)
+    return {problem.path: problem for problem in caught.value.problems}
+
+
+def test_minimal_config_becomes_dataclasses() -> None:
+    config = build(TrainConfig, TRAIN)
+    assert isinstance(config, TrainConfig)
+    assert isinstance(config.critic.megatron, MegatronConfig)
+    assert config.data.train_files == ["train.parquet"]
+    assert config.critic.optim.lr == 1e-5 and config.actor_rollout_ref.actor.optim.lr == 1e-6
+
+
+def test_values_replace_defaults_and_scalars_become_lists() -> None:
+    config = build(
+        TrainConfig,
+        with_keys({"data.train_files": "one.parquet", "trainer.logger": "wandb", "actor_rollout_ref.rollout.n": "4"}),
+    )
+    assert config.data.train_files == ["one.parquet"]
+    assert config.trainer.logger == ["wandb"]
+    assert config.actor_rollout_ref.rollout.n == 4
+
+
+def test_two_builds_share_nothing() -> None:
+    first, second = build(TrainConfig, TRAIN), build(TrainConfig, TRAIN)
+    first.trainer.logger.append("wandb")
+    first.actor_rollout_ref.actor.optim.betas[0] = 0.5
+    assert "wandb" not in second.trainer.logger
+    assert second.actor_rollout_ref.actor.optim.betas[0] == 0.9
+    assert build(TrainConfig, TRAIN).trainer.logger == ["console", "jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("actor_rollout_ref.actor.clip_ratoi", "actor_rollout_ref.actor.clip_ratio"),
+        ("actor_rollout_ref.actor.megatron.tensor_parallel_size",
+         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"),
+        ("trainer.ppo_mini_batch_size",
+         "critic.ppo_mini_batch_size or actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("critc", "critic"),
+        ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
+        ("actor_rollout_ref.ref.megatron.dtyp", "actor_rollout_ref.ref.megatron.dtype"),
+    ],
+)  # fmt: skip
+def test_unknown_key_suggests_the_nearest(path: str, meant: str) -> None:
+    problem = problems_of({path: 3})[path]
+    assert problem.value == 3
+    assert problem.text == f"unknown key; did you mean {meant}?"
+
+
+def test_unknown_key_that_resembles_nothing_has_no_suggestion() -> None:
+    assert problems_of({"zzzz": 1})["zzzz"].text == "unknown key"
+    assert nearest_keys("zzzz", []) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "right"),
+    [
+        ("trainer.seed", "many", "a whole number"),
+        ("trainer.seed", 1.5, "a whole number"),
+        ("trainer.seed", True, "a whole number"),
+        ("trainer.seed", None, "a whole number"),
+        ("data.shuffle", "perhaps", "true or false"),
+        ("actor_rollout_ref.actor.optim.lr", "fast", "a number"),
+        ("actor_rollout_ref.actor.optim.lr", {"a": 1}, "a number"),
+        ("trainer.hf_export_dir", False, "a text or null"),
+        ("data.train_files", {"a": 1}, "a list of str"),
+        ("actor_rollout_ref.actor.optim.betas", ["a", 1], "a list of float"),
+        ("data.apply_chat_template_kwargs", 3, "a mapping"),
+        ("critic", 4, "is a section"),
+        ("critic.optim", None, "a section"),
+    ],
+)
+def test_wrong_type_says_what_would_be_right(path: str, value: Any, right: str) -> None:
+    problem = problems_of({path: value})[path]
+    assert problem.value == value and right in problem.text
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "right"),
+    [
+        ("algorithm.adv_estimator", "gea", "one of gae, grpo"),
+        ("trainer.logger", ["console", "papyrus"], "console, jsonl, tensorboard, wandb"),
+        ("actor_rollout_ref.actor.loss_agg_mode", "mean", "token-mean"),
+        ("actor_rollout_ref.actor.clip_ratio_c", 1.0, "> 1"),
+        ("actor_rollout_ref.actor.clip_ratio", 0, "> 0"),
+        ("algorithm.lam", 1.5, ">= 0 and <= 1"),
+        ("algorithm.gamma", float("nan"), "> 0 and <= 1"),
+        ("actor_rollout_ref.actor.optim.lr", float("inf"), ">= 0"),
+        ("actor_rollout_ref.rollout.top_k", 0, "-1 or >= 1"),
+        ("trainer.save_freq", 0, "-1 or >= 1"),
+        ("actor_rollout_ref.rollout.temperature", 0, "> 0"),
+        ("actor_rollout_ref.actor.optim.betas", [0.9], "2 entries"),
+        ("actor_rollout_ref.actor.optim.betas", [0.9, 1.2], "<= 1"),
+        ("reward_model.name", "arithmetc", "path.py:function"),
+    ],
+)
+def test_wrong_value_lists_what_is_allowed(path: str, value: Any, right: str) -> None:
+    problem = problems_of({path: value})[path]
+    assert right in problem.text and problem.doc
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "mine.py:score", "package.module.score"])
+def test_reward_may_be_ones_own(name: str) -> None:
+    assert build(TrainConfig, with_keys({"reward_model.name": name})).reward_model.name == name
+
+
+def test_special_values_outside_the_range_are_allowed() -> None:
+    config = build(TrainConfig, with_keys({"actor_rollout_ref.rollout.top_k": -1, "trainer.test_freq": -1}))
+    assert config.actor_rollout_ref.rollout.top_k == -1
+
+
+def test_limits_without_bounds_refuse_only_what_is_not_finite() -> None:
+    assert Limits().complaint(-5.0) is None
+    assert Limits().complaint(float("inf")) == "must be a finite number"
+    assert Limits().complaint(None) is None
+
+
+def test_missing_keys_are_all_named() -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        build(TrainConfig, {})
+    paths = {problem.path for problem in caught.value.problems}
+    assert paths == {"data.train_files", "actor_rollout_ref.model.path", "trainer.experiment_name"}
+
+
+def test_all_problems_are_reported_together_and_survive_pickling() -> None:
+    values = {"trainer.seeed": 1, "trainer.seed": "x", "algorithm.adv_estimator": "ppo", "critic.nothing.at": 1}
+    with pytest.raises(InvalidConfigError) as caught:
+        build(TrainConfig, with_keys(values))
+    assert "4 problems" in str(caught.value)
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert copied.problems == caught.value.problems and str(copied) == str(caught.value)
+
+
+def test_interpolation_may_refer_to_a_default() -> None:
+    config = build(TrainConfig, with_keys({"trainer.seed": "${data.max_prompt_length}"}))
+    assert config.trainer.seed == 512
+
+
+def test_interpolation_to_nothing_is_named() -> None:
+    problem = problems_of({"trainer.seed": "${data.nothing}"})["trainer.seed"]
+    assert problem.value == "${data.nothing}" and "data.nothing" in problem.text
+
+
+def test_optional_section_takes_the_section_defaults() -> None:
+    assert build(TrainConfig, TRAIN).actor_rollout_ref.ref.megatron is None
+    config = build(TrainConfig, with_keys({"actor_rollout_ref.ref.megatron.tensor_model_parallel_size": 2}))
+    megatron = config.actor_rollout_ref.ref.megatron
+    assert megatron is not None
+    assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 1)
+
+
+def test_free_mapping_keeps_what_the_user_wrote() -> None:
+    given = {"enable_thinking": False, "nested": {"a": [1]}}
+    config = build(TrainConfig, with_keys({"data.apply_chat_template_kwargs": given}))
+    assert config.data.apply_chat_template_kwargs == given
+
+
+def test_resolved_config_builds_to_itself() -> None:
+    for schema, base in ((TrainConfig, TRAIN), (SFTConfig, SFT)):
+        config = build(schema, base)
+        again = build(schema, OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config))))
+        assert again == config
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig])
+def test_every_key_is_documented_and_every_default_is_right(schema: Any) -> None:
+    for path, item in walk(schema):
+        if item.section is None:
+            assert item.doc, f"{path} has no documentation"
+            if item.default != "???":
+                assert item.limits.complaint(item.default) is None, path
+
+
+def test_derived_keys() -> None:
+    values = {
+        "actor_rollout_ref.actor.clip_ratio": 0.3,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.4,
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.actor.use_dynamic_bsz": False,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum",
+        "trainer.seed": 9,
+        "data.seed": 3,
+    }
+    config = build(TrainConfig, with_keys(values))
+    policy = config.actor_rollout_ref
+    assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high) == (0.3, 0.4)
+    assert policy.actor.megatron.data_parallel_size == 4 and config.critic.megatron.data_parallel_size == 8
+    assert policy.rollout.replicas == 2
+    assert policy.model.tokenizer_path == config.critic.model.path == "model"
+    for keys in (policy.rollout, policy.ref):
+        assert keys.log_prob_use_dynamic_bsz is False and keys.log_prob_micro_batch_size_per_gpu == 4
+    assert (config.data.seed, policy.rollout.seed) == (3, 9)
+    assert config.critic.loss_agg_mode == "seq-mean-token-sum"
+    assert config.critic.ppo_mini_batch_size == policy.actor.ppo_mini_batch_size
+    assert config.trainer.default_local_dir == "outputs/test/checkpoints"
+    assert build(TrainConfig, TRAIN, files_root="here").trainer.default_local_dir == "here/checkpoints"
+    assert build(SFTConfig, SFT, files_root="here").trainer.hf_export_dir == "here/hf"
+    assert build(SFTConfig, SFT).trainer.hf_export_dir == "outputs/test/hf"
+
+
+def test_what_a_job_uses() -> None:
+    assert build(TrainConfig, TRAIN).uses_critic and not build(TrainConfig, TRAIN).uses_reference
+    grpo = build(TrainConfig, with_keys({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8}))
+    assert not grpo.uses_critic
+    for key in ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss"):
+        assert build(TrainConfig, with_keys({key: True})).uses_reference

@@ -1,0 +1,99 @@
+"""Impossible combinations, each refused with the key, its value and a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_config_build import SFT, TRAIN, problems_of, with_keys
+
+from megarl.config import SFTConfig, TrainConfig
+from megarl.config.build import build
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+GRPO = {"algorithm.adv_estimator": "grpo"}
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "right"),
+    [
+        ({**GRPO, f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n", "at least 2"),
+        ({**GRPO, f"{ROLLOUT}.n": 8, "trainer.critic_warmup": 3}, "trainer.critic_warmup", "set 0"),
+        ({f"{ACTOR}.megatron.tensor_model_parallel_size": 3}, f"{ACTOR}.megatron.tensor_model_parallel_size",
+         "do not divide the pool of 8"),
+        ({f"{ACTOR}.megatron.pipeline_model_parallel_size": 5}, f"{ACTOR}.megatron.pipeline_model_parallel_size",
+         "trainer.n_gpus_per_node=8"),
+        ({"critic.megatron.data_parallel_size": 16}, "critic.megatron.data_parallel_size", "16 devices are more"),
+        ({"algorithm.use_kl_in_reward": True, f"{REF}.megatron": {"tensor_model_parallel_size": 16}},
+         f"{REF}.megatron.tensor_model_parallel_size", "do not divide the pool of 8"),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, f"{ROLLOUT}.tensor_model_parallel_size", "do not divide"),
+        ({f"{ROLLOUT}.replicas": 9}, f"{ROLLOUT}.replicas", "more than the pool of 8"),
+        ({"trainer.val_only": True}, "trainer.val_only", "needs data.val_files"),
+        ({"trainer.val_before_train": True}, "trainer.val_before_train", "needs data.val_files"),
+        ({"trainer.test_freq": 5}, "trainer.test_freq", "needs data.val_files"),
+        ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n", "greedy"),
+        ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "must be set"),
+        ({"trainer.resume_from_path": "x"}, "trainer.resume_from_path", "set that to resume_path"),
+        ({"data.train_files": []}, "data.train_files", "at least one"),
+        ({"trainer.experiment_name": " "}, "trainer.experiment_name", "must not be empty"),
+        ({f"{ACTOR}.optim.min_lr": 1.0}, f"{ACTOR}.optim.min_lr", "must not exceed"),
+        ({"critic.optim.lr_warmup_steps": 9, "critic.optim.total_training_steps": 8},
+         "critic.optim.lr_warmup_steps", "must not exceed"),
+        ({f"{ACTOR}.optim.betas": [0.9, 1.0]}, f"{ACTOR}.optim.betas", "below 1"),
+        ({"data.train_batch_size": 100}, "data.train_batch_size", "256"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 4}, f"{ACTOR}.ppo_mini_batch_size", "8 data-parallel ranks"),
+        ({f"{ACTOR}.use_dynamic_bsz": False}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "must be set"),
+        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "has no effect"),
+        ({"critic.ppo_max_token_len_per_gpu": 1023}, "critic.ppo_max_token_len_per_gpu", "1024 tokens"),
+        ({f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9}, f"{ROLLOUT}.log_prob_max_token_len_per_gpu", "1024 tokens"),
+    ],
+)  # fmt: skip
+def test_impossible_combination(values: dict[str, Any], path: str, right: str) -> None:
+    problem = problems_of(values)[path]
+    assert right in problem.text and problem.doc
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**GRPO, f"{ROLLOUT}.n": 2},
+        {"algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True},
+        {"critic.megatron.data_parallel_size": 4},  # on purpose fewer than there are
+        {f"{ROLLOUT}.replicas": 3},
+        {"trainer.val_only": True, "data.val_files": "val.parquet"},
+        {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.temperature": 1.0},
+        {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "x"},
+        {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2},
+        {"critic.ppo_max_token_len_per_gpu": 1024},
+        # a role that the job does not have is not checked
+        {**GRPO, f"{ROLLOUT}.n": 2, "critic.megatron.tensor_model_parallel_size": 3, "critic.ppo_mini_batch_size": 7},
+        {f"{REF}.megatron": {"tensor_model_parallel_size": 16}},
+    ],
+)
+def test_possible_combination(values: dict[str, Any]) -> None:
+    build(TrainConfig, with_keys(values))
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "right"),
+    [
+        ({"megatron.tensor_model_parallel_size": 3}, "megatron.tensor_model_parallel_size", "do not divide the pool"),
+        ({"data.train_batch_size": 12}, "data.train_batch_size", "nearest that do: 8 and 16"),
+        ({"data.use_dynamic_bsz": False}, "data.micro_batch_size_per_gpu", "must be set"),
+        ({"data.use_dynamic_bsz": False, "data.micro_batch_size_per_gpu": 3}, "data.micro_batch_size_per_gpu",
+         "2 and 4"),
+        ({"data.max_token_len_per_gpu": 100}, "data.max_token_len_per_gpu", "data.max_length = 1024"),
+        ({"optim.min_lr": 1.0}, "optim.min_lr", "must not exceed optim.lr"),
+        ({"data.max_prompt_length": 5}, "data.max_prompt_length", "unknown key"),
+        ({"trainer.save_freq": 5}, "trainer.save_freq", "unknown key"),
+    ],
+)  # fmt: skip
+def test_impossible_fine_tuning(values: dict[str, Any], path: str, right: str) -> None:
+    assert right in problems_of(values, SFTConfig, SFT)[path].text
+
+
+def test_combinations_are_reported_together() -> None:
+    found = problems_of({f"{ACTOR}.megatron.tensor_model_parallel_size": 3, "trainer.val_only": True,
+                         "data.train_batch_size": 100})  # fmt: skip
+    assert set(found) == {f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.val_only", "data.train_batch_size"}
+    assert TRAIN["data"] == {"train_files": ["train.parquet"]}

@@ -1,0 +1,152 @@
+"""YAML files and overrides become a configuration, or a list of what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.config import SFTConfig, TrainConfig
+from megarl.config.batch import plan_batches
+from megarl.config.compose import REPOSITORY_CONFIGS, Request, compose, compose_sweep, to_yaml
+from megarl.config.problems import InvalidConfigError
+from megarl.errors import ConfigError
+
+REQUIRED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
+
+
+def composed(*overrides: str, name: str = "ppo", **request: Any) -> TrainConfig:
+    return compose(Request(TrainConfig, name, (*REQUIRED, *overrides), **request))
+
+
+def write(folder: Path, name: str, content: dict[str, Any]) -> None:
+    file = folder / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(content))
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in REPOSITORY_CONFIGS.glob("*.yaml")))
+def test_every_shipped_config_is_right(name: str) -> None:
+    schema: Any = SFTConfig if "sft" in name else TrainConfig
+    needed = () if name.startswith("quickstart") else REQUIRED
+    if schema is SFTConfig and needed:
+        needed = ("data.train_files=train.parquet", "model.path=model")
+    assert plan_batches(compose(Request(schema, name, needed))).phases
+
+
+def test_quickstart_differs_in_the_algorithm_only() -> None:
+    ppo, grpo = (compose(Request(TrainConfig, name)) for name in ("quickstart", "quickstart_grpo"))
+    assert ppo.uses_critic and not grpo.uses_critic
+    assert ppo.actor_rollout_ref.actor.megatron == grpo.actor_rollout_ref.actor.megatron
+    assert ppo.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 2
+    assert ppo.critic.megatron != ppo.actor_rollout_ref.actor.megatron
+    assert ppo.trainer.device == "cpu" and ppo.trainer.num_devices == 2
+    assert ppo.trainer.experiment_name == grpo.trainer.experiment_name == "quickstart"
+
+
+def test_override_beats_yaml_beats_schema(tmp_path: Path) -> None:
+    write(tmp_path, "mine", {"trainer": {"experiment_name": "mine", "nnodes": 2, "seed": 5}})
+    config = composed("trainer.seed=7", name="mine", config_dir=str(tmp_path))
+    assert (config.trainer.seed, config.trainer.nnodes, config.trainer.n_gpus_per_node) == (7, 2, 8)
+
+
+def test_own_yaml_builds_on_a_shipped_one(tmp_path: Path) -> None:
+    write(tmp_path, "mine", {"defaults": ["grpo", "_self_"], "trainer": {"experiment_name": "mine"}})
+    config = composed(name="mine", config_dir=str(tmp_path))
+    assert config.algorithm.adv_estimator == "grpo" and config.trainer.experiment_name == "mine"
+
+
+def test_own_yaml_in_a_sub_folder(tmp_path: Path) -> None:
+    write(tmp_path, "deep/mine", {"trainer": {"experiment_name": "deep"}})
+    assert composed(name="deep/mine", config_dir=str(tmp_path)).trainer.experiment_name == "deep"
+
+
+def test_yaml_problems_and_override_problems_come_together(tmp_path: Path) -> None:
+    write(tmp_path, "mine", {"trainer": {"experiment_name": "mine", "seeed": 5}})
+    with pytest.raises(InvalidConfigError) as caught:
+        composed("actor_rollout_ref.actor.optm.lr=1", "+data.shufle=true", "algorithm.lam=x", name="mine",
+                 config_dir=str(tmp_path))  # fmt: skip
+    text = {problem.path: problem.text for problem in caught.value.problems}
+    assert text == {
+        "trainer.seeed": "unknown key; did you mean trainer.seed?",
+        "actor_rollout_ref.actor.optm.lr": "unknown key; did you mean actor_rollout_ref.actor.optim.lr?",
+        "data.shufle": "unknown key; did you mean data.shuffle?",
+        "algorithm.lam": "must be a number (>= 0 and <= 1)",
+    }
+
+
+def test_keys_below_an_optional_section_and_a_free_mapping() -> None:
+    config = composed(
+        "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
+        "data.apply_chat_template_kwargs.enable_thinking=false",
+    )
+    assert config.actor_rollout_ref.ref.megatron is not None
+    assert config.actor_rollout_ref.ref.megatron.pipeline_model_parallel_size == 2
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_hydra_syntax_of_overrides() -> None:
+    config = composed("trainer.logger=[jsonl,wandb]", "++trainer.nnodes=2", "actor_rollout_ref.actor.optim.lr=1e-5",
+                      "~algorithm.use_kl_in_reward", "trainer.hf_export_dir='a b'", "data.val_files=null_file",
+                      "actor_rollout_ref.actor.optim={eps: 1e-6}")  # fmt: skip
+    assert config.trainer.logger == ["jsonl", "wandb"] and config.trainer.nnodes == 2
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5 and config.actor_rollout_ref.actor.optim.eps == 1e-6
+    assert config.algorithm.use_kl_in_reward is False  # back to the schema's default
+    assert config.trainer.hf_export_dir == "a b"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "right"),
+    [
+        (("=3",), "names no key"),
+        (("trainer.seed",), "write it as key=value"),
+        (("trainer.seed=[1",), "write it as key=value"),
+        (("actor_rollout_ref.actor.optim.lr=1e-5,1e-4",), "add --multirun"),
+    ],
+)
+def test_override_that_cannot_be_read(overrides: tuple[str, ...], right: str) -> None:
+    with pytest.raises(ConfigError, match=right):
+        composed(*overrides)
+
+
+def test_config_name_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"quickstrt.*Did you mean quickstart\?.*There are: grpo, ppo"):
+        composed(name="quickstrt")
+
+
+def test_config_dir_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match="--config-dir=/nowhere: no such folder"):
+        composed(config_dir="/nowhere")
+
+
+def test_malformed_yaml_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data:\n  train_files: [a\n")
+    with pytest.raises(ConfigError, match=r"(?s)mine.*line 2"):
+        composed(name="mine", config_dir=str(tmp_path))
+
+
+def test_missing_default_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "mine", {"defaults": ["pppo", "_self_"]})
+    with pytest.raises(ConfigError, match="pppo"):
+        composed(name="mine", config_dir=str(tmp_path))
+
+
+def test_sweep_composes_every_run() -> None:
+    overrides = (*REQUIRED, "trainer.seed=1,2", "algorithm.lam=0.9,1.0")
+    configs = compose_sweep(Request(TrainConfig, "ppo", overrides, multirun=True))
+    got = [(config.trainer.seed, config.algorithm.lam) for config in configs]
+    assert got == [(1, 0.9), (1, 1.0), (2, 0.9), (2, 1.0)]
+
+
+def test_sweep_with_one_wrong_run_names_it() -> None:
+    overrides = (*REQUIRED, "trainer.seed=1,x")
+    with pytest.raises(ConfigError, match=r"(?s)run of the sweep with.*trainer.seed=x.*whole number"):
+        compose_sweep(Request(TrainConfig, "ppo", overrides, multirun=True))
+
+
+def test_printed_config_composes_to_itself(tmp_path: Path) -> None:
+    config = composed("actor_rollout_ref.actor.clip_ratio=0.3")
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert compose(Request(TrainConfig, "again", config_dir=str(tmp_path))) == config

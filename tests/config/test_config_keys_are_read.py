@@ -1,0 +1,130 @@
+"""Every key of the schema is read by the code: one that nothing reads would be accepted and have no effect.
+
+The scan looks for ``section.key``, where ``section`` is the section's name, a variable or parameter annotated with its
+class, or a variable assigned from it. A read under another alias is not seen: annotate the alias.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megarl
+from megarl.config import SFTConfig, TrainConfig
+from megarl.config.keys import walk
+
+PACKAGE = Path(megarl.__file__).parent
+# In the configuration's own room only the schema's properties and the batch plan read; the rest checks and copies.
+READERS_IN_CONFIG = {"schema.py", "sft_schema.py", "parts.py", "batch.py"}
+# Read under a computed path: the batch plan turns them into the numbers that the trainer passes on.
+READ_BY_BATCH_PLAN = {
+    "ppo_epochs",
+    "ppo_mini_batch_size",
+    *(f"{kind}use_dynamic_bsz" for kind in ("", "log_prob_")),
+    *(f"{kind}max_token_len_per_gpu" for kind in ("", "ppo_", "log_prob_")),
+    *(f"{kind}micro_batch_size_per_gpu" for kind in ("", "ppo_", "log_prob_")),
+}
+# The default of two others, and read through them.
+READ_AS_DEFAULT = {"actor_rollout_ref.actor.clip_ratio"}
+
+
+class Reads(ast.NodeVisitor):
+    """Collects ``(owner, key)`` pairs of a file, the owner being a section's name or a class's."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.aliases: dict[str, set[str]] = defaultdict(set)
+        self.pairs: set[tuple[str, str]] = set()
+        self.owners: list[str] = []  # classes around the current node
+        self._find_aliases(tree)
+        self.visit(tree)
+
+    def _find_aliases(self, tree: ast.AST) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+                target = node.arg if isinstance(node, ast.arg) else name_of(node.target)
+                self.aliases[target] |= {name_of(part) for part in ast.walk(node.annotation)}
+            elif isinstance(node, ast.Assign):
+                for target, value in assigned(node):
+                    branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+                    self.aliases[name_of(target)] |= {name_of(branch) for branch in branches}
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.owners.append(node.name)
+        self.generic_visit(node)
+        self.owners.pop()
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.ctx, ast.Load):
+            owner = name_of(node.value)
+            owners = {owner} | self.aliases[owner] | (set(self.owners) if owner == "self" else set())
+            self.pairs |= {(one, node.attr) for one in owners if one}
+        self.generic_visit(node)
+
+
+def name_of(node: ast.AST) -> str:
+    """The last name of ``a.b.c`` or ``c``; empty for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def assigned(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    """Targets of an assignment with their values; ``a, b = c, d`` is two."""
+    pairs = []
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs += list(zip(target.elts, node.value.elts, strict=False))
+        else:
+            pairs.append((target, node.value))
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def pairs() -> set[tuple[str, str]]:
+    """What all files outside the schema read."""
+    files = [f for f in PACKAGE.rglob("*.py") if f.parent.name != "config" or f.name in READERS_IN_CONFIG]
+    return set().union(*(Reads(ast.parse(file.read_text())).pairs for file in files))
+
+
+def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:
+    """Paths of the keys that no pair reads."""
+    sections = {path: item.section for path, item in walk(schema) if item.section is not None}
+    unread = []
+    for path, item in walk(schema):
+        section, _, name = path.rpartition(".")
+        if item.section is not None or name in READ_BY_BATCH_PLAN or path in READ_AS_DEFAULT:
+            continue
+        owners = {section.rpartition(".")[2], *(cls.__name__ for cls in sections[section].__mro__)}
+        if not any((owner, name) in pairs for owner in owners):
+            unread.append(path)
+    return unread
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig])
+def test_every_key_is_read(schema: Any, pairs: set[tuple[str, str]]) -> None:
+    unread = unread_keys(schema, pairs)
+    assert not unread, f"nothing reads {', '.join(unread)}"
+
+
+def test_the_scan_tells_reads_from_writes_and_from_other_owners() -> None:
+    source = (
+        "def f(config, keys: 'x', sampling: RolloutConfig | ValSamplingConfig):\n"
+        "    config.trainer.seed = 1\n"
+        "    settings, other = config.data, 3\n"
+        "    one = config.critic if keys else config.actor\n"
+        "    return settings.shuffle, sampling.n, config.trainer.nnodes, one.optim.lr, one.ppo_epochs\n"
+        "class OptimConfig:\n"
+        "    def g(self):\n"
+        "        return self.eps\n"
+    )
+    found = Reads(ast.parse(source)).pairs
+    assert {("data", "shuffle"), ("ValSamplingConfig", "n"), ("trainer", "nnodes"), ("optim", "lr")} <= found
+    assert {("critic", "ppo_epochs"), ("actor", "ppo_epochs"), ("OptimConfig", "eps")} <= found
+    assert ("trainer", "seed") not in found and ("trainer", "shuffle") not in found
+
+
+def test_an_unread_key_is_found(pairs: set[tuple[str, str]]) -> None:
+    without = {pair for pair in pairs if pair != ("kl_ctrl", "horizon") and pair[1] != "horizon"}
+    assert "algorithm.kl_ctrl.horizon" in unread_keys(TrainConfig, without)

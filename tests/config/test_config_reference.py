@@ -1,0 +1,41 @@
+"""The generated reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config import SFTConfig, TrainConfig
+from megarl.config.keys import walk
+from megarl.config.parts import KL_KINDS, LOSS_AGG_MODES
+from megarl.config.reference import render_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_committed_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == render_reference(), "run: python -m megarl.config.reference > docs/config.md"
+
+
+def test_every_key_is_on_the_page() -> None:
+    page = render_reference()
+    for schema in (TrainConfig, SFTConfig):
+        for path, item in walk(schema):
+            if item.section is None:
+                assert f"| `{item.name}` | " in page, path
+                assert item.doc.replace("|", "\\|") in page, path
+
+
+def test_choices_are_what_is_registered() -> None:
+    """The schema may not import the registries, so the names are written twice; here they are compared."""
+    from megarl.algorithms.advantages import ADVANTAGES
+    from megarl.algorithms.aggregation import AGGREGATIONS
+    from megarl.algorithms.kl import KL_CONTROLLERS, KL_ESTIMATORS
+    from megarl.algorithms.policy_loss import POLICY_LOSSES
+
+    choices = {path: item.limits.choices for path, item in walk(TrainConfig)}
+    assert set(LOSS_AGG_MODES) == set(AGGREGATIONS)
+    assert set(KL_KINDS) == set(KL_ESTIMATORS)
+    assert set(choices["algorithm.adv_estimator"]) == set(ADVANTAGES)
+    assert set(choices["algorithm.kl_ctrl.type"]) == set(KL_CONTROLLERS)
+    assert set(choices["actor_rollout_ref.actor.policy_loss.loss_mode"]) == set(POLICY_LOSSES)

@@ -1,0 +1,199 @@
+"""The command line: what it prints, how it exits, what it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl import cli
+from megarl.config import SFTConfig, TrainConfig
+from megarl.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Runs:
+    """Stands in for the trainer: notes what it is asked to run, and may fail."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Path]] = []
+        self.failures: list[BaseException] = []
+
+    def run(self, config: Any, output_dir: Path) -> None:
+        self.seen.append((config, output_dir))
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Runs:
+    stand_in = Runs()
+    module = types.ModuleType("megarl_stand_in")
+    module.run = stand_in.run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megarl_stand_in", module)
+    for name, job in cli.JOBS.items():
+        monkeypatch.setitem(cli.JOBS, name, job._replace(module="megarl_stand_in"))
+    monkeypatch.chdir(tmp_path)
+    return stand_in
+
+
+def quickstart(*arguments: str) -> list[str]:
+    return ["--config-name", "quickstart", *arguments]
+
+
+def test_run_gets_typed_config_and_its_own_folder(runs: Runs, tmp_path: Path) -> None:
+    assert cli.main(["train", *quickstart("trainer.seed=7")]) == 0
+    ((config, folder),) = runs.seen
+    assert isinstance(config, TrainConfig) and config.trainer.seed == 7
+    assert folder.parent == tmp_path / "outputs" / "quickstart"
+    assert config.trainer.default_local_dir == "outputs/quickstart/checkpoints"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["seed"] == 7
+    assert (folder / ".hydra" / "overrides.yaml").read_text() == "- trainer.seed=7\n"
+
+
+def test_fine_tuning_job(runs: Runs) -> None:
+    assert cli.main(["sft", "--config-name", "quickstart_sft"]) == 0
+    assert isinstance(runs.seen[0][0], SFTConfig)
+
+
+def test_sweep_runs_each_in_a_folder_of_its_own(runs: Runs) -> None:
+    assert cli.run_job("train", quickstart("--multirun", "trainer.seed=1,2")) == 0
+    assert [config.trainer.seed for config, _ in runs.seen] == [1, 2]
+    for config, folder in runs.seen:
+        assert config.trainer.default_local_dir == str(folder / "checkpoints")
+    assert len({folder for _, folder in runs.seen}) == 2
+
+
+def test_sweep_with_a_wrong_value_starts_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,x")) == cli.EXIT_BAD_CONFIG
+    assert not runs.seen and "trainer.seed=x" in capsys.readouterr().err
+
+
+def test_failed_run_of_a_sweep_does_not_stop_the_others(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.failures = [DataError("column prompt is missing")]
+    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2")) == cli.EXIT_RUN_FAILED
+    assert len(runs.seen) == 2 and "column prompt is missing" in capsys.readouterr().err
+
+
+def test_error_of_the_run_is_printed_without_traceback(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.failures = [DataError("column prompt is missing")]
+    assert cli.run_job("train", quickstart()) == cli.EXIT_RUN_FAILED
+    assert capsys.readouterr().err == "column prompt is missing\n"
+
+
+def test_bug_in_the_run_keeps_its_traceback(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.failures = [ValueError("a bug")]
+    with pytest.raises(SystemExit) as caught:
+        cli.run_job("train", quickstart())
+    assert caught.value.code == 1
+    assert "ValueError: a bug" in capsys.readouterr().err
+
+
+def test_ctrl_c(runs: Runs) -> None:
+    runs.failures = [KeyboardInterrupt()]
+    assert cli.run_job("train", quickstart()) == cli.EXIT_INTERRUPTED
+
+
+def test_wrong_config_exits_with_2_before_anything_is_made(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run_job("train", quickstart("trainer.seeed=1")) == cli.EXIT_BAD_CONFIG
+    captured = capsys.readouterr()
+    assert captured.out == "" and "trainer.seeed=1" in captured.err and "did you mean trainer.seed?" in captured.err
+    assert not runs.seen and not (tmp_path / "outputs").exists()
+
+
+def test_printing_runs_nothing(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_job("train", ["trainer.seed=3", "--cfg", "job", *quickstart("algorithm.lam=0.9")]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["seed"] == 3 and printed["algorithm"]["lam"] == 0.9
+    assert printed["actor_rollout_ref"]["actor"]["clip_ratio_low"] == 0.2
+    assert not runs.seen and not (tmp_path / "outputs").exists()
+
+
+def model_folder(folder: Path, **changes: Any) -> str:
+    folder.mkdir()
+    shape = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps({**shape, **changes}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "changes"),
+    [
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 4, {}),
+        ("critic.megatron.pipeline_model_parallel_size", 4, {}),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", 4, {}),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 2, {"num_key_value_heads": 1}),
+    ],
+)
+def test_layout_is_checked_against_the_model(
+    key: str, value: int, changes: dict[str, Any], runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = model_folder(tmp_path / "model", **changes)
+    arguments = quickstart("trainer.n_gpus_per_node=4", f"actor_rollout_ref.model.path={path}", f"{key}={value}")
+    assert cli.run_job("train", arguments) == cli.EXIT_BAD_CONFIG
+    assert f"{key}={value}" in capsys.readouterr().err and not runs.seen
+
+
+def test_unknown_architecture_is_refused_early(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model_folder(tmp_path / "model", architectures=["MambaForCausalLM"])
+    assert cli.run_job("train", quickstart(f"actor_rollout_ref.model.path={path}")) == cli.EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert "MambaForCausalLM" in error and "Qwen2ForCausalLM" in error
+
+
+def test_without_a_job_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == cli.EXIT_BAD_CONFIG
+    assert "train" in capsys.readouterr().err
+    assert cli.main(["--help"]) == 0
+    assert "sft" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["megarl.train", "megarl.sft"])
+def test_printing_imports_no_torch_and_is_quick(module: str) -> None:
+    name = "quickstart" if module == "megarl.train" else "quickstart_sft"
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['x', '--config-name', '{name}', '--cfg', 'job']\n"
+        "try:\n"
+        f"    runpy.run_module('{module}', run_name='__main__')\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code, stop.code\n"
+        "heavy = {'torch', 'ray', 'megatron', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0, done.stderr
+    assert "train_files" in yaml.safe_load(done.stdout)["data"]
+    assert seconds < 2
+
+
+def test_wrong_key_as_a_user_sees_it() -> None:
+    command = [sys.executable, "-m", "megarl.train", "--config-name", "quickstart", "--cfg", "job", "critic.lr=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "critic.lr=1" in done.stderr and "did you mean critic.optim.lr" in done.stderr
+    assert "Traceback" not in done.stderr
