@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.errors import ConfigError, ModelError
 from megarl.models.layout import ParallelLayout
-from megarl.models.registry import family_of, known_architectures
+from megarl.models.registry import family_of, known_architectures, refuse_settings
 
 ROPE_TYPES = ("default", "llama3")
 
@@ -77,6 +77,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     family = family_of(architectures[0])
     traits = family.traits(raw)
+    refuse_settings(raw, quantization_config=None)
     heads = _count(raw, "num_attention_heads")
     kv_heads = _count(raw, "num_key_value_heads", heads)
     hidden = _count(raw, "hidden_size")

@@ -1,0 +1,156 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from reference_weights import tiny_config
+
+from megarl.errors import ConfigError, ModelError
+from megarl.models import ParallelLayout, check_layout, known_architectures, parse_model_config, read_model_config
+
+QWEN25 = {  # Qwen2.5-0.5B as published, the fields that matter
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def write_config(folder, raw):
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_reads_a_published_config(tmp_path):
+    config = read_model_config(write_config(tmp_path, QWEN25))
+    assert (config.family, config.num_layers, config.hidden_size, config.ffn_hidden_size) == ("qwen2", 24, 896, 4864)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (14, 2, 64)
+    assert (config.rope_theta, config.rope_scaling, config.rms_norm_eps) == (1e6, None, 1e-6)
+    assert config.tie_word_embeddings and config.qkv_bias and not config.qk_norm
+    assert config.raw == QWEN25
+
+
+def test_head_width_and_key_value_heads_of_their_own():
+    raw = {**QWEN25, "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
+    config = parse_model_config(raw)
+    assert (config.head_dim, config.qkv_bias, config.qk_norm) == (128, False, True)
+    del raw["num_key_value_heads"]
+    assert parse_model_config(raw).num_key_value_heads == 14
+
+
+@pytest.mark.parametrize(
+    "fields,theta,scaling",
+    [
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
+        ({"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, 5e5, LLAMA3),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0}},
+            5e5,
+            {"rope_type": "llama3", "factor": 8.0},
+        ),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({}, 10000.0, None),
+    ],
+)
+def test_rotary_parameters_of_old_and_new_transformers(fields, theta, scaling):
+    raw = {k: v for k, v in QWEN25.items() if k != "rope_theta"} | {"architectures": ["LlamaForCausalLM"]} | fields
+    config = parse_model_config(raw)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_agrees_with_the_config_that_transformers_writes(family, real_model_folder):
+    import transformers
+
+    folder = real_model_folder(family)
+    ours, theirs = read_model_config(folder), transformers.AutoConfig.from_pretrained(folder)
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+
+
+@pytest.mark.parametrize(
+    "change,parts",
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "no weight map", "Qwen3ForCausalLM"]),
+        ({"architectures": None}, ["architectures=None", "LlamaForCausalLM"]),
+        ({"hidden_size": "896"}, ["hidden_size='896'", "positive integer"]),
+        ({"vocab_size": 0}, ["vocab_size=0"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers=None"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=14"]),
+        ({"hidden_size": 900}, ["num_attention_heads=14", "hidden_size=900"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"use_sliding_window": True}, ["use_sliding_window=True"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),
+        ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, ["attention_bias=True"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+    ],
+)
+def test_what_is_wrong_in_the_config_is_named(tmp_path, change, parts):
+    with pytest.raises(ModelError) as error:
+        read_model_config(write_config(tmp_path, {**QWEN25, **change}))
+    for part in [str(tmp_path), *parts]:
+        assert part in str(error.value)
+
+
+def test_missing_folder_missing_file_and_malformed_file(tmp_path):
+    with pytest.raises(ModelError, match="nowhere does not exist"):
+        read_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="holds a list"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(2, 3, 5), ParallelLayout(4, 6, 1)])
+def test_layouts_that_fit(layout):
+    check_layout(tiny_config(layers=6, hidden=16, heads=8, groups=4, ffn=16), layout, "critic.megatron")
+
+
+@pytest.mark.parametrize(
+    "layout,model,parts",
+    [
+        (ParallelLayout(tp=3), {}, ["tensor_model_parallel_size=3", "num_attention_heads=8", "1, 2, 4"]),
+        (ParallelLayout(tp=8), {}, ["tensor_model_parallel_size=8", "num_key_value_heads=4", "1, 2, 4"]),
+        (ParallelLayout(tp=4), {"ffn": 6}, ["tensor_model_parallel_size=4", "intermediate_size=6", "1, 2"]),
+        (ParallelLayout(tp=0), {}, ["tensor_model_parallel_size=0"]),
+        (ParallelLayout(pp=7), {}, ["pipeline_model_parallel_size=7", "exceeds", "num_hidden_layers=6", "1, 2, 3, 6"]),
+        (ParallelLayout(pp=4), {}, ["pipeline_model_parallel_size=4", "does not divide", "num_hidden_layers=6"]),
+    ],
+)
+def test_layouts_that_do_not_fit_name_key_value_and_choices(layout, model, parts):
+    config = tiny_config(**{"layers": 6, "hidden": 16, "heads": 8, "groups": 4, "ffn": 16, **model})
+    with pytest.raises(ConfigError) as error:
+        check_layout(config, layout, "critic.megatron")
+    for part in ["critic.megatron.", *parts]:
+        assert part in str(error.value)
+
+
+def test_the_package_imports_without_torch():
+    code = "import sys, megarl.models as m; m.known_architectures(); assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_known_architectures_are_sorted_and_complete():
+    known = known_architectures()
+    assert known == sorted(known)
+    assert {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"} <= set(known)

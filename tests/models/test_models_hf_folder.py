@@ -1,0 +1,100 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.errors import ModelError
+from megarl.models import check_model_folder
+
+
+@pytest.fixture()
+def folder(real_model_folder, tmp_path):
+    """A copy of a whole model folder, to be damaged."""
+    return shutil.copytree(real_model_folder("qwen2"), tmp_path / "model")
+
+
+def make_sharded(folder):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    placed = {}
+    for shard, mine in enumerate([names[::2], names[1::2]], start=1):
+        file = f"model-{shard:05d}-of-00002.safetensors"
+        save_file({n: tensors[n] for n in mine}, folder / file)
+        placed |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return placed
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_whole_folder_passes_in_one_file_or_in_shards(folder):
+    entry = check_model_folder(folder).tensors["model.norm.weight"]
+    assert (entry.shape, entry.dtype) == ((32,), "F32")
+    make_sharded(folder)
+    checked = check_model_folder(folder)
+    assert checked.config.num_layers == 2
+    assert len({entry.file for entry in checked.tensors.values()}) == 2
+
+
+def test_a_missing_shard_is_named(folder):
+    make_sharded(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks shard 'model-00002-of-00002\.safetensors'"):
+        check_model_folder(folder)
+
+
+def test_a_tensor_that_is_not_in_its_shard_is_named(folder):
+    placed = make_sharded(folder)
+    save_file({"other": torch.zeros(1)}, folder / placed["model.norm.weight"])
+    with pytest.raises(ModelError, match="lacks tensor"):
+        check_model_folder(folder)
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no weights: neither model\.safetensors nor"):
+        check_model_folder(folder)
+
+
+def test_a_missing_tensor_is_named_with_its_shape(folder):
+    rewrite(folder, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(ModelError, match=r"lacks tensor 'lm_head\.weight' of shape \[50, 32\]"):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("name,shape", [("model.norm.weight", (31,)), ("lm_head.weight", (51, 32))])
+def test_a_wrong_shape_is_named_even_where_the_tensor_is_too_large(folder, name, shape):
+    rewrite(folder, lambda t: t.update({name: torch.zeros(shape)}))
+    with pytest.raises(ModelError) as error:
+        check_model_folder(folder)
+    assert name in str(error.value) and str(list(shape)) in str(error.value)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_a_truncated_file_is_named(folder, keep):
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated"):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("header", [b"{" * 16, b"[]              ", b'{"a": 1}        ', b'{"a": {}}       '])
+def test_a_file_that_is_not_safetensors_is_named(folder, header):
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a safetensors file"):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_malformed_index_is_named(folder, content):
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
+        check_model_folder(folder)
