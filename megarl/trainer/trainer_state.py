@@ -1,0 +1,184 @@
+"""What the driver itself must remember to continue a run, as ``trainer_state.json`` in a checkpoint.
+
+Plain JSON: reading it runs no code. What JSON lacks (bytes, tensors, arrays, tuples, integer keys) is tagged and comes
+back as it was, floats to the last bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import megarl
+from megarl.errors import CheckpointError
+from megarl.models.hf_config import ModelConfig
+
+STATE_FILE = "trainer_state.json"
+FORMAT = 1
+_TAG = "__megarl__"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """State of the driver after a finished step."""
+
+    step: int
+    """Finished global steps."""
+    epoch: int
+    """Finished passes over the training data."""
+    kl_controller: dict[str, Any]
+    """``state_dict`` of the KL controller."""
+    dataloader: dict[str, Any]
+    """``state_dict`` of the stateful loader."""
+    model: dict[str, Any]
+    """By role, the :func:`model_fingerprint` of what it trains."""
+    megarl_version: str = field(default=megarl.__version__)
+    """Version that wrote the state; for the reader's information."""
+
+    def write(self, folder: Path) -> None:
+        """Writes ``trainer_state.json`` into a checkpoint folder.
+
+        Raises:
+            OSError: writing failed.
+            TypeError: something in the state is of a type that cannot be stored; names where.
+        """
+        values = {name: _encode(getattr(self, name), name) for name in _FIELDS}
+        with open(Path(folder) / STATE_FILE, "w", encoding="utf-8") as file:
+            json.dump({"format": FORMAT, **values}, file, indent=1)
+
+    @classmethod
+    def read(cls, folder: Path) -> TrainerState:
+        """Reads ``trainer_state.json`` of a checkpoint folder.
+
+        Raises:
+            CheckpointError: it is missing or malformed; names the field.
+        """
+        path = Path(folder) / STATE_FILE
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            found = document.get("format") if isinstance(document, dict) else document
+            raise CheckpointError(f"{path}: format={found!r}, this megarl reads {FORMAT}")
+        return cls(**{name: _field(path, document, name, kind) for name, kind in _FIELDS.items()})
+
+    def check_model(self, current: Mapping[str, Any]) -> None:
+        """Refuses to continue another model's training.
+
+        Args:
+            current: the fingerprint of this run, in the same form as :attr:`model`.
+
+        Raises:
+            CheckpointError: names every field that differs, with both values.
+        """
+        saved, wanted = dict(_flatten(self.model)), dict(_flatten(current))
+        differing = [
+            f"{name}: {saved.get(name, 'absent')!r} in the checkpoint, {wanted.get(name, 'absent')!r} in this run"
+            for name in sorted(saved.keys() | wanted.keys())
+            if name not in saved or name not in wanted or saved[name] != wanted[name]
+        ]
+        if differing:
+            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(differing)}")
+
+
+_FIELDS: dict[str, type] = {
+    "step": int,
+    "epoch": int,
+    "kl_controller": dict,
+    "dataloader": dict,
+    "model": dict,
+    "megarl_version": str,
+}
+
+
+def model_fingerprint(config: ModelConfig) -> dict[str, Any]:
+    """What must agree for weights of one model to be another's: every field of its neutral configuration."""
+    fields = dataclasses.asdict(config)
+    del fields["raw"]
+    return fields
+
+
+def _field(path: Path, document: Mapping[str, Any], name: str, kind: type) -> Any:
+    if name not in document:
+        raise CheckpointError(f"{path}: {name} is missing")
+    try:
+        value = _decode(document[name])
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: {name} is malformed: {error!r}") from None
+    if type(value) is not kind or (type(value) is int and value < 0):
+        raise CheckpointError(f"{path}: {name}={value!r}, expected {kind.__name__}")
+    return value
+
+
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _flatten(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _encode(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list):
+        return [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _TAG not in value:
+            return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
+        pairs = [[_encode(key, f"{where}, key"), _encode(item, f"{where}.{key}")] for key, item in value.items()]
+        return {_TAG: "mapping", "items": pairs}
+    if isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes", "data": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, torch.Tensor):
+        array = value.detach().cpu().contiguous()
+        raw = array.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {_TAG: "tensor", "dtype": str(array.dtype).removeprefix("torch."), **_blob(array.shape, raw)}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return {_TAG: "array", "dtype": value.dtype.str, **_blob(value.shape, value.tobytes())}
+    raise TypeError(f"trainer state: {where} is a {type(value).__name__}, which {STATE_FILE} cannot hold")
+
+
+def _blob(shape: tuple[int, ...], raw: bytes) -> dict[str, Any]:
+    return {"shape": list(shape), "data": base64.b64encode(raw).decode("ascii")}
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _decode(item) for key, item in value.items()}
+    kind = value[_TAG]
+    if kind == "tuple":
+        return tuple(_decode(item) for item in value["items"])
+    if kind == "mapping":
+        return {_decode(key): _decode(item) for key, item in value["items"]}
+    raw = base64.b64decode(value["data"], validate=True)
+    if kind == "bytes":
+        return raw
+    if kind == "array":
+        return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    if kind == "tensor":
+        dtype = getattr(torch, value["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"no such dtype: {value['dtype']!r}")
+        flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
+    raise ValueError(f"unknown tag {kind!r}")

@@ -1,0 +1,375 @@
+"""Faults that a checkpoint folder must survive, with real kills of real processes."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import CheckpointError, ConfigError
+from megarl.trainer import checkpoint_store
+from megarl.trainer.checkpoint_manifest import MANIFEST
+from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
+
+
+def fill(folder: Path, step: int) -> None:
+    for role in ("actor", "critic"):
+        (folder / role).mkdir()
+        (folder / role / "shard_0.bin").write_bytes(bytes([step]) * 5000)
+    (folder / "trainer_state.json").write_text(json.dumps({"step": step}))
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    with store.saving(step) as folder:
+        fill(folder, step)
+    return store.root / f"global_step_{step}"
+
+
+def step_of(folder: Path | None) -> int | None:
+    return None if folder is None else json.loads((folder / "trainer_state.json").read_text())["step"]
+
+
+def hidden(root: Path) -> list[str]:
+    return [name for name in os.listdir(root) if name.startswith(".")]
+
+
+def test_layout_manifest_and_pointer(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run")
+    folder = save(store, 3)
+    assert folder == tmp_path / "run" / "global_step_3"
+    assert (tmp_path / "run" / POINTER).read_text().strip() == "3"
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert sorted(manifest["files"]) == ["actor/shard_0.bin", "critic/shard_0.bin", "trainer_state.json"]
+    for name, (size, digest) in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        assert size == len(content)
+        assert digest == hashlib.blake2b(content, digest_size=32).hexdigest()
+    assert not hidden(store.root)
+    assert store.resolve("auto") == folder
+
+
+def test_nothing_saved_starts_at_step_zero(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "absent").resolve("auto") is None
+    assert CheckpointStore(tmp_path).resolve("auto") is None
+
+
+def test_resume_modes(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first, second = save(store, 1), save(store, 2)
+    assert store.resolve("auto") == second
+    assert store.resolve("disable") is None
+    assert store.resolve("resume_path", first) == first
+    with pytest.raises(CheckpointError, match="does not exist"):
+        store.resolve("resume_path", tmp_path / "global_step_9")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        store.resolve("resume_path", tmp_path)
+    with pytest.raises(ConfigError, match="resume_from_path must be set"):
+        store.resolve("resume_path")
+    with pytest.raises(ConfigError, match="'sometimes', expected one of: auto, disable, resume_path"):
+        store.resolve("sometimes")
+
+
+def truncate(folder: Path) -> str:
+    os.truncate(folder / "actor" / "shard_0.bin", 100)
+    return r"actor/shard_0\.bin has 100 bytes, 5000 were saved"
+
+
+def flip_a_bit(folder: Path) -> str:
+    content = bytearray((folder / "critic" / "shard_0.bin").read_bytes())
+    content[2500] ^= 4
+    (folder / "critic" / "shard_0.bin").write_bytes(content)
+    return r"critic/shard_0\.bin: content differs"
+
+
+def remove(folder: Path) -> str:
+    (folder / "trainer_state.json").unlink()
+    return r"trainer_state\.json is missing"
+
+
+def add(folder: Path) -> str:
+    (folder / "actor" / "shard_1.bin").write_bytes(b"x")
+    return r"actor/shard_1\.bin is not part of"
+
+
+def link(folder: Path) -> str:
+    (folder / "actor" / "shard_1.bin").symlink_to("/etc/passwd")
+    return r"actor/shard_1\.bin is a link"
+
+
+def remove_manifest(folder: Path) -> str:
+    (folder / MANIFEST).unlink()
+    return r"manifest\.json is missing"
+
+
+def cut_manifest(folder: Path) -> str:
+    os.truncate(folder / MANIFEST, 60)
+    return r"manifest\.json cannot be read"
+
+
+def edit_manifest(folder: Path) -> str:
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"step": 2', '"step": 7'))
+    return r"manifest\.json fails its own checksum"
+
+
+def strange_manifest(folder: Path) -> str:
+    (folder / MANIFEST).write_text('{"format": 1, "files": [], "digest": ""}')
+    return r"manifest\.json is malformed"
+
+
+def future_manifest(folder: Path) -> str:
+    (folder / MANIFEST).write_text('{"format": 99}')
+    return r"format=99, this megarl reads 1"
+
+
+DAMAGES = [truncate, flip_a_bit, remove, add, link, remove_manifest, cut_manifest, edit_manifest, strange_manifest,
+           future_manifest]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_named_and_the_older_one_is_taken_loudly(damage, tmp_path, caplog) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    newest = save(store, 2)
+    message = damage(newest)
+    with pytest.raises(CheckpointError, match=message):
+        store.verify(newest)
+    with pytest.raises(CheckpointError, match=message):
+        store.resolve("resume_path", newest)
+    with caplog.at_level(logging.WARNING):
+        assert step_of(store.resolve("auto")) == 1
+    assert "global_step_1, because" in caplog.text
+    assert "global_step_2" in caplog.text
+
+
+def test_all_damaged_is_an_error_that_names_the_files_never_step_zero(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    truncate(save(store, 1))
+    flip_a_bit(save(store, 2))
+    with pytest.raises(CheckpointError, match=r"critic/shard_0\.bin.*actor/shard_0\.bin.*resume_mode=disable"):
+        store.resolve("auto")
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1).rename(tmp_path / "global_step_5")
+    with pytest.raises(CheckpointError, match="holds step 1: it was renamed"):
+        store.verify(tmp_path / "global_step_5")
+
+
+@pytest.mark.parametrize("pointer", ["", "garbage", "9", "-1", "2 3", "\u0662", "1e3", None])
+def test_a_bad_pointer_falls_back_loudly_to_the_newest(pointer: str | None, tmp_path: Path, caplog) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1), save(store, 2)
+    (tmp_path / POINTER).unlink()
+    if pointer is not None:
+        (tmp_path / POINTER).write_text(pointer, encoding="utf-8")
+    with caplog.at_level(logging.WARNING):
+        assert step_of(store.resolve("auto")) == 2
+    assert POINTER in caplog.text or "names step 9" in caplog.text
+
+
+def test_a_pointer_to_nothing_is_not_step_zero(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    shutil.rmtree(save(store, 4))
+    with pytest.raises(CheckpointError, match=r"names step 4, but .*global_step_4 does not exist"):
+        store.resolve("auto")
+
+
+def test_a_pointer_set_back_by_hand_is_followed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1), save(store, 2)
+    (tmp_path / POINTER).write_text("1")
+    assert step_of(store.resolve("auto")) == 1
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+        assert store.steps() == [s for s in (1, 2, 3, 4) if step - 1 <= s <= step]
+    assert not hidden(tmp_path)
+
+
+def test_retention_neither_counts_nor_removes_a_damaged_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    truncate(save(store, 2))
+    save(store, 3)
+    assert store.steps() == [1, 2, 3]
+
+
+def test_a_new_run_in_an_old_folder_keeps_its_own(tmp_path: Path) -> None:
+    """After ``resume_mode=disable`` the steps count from zero again: higher ones of the old run are the older ones."""
+    save(CheckpointStore(tmp_path), 10), save(CheckpointStore(tmp_path), 20)
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    assert store.steps() == [1, 20]
+    assert step_of(store.resolve("auto")) == 1
+    (tmp_path / POINTER).unlink()
+    assert step_of(store.resolve("auto")) == 1
+
+
+def test_keep_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_ckpt_to_keep=0"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_saving_a_step_again_replaces_it(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(checkpoint_store, "_exchange", lambda *_: False)
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 2)
+    with store.saving(2) as folder:
+        fill(folder, 2)
+        (folder / "actor" / "shard_0.bin").write_bytes(b"new")
+    assert (store.resolve("auto") / "actor" / "shard_0.bin").read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path)) == ["global_step_2", POINTER]
+
+
+def test_commit_without_begin(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="was not begun"):
+        CheckpointStore(tmp_path).commit(1)
+
+
+def test_an_error_in_the_body_leaves_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    with pytest.raises(RuntimeError, match="worker"), store.saving(2) as folder:
+        fill(folder, 2)
+        raise RuntimeError("worker died")
+    assert sorted(os.listdir(tmp_path)) == ["global_step_1", POINTER]
+
+
+@pytest.mark.parametrize(
+    ("call", "after"), [("mkdir", 0), ("rename", 0), ("replace", 0), *(("fsync", after) for after in range(10))]
+)
+def test_no_space_left_keeps_the_old_one(call: str, after: int, tmp_path: Path, monkeypatch) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    real, calls = getattr(os, call), []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(store, 2)
+    monkeypatch.undo()
+    assert not hidden(tmp_path)
+    # The last flush of all comes after the pointer was moved.
+    assert step_of(store.resolve("auto")) == (2 if (call, after) == ("fsync", 9) else 1)
+    save(store, 2)
+    assert step_of(store.resolve("auto")) == 2
+
+
+def test_a_full_device_while_the_workers_write(tmp_path: Path) -> None:
+    """The real thing: a file size limit makes the kernel refuse the write in a process of its own."""
+    script = """
+import resource, signal, sys
+from megarl.errors import CheckpointError
+from megarl.trainer.checkpoint_store import CheckpointStore
+store = CheckpointStore(sys.argv[1])
+with store.saving(1) as folder:
+    (folder / "weights").write_bytes(b"1" * 4096)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+try:
+    with store.saving(2) as folder:
+        (folder / "weights").write_bytes(b"2" * 100000)
+except CheckpointError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert "saving the checkpoint of step 2" in done.stdout, done.stderr
+    assert "File too large" in done.stdout
+    assert sorted(os.listdir(tmp_path)) == ["global_step_1", POINTER]
+
+
+def test_killed_while_the_workers_write(tmp_path: Path) -> None:
+    script = """
+import sys, time
+from megarl.trainer.checkpoint_store import CheckpointStore
+folder = CheckpointStore(sys.argv[1]).begin(2)
+with open(folder / "weights", "wb") as file:
+    file.write(b"half")
+    file.flush()
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    assert len(hidden(tmp_path)) == 1
+    # Another process that is still alive keeps its unfinished folder.
+    store.begin(3)
+    store.abort(3)
+    assert len(hidden(tmp_path)) == 1
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert step_of(store.resolve("auto")) == 1
+    store.begin(3)
+    assert hidden(tmp_path) == [f".global_step_3.tmp-{os.getpid()}"]
+
+
+def die_after(changes: int) -> None:
+    """From now on, the n-th change to the file system is preceded by SIGKILL."""
+    left = [changes]
+
+    def count(event: str, args: tuple) -> None:
+        writing = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_CREAT)
+        if writing or event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "ctypes.dlopen"):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
+def test_killed_at_every_change_to_the_disk(again: bool, tmp_path: Path) -> None:
+    """Whatever instant the process dies in, the old checkpoint or the new one is found whole, and saving goes on."""
+    deaths, seen = 0, set()
+    for changes in range(60):
+        root = tmp_path / str(changes)
+        save(CheckpointStore(root), 1)
+        save(CheckpointStore(root), 2)
+        old = (root / "global_step_2" / MANIFEST).read_text()
+        child = os.fork()
+        if child == 0:
+            die_after(changes)
+            save(CheckpointStore(root, keep=2), 2 if again else 3)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        found = CheckpointStore(root).resolve("auto")
+        assert found is not None
+        seen.add("old" if (found / MANIFEST).read_text() == old else "new")
+        assert step_of(found) in ((2,) if again else (2, 3))
+        save(CheckpointStore(root, keep=2), 4)
+        assert not hidden(root)
+        assert step_of(CheckpointStore(root).resolve("auto")) == 4
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        deaths += 1
+    else:
+        pytest.fail("the save never finished")
+    assert deaths >= 10
+    assert seen == {"old", "new"}

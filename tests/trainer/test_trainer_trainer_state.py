@@ -1,0 +1,142 @@
+"""The driver's own state goes through JSON unchanged, and another model's is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megarl
+from megarl.errors import CheckpointError
+from megarl.trainer.trainer_state import STATE_FILE, TrainerState
+
+MODEL = {"actor": {"family": "qwen2", "hidden_size": 64, "rope_scaling": None}, "critic": {"hidden_size": 32}}
+
+
+def state(**changes: Any) -> TrainerState:
+    fields = {"step": 7, "epoch": 1, "kl_controller": {"value": 0.1}, "dataloader": {}, "model": MODEL}
+    return TrainerState(**{**fields, **changes})
+
+
+def tagged(kind: str, **content: Any) -> dict[str, Any]:
+    return {"generator": {"__megarl__": kind, **content}}
+
+
+def same(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and first.shape == second.shape and torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return first.dtype == second.dtype and first.shape == second.shape and np.array_equal(first, second)
+    return first == second or (math.isnan(first) and math.isnan(second))
+
+
+def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
+    loader = {
+        "position": 3,
+        "generator": torch.Generator().manual_seed(5).get_state(),
+        "empty": torch.empty(0, 2),
+        "scalar": torch.tensor(0.1, dtype=torch.bfloat16),
+        "transposed": torch.arange(6).reshape(2, 3).T,
+        "mask": torch.tensor([True, False]),
+        "random": ("MT19937", np.arange(4, dtype=np.uint32), 2),
+        "floats": [0.1, 1 / 3, 1e-320, float("inf"), float("nan"), -0.0],
+        "raw": b"\x00\xff",
+        "by_worker": {0: {"a": None}, 1: {"b": True}},
+        "tagged": {"__megarl__": "user's own"},
+    }
+    saved = state(dataloader=loader)
+    saved.write(tmp_path)
+    restored = TrainerState.read(tmp_path)
+    assert same(restored.dataloader, loader)
+    assert (restored.step, restored.epoch, restored.kl_controller) == (7, 1, {"value": 0.1})
+    assert restored.megarl_version == megarl.__version__
+    assert json.loads((tmp_path / STATE_FILE).read_text())["step"] == 7
+
+
+def test_numpy_scalars_become_plain_numbers(tmp_path: Path) -> None:
+    state(kl_controller={"value": np.float32(0.5), "n": np.int64(3)}).write(tmp_path)
+    assert same(TrainerState.read(tmp_path).kl_controller, {"value": 0.5, "n": 3})
+
+
+def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"dataloader\.a\[1\] is a set"):
+        state(dataloader={"a": [1, {2}]}).write(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": "7"}, "step='7', expected int"),
+        ({"step": True}, "step=True, expected int"),
+        ({"step": -1}, "step=-1"),
+        ({"epoch": 1.5}, "epoch=1.5"),
+        ({"model": []}, "model"),
+        ({"format": 2}, "format=2, this megarl reads 1"),
+        (
+            {"dataloader": {"g": {"__megarl__": "tensor", "dtype": "load", "shape": [1], "data": ""}}},
+            "dataloader is mal",
+        ),
+        ({"dataloader": {"g": {"__megarl__": "tensor", "dtype": "int64", "shape": [2], "data": "AA=="}}}, "dataloader"),
+        (
+            {"dataloader": {"g": {"__megarl__": "array", "dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="}}},
+            "malformed",
+        ),
+        ({"dataloader": {"g": {"__megarl__": "code"}}}, "malformed"),
+        ({"kl_controller": tagged("bytes", data="%")}, "kl_controller is malformed"),
+    ],
+)
+def test_malformed_fields_are_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    state().write(tmp_path)
+    document = json.loads((tmp_path / STATE_FILE).read_text())
+    (tmp_path / STATE_FILE).write_text(json.dumps({**document, **change}))
+    with pytest.raises(CheckpointError, match=message):
+        TrainerState.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "kl_controller", "dataloader", "model", "megarl_version"])
+def test_missing_fields_are_named(name: str, tmp_path: Path) -> None:
+    state().write(tmp_path)
+    document = json.loads((tmp_path / STATE_FILE).read_text())
+    del document[name]
+    (tmp_path / STATE_FILE).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        TrainerState.read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[1]", '"format"'])
+def test_not_a_state_at_all(text: str, tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=STATE_FILE):
+        TrainerState.read(tmp_path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is missing"):
+        TrainerState.read(tmp_path)
+
+
+def test_another_model_is_refused_with_the_fields_that_differ() -> None:
+    saved = state()
+    saved.check_model(MODEL)
+    other = {"actor": {**MODEL["actor"], "hidden_size": 128}, "critic": {"hidden_size": 32, "family": "llama"}}
+    with pytest.raises(CheckpointError) as caught:
+        saved.check_model(other)
+    assert "actor.hidden_size: 64 in the checkpoint, 128 in this run" in str(caught.value)
+    assert "critic.family: 'absent' in the checkpoint, 'llama' in this run" in str(caught.value)
+    assert "critic.hidden_size" not in str(caught.value)
+
+
+def test_a_missing_role_is_another_model() -> None:
+    with pytest.raises(CheckpointError, match=r"critic\.hidden_size: 32 in the checkpoint, 'absent' in this run"):
+        state().check_model({"actor": MODEL["actor"]})
