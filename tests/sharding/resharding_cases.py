@@ -1,0 +1,85 @@
+"""Models, layouts and labelled weights for the tests of resharding."""
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from megarl.models import ParallelLayout, WeightMap, parse_model_config
+
+ARCHITECTURES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+
+
+def weight_map_of(
+    architecture="Qwen2ForCausalLM", *, layers=2, hidden=6, ffn=8, heads=4, groups=4, head_dim=2, vocab=37, tied=False
+):
+    return WeightMap(
+        parse_model_config(
+            {
+                "architectures": [architecture],
+                "num_hidden_layers": layers,
+                "hidden_size": hidden,
+                "intermediate_size": ffn,
+                "num_attention_heads": heads,
+                "num_key_value_heads": groups,
+                "head_dim": head_dim,
+                "vocab_size": vocab,
+                "max_position_embeddings": 64,
+                "tie_word_embeddings": tied,
+            }
+        )
+    )
+
+
+@st.composite
+def cases(draw):
+    """A model, a training layout, an engine layout that both fit it, and a number of replicas."""
+    tp, rollout_tp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 3, 4]))
+    pp = draw(st.integers(1, 3))
+    groups = int(np.lcm(tp, rollout_tp))
+    weight_map = weight_map_of(
+        draw(st.sampled_from(ARCHITECTURES)),
+        layers=pp * draw(st.integers(1, 2)),
+        hidden=draw(st.integers(1, 5)),
+        ffn=groups * draw(st.integers(1, 2)),
+        heads=groups * draw(st.integers(1, 2)),
+        groups=groups,
+        head_dim=draw(st.integers(1, 2)),
+        vocab=draw(st.integers(1, 150)),
+        tied=draw(st.booleans()),
+    )
+    return weight_map, ParallelLayout(tp, pp, draw(st.integers(1, 3))), rollout_tp, draw(st.integers(1, 3))
+
+
+def labelled_checkpoint(weight_map, dtype=torch.int64):
+    """Every element has a value of its own, none of them zero."""
+    tensors, label = {}, 1
+    for name, shape in weight_map.hf_shapes().items():
+        size = int(np.prod(shape))
+        tensors[name] = torch.arange(label, label + size).to(dtype).reshape(shape)
+        label += size
+    return tensors
+
+
+def box(start, shape):
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def local_tensors(params, checkpoint, padding):
+    """Local parameters made from their pieces, padding filled with a value that must never travel."""
+    local = {}
+    for param in params:
+        tensor = torch.full(param.shape, padding, dtype=next(iter(checkpoint.values())).dtype)
+        for piece in param.pieces:
+            tensor[box(piece.at, piece.shape)] = checkpoint[piece.hf_name][box(piece.start, piece.shape)]
+        local[param.name] = tensor
+    return local
+
+
+def training_tensors(weight_map, layout, checkpoint, padding=-7):
+    ranks = range(layout.world_size)
+    return [local_tensors(weight_map.megatron_params(layout, rank), checkpoint, padding) for rank in ranks]
+
+
+def rollout_tensors(weight_map, tp, replicas, checkpoint, padding=0):
+    shards = [local_tensors(weight_map.rollout_params(tp, rank), checkpoint, padding) for rank in range(tp)]
+    return [{name: t.clone() for name, t in shards[rank % tp].items()} for rank in range(tp * replicas)]
