@@ -1,0 +1,134 @@
+"""Waiting for calls on many processes, and saying at once which one failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from megarl.cluster.worker_process import RemoteFailure, WorkerCard
+from megarl.errors import WorkerError
+
+# When one process fails, its peers often fail a moment later because of it ("connection reset"). This long we wait
+# to see the others, so that the error names the cause and not its echo.
+_ECHO_S = 1.0
+_LOG_LINES = 15
+
+
+class WorkerFailed(WorkerError):
+    """A worker raised or its process died.
+
+    Attributes:
+        role: name of the worker's role.
+        rank: rank within the role.
+        verb: what it was doing.
+        died: True if the process is gone, False if it raised.
+        remote_traceback: traceback of the worker, or the end of its log if it died.
+    """
+
+    def __init__(self, message: str, role: str, rank: int, verb: str, died: bool, remote_traceback: str) -> None:
+        super().__init__(message)
+        self.role, self.rank, self.verb, self.died = role, rank, verb, died
+        self.remote_traceback = remote_traceback
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call on one process.
+
+    Attributes:
+        ref: becomes ready when the call has ended.
+        role: name of the role.
+        rank: rank within the role.
+        verb: what was called.
+        phase: phase of the run it belongs to, as the verb's mark names it.
+        card: the process, None before it has said who it is.
+    """
+
+    ref: ray.ObjectRef
+    role: str
+    rank: int
+    verb: str
+    phase: str
+    card: WorkerCard | None = None
+
+
+def gather(tasks: Sequence[Task], timeout_s: float | None = None) -> list[Any]:
+    """Results of all calls, in order; fails as soon as one of them fails, whatever the others do.
+
+    Raises:
+        WorkerFailed: a worker raised or died; a death is named before the errors that it caused elsewhere.
+        WorkerError: not all calls ended within ``timeout_s`` seconds; names the ranks that did not.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    waiting = {task.ref: task for task in tasks}
+    results: dict[ray.ObjectRef, Any] = {}
+    failures: list[WorkerFailed] = []
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+        if not ready:
+            break
+        for ref in ready:
+            task = waiting.pop(ref)
+            try:
+                results[ref] = ray.get(ref)
+            except RayError as error:
+                failures.append(_failure(task, error))
+                deadline = min(deadline or float("inf"), time.monotonic() + _ECHO_S)
+        if failures and failures[-1].died:
+            break
+    if failures:
+        raise next((failure for failure in failures if failure.died), failures[0])
+    if waiting:
+        late = ", ".join(f"{task.role} rank {task.rank}" for task in waiting.values())
+        raise WorkerError(f"no answer within {timeout_s:g} s in {tasks[0].verb} from: {late}")
+    return [results[task.ref] for task in tasks]
+
+
+def _failure(task: Task, error: RayError) -> WorkerFailed:
+    """What Ray reports of a call, as an error that names the process."""
+    cause = getattr(error, "cause", None)
+    if isinstance(error, RayTaskError) and isinstance(cause, RemoteFailure):
+        where = f"{cause.role} rank {cause.rank}"
+        phase = f" (phase {task.phase})" if task.phase not in ("", task.verb, cause.verb) else ""
+        message = (
+            f"{where} failed in {cause.verb}{phase}: {cause.kind}: {cause.message}\n"
+            f"--- traceback of {where} ---\n{cause.trace}"
+        )
+        return WorkerFailed(message, cause.role, cause.rank, cause.verb, False, cause.trace)
+    died = isinstance(error, RayActorError)
+    tail = _log_tail(task.card)
+    process = f" (pid {task.card.pid} on {task.card.host})" if task.card else ""
+    what = "died in" if died else "could not be called for"
+    message = f"{task.role} rank {task.rank}{process} {what} {task.verb}: {_reason(error)}"
+    if tail:
+        message += f"\n--- end of its log ---\n{tail}"
+    return WorkerFailed(message, task.role, task.rank, task.verb, died, tail)
+
+
+def _reason(error: RayError) -> str:
+    """Ray's own words, without its identifiers and general advice."""
+    text = str(error)
+    if "Worker unexpectedly exits" in text:
+        return "its process was killed (often by the system, for lack of memory) or crashed"
+    skipped = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
+    lines = [line.strip("\t") for line in text.splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith(skipped))
+
+
+def _log_tail(card: WorkerCard | None) -> str:
+    """Last lines that a process on this machine wrote to stderr."""
+    if card is None or not card.log:
+        return ""
+    try:
+        lines = Path(card.log).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    # Ray marks whose log it is by lines that begin with a colon.
+    return "\n".join([line for line in lines if line and not line.startswith(":")][-_LOG_LINES:])

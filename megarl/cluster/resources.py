@@ -1,0 +1,191 @@
+"""Pools of devices: what a job asks of the cluster, whether it is there, and where each process goes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.errors import ResourceError
+
+_RESOURCE = {"cpu": "CPU", "cuda": "GPU"}
+_DEVICE_WORD = {"cpu": "CPU slot", "cuda": "GPU"}
+# What one process claims of its device. It only tells Ray where to put the process: the device's time and memory are
+# shared by whoever is on it, so the figure is small enough never to limit how many roles live together.
+_PROCESS_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """A named set of devices that one or several roles share.
+
+    Attributes:
+        name: how errors call it.
+        device: ``cpu`` (one device is one CPU slot) or ``cuda`` (one device is one GPU).
+        devices_per_node: number of devices on each node of the pool, such as ``(8, 8)`` for two nodes of eight.
+
+    Raises:
+        ResourceError: an unknown device, no node, or a node without devices.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    devices_per_node: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if self.device not in _RESOURCE:
+            raise ResourceError(f"pool {self.name!r}: device={self.device!r} is neither 'cpu' nor 'cuda'")
+        if not self.devices_per_node or min(self.devices_per_node) < 1:
+            raise ResourceError(
+                f"pool {self.name!r}: devices_per_node={list(self.devices_per_node)} must list at least one node, "
+                "each with at least one device"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on all nodes together."""
+        return sum(self.devices_per_node)
+
+    def bundle(self) -> dict[str, float]:
+        """What one device reserves in Ray; a GPU brings one CPU slot along."""
+        return {"CPU": 1.0} if self.device == "cpu" else {"GPU": 1.0, "CPU": 1.0}
+
+    def process_options(self) -> dict[str, float]:
+        """What one process claims of its bundle, as options of a Ray actor."""
+        options = {"num_cpus": _PROCESS_SHARE}
+        return options if self.device == "cpu" else {**options, "num_gpus": _PROCESS_SHARE}
+
+
+def cluster_nodes() -> list[dict[str, float]]:
+    """Total resources of each living node of the connected cluster, such as ``{"CPU": 8.0, "GPU": 1.0}``."""
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def check_resources(pools: Iterable[ResourcePool], nodes: Sequence[Mapping[str, float]] | None = None) -> None:
+    """Refuse pools that the cluster can never hold, before anything is placed.
+
+    Args:
+        pools: what the job asks for, all at the same time.
+        nodes: total resources per node; default: those of the connected cluster.
+
+    Raises:
+        ResourceError: says per pool what is needed, what there is, and what to change.
+    """
+    pools = list(pools)
+    nodes = cluster_nodes() if nodes is None else nodes
+    free = [dict(node) for node in nodes]
+    for pool, count in _placing_order(pools):
+        need = {name: count * each for name, each in pool.bundle().items()}
+        fitting = [node for node in free if all(node.get(name, 0.0) >= amount for name, amount in need.items())]
+        if not fitting:
+            raise ResourceError(_shortage(pools, pool, nodes))
+        # The tightest fit, which keeps the larger nodes whole for others.
+        chosen = min(fitting, key=lambda node: node[_RESOURCE[pool.device]])
+        for name, amount in need.items():
+            chosen[name] -= amount
+
+
+def _placing_order(pools: Iterable[ResourcePool]) -> list[tuple[ResourcePool, int]]:
+    """Each node of each pool with its devices: GPUs, which few nodes have, before CPUs, and large before small."""
+    entries = [(pool, count) for pool in pools for count in pool.devices_per_node]
+    return sorted(entries, key=lambda entry: (entry[0].device == "cpu", -entry[1]))
+
+
+def _shortage(pools: Sequence[ResourcePool], failing: ResourcePool, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Message of a pool that does not fit."""
+    resource, word = _RESOURCE[failing.device], _DEVICE_WORD[failing.device]
+    needs = "; ".join(
+        f"pool {pool.name!r} needs {pool.num_devices} {_DEVICE_WORD[pool.device]}(s) as {list(pool.devices_per_node)} "
+        "per node"
+        for pool in pools
+    )
+    there = ", ".join(f"{node.get('GPU', 0):g} GPU and {node.get('CPU', 0):g} CPU" for node in nodes) or "no node"
+    asked = sum(pool.num_devices for pool in pools if resource in pool.bundle())
+    have = sum(node.get(resource, 0) for node in nodes)
+    advice = "Give the pool fewer devices (roles that share a pool share its devices), " + (
+        "or, to run several processes on one core, start with a higher num_cpus."
+        if resource == "CPU"
+        else "or add GPUs or nodes."
+    )
+    return (
+        f"not enough {word}s: {asked} needed, {have:g} there, and pool {failing.name!r} cannot be placed. "
+        f"Asked: {needs}. The cluster has {len(nodes)} node(s): {there}. {advice}"
+    )
+
+
+class PlacedPool:
+    """A pool whose devices are reserved in Ray.
+
+    Made by :func:`place_pools`. Rank ``r`` of a role lives on device ``r % num_devices``; devices are numbered node by
+    node, so neighbouring ranks share a node.
+    """
+
+    def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup]) -> None:
+        self.pool = pool
+        self._groups = tuple(groups)
+        self._devices: list[tuple[PlacementGroup, int, str]] = []
+        for group in groups:
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            self._devices += [(group, bundle, nodes[bundle]) for bundle in sorted(nodes)]
+
+    def device_of(self, rank: int) -> int:
+        """Device that a rank of a role lives on."""
+        return rank % len(self._devices)
+
+    def local_rank(self, rank: int) -> int:
+        """Number of lower ranks of the same role on the same node."""
+        return sum(self._node(other) == self._node(rank) for other in range(rank))
+
+    def actor_options(self, rank: int) -> dict[str, Any]:
+        """Ray options that put a rank of a role on its device."""
+        group, bundle, _ = self._devices[self.device_of(rank)]
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        return {**self.pool.process_options(), "scheduling_strategy": strategy}
+
+    def close(self) -> None:
+        """Give the devices back; processes still on them are killed by Ray."""
+        for group in self._groups:
+            remove_placement_group(group)
+
+    def _node(self, rank: int) -> str:
+        return self._devices[self.device_of(rank)][2]
+
+
+def place_pools(pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
+    """Reserve all pools' devices: one bundle per device, one placement group per node of a pool.
+
+    Raises:
+        ResourceError: the cluster cannot hold the pools, or other jobs hold their devices for longer than
+            ``timeout_s`` seconds. Nothing stays reserved then.
+    """
+    pools = list(pools)
+    check_resources(pools)
+    groups: dict[str, list[PlacementGroup]] = {pool.name: [] for pool in pools}
+    try:
+        for pool, count in _placing_order(pools):
+            groups[pool.name].append(placement_group([pool.bundle()] * count, strategy="STRICT_PACK"))
+        _wait_until_placed(groups, timeout_s)
+    except BaseException:
+        for group in itertools.chain.from_iterable(groups.values()):
+            remove_placement_group(group)
+        raise
+    return {pool.name: PlacedPool(pool, groups[pool.name]) for pool in pools}
+
+
+def _wait_until_placed(groups: Mapping[str, Sequence[PlacementGroup]], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for name, members in groups.items():
+        for group in members:
+            if not group.wait(max(deadline - time.monotonic(), 0.01)):
+                available = ray.available_resources()
+                free = ", ".join(f"{available.get(kind, 0.0):g} {kind}" for kind in ("CPU", "GPU"))
+                raise ResourceError(
+                    f"the devices of pool {name!r} were not free within {timeout_s:g} s: the cluster has them, but "
+                    f"other jobs hold some (free now: {free}). Stop those, or give the pool fewer devices."
+                )

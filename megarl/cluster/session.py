@@ -1,0 +1,212 @@
+"""A Ray session that leaves nothing behind: started here or joined, and always taken down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+
+from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
+from megarl.errors import ResourceError
+
+DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
+_MINIMUM_OBJECT_STORE_BYTES = 75 * 2**20
+_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_EXIT_GRACE_S = 3.0
+
+
+def available_cpus() -> int:
+    """CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class RaySession:
+    """Starts Ray on this machine, or joins a running cluster, for the length of a ``with`` block.
+
+    However the block ends (normally, by an exception, Ctrl-C, SIGTERM or SIGHUP) the devices are given back, worker
+    processes are killed and, if Ray was started here, all its processes are gone when the block is left. SIGTERM and
+    SIGHUP become a :class:`SystemExit` inside the block. Should this process be killed outright, Ray's own processes
+    notice it and end by themselves within seconds.
+
+    Args:
+        address: cluster to join; default: ``RAY_ADDRESS`` if set, otherwise Ray is started here, reachable by loopback
+            only and without dashboard.
+        num_cpus: CPU slots of a started Ray; default: the cores that this process may run on.
+        object_store_bytes: shared memory for objects of a started Ray; beyond it Ray spills to disk.
+        log_to_driver: also print what the workers print. Their output is in Ray's log folder either way, and the end
+            of it is part of the error when a worker dies.
+        temp_dir: where a started Ray keeps logs and sockets; default: Ray's (``/tmp/ray``).
+
+    Raises:
+        ResourceError: ``num_cpus`` or ``object_store_bytes`` too small, or the address does not answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        num_cpus: int | None = None,
+        object_store_bytes: int = DEFAULT_OBJECT_STORE_BYTES,
+        log_to_driver: bool = False,
+        temp_dir: str | None = None,
+    ) -> None:
+        if num_cpus is not None and num_cpus < 1:
+            raise ResourceError(f"num_cpus={num_cpus} must be at least 1")
+        if object_store_bytes < _MINIMUM_OBJECT_STORE_BYTES:
+            raise ResourceError(
+                f"object_store_bytes={object_store_bytes} is below Ray's minimum of {_MINIMUM_OBJECT_STORE_BYTES}"
+            )
+        self.address = address or os.environ.get("RAY_ADDRESS") or None
+        self.num_cpus = num_cpus
+        self.object_store_bytes = object_store_bytes
+        self.log_to_driver = log_to_driver
+        self.temp_dir = temp_dir
+        self._pools: list[PlacedPool] = []
+        self._daemons: list[psutil.Process] = []
+        self._handlers: dict[int, Any] = {}
+        self._signal = 0
+
+    def __enter__(self) -> RaySession:
+        if ray.is_initialized():
+            raise ResourceError("a Ray session is already open in this process; close it before opening another")
+        before = set(psutil.Process().children())
+        self._catch_signals()
+        try:
+            self._connect() if self.address else self._start()
+            self._catch_signals()  # again, because Ray put handlers of its own there that abort this process
+        except BaseException:
+            self._daemons = [child for child in psutil.Process().children() if child not in before]
+            self.close()
+            raise
+        self._daemons = [child for child in psutil.Process().children() if child not in before]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+        if self._signal and isinstance(error, SystemExit):
+            raise SystemExit(128 + self._signal)  # Ray turns the code of an exit during its calls into 1
+
+    def place(self, pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
+        """Check and reserve pools, by name; the session gives them back when it ends.
+
+        Raises:
+            ResourceError: see :func:`megarl.cluster.resources.place_pools`.
+        """
+        placed = place_pools(pools, timeout_s)
+        self._pools += placed.values()
+        return placed
+
+    def close(self) -> None:
+        """Take everything down; safe to call twice. A second Ctrl-C does not interrupt it."""
+        with _signals_ignored():
+            victims = self._daemons + [child for daemon in self._daemons for child in _descendants(daemon)]
+            if ray.is_initialized():
+                for pool in self._pools:
+                    # A cluster that is already gone has nothing left to give back.
+                    with contextlib.suppress(Exception):
+                        pool.close()
+                ray.shutdown()
+            _end(victims)
+            self._pools, self._daemons = [], []
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def _start(self) -> None:
+        """Start Ray on this machine."""
+        with _loopback_only():
+            ray.init(
+                address="local",
+                num_cpus=self.num_cpus or available_cpus(),
+                include_dashboard=False,
+                object_store_memory=self.object_store_bytes,
+                log_to_driver=self.log_to_driver,
+                logging_level="ERROR",
+                _temp_dir=self.temp_dir,
+            )
+
+    def _connect(self) -> None:
+        """Join the cluster at ``address``."""
+        try:
+            ray.init(address=self.address, log_to_driver=self.log_to_driver, logging_level="ERROR")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ResourceError(
+                f"no Ray cluster answers at address={self.address!r} ({error}). Start one there with "
+                "`ray start --head`, or unset RAY_ADDRESS to have Ray started on this machine."
+            ) from error
+
+    def _catch_signals(self) -> None:
+        """Turn the polite ways of being killed into an exception, so that the block is left in order."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_IGN:  # nohup
+                continue
+            previous = signal.signal(number, self._exit_on_signal)
+            self._handlers.setdefault(number, signal.SIG_DFL if previous is None else previous)
+
+    def _exit_on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """Ignore the signals that would leave a shutdown half done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Have Ray listen on the loopback interface only.
+
+    ``ray.init`` replaces 127.0.0.1 by an address that other machines reach, unless this switch, made for machines with
+    a firewall that asks, is off. Ray's processes read it from the environment, this one has already read it.
+    """
+    previous = os.environ.get(_LOOPBACK_SWITCH), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[_LOOPBACK_SWITCH] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = previous[1]
+        if previous[0] is None:
+            del os.environ[_LOOPBACK_SWITCH]
+        else:
+            os.environ[_LOOPBACK_SWITCH] = previous[0]
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Wait for processes to end by themselves, then kill those that did not (``psutil`` knows a reused number)."""
+    _, alive = psutil.wait_procs(processes, timeout=_EXIT_GRACE_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=_EXIT_GRACE_S)

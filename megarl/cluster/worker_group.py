@@ -1,0 +1,290 @@
+"""All processes of one role, called together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from megarl.cluster.failures import Task, WorkerFailed, gather
+from megarl.cluster.resources import PlacedPool
+from megarl.cluster.split import collect, plan_split, row_costs, split
+from megarl.cluster.worker_process import WorkerCard, WorkerProcess
+from megarl.data import DataProto
+from megarl.errors import ResourceError, WorkerError
+from megarl.models.layout import ParallelLayout
+from megarl.workers.dispatch import Dispatch, VerbMark
+
+_Collect = Callable[[list[Any]], Any]
+
+
+class PerRank:
+    """An argument that differs by rank: ``values[rank]``, which may be a Ray reference, is what the rank receives."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = list(values)
+
+
+class Pending:
+    """A verb that runs on all processes of a group; see :meth:`WorkerGroup.submit`.
+
+    Args:
+        groups: the groups that the calls run on; one that fails is marked as unusable.
+        tasks: the calls to wait for.
+        collect: from their results, in order, to the verb's result.
+    """
+
+    def __init__(self, groups: Sequence[WorkerGroup], tasks: Sequence[Task], collect: _Collect) -> None:
+        self.groups = tuple(groups)
+        self.tasks = tuple(tasks)
+        self._collect = collect
+        self._outcome: tuple[Any] | None = None
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for all processes and put their results together; the same object when asked again.
+
+        Raises:
+            WorkerFailed: the first worker that failed, at once, even while its peers hang.
+            WorkerError: ``timeout_s`` seconds have passed.
+        """
+        if self._outcome is None:
+            self._outcome = (self._collect(_gather(self.groups, self.tasks, timeout_s)),)
+        return self._outcome[0]
+
+
+class Scattered(Pending):
+    """Payloads that stay where they were made until the process they are for takes them.
+
+    Its result is None, once every source rank has made its payloads.
+
+    Attributes:
+        refs: ``refs[source rank][destination]``, references to payloads that the driver never holds.
+    """
+
+    def __init__(self, group: WorkerGroup, tasks: Sequence[Task], refs: list[list[ray.ObjectRef]]) -> None:
+        super().__init__([group], tasks, lambda results: None)
+        self.refs = refs
+
+
+class WorkerGroup:
+    """One Ray actor per rank of a role, started in the background.
+
+    The constructor returns at once, so that several groups start side by side; the first call, or
+    :func:`wait_ready`, waits. A verb of the worker class is called as a method of the group and blocks;
+    :meth:`submit` does not. After a failure the group refuses further calls.
+    A verb cannot have the name of a public member of this class.
+
+    Args:
+        role: name of the role, used in every error.
+        worker_cls: a plain class, best as ``"package.module.Class"`` so that the driver need not import it. Built on
+            every rank as ``worker_cls(rank=, world_size=, master_addr=, master_port=, **worker_kwargs)``.
+        worker_kwargs: the remaining constructor arguments, equal on all ranks.
+        layout: parallel sizes; says how many ranks there are and which of them own results.
+        pool: devices to live on, shared with other roles; rank ``r`` is on device ``r % devices``.
+        env: environment variables of the processes, set before the class is imported.
+
+    Raises:
+        ResourceError: the role needs more processes than the pool has GPUs.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        worker_cls: str | type,
+        worker_kwargs: Mapping[str, Any],
+        layout: ParallelLayout,
+        pool: PlacedPool,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if pool.pool.device == "cuda" and layout.world_size > pool.pool.num_devices:
+            raise ResourceError(
+                f"{role} with {layout.describe()} needs {layout.world_size} GPUs, pool {pool.pool.name!r} has "
+                f"{pool.pool.num_devices}, and two ranks of one role cannot share one: use a smaller layout or a "
+                "larger pool"
+            )
+        self.role = role
+        self.layout = layout
+        self._failure: WorkerFailed | None = None
+        self._cards: list[WorkerCard] = []
+        size = layout.world_size
+        host = ray.remote(WorkerProcess)
+        self._actors: list[Any] = [
+            host.options(**pool.actor_options(rank)).remote(role, rank, size, self._environment(pool, rank, env or {}))
+            for rank in range(size)
+        ]
+        self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
+        described = [actor.describe.remote() for actor in self._actors]
+        loaded = [actor.load.remote(worker_cls) for actor in self._actors]
+        address = self._actors[0].reserve_address.remote()
+        kwargs = ray.put(dict(worker_kwargs))
+        started = [actor.start.remote(address, kwargs) for actor in self._actors]
+        self._described = self._tasks(described, "start")
+        self._starting = [*self._tasks(loaded, "load"), *self._tasks(started, "start")]
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the role."""
+        return self.layout.world_size
+
+    @property
+    def verbs(self) -> dict[str, VerbMark]:
+        """The worker's verbs and their marks; waits for the start."""
+        wait_ready([self])
+        return self._cards[0].marks
+
+    def submit(self, verb: str, *args: Any, **kwargs: Any) -> Pending:
+        """Start a verb on all processes, as its mark says.
+
+        Args:
+            verb: its name.
+            args: as the verb takes them. For ``SPLIT``, every ``DataProto`` here is split like the first one; all must
+                have the same rows. A :class:`PerRank` differs by rank. A Ray reference is resolved by the process
+                that receives it.
+            kwargs: same on every rank, neither split nor resolved.
+
+        Raises:
+            AttributeError: the worker has no such verb; lists those that it has.
+            DataError: the batch cannot be split as the verb needs it.
+            WorkerError: the group failed before.
+        """
+        mark = self._mark(verb)
+        if mark.dispatch is Dispatch.SPLIT:
+            return self._submit_split(verb, mark, args, kwargs)
+        shared = [ray.put(arg) if isinstance(arg, DataProto) else arg for arg in args]
+        owner = self._owners[0]
+        keep = [mark.dispatch is Dispatch.ALL or rank == owner for rank in range(self.world_size)]
+        refs = [
+            actor.call.remote(verb, keep[rank], kwargs, *_for_rank(shared, rank))
+            for rank, actor in enumerate(self._actors)
+        ]
+        collect_one: _Collect = list if mark.dispatch is Dispatch.ALL else lambda results: results[owner]
+        return Pending([self], self._tasks(refs, verb, mark.phase), collect_one)
+
+    def submit_scatter(self, verb: str, destinations: int, *args: Any, **kwargs: Any) -> Scattered:
+        """Start an ``ALL`` verb that returns ``{destination: payload}``, and leave the payloads where they are.
+
+        Raises:
+            AttributeError, WorkerError: as :meth:`submit`.
+        """
+        mark = self._mark(verb)
+        refs = [
+            actor.call_scatter.options(num_returns=destinations + 1).remote(
+                verb, destinations, kwargs, *_for_rank(args, rank)
+            )
+            for rank, actor in enumerate(self._actors)
+        ]
+        # With one return value Ray gives the reference itself.
+        refs = [[row] if isinstance(row, ray.ObjectRef) else list(row) for row in refs]
+        tasks = self._tasks([row[-1] for row in refs], verb, mark.phase)
+        return Scattered(self, tasks, [row[:-1] for row in refs])
+
+    def submit_gather(self, verb: str, payloads: Scattered, *args: Any) -> Pending:
+        """Start an ``ALL`` verb as ``verb(*args, list of this rank's payloads)`` when its payloads are there.
+
+        The payloads go from process to process. The result is None; it comes when sources and receivers are done.
+
+        Raises:
+            AttributeError, WorkerError: as :meth:`submit`.
+        """
+        mark = self._mark(verb)
+        refs = [
+            actor.call_gather.remote(verb, args, *[row[rank] for row in payloads.refs])
+            for rank, actor in enumerate(self._actors)
+        ]
+        tasks = [*payloads.tasks, *self._tasks(refs, verb, mark.phase)]
+        return Pending([*payloads.groups, self], tasks, lambda results: None)
+
+    def shutdown(self) -> None:
+        """Kill the processes."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return functools.partial(self._call, name)
+
+    def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        return self.submit(verb, *args, **kwargs).result()
+
+    def _submit_split(self, verb: str, mark: VerbMark, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
+        batches = [arg for arg in args if isinstance(arg, DataProto)]
+        if not batches:
+            raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
+        mini_batch_rows = batches[0].meta_info.get(mark.mini_batches) if mark.mini_batches else None
+        plan = plan_split(row_costs(batches[0]), self.layout.dp, mini_batch_rows, equal=mark.mini_batches is not None)
+        # One object per chunk: the TP and PP ranks of a DP rank read the same copy.
+        columns = [
+            [ray.put(chunk) for chunk in split(arg, plan)] if isinstance(arg, DataProto) else [arg] * self.layout.dp
+            for arg in args
+        ]
+        refs = []
+        for rank, actor in enumerate(self._actors):
+            chunk_args = [column[self.layout.coordinate(rank).dp] for column in columns]
+            refs.append(actor.call.remote(verb, rank in self._owners, kwargs, *_for_rank(chunk_args, rank)))
+        return Pending(
+            [self],
+            self._tasks(refs, verb, mark.phase),
+            lambda results: collect([results[owner] for owner in self._owners], plan),
+        )
+
+    def _mark(self, verb: str) -> VerbMark:
+        if self._failure is not None:
+            raise WorkerError(f"{self.role} cannot run {verb}: it failed before. {self._failure}") from self._failure
+        if verb not in self.verbs:
+            raise AttributeError(f"{self.role} has no verb {verb!r}; it has: {', '.join(sorted(self.verbs))}")
+        return self.verbs[verb]
+
+    def _tasks(self, refs: Sequence[ray.ObjectRef], verb: str, phase: str = "") -> list[Task]:
+        cards: list[WorkerCard | None] = [*self._cards] or [None] * len(refs)
+        return [Task(ref, self.role, rank, verb, phase, cards[rank]) for rank, ref in enumerate(refs)]
+
+    def _environment(self, pool: PlacedPool, rank: int, extra: Mapping[str, str]) -> dict[str, str]:
+        """Variables of one process; ``extra`` wins."""
+        own = {"LOCAL_RANK": str(pool.local_rank(rank))}
+        if pool.pool.device == "cpu":
+            # Two processes with two threads each on two cores are several times slower than with one.
+            own["OMP_NUM_THREADS"] = "1"
+        return {**own, **extra}
+
+
+def wait_ready(groups: Iterable[WorkerGroup], timeout_s: float | None = None) -> None:
+    """Wait until the processes of all groups, which start side by side, have built their workers.
+
+    Raises:
+        WorkerFailed: the first that failed, with role and rank.
+        WorkerError: not all were ready within ``timeout_s`` seconds.
+    """
+    starting = [group for group in groups if not group._cards]
+    # Who they are comes first: then a death during the start can show the end of the process's log.
+    described = iter(_gather(starting, [task for group in starting for task in group._described], timeout_s))
+    tasks: list[Task] = []
+    for group in starting:
+        cards = [next(described) for _ in group._described]
+        tasks += [replace(task, card=cards[task.rank]) for task in group._starting]
+    started = iter(_gather(starting, tasks, timeout_s))
+    for group in starting:
+        group._cards = [next(started) for _ in group._starting][-group.world_size :]
+        shadowed = sorted(group._cards[0].marks.keys() & set(dir(WorkerGroup)))
+        if shadowed:
+            raise TypeError(f"{group.role}: verbs {shadowed} have names of WorkerGroup's own methods; rename them")
+
+
+def _gather(groups: Sequence[WorkerGroup], tasks: Sequence[Task], timeout_s: float | None) -> list[Any]:
+    """:func:`gather`, which also marks the group that failed."""
+    try:
+        return gather(tasks, timeout_s)
+    except WorkerFailed as failure:
+        for group in groups:
+            if group.role == failure.role:
+                group._failure = failure
+        raise
+
+
+def _for_rank(args: Sequence[Any], rank: int) -> list[Any]:
+    """The arguments as one rank receives them."""
+    return [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]

@@ -1,0 +1,191 @@
+"""What runs inside each Ray actor: a host that builds one plain worker and calls its verbs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import socket
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+
+from megarl.workers.dispatch import VerbMark, read_marks
+
+# Below the range from which systems take ports for outgoing connections, so that a port stays free between being
+# chosen here and being bound by the rendezvous, and above those that Ray gives to its workers.
+_PORTS = range(20000, 32768)
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class WorkerCard:
+    """What the driver knows of a started process.
+
+    Attributes:
+        pid: process number on its host.
+        host: address of its node.
+        log: file on that node with what the process writes to stderr, empty if unknown.
+        marks: the verbs of its worker, by name.
+    """
+
+    pid: int
+    host: str
+    log: str
+    marks: dict[str, VerbMark]
+
+
+class RemoteFailure(Exception):
+    """An exception of a worker, in a form that every process can unpickle."""
+
+    def __init__(self, role: str, rank: int, verb: str, kind: str, message: str, trace: str) -> None:
+        super().__init__(role, rank, verb, kind, message, trace)
+        self.role, self.rank, self.verb = role, rank, verb
+        self.kind, self.message, self.trace = kind, message, trace
+
+
+class WorkerProcess:
+    """Host of one worker.
+
+    Args:
+        role: name of the role, for errors.
+        rank: rank of this process in its role.
+        world_size: processes of the role.
+        env: environment variables, set before the worker's class is imported.
+    """
+
+    def __init__(self, role: str, rank: int, world_size: int, env: Mapping[str, str]) -> None:
+        self._role, self._rank, self._world_size = role, rank, world_size
+        os.environ.update(env)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        self._worker_cls: type | None = None
+        self._worker: Any = None
+        self._reserved: socket.socket | None = None
+
+    def describe(self) -> WorkerCard:
+        """The process as it is before its worker exists, without verbs."""
+        return WorkerCard(os.getpid(), ray.util.get_node_ip_address(), _stderr_file(), {})
+
+    def load(self, worker: str | type) -> None:
+        """Import the worker's class, which takes most of the start; needs no other process.
+
+        Raises:
+            RemoteFailure: it cannot be imported.
+        """
+        self._guard("load", lambda: setattr(self, "_worker_cls", _import_class(worker)))
+
+    def reserve_address(self) -> tuple[str, int]:
+        """On rank 0: this node's address and a free port, held until :meth:`start`."""
+
+        def reserve() -> tuple[str, int]:
+            host = ray.util.get_node_ip_address()
+            self._reserved = _bind_free_port(host)
+            return host, self._reserved.getsockname()[1]
+
+        return self._guard("reserve_address", reserve)
+
+    def start(self, address: tuple[str, int], kwargs: Mapping[str, Any]) -> WorkerCard:
+        """Build the worker as ``worker_cls(rank=, world_size=, master_addr=, master_port=, **kwargs)``.
+
+        Raises:
+            RemoteFailure: the constructor raised.
+        """
+
+        def build() -> WorkerCard:
+            assert self._worker_cls is not None, "load() comes first"
+            host, port = address
+            os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+            if self._reserved is not None:
+                self._reserved.close()
+            self._worker = self._worker_cls(
+                rank=self._rank, world_size=self._world_size, master_addr=host, master_port=port, **kwargs
+            )
+            return WorkerCard(**{**vars(self.describe()), "marks": read_marks(self._worker_cls)})
+
+        return self._guard("start", build)
+
+    def call(self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
+        """Run a verb; its result is returned only from a process that owns it, so that no other's is sent.
+
+        Raises:
+            RemoteFailure: the verb raised.
+        """
+        result = self._guard(verb, lambda: getattr(self._worker, verb)(*args, **kwargs))
+        return result if keep else None
+
+    def call_scatter(self, verb: str, destinations: int, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
+        """Run a verb that returns ``{destination: payload}``.
+
+        Returns:
+            One payload per destination (None where there is none), each an object of its own in Ray, and a final None
+            by which the driver sees that the verb is done without fetching a payload.
+
+        Raises:
+            RemoteFailure: the verb raised, or named a destination outside ``range(destinations)``.
+        """
+
+        def scatter() -> tuple[Any, ...]:
+            payloads = dict(getattr(self._worker, verb)(*args, **kwargs))
+            result = tuple(payloads.pop(index, None) for index in range(destinations))
+            if payloads:
+                raise ValueError(f"{verb} has payloads for {sorted(payloads)}, there are {destinations} destinations")
+            return (*result, None)
+
+        return self._guard(verb, scatter)
+
+    def call_gather(self, verb: str, args: Sequence[Any], *payloads: Any) -> None:
+        """Run a verb as ``verb(*args, payloads)``, with those payloads that are not None as a list.
+
+        Raises:
+            RemoteFailure: the verb raised.
+        """
+        present = [payload for payload in payloads if payload is not None]
+        self._guard(verb, lambda: getattr(self._worker, verb)(*args, present))
+
+    def _guard(self, verb: str, function: Callable[[], _Result]) -> _Result:
+        try:
+            return function()
+        # SystemExit included: to Ray it would be a process that left in good order.
+        except (Exception, SystemExit) as error:
+            frames = error.__traceback__
+            for _ in range(2):  # this function and the closure that it was given
+                frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
+            trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+            failure = RemoteFailure(self._role, self._rank, verb, type(error).__name__, str(error), trace)
+        raise failure
+
+
+def _import_class(worker: str | type) -> type:
+    """A class given as ``package.module.Class`` or ``package.module:Class``."""
+    if isinstance(worker, type):
+        return worker
+    module, _, name = worker.replace(":", ".").rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    if not isinstance(found, type):
+        raise TypeError(f"{worker} is not a class")
+    return found
+
+
+def _bind_free_port(host: str) -> socket.socket:
+    """A socket bound to a free port of an address, not listening."""
+    for port in random.SystemRandom().sample(_PORTS, 50):
+        holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            holder.bind((host, port))
+        except OSError:
+            holder.close()
+            continue
+        return holder
+    raise OSError(f"none of 50 ports tried in {_PORTS} is free on {host}")
+
+
+def _stderr_file() -> str:
+    """File that this process's stderr goes to (Linux), or empty."""
+    try:
+        target = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return target if os.path.isfile(target) else ""

@@ -1,0 +1,94 @@
+"""Worker classes for the cluster tests that import nothing heavy, so that their processes start at once."""
+
+import os
+import sys
+import time
+
+from megarl.workers.dispatch import Dispatch, verb
+
+
+class Sleeper:
+    """Can be killed while it sleeps, or fail as it is built."""
+
+    def __init__(self, rank, world_size, master_addr, master_port, fail_on_rank=None):
+        if rank == fail_on_rank:
+            raise FileNotFoundError("shard 3 is missing")
+        if fail_on_rank is not None:
+            time.sleep(600)  # as one that waits for a peer that never comes
+
+    @verb(Dispatch.ALL)
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @verb(Dispatch.ALL)
+    def pid(self):
+        return os.getpid()
+
+    @verb(Dispatch.ALL)
+    def leave(self):
+        print("the last words of this process", file=sys.stderr, flush=True)
+        os._exit(3)
+
+    @verb(Dispatch.ONE)
+    def heavy_modules(self):
+        return [name for name in ("torch", "megatron") if name in sys.modules]
+
+
+class Shadowing(Sleeper):
+    """Has a verb that nobody could call, because the group has a method of that name."""
+
+    @verb(Dispatch.ALL)
+    def submit(self):
+        return None
+
+
+class Trainer:
+    """Source of a weight sync: packs one number per destination."""
+
+    def __init__(self, rank, world_size, master_addr, master_port, destinations, fail_at=None):
+        self.rank, self.destinations, self.fail_at = rank, destinations, fail_at
+        self.packed = set()
+
+    @verb(Dispatch.ALL)
+    def export_bucket(self, index):
+        if (self.rank, index) == self.fail_at:
+            raise MemoryError("no shared memory for 12 bytes")
+        self.packed.add(index)
+        # rank 1 has nothing for destination 0
+        return {to: 100 * index + 10 * self.rank + to for to in range(self.destinations) if to >= self.rank}
+
+    @verb(Dispatch.ALL)
+    def export_nowhere(self):
+        return {self.destinations: "lost"}
+
+    @verb(Dispatch.ALL)
+    def release_bucket(self, index):
+        self.packed.discard(index)
+
+    @verb(Dispatch.ALL)
+    def still_packed(self):
+        return sorted(self.packed)
+
+
+class Engine:
+    """Target of a weight sync: notes what it receives."""
+
+    def __init__(self, rank, world_size, master_addr, master_port):
+        self.events = []
+
+    @verb(Dispatch.ALL)
+    def begin_update(self, version):
+        self.events.append(("begin", version))
+
+    @verb(Dispatch.ALL)
+    def import_bucket(self, index, shipments):
+        self.events.append((index, list(shipments)))
+
+    @verb(Dispatch.ALL)
+    def end_update(self, version):
+        self.events.append(("end", version))
+
+    @verb(Dispatch.ALL)
+    def seen(self):
+        events, self.events = self.events, []
+        return events

@@ -1,0 +1,76 @@
+"""Worker classes for the cluster tests: plain, without Ray or Megatron."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megarl.data import DataProto
+from megarl.workers.dispatch import Dispatch, verb
+
+
+class Echo:
+    """Says what it was given; needs no process group."""
+
+    def __init__(self, rank, world_size, master_addr, master_port, greeting="hello"):
+        self.rank, self.world_size, self.greeting = rank, world_size, greeting
+        self.address = (master_addr, master_port)
+        self.chunk_rows = []
+
+    @verb(Dispatch.ALL)
+    def about(self):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "FLAVOUR")
+        env = {name: os.environ.get(name) for name in names}
+        return {"rank": self.rank, "address": self.address, "greeting": self.greeting, "pid": os.getpid(), "env": env}
+
+    @verb(Dispatch.ALL)
+    def received(self, *values, **named):
+        return self.rank, values, named
+
+    @verb(Dispatch.ONE)
+    def who_answers(self):
+        return self.rank
+
+    @verb(Dispatch.SPLIT)
+    def double(self, batch, factor=2):
+        tokens = batch.batch["tokens"] * factor
+        rows = batch.non_tensor_batch["uid"]
+        return DataProto.from_dict({"doubled": tokens}, {"seen": rows}, {"by": self.rank})
+
+    @verb(Dispatch.SPLIT)
+    def twice(self, batch):
+        return DataProto.from_dict({"copy": batch.batch["tokens"].repeat_interleave(2, 0)})
+
+    @verb(Dispatch.SPLIT, mini_batches="mini_batch_rows")
+    def learn(self, batch):
+        self.chunk_rows = batch.non_tensor_batch["uid"].tolist()
+        return {"rows": len(batch), "mini_batch_rows": batch.meta_info.get("mini_batch_rows")}
+
+    @verb(Dispatch.ALL)
+    def last_chunk(self):
+        return self.chunk_rows
+
+    def unmarked(self):
+        return None
+
+
+class Summer:
+    """One process group per role; can fail in the ways that workers fail."""
+
+    def __init__(self, rank, world_size, master_addr, master_port):
+        self.rank = rank
+        store = dist.TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
+
+    @verb(Dispatch.ALL)
+    def total(self, value):
+        tensor = torch.tensor([float(value + self.rank)])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    @verb(Dispatch.ALL, phase="update_actor")
+    def fail_while_peers_wait(self, rank):
+        if self.rank == rank:
+            raise ValueError(f"loss is NaN on rank {rank}")
+        return self.total(0)

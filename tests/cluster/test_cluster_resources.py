@@ -1,0 +1,70 @@
+import pytest
+
+from megarl.cluster import RaySession, ResourcePool, check_resources
+from megarl.errors import ResourceError
+
+TWO_HOSTS = [{"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0, "GPU": 4.0}]
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [
+        [("train", "cuda", [8]), ("rollout", "cuda", [4])],
+        [("rollout", "cuda", [4]), ("train", "cuda", [8])],
+        [("all", "cuda", [4, 8])],
+        [("small", "cuda", [4, 4, 4])],
+        [("train", "cuda", [8, 4]), ("rewards", "cpu", [8, 12])],
+    ],
+)
+def test_pools_that_fit(pools):
+    check_resources([ResourcePool(*pool) for pool in pools], TWO_HOSTS)
+
+
+@pytest.mark.parametrize(
+    ("pools", "needed", "failing"),
+    [
+        ([("train", "cuda", [8]), ("rollout", "cuda", [8])], "16 needed, 12 there", "train|rollout"),
+        ([("train", "cuda", [12])], "12 needed, 12 there", "train"),
+        ([("train", "cuda", [8, 4]), ("more", "cuda", [1])], "13 needed, 12 there", "more"),
+        ([("train", "cuda", [8, 4]), ("rewards", "cpu", [12, 12])], "36 needed, 32 there", "rewards"),
+    ],
+)
+def test_pools_that_do_not_fit_say_what_is_needed_and_what_there_is(pools, needed, failing):
+    with pytest.raises(ResourceError, match=f"{needed}, and pool '({failing})' cannot be placed") as caught:
+        check_resources([ResourcePool(*pool) for pool in pools], TWO_HOSTS)
+    for name, _, _ in pools:
+        assert f"pool '{name}' needs" in str(caught.value)
+    assert "2 node(s): 8 GPU and 16 CPU, 4 GPU and 16 CPU" in str(caught.value)
+
+
+def test_gpus_on_a_machine_without():
+    with pytest.raises(ResourceError, match="not enough GPUs: 2 needed, 0 there"):
+        check_resources([ResourcePool("main", "cuda", [2])], [{"CPU": 4.0}])
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "message"),
+    [
+        ("tpu", [1], "device='tpu' is neither 'cpu' nor 'cuda'"),
+        ("cpu", [], "at least one node"),
+        ("cpu", [2, 0], "at least one device"),
+    ],
+)
+def test_pool_that_makes_no_sense(device, devices, message):
+    with pytest.raises(ResourceError, match=message):
+        ResourcePool("main", device, devices)
+
+
+def test_real_cluster_refuses_at_once_and_does_not_wait_for_devices_in_use():
+    with RaySession(num_cpus=2) as session:
+        with pytest.raises(ResourceError, match="not enough CPU slots: 3 needed, 2 there"):
+            session.place([ResourcePool("main", "cpu", [3])])
+        held = session.place([ResourcePool("other job", "cpu", [1])])["other job"]
+        with pytest.raises(ResourceError, match=r"pool 'main' were not free within 0.5 s.*free now: 1 CPU"):
+            session.place([ResourcePool("main", "cpu", [2])], timeout_s=0.5)
+        held.close()
+        placed = session.place([ResourcePool("main", "cpu", [2])], timeout_s=30)["main"]
+        assert [placed.device_of(rank) for rank in range(4)] == [0, 1, 0, 1]
+        assert [placed.local_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+        with pytest.raises(ResourceError, match="already open"), RaySession():
+            pass

@@ -1,0 +1,122 @@
+"""However a session ends, no process stays behind. Each test runs a script of its own and looks for its children."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster import RaySession
+from megarl.errors import ResourceError
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import os, signal, sys
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup
+from megarl.models.layout import ParallelLayout
+
+with RaySession(num_cpus=1) as session:
+    pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
+    group = WorkerGroup("sleeper", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
+    group.pid()
+    if sys.argv[1] == "error":
+        group.explode()
+    print("busy", flush=True)
+    group.sleep(600)
+"""
+
+
+def marked_processes(mark):
+    """All living processes whose environment has the mark, which every child inherits."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("CLUSTER_TEST_MARK") == mark:
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Starts the script; afterwards kills whatever it left, so that a failing test does not hurt the next."""
+    mark = uuid.uuid4().hex
+    env = {**os.environ, "CLUSTER_TEST_MARK": mark, "OMP_NUM_THREADS": "1"}
+    env.pop("RAY_ADDRESS", None)
+    started = []
+
+    def start(mode):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, mode],
+            cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process, mark
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    for process in marked_processes(mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def wait_until_busy(process):
+    for line in process.stdout:
+        if line.strip() == "busy":
+            return
+    pytest.fail("the script ended before its verb ran")
+
+
+@pytest.mark.parametrize(
+    ("number", "returncodes"), [(signal.SIGINT, {130, -signal.SIGINT}), (signal.SIGTERM, {128 + signal.SIGTERM})]
+)
+def test_signal_in_the_middle_of_a_verb_leaves_nothing(script, number, returncodes):
+    process, mark = script("busy")
+    wait_until_busy(process)
+    assert len(marked_processes(mark)) > 3, "the check itself must see Ray's processes"
+    time.sleep(1.0)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode in returncodes
+    assert marked_processes(mark) == []
+
+
+def test_error_leaves_nothing_and_exits_with_it(script):
+    process, mark = script("error")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "sleeper has no verb 'explode'; it has:" in output
+    assert marked_processes(mark) == []
+
+
+def test_driver_killed_outright_leaves_nothing_within_seconds(script):
+    process, mark = script("busy")
+    wait_until_busy(process)
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 20
+    while marked_processes(mark) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    assert marked_processes(mark) == []
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ResourceError, match="num_cpus=0 must be at least 1"):
+        RaySession(num_cpus=0)
+    with pytest.raises(ResourceError, match="object_store_bytes=1000 is below"):
+        RaySession(object_store_bytes=1000)
+
+
+def test_address_without_a_cluster_is_named():
+    with (
+        pytest.raises(ResourceError, match=r"no Ray cluster answers at address='not an address'"),
+        RaySession(address="not an address"),
+    ):
+        pass

@@ -1,0 +1,57 @@
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup
+from megarl.cluster.sync_peers import GroupSource, GroupTarget
+from megarl.errors import WeightSyncError
+from megarl.models.layout import ParallelLayout
+from megarl.sharding import ShardingManager
+
+PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12)
+
+
+@pytest.fixture(scope="module")
+def peers():
+    with RaySession(num_cpus=1) as session:
+        pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
+
+        def trainer(**kwargs):
+            name = "tests.cluster.light_workers.Trainer"
+            return WorkerGroup("actor", name, {"destinations": 2, **kwargs}, ParallelLayout(tp=2), pool)
+
+        engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {}, ParallelLayout(dp=2), pool)
+        yield trainer, engines
+
+
+def test_every_shipment_reaches_its_rank_in_order(peers):
+    trainer, engines = peers
+    actor = trainer()
+    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines))
+    for version in (1, 2):
+        assert manager.sync_weights()["weight_sync/buckets"] == 3
+        assert engines.seen() == [
+            [("begin", version), (0, [0]), (1, [100]), (2, [200]), ("end", version)],
+            [("begin", version), (0, [1, 11]), (1, [101, 111]), (2, [201, 211]), ("end", version)],
+        ]
+    assert actor.still_packed() == [[], []]
+    actor.shutdown()
+
+
+def test_failing_source_is_named_and_the_update_not_ended(peers):
+    trainer, engines = peers
+    actor = trainer(fail_at=(1, 1))
+    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines))
+    with pytest.raises(WeightSyncError, match=r"bucket 2 of 3.*actor rank 1 failed in export_bucket: MemoryError"):
+        manager.sync_weights()
+    assert manager.version == 0
+    assert all(("end", 1) not in events for events in engines.seen()), "and the engines still answer"
+    actor.shutdown()
+
+
+def test_payload_for_nobody_is_an_error(peers):
+    trainer, _ = peers
+    actor = trainer()
+    with pytest.raises(WorkerFailed, match=r"payloads for \[2\], there are 2 destinations"):
+        actor.submit_scatter("export_nowhere", 2).result()
+    actor.shutdown()

@@ -1,0 +1,199 @@
+import os
+import signal
+import time
+
+import pytest
+import ray
+import torch
+
+from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
+from megarl.data import DataProto
+from megarl.errors import DataError, ResourceError, WorkerError
+from megarl.models.layout import ParallelLayout
+
+PP2_DP2 = ParallelLayout(pp=2, dp=2)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RaySession(num_cpus=2) as session:
+        yield session.place([ResourcePool("main", "cpu", [2])])["main"]
+
+
+@pytest.fixture(scope="module")
+def groups(pool):
+    """Two roles on the same two devices, started side by side."""
+    echo = WorkerGroup(
+        "echo", "tests.cluster.plain_workers.Echo", {"greeting": "hi"}, PP2_DP2, pool, env={"FLAVOUR": "mint"}
+    )
+    summer = WorkerGroup("summer", "tests.cluster.plain_workers:Summer", {}, ParallelLayout(tp=2), pool)
+    wait_ready([echo, summer], timeout_s=120)
+    return echo, summer
+
+
+@pytest.fixture(scope="module")
+def echo(groups):
+    return groups[0]
+
+
+@pytest.fixture(scope="module")
+def summer(groups):
+    return groups[1]
+
+
+@pytest.fixture
+def sleeper(pool):
+    group = WorkerGroup("sleeper", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(dp=2), pool)
+    yield group
+    group.shutdown()
+
+
+def batch_of(rows, **meta):
+    return DataProto.from_dict({"tokens": torch.arange(rows)}, {"uid": [f"u{row}" for row in range(rows)]}, meta)
+
+
+def test_every_rank_knows_its_place(echo):
+    about = echo.about()
+    assert [card["rank"] for card in about] == [0, 1, 2, 3]
+    assert len({card["pid"] for card in about}) == 4
+    assert len({card["address"] for card in about}) == 1
+    host, port = about[0]["address"]
+    for rank, card in enumerate(about):
+        assert card["greeting"] == "hi"
+        assert card["env"] == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "FLAVOUR": "mint",
+        }
+
+
+def test_roles_share_the_devices_of_a_pool(echo, summer):
+    assert ray.cluster_resources()["CPU"] == 2, "six processes live on two slots"
+    assert summer.total(1) == [3.0, 3.0]
+    assert [card["rank"] for card in echo.about()] == [0, 1, 2, 3]
+
+
+def test_one_answers_from_the_owner(echo):
+    assert echo.who_answers() == PP2_DP2.rank(pp=1) == 2
+
+
+def test_all_resolves_references_and_per_rank_values(echo):
+    values = PerRank([ray.put("a"), "b", ray.put("c"), "d"])
+    answers = echo.received(values, ray.put(7), note="same")
+    assert answers == [(rank, ("abcd"[rank], 7), {"note": "same"}) for rank in range(4)]
+
+
+def test_split_comes_back_in_the_callers_order(echo):
+    answer = echo.double(batch_of(5), 3)
+    assert answer.batch["doubled"].tolist() == [0, 3, 6, 9, 12]
+    assert answer.non_tensor_batch["seen"].tolist() == ["u0", "u1", "u2", "u3", "u4"]
+    assert answer.meta_info == {"by": 2}
+
+
+def test_split_of_fewer_rows_than_ranks_and_of_several_answers_per_row(echo):
+    assert echo.twice(batch_of(1)).batch["copy"].tolist() == [0, 0]
+    assert echo.twice(batch_of(3)).batch["copy"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_mini_batches_reach_all_stages_of_a_dp_rank(echo):
+    assert echo.learn(batch_of(8, mini_batch_rows=4)) == {"rows": 4, "mini_batch_rows": 4}
+    chunks = echo.last_chunk()
+    for dp in range(2):
+        first, last = chunks[PP2_DP2.rank(dp=dp, pp=0)], chunks[PP2_DP2.rank(dp=dp, pp=1)]
+        assert first == last
+    assert sorted(chunks[0][:2] + chunks[1][:2]) == ["u0", "u1", "u2", "u3"]
+    assert sorted(chunks[0][2:] + chunks[1][2:]) == ["u4", "u5", "u6", "u7"]
+
+
+def test_batch_that_cannot_be_split_is_refused_here_and_the_group_lives_on(echo):
+    with pytest.raises(DataError, match="mini-batches of 3 rows do not divide a batch of 8 rows"):
+        echo.learn(batch_of(8, mini_batch_rows=3))
+    with pytest.raises(TypeError, match="needs a DataProto argument"):
+        echo.double(1)
+    assert echo.who_answers() == 2
+
+
+def test_only_marked_methods_can_be_called(echo):
+    with pytest.raises(AttributeError, match="echo has no verb 'unmarked'; it has: about, double"):
+        echo.unmarked()
+
+
+def test_submit_does_not_wait(sleeper):
+    sleeper.pid()
+    started = time.monotonic()
+    pending = sleeper.submit("sleep", 1.0)
+    assert time.monotonic() - started < 0.5
+    with pytest.raises(WorkerError, match=r"no answer within 0\.1 s in sleep from: sleeper rank 0, sleeper rank 1"):
+        pending.result(timeout_s=0.1)
+    assert pending.result(timeout_s=30) == [None, None]
+
+
+def test_worker_class_without_torch_loads_none(sleeper):
+    assert sleeper.heavy_modules() == []
+
+
+def test_exception_ends_the_call_while_a_peer_hangs(summer):
+    started = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        summer.fail_while_peers_wait(1)
+    assert time.monotonic() - started < 10
+    error = caught.value
+    assert (error.role, error.rank, error.verb, error.died) == ("summer", 1, "fail_while_peers_wait", False)
+    assert "summer rank 1 failed in fail_while_peers_wait (phase update_actor): ValueError: loss is NaN" in str(error)
+    assert 'raise ValueError(f"loss is NaN on rank {rank}")' in error.remote_traceback
+    assert "worker_process.py" not in error.remote_traceback
+    with pytest.raises(WorkerError, match="summer cannot run total: it failed before"):
+        summer.total(1)
+
+
+def test_killed_process_is_named(sleeper):
+    victim = sleeper.pid()[1]
+    pending = sleeper.submit("sleep", 600)
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerFailed, match=rf"sleeper rank 1 \(pid {victim} on 127.0.0.1\) died in sleep: .*killed"):
+        pending.result(timeout_s=30)
+
+
+def test_last_words_of_a_process_that_left(sleeper):
+    with pytest.raises(WorkerFailed, match=r"(?s)sleeper rank \d .*died in leave.*the last words of this process"):
+        sleeper.submit("leave").result(timeout_s=30)
+
+
+def test_constructor_that_raises_ends_the_start_while_a_peer_waits(pool):
+    group = WorkerGroup("late", "tests.cluster.light_workers.Sleeper", {"fail_on_rank": 1}, ParallelLayout(dp=2), pool)
+    with pytest.raises(WorkerFailed, match="late rank 1 failed in start: FileNotFoundError: shard 3 is missing"):
+        wait_ready([group], timeout_s=30)
+    group.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        ("no_such_package.Worker", "rank 0 failed in load: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("tests.cluster.light_workers.os", "is not a class"),
+    ],
+)
+def test_class_that_cannot_be_imported(pool, worker, message):
+    group = WorkerGroup("ghost", worker, {}, ParallelLayout(), pool)
+    with pytest.raises(WorkerFailed, match=message):
+        group.pid()
+    group.shutdown()
+
+
+def test_verb_that_the_group_would_shadow(pool):
+    group = WorkerGroup("shadow", "tests.cluster.light_workers.Shadowing", {}, ParallelLayout(), pool)
+    with pytest.raises(TypeError, match=r"shadow: verbs \['submit'\] have names of WorkerGroup's own"):
+        wait_ready([group])
+    group.shutdown()
+
+
+def test_more_ranks_than_gpus_are_refused():
+    class TwoGpus:
+        pool = ResourcePool("gpus", "cuda", [2])
+
+    with pytest.raises(ResourceError, match="actor with TP4 PP1 DP1 needs 4 GPUs, pool 'gpus' has 2"):
+        WorkerGroup("actor", "x.Y", {}, ParallelLayout(tp=4), TwoGpus())

@@ -1,0 +1,48 @@
+import pytest
+
+from megarl.workers.dispatch import Dispatch, VerbMark, read_marks, verb
+
+
+class Base:
+    @verb(Dispatch.SPLIT, mini_batches="mini_batch_rows", phase="update_actor")
+    def update(self, batch):
+        return batch + 1
+
+    @verb(Dispatch.ONE)
+    def save(self):
+        return "saved"
+
+    def helper(self):
+        return None
+
+
+class Derived(Base):
+    def update(self, batch):
+        return batch + 2
+
+    @verb(Dispatch.ALL)
+    def save(self):
+        return "all saved"
+
+
+def test_mark_changes_nothing_about_the_call():
+    assert Base().update(1) == 2
+    assert Derived().update(1) == 3
+
+
+def test_marks_by_name_and_phase_defaults_to_the_name():
+    assert read_marks(Base) == {
+        "update": VerbMark(Dispatch.SPLIT, "mini_batch_rows", "update_actor"),
+        "save": VerbMark(Dispatch.ONE, None, "save"),
+    }
+
+
+def test_override_keeps_the_mark_unless_it_has_its_own():
+    marks = read_marks(Derived)
+    assert marks["update"].dispatch is Dispatch.SPLIT
+    assert marks["save"].dispatch is Dispatch.ALL
+
+
+def test_mini_batches_need_split():
+    with pytest.raises(ValueError, match="needs Dispatch"):
+        verb(Dispatch.ALL, mini_batches="mini_batch_rows")
