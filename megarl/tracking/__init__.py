@@ -1,0 +1,28 @@
+"""What a run tells: trackers, console, phase timers, the metrics file and the HTML report."""
+
+from megarl.tracking import backends as _backends  # noqa: F401 -- registers the trackers
+from megarl.tracking.console import Console
+from megarl.tracking.metrics_file import MetricsFile, read_metrics
+from megarl.tracking.phase_timer import PhaseTimer
+from megarl.tracking.report import RolloutSample, read_rollouts, write_report
+from megarl.tracking.step_table import RL_COLUMNS, SFT_COLUMNS, Column
+from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker, Trackers, open_trackers, register_tracker
+
+__all__ = [
+    "RL_COLUMNS",
+    "SFT_COLUMNS",
+    "TRACKERS",
+    "Column",
+    "Console",
+    "MetricsFile",
+    "PhaseTimer",
+    "RolloutSample",
+    "RunInfo",
+    "Tracker",
+    "Trackers",
+    "open_trackers",
+    "read_metrics",
+    "read_rollouts",
+    "register_tracker",
+    "write_report",
+]

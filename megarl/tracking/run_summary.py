@@ -1,0 +1,92 @@
+"""The closing summary of a run: words and figures that the console and the report share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: ``8.3 s``, ``3 min 12 s``, ``2 h 05 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """A curve in one line of text: the means of ``width`` equal stretches, from the smallest to the largest."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * index // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[round((mean - low) / span * (len(_BLOCKS) - 1))] for mean in means)
+
+
+def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Label and text of each thing that a summary holds, in the order to show them."""
+
+    def present(*names: str) -> bool:
+        return all(summary.get(name) is not None for name in names)
+
+    facts: list[tuple[str, str]] = []
+    before, after = summary.get("val_accuracy_before"), summary.get("val_accuracy_after")
+    if before is not None and after is not None:
+        facts.append(("held-out accuracy", f"{before:.3f} -> {after:.3f}  ({after - before:+.3f})"))
+    elif before is not None or after is not None:
+        facts.append(("held-out accuracy", f"{after if before is None else before:.3f}"))
+    if present("steps"):
+        took = f" in {duration(summary['train_seconds'])}" if present("train_seconds") else ""
+        facts.append(("steps", f"{summary['steps']}{took}"))
+    if present("wall_seconds"):
+        facts.append(("whole run", duration(summary["wall_seconds"])))
+    if present("rollout_tokens_per_s"):
+        facts.append(("rollout", f"{summary['rollout_tokens_per_s']:,.0f} tokens/s generated"))
+    if present("update_tokens_per_s"):
+        facts.append(("update", f"{summary['update_tokens_per_s']:,.0f} tokens/s trained on"))
+    for label, name in (("policy", "hf_dir"), ("report", "report")):
+        if present(name):
+            facts.append((label, str(summary[name])))
+    return facts
+
+
+def plain_summary(summary: Mapping[str, Any], title: str) -> list[str]:
+    """The summary as plain lines."""
+    return [f"{title}: finished", *(f"  {label}: {text}" for label, text in summary_facts(summary))]
+
+
+def _accuracy_bars(before: float, after: float, width: int = 24) -> Text:
+    kept, gained = round(width * min(before, after)), round(width * max(before, after))
+    return Text.assemble(
+        "   ", ("━" * kept, "blue"), ("━" * (gained - kept), "green" if after > before else "red"),
+        ("━" * (width - gained), "bright_black"),
+    )  # fmt: skip
+
+
+def summary_panel(summary: Mapping[str, Any], title: str, rewards: Sequence[float] = ()) -> Panel:
+    """The summary as a panel for a terminal, with a bar for the accuracy and a line for the rewards."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", justify="right", no_wrap=True)
+    grid.add_column(overflow="fold")
+    before, after = summary.get("val_accuracy_before"), summary.get("val_accuracy_after")
+    for label, text in summary_facts(summary):
+        value = Text(text.replace("->", "→"), style="bold" if label == "held-out accuracy" else "")
+        if label == "held-out accuracy" and before is not None and after is not None:
+            value.append_text(_accuracy_bars(before, after))
+        grid.add_row(label, value)
+        if label == "held-out accuracy" and rewards:
+            grid.add_row("reward", Text(f"{sparkline(rewards)}  {rewards[0]:.3f} → {rewards[-1]:.3f}", style="green"))
+    return Panel(grid, title=Text(title, style="bold"), box=box.ROUNDED, border_style="green", padding=(1, 2))
