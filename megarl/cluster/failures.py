@@ -94,7 +94,9 @@ def gather(tasks: Sequence[Task], timeout_s: float | None = None) -> list[Any]:
 def _failure(task: Task, error: RayError) -> WorkerFailed:
     """What Ray reports of a call, as an error that names the process."""
     cause = getattr(error, "cause", None)
-    if isinstance(error, RayTaskError) and isinstance(cause, RemoteFailure):
+    while isinstance(cause, RayTaskError):  # the call never ran, because what it waited for had failed
+        cause = cause.cause
+    if isinstance(cause, RemoteFailure):
         where = f"{cause.role} rank {cause.rank}"
         phase = f" (phase {task.phase})" if task.phase not in ("", task.verb, cause.verb) else ""
         message = (

@@ -29,6 +29,17 @@ class Sleeper:
         print("the last words of this process", file=sys.stderr, flush=True)
         os._exit(3)
 
+    @verb(Dispatch.ALL)
+    def lose_peer(self, peer):
+        """Until the peer process is gone; then raises, as a collective call does."""
+        while peer != os.getpid():
+            time.sleep(0.01)
+            try:
+                os.kill(peer, 0)
+            except ProcessLookupError:
+                raise ConnectionResetError("connection reset by peer") from None
+        time.sleep(600)
+
     @verb(Dispatch.ONE)
     def heavy_modules(self):
         return [name for name in ("torch", "megatron") if name in sys.modules]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from megarl.cluster import RaySession
 from megarl.errors import ResourceError
@@ -105,6 +106,35 @@ def test_driver_killed_outright_leaves_nothing_within_seconds(script):
     while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.3)
     assert marked_processes(mark) == []
+
+
+JOINING = """
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup
+from megarl.models.layout import ParallelLayout
+
+with RaySession() as session:
+    pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
+    print("pid", *WorkerGroup("guest", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool).pid())
+"""
+
+
+def test_joined_cluster_lives_on_without_what_the_guest_started():
+    with RaySession(num_cpus=1):
+        env = {
+            **os.environ,
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # this cluster is on the loopback interface only
+        }
+        guest = subprocess.run(
+            [sys.executable, "-c", JOINING], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        )
+        assert guest.returncode == 0, guest.stderr
+        pid = int(guest.stdout.split("pid")[1])
+        deadline = time.monotonic() + 20
+        while (psutil.pid_exists(pid) or ray.available_resources().get("CPU") != 1) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not psutil.pid_exists(pid)
+        assert ray.available_resources()["CPU"] == 1, "the guest's device is free again"
 
 
 def test_settings_that_cannot_work_are_refused():

@@ -158,6 +158,16 @@ def test_killed_process_is_named(sleeper):
         pending.result(timeout_s=30)
 
 
+def test_death_is_named_before_the_errors_that_it_causes(sleeper):
+    victim = sleeper.pid()[1]
+    pending = sleeper.submit("lose_peer", victim)
+    time.sleep(0.2)
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerFailed) as caught:
+        pending.result(timeout_s=30)
+    assert (caught.value.rank, caught.value.died) == (1, True)
+
+
 def test_last_words_of_a_process_that_left(sleeper):
     with pytest.raises(WorkerFailed, match=r"(?s)sleeper rank \d .*died in leave.*the last words of this process"):
         sleeper.submit("leave").result(timeout_s=30)
@@ -182,6 +192,13 @@ def test_class_that_cannot_be_imported(pool, worker, message):
     with pytest.raises(WorkerFailed, match=message):
         group.pid()
     group.shutdown()
+
+
+def test_call_that_waits_for_a_failed_one_names_that_one(pool, sleeper):
+    ghost = WorkerGroup("ghost", "no_such_package.Worker", {}, ParallelLayout(), pool)
+    with pytest.raises(WorkerFailed, match="ghost rank 0 failed in load"):
+        sleeper.submit("sleep", ghost._starting[0].ref).result(timeout_s=30)
+    ghost.shutdown()
 
 
 def test_verb_that_the_group_would_shadow(pool):
