@@ -1,0 +1,263 @@
+"""The embedded engine: weights, cache and generation behind the engine contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.errors import ConfigError, ModelError, WeightSyncError
+from megarl.models import ModelConfig, WeightMap, read_model_config
+from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.rollout.checksum import tensor_digest
+from megarl.rollout.embedded.decoder import Decoder
+from megarl.rollout.embedded.generation import Answers, Generation, StopRules
+from megarl.rollout.embedded.kv_cache import KVCache
+from megarl.rollout.embedded.sampling import Sampler
+from megarl.rollout.embedded.weights import WeightStore
+from megarl.rollout.interface import (
+    TAGS,
+    Completion,
+    EngineHealth,
+    EngineOptions,
+    Request,
+    RolloutEngine,
+    RolloutError,
+    Slab,
+    Tag,
+)
+from megarl.rollout.registry import register_engine
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Bounds the memory of a prompt pass's activations.
+PROMPT_TOKENS = 4096
+
+# Cache lengths are rounded up to this, so that nearly equal calls reuse the cache they find.
+LENGTH_MULTIPLE = 32
+
+
+class EmbeddedEngine(RolloutEngine):
+    """Continuous batching in plain torch, in the caller's process.
+
+    Args:
+        config: the model.
+        options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
+        prompt_tokens: most prompt tokens per forward pass; a longer prompt has one to itself.
+
+    Raises:
+        ConfigError: an option that this engine does not have.
+    """
+
+    def __init__(
+        self, config: ModelConfig, options: EngineOptions | None = None, prompt_tokens: int = PROMPT_TOKENS
+    ) -> None:
+        options = options or EngineOptions()
+        _check_options(options)
+        self.config, self.options, self._prompt_tokens = config, options, prompt_tokens
+        self._device = torch.device(options.device)
+        self._max_length = options.max_model_len or config.max_position_embeddings
+        given = options.eos_token_ids
+        self._eos = frozenset(_as_ids(config.raw.get("eos_token_id")) if given is None else given)
+        self._check_token_ids("eos_token_ids", self._eos)
+        params = WeightMap(config).rollout_params(1, 0)
+        self._weights = WeightStore(params, DTYPES[options.dtype], self._device)
+        self._weights.allocate()
+        self._asleep: set[Tag] = set()
+        self._closed = False
+        self._cache: KVCache | None = None
+        self._decoder: Decoder | None = None
+
+    @property
+    def weight_version(self) -> int:
+        """See the contract."""
+        return self._weights.version
+
+    @property
+    def stale(self) -> bool:
+        """See the contract."""
+        return self._weights.version < 0
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """See the contract."""
+        if self.stale:
+            raise WeightSyncError(
+                "the engine's weights are absent or incomplete; it serves nothing until they are whole"
+            )
+        if "kv_cache" in self._asleep:
+            raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate")
+        for request in requests:
+            self._check_request(request)
+        if not requests:
+            return []
+        with torch.inference_mode():
+            answers = self._run(requests)
+        return self._completions(requests, answers)
+
+    def load_hf(self, path: str, version: int = 0) -> None:
+        """See the contract."""
+        reader = HFReader(path)
+        if WeightMap(reader.config).hf_shapes() != WeightMap(self.config).hf_shapes():
+            raise ModelError(f"model folder {path} holds another model than the one this engine was built for")
+        self.begin_update(version)
+        self.update_weights(load_local(reader, WeightMap(self.config).rollout_params(1, 0), self._weights.dtype))
+        self.end_update(version)
+
+    def begin_update(self, version: int) -> None:
+        """See the contract."""
+        self._weights.begin(version)
+
+    @torch.no_grad()
+    def update_weights(self, slabs: Iterable[Slab]) -> None:
+        """See the contract."""
+        self._weights.write(slabs)
+
+    def end_update(self, version: int) -> None:
+        """See the contract."""
+        self._weights.end(version)
+
+    def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
+        """See the contract."""
+        tags = _check_tags(tags)
+        self._asleep |= tags
+        if "kv_cache" in tags:
+            self._cache = None
+        if "weights" in tags:
+            self._decoder = None
+            self._weights.free()
+
+    def wake(self, tags: Iterable[Tag] = TAGS) -> None:
+        """See the contract. The cache gets its memory with the next call of :meth:`generate`."""
+        tags = _check_tags(tags)
+        if self._closed:
+            raise RolloutError("the engine was shut down")
+        self._asleep -= tags
+        if "weights" in tags:
+            self._weights.allocate()
+
+    def health(self) -> EngineHealth:
+        """See the contract."""
+        ready = not (self.stale or self._asleep or self._closed)
+        return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
+
+    def checksum(self) -> dict[str, str]:
+        """See the contract."""
+        return {name: tensor_digest(tensor) for name, tensor in self._weights.tensors.items()}
+
+    def shutdown(self) -> None:
+        """See the contract."""
+        self.sleep()
+        self._closed = True
+
+    def _run(self, requests: Sequence[Request]) -> Answers:
+        params = [request.params for request in requests]
+        # The last token of an answer is never stored.
+        longest = max(len(r.prompt_ids) + r.params.max_new_tokens - 1 for r in requests)
+        decoder, cache = self._prepare(min(self.options.max_num_seqs, len(requests)), longest)
+        stop_ids = [frozenset() if p.ignore_eos else self._eos.union(p.stop_token_ids) for p in params]
+        generation = Generation(
+            requests,
+            decoder,
+            cache,
+            Sampler(params, [request.seed for request in requests], self._device),
+            StopRules(stop_ids, [p.max_new_tokens for p in params], self.config.vocab_size, self._device),
+            self._prompt_tokens,
+        )
+        return generation.run()
+
+    def _prepare(self, slots: int, length: int) -> tuple[Decoder, KVCache]:
+        """A decoder and a cache for so many sequences of that length; those of the last call where they suffice."""
+        cache = self._cache
+        if cache is None or cache.slots < slots or cache.length < length or self._decoder is None:
+            length = -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+            self._cache = cache = KVCache(self.config, slots, length, self._weights.dtype, self._device)
+            self._decoder = Decoder(self.config, self._weights.tensors, length)
+        return self._decoder, cache
+
+    def _completions(self, requests: Sequence[Request], answers: Answers) -> list[Completion]:
+        lengths, stopped = answers.lengths.tolist(), answers.stopped.tolist()
+        tokens, log_probs = answers.tokens.tolist(), answers.log_probs.tolist()
+        finite = answers.log_probs.isfinite().all(1).tolist()
+        if not all(finite):
+            # What the model left in the cache would spoil later sequences.
+            self._cache = None
+            first = requests[finite.index(False)].request_id
+            raise RolloutError(
+                f"weight version {self.weight_version} gives log-probs that are not finite, in "
+                f"{finite.count(False)} of {len(finite)} completions, first '{first}'"
+            )
+        return [
+            Completion(
+                request.request_id,
+                tokens[row][: lengths[row]],
+                log_probs[row][: lengths[row]],
+                "stop" if stopped[row] else "length",
+                self.weight_version,
+            )
+            for row, request in enumerate(requests)
+        ]
+
+    def _check_request(self, request: Request) -> None:
+        prompt, limit = request.prompt_ids, request.params.max_new_tokens
+        if not len(prompt):
+            raise RolloutError(f"request '{request.request_id}': the prompt is empty, expected at least one token id")
+        if len(prompt) + limit > self._max_length:
+            raise RolloutError(
+                f"request '{request.request_id}': a prompt of {len(prompt)} and max_new_tokens={limit} exceed the "
+                f"engine's max_model_len={self._max_length}"
+            )
+        self._check_token_ids(f"request '{request.request_id}': prompt_ids", prompt)
+        self._check_token_ids(f"request '{request.request_id}': stop_token_ids", request.params.stop_token_ids)
+
+    def _check_token_ids(self, what: str, ids: Iterable[int]) -> None:
+        outside = [token for token in ids if not 0 <= token < self.config.vocab_size]
+        if outside:
+            raise RolloutError(f"{what}: {outside[0]} is no token id, the vocabulary has {self.config.vocab_size}")
+
+
+@register_engine("embedded")
+def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
+    """The embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
+    config = read_model_config(model_path)
+    generation = Path(model_path) / "generation_config.json"
+    if options.eos_token_ids is None and generation.is_file():
+        config.raw.update(_eos_of(generation))
+    return EmbeddedEngine(config, options)
+
+
+def _eos_of(generation_config: Path) -> dict[str, Any]:
+    """The end-of-sequence setting of a ``generation_config.json``, which overrides the model's own."""
+    try:
+        settings = json.loads(generation_config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{generation_config} is not valid JSON: {error}") from None
+    return {k: v for k, v in settings.items() if k == "eos_token_id" and v is not None}
+
+
+def _as_ids(eos: int | list[int] | None) -> tuple[int, ...]:
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _check_tags(tags: Iterable[Tag]) -> set[Tag]:
+    chosen = set(tags)
+    unknown = chosen - set(TAGS)
+    if unknown:
+        raise RolloutError(f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}")
+    return chosen
+
+
+def _check_options(options: EngineOptions) -> None:
+    if options.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"tensor_parallel_size={options.tensor_parallel_size}: the embedded engine runs on one device; "
+            "use 1 and as many replicas as there are devices"
+        )
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"dtype={options.dtype!r}, the embedded engine knows: {', '.join(DTYPES)}")
+    if options.max_num_seqs < 1:
+        raise ConfigError(f"max_num_seqs={options.max_num_seqs}, expected at least 1")

@@ -1,0 +1,51 @@
+"""Which rollout engines exist: a decorator and a dict."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from megarl.errors import ConfigError
+from megarl.rollout.interface import EngineOptions, RolloutEngine
+
+EngineFactory = Callable[[str, EngineOptions], RolloutEngine]
+_Factory = TypeVar("_Factory", bound=EngineFactory)
+
+_FACTORIES: dict[str, EngineFactory] = {}
+# Imported on demand: an engine's own dependencies are needed only by those who use it.
+_BUILT_IN = {"embedded": "megarl.rollout.embedded.engine"}
+
+
+def register_engine(name: str) -> Callable[[_Factory], _Factory]:
+    """Decorator: makes ``create_engine(name, ...)`` call a function of (model folder, options)."""
+
+    def register(factory: _Factory) -> _Factory:
+        _FACTORIES[name] = factory
+        return factory
+
+    return register
+
+
+def known_engines() -> list[str]:
+    """Names that :func:`create_engine` accepts, sorted."""
+    return sorted({*_FACTORIES, *_BUILT_IN})
+
+
+def create_engine(name: str, model_path: str, options: EngineOptions | None = None) -> RolloutEngine:
+    """Builds an engine for the model in a folder; it is stale, no weight is read.
+
+    Args:
+        name: a registered engine.
+        model_path: Hugging Face folder; only its configuration is read.
+        options: default :class:`EngineOptions`.
+
+    Raises:
+        ConfigError: unknown name (the known ones are listed), or an option that the engine refuses.
+        ModelError: the folder has no usable ``config.json``.
+    """
+    if name not in _FACTORIES and name in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[name])
+    if name not in _FACTORIES:
+        raise ConfigError(f"rollout engine '{name}' is unknown; known ones: {', '.join(known_engines())}")
+    return _FACTORIES[name](model_path, options or EngineOptions())
