@@ -153,7 +153,7 @@ class SFTDataset(torch.utils.data.Dataset):
         check_truncation(truncation)
         if tokenizer.eos_token_id is None:
             raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; set eos_token")
-        self.source = ParquetRows(files, prompt_key, (response_key,))
+        self.source = ParquetRows(files, prompt_key, text_columns=(response_key,))
         self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
         self.max_length = max_length
         self.prompt_key = prompt_key

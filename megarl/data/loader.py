@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -84,16 +85,18 @@ class StatefulLoader:
         self._position = 0
         self._restored = False
         self._sampler = EpochSampler(rows, seed, shuffle)
-        self._loader = StatefulDataLoader(
-            dataset,
-            batch_size=size,
-            sampler=self._sampler,
-            collate_fn=collate,
-            drop_last=drop_last,
-            num_workers=0,
-            # torch would draw a worker seed from the global generator, and so change what the run draws next
-            generator=torch.Generator().manual_seed(seed),
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's, nothing to act on
+            self._loader = StatefulDataLoader(
+                dataset,
+                batch_size=size,
+                sampler=self._sampler,
+                collate_fn=collate,
+                drop_last=drop_last,
+                num_workers=0,
+                # torch would draw a worker seed from the global generator, and so change what the run draws next
+                generator=torch.Generator().manual_seed(seed),
+            )
 
     def __len__(self) -> int:
         """Batches of an epoch."""

@@ -25,7 +25,11 @@ REWARD_MODEL_FORM = 'a struct with "ground_truth"'
 
 
 def check_parquet(
-    files: str | Sequence[str], required_columns: Sequence[str], field: str, prompt_key: str | None = None
+    files: str | Sequence[str],
+    required_columns: Sequence[str],
+    field: str,
+    prompt_key: str | None = None,
+    text_columns: Sequence[str] = (),
 ) -> int:
     """Check files by their schema and row count alone, without reading a row.
 
@@ -34,6 +38,7 @@ def check_parquet(
         required_columns: columns that each file must have.
         field: configuration key that named the files, for messages.
         prompt_key: column that must hold chat messages, if any.
+        text_columns: columns that must hold strings.
 
     Returns:
         Rows of all files together.
@@ -47,24 +52,25 @@ def check_parquet(
     rows = 0
     for path in paths:
         try:
-            reader = _open(path)
+            with _open(path) as reader:
+                check_columns(path, reader.schema_arrow, required_columns, prompt_key, text_columns)
+                rows += reader.metadata.num_rows
         except DataError as error:
             raise DataError(f"{field}: {error}") from error.__cause__
-        with reader:
-            check_columns(path, reader.schema_arrow, required_columns, prompt_key)
-            rows += reader.metadata.num_rows
     if rows == 0:
         raise DataError(f"{field}: there is no row in {', '.join(map(str, paths))}")
     return rows
 
 
-def check_columns(path: str, schema: pa.Schema, required: Sequence[str], prompt_key: str | None) -> None:
-    """Check that a file has its columns, and that prompts and reward models have the right type.
+def check_columns(
+    path: str, schema: pa.Schema, required: Sequence[str], prompt_key: str | None, text_columns: Sequence[str] = ()
+) -> None:
+    """Check that a file has its columns, and that prompts, reward models, data sources and texts have the right type.
 
     Raises:
         DataError: names the file and the column, and says what would be right.
     """
-    for name in (*required, *((prompt_key,) if prompt_key else ())):
+    for name in (*required, *text_columns, *((prompt_key,) if prompt_key else ())):
         if name not in schema.names:
             near = difflib.get_close_matches(name, schema.names, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -72,6 +78,9 @@ def check_columns(path: str, schema: pa.Schema, required: Sequence[str], prompt_
     if prompt_key and not _holds_messages(schema.field(prompt_key).type):
         found = schema.field(prompt_key).type
         raise DataError(f"{path}: column {prompt_key!r} must be {PROMPT_FORM}, it is {found}")
+    for name in ("data_source", *text_columns):
+        if name in (*required, *text_columns) and not _is_text(schema.field(name).type):
+            raise DataError(f"{path}: column {name!r} must hold strings, it holds {schema.field(name).type}")
     if "reward_model" in required:
         found = schema.field("reward_model").type
         if not pa.types.is_struct(found) or found.get_field_index("ground_truth") < 0:
@@ -88,6 +97,8 @@ def _open(path: str) -> pq.ParquetFile:
 
 
 def _is_text(type_: pa.DataType) -> bool:
+    if pa.types.is_dictionary(type_):  # as pandas writes categories
+        type_ = type_.value_type
     return pa.types.is_string(type_) or pa.types.is_large_string(type_)
 
 
@@ -107,6 +118,7 @@ class ParquetRows:
         files: path or paths, in order.
         prompt_key: column of the chat messages.
         required: other columns that must be there and must not be null.
+        text_columns: columns that must be there, not be null, and hold strings.
         optional: columns to read where a file has them; None for a row elsewhere.
 
     Raises:
@@ -115,11 +127,16 @@ class ParquetRows:
     """
 
     def __init__(
-        self, files: str | Sequence[str], prompt_key: str, required: Sequence[str], optional: Sequence[str] = ()
+        self,
+        files: str | Sequence[str],
+        prompt_key: str,
+        required: Sequence[str] = (),
+        text_columns: Sequence[str] = (),
+        optional: Sequence[str] = (),
     ) -> None:
         self.files = [files] if isinstance(files, str) else list(files)
-        self._wanted = tuple(dict.fromkeys((prompt_key, *required, *optional)))
-        self._tables = [self._read(path, prompt_key, required) for path in self.files]
+        self._wanted = tuple(dict.fromkeys((prompt_key, *required, *text_columns, *optional)))
+        self._tables = [self._read(path, prompt_key, required, text_columns) for path in self.files]
         self._ends = list(accumulate(table.num_rows for table in self._tables))
         if not len(self):
             raise DataError(f"there is no row in {', '.join(map(str, self.files)) or 'an empty list of files'}")
@@ -152,15 +169,15 @@ class ParquetRows:
         file = bisect_right(self._ends, row)
         return file, row - (self._ends[file - 1] if file else 0)
 
-    def _read(self, path: str, prompt_key: str, required: Sequence[str]) -> pa.Table:
+    def _read(self, path: str, prompt_key: str, required: Sequence[str], text_columns: Sequence[str]) -> pa.Table:
         with _open(path) as reader:
-            check_columns(path, reader.schema_arrow, required, prompt_key)
+            check_columns(path, reader.schema_arrow, required, prompt_key, text_columns)
             present = [name for name in self._wanted if name in reader.schema_arrow.names]
             try:
                 table = reader.read(columns=present).combine_chunks()
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path}: cannot be read ({error})") from error
-        _check_values(path, table, prompt_key, required)
+        _check_values(path, table, prompt_key, (*required, *text_columns))
         return table
 
 

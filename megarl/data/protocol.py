@@ -301,7 +301,7 @@ def _pick(mapping: Mapping[str, Any], keys: Sequence[str], what: str) -> dict[st
 def _row_selector(index: Index, rows: int) -> slice | np.ndarray:
     """The index as a slice or as an array of row positions, checked against the number of rows."""
     if isinstance(index, slice):
-        return index if index.step is None or index.step > 0 else np.arange(rows)[index]
+        return index if index.step is None or index.step > 0 else np.arange(rows)[index].copy()
     if isinstance(index, int | np.integer):
         index = [int(index)]
     positions = np.asarray(index)

@@ -123,7 +123,7 @@ def _import_file(path: str, spec: str) -> ModuleType:
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise RewardError(f"reward function {spec!r}: importing {path} failed: {_line(error)}") from error
     return module
@@ -132,7 +132,7 @@ def _import_file(path: str, spec: str) -> ModuleType:
 def _import(dotted: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(dotted)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"reward function {spec!r}: importing {dotted} failed: {_line(error)}; give {_WAYS}"
         ) from error

@@ -1,0 +1,169 @@
+import copy
+import logging
+
+import pytest
+
+from megarl.data import DataProto, RLHFDataset, SFTDataset, sequence_lengths
+from megarl.errors import DataError
+
+TEMPLATE_TOKENS = 3  # <|user|>, <|end|>, <|assistant|>
+
+
+def texts(batch: DataProto, name: str, lengths, tokenizer, left: bool) -> list[str]:
+    rows = batch.batch[name].tolist()
+    return [
+        tokenizer.decode(row[len(row) - n :] if left else row[:n])
+        for row, n in zip(rows, lengths.tolist(), strict=True)
+    ]
+
+
+def collated(dataset) -> DataProto:
+    return dataset.collate([dataset[item] for item in range(len(dataset))])
+
+
+def test_prompts_are_templated_and_left_padded(write, question_rows, tokenizer):
+    dataset = RLHFDataset(write(question_rows(3)), tokenizer, max_prompt_length=10)
+    batch = collated(dataset)
+    assert set(batch.batch.keys()) == {"prompts", "attention_mask"}
+    prompt_lengths, response_lengths = sequence_lengths(batch)
+    assert prompt_lengths.tolist() == [TEMPLATE_TOKENS + n for n in (1, 2, 3)]
+    assert response_lengths.tolist() == [0, 0, 0]
+    shown = texts(batch, "prompts", prompt_lengths, tokenizer, left=True)
+    assert shown == [f"<|user|>{'x' * n}<|end|><|assistant|>" for n in (1, 2, 3)]
+    assert batch.batch["prompts"][0, :2].tolist() == [tokenizer.pad_token_id] * 2
+    assert {name: values[2] for name, values in batch.non_tensor_batch.items()} == {
+        "raw_prompt": [{"role": "user", "content": "xxx"}],
+        "data_source": "toy",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 2},
+        "index": 2,
+    }
+
+
+def test_template_arguments_and_null_fields(write, question_rows, tokenizer):
+    rows = question_rows(2)
+    rows[0]["prompt"][0]["name"] = "someone"  # gives the other row a null `name`
+    dataset = RLHFDataset(write(rows), tokenizer, 20, apply_chat_template_kwargs={"extra": "ok"})
+    assert tokenizer.decode(dataset[1]["prompt_ids"]).endswith("<|assistant|>ok")
+    assert dataset[1]["raw_prompt"] == [{"role": "user", "content": "xx"}]
+
+
+def test_what_is_optional_may_be_missing(write, question_rows, tokenizer):
+    rows = [{k: v for k, v in row.items() if k not in ("ability", "extra_info")} for row in question_rows(2)]
+    batch = collated(RLHFDataset(write(rows), tokenizer, 20))
+    assert batch.non_tensor_batch["ability"].tolist() == [None, None]
+    assert batch.non_tensor_batch["extra_info"].tolist() == [{}, {}]
+
+
+def test_a_prompt_that_is_too_long_stops_before_the_run(write, question_rows, tokenizer):
+    path = write(question_rows(6))
+    with pytest.raises(
+        DataError, match=r"row 3: the prompt has 7 tokens, at most 6 .*3 of 6 .*longest has 9"
+    ) as caught:
+        RLHFDataset(path, tokenizer, max_prompt_length=6)
+    assert path in str(caught.value)
+    assert len(RLHFDataset(path, tokenizer, max_prompt_length=9)) == 6
+
+
+@pytest.mark.parametrize(("truncation", "last"), [("left", "xxxx<|end|><|assistant|>"), ("right", "<|user|>xxxxx")])
+def test_truncation(write, question_rows, tokenizer, truncation, last):
+    dataset = RLHFDataset(write(question_rows(6)), tokenizer, max_prompt_length=6, truncation=truncation)
+    assert [len(dataset[item]["prompt_ids"]) for item in range(6)] == [4, 5, 6, 6, 6, 6]
+    assert tokenizer.decode(dataset[5]["prompt_ids"]) == last
+    assert dataset.dropped == 0
+
+
+@pytest.mark.parametrize("truncation", ["error", "left"])
+def test_filtering_counts_what_it_drops(write, question_rows, tokenizer, truncation, caplog):
+    rows = question_rows(6)[::-1]
+    with caplog.at_level(logging.WARNING):
+        dataset = RLHFDataset(write(rows), tokenizer, 6, truncation=truncation, filter_overlong_prompts=True)
+    assert dataset.dropped == 3
+    assert "dropped 3 of 6 prompts" in caplog.text
+    batch = collated(dataset)
+    assert batch.non_tensor_batch["index"].tolist() == [3, 4, 5]
+    assert [model["ground_truth"] for model in batch.non_tensor_batch["reward_model"]] == ["2", "1", "0"]
+
+
+def test_filtering_everything_is_an_error(write, question_rows, tokenizer):
+    with pytest.raises(DataError, match=r"all 3 prompts are longer than 2 tokens .the shortest has 4"):
+        RLHFDataset(write(question_rows(3)), tokenizer, 2, filter_overlong_prompts=True)
+
+
+def test_a_prompt_that_the_template_refuses(write, question_rows, tokenizer):
+    rows = question_rows(3)
+    rows[1]["prompt"][0]["role"] = "tool"
+    with pytest.raises(DataError, match=r"train.parquet, row 1: .* roles \['tool'\]: no tools here"):
+        RLHFDataset(write(rows), tokenizer, 20)
+    lazy = RLHFDataset(write(rows), tokenizer, 20, truncation="left")
+    with pytest.raises(DataError, match=r"train.parquet, row 1: .*no tools here"):
+        lazy[1]
+
+
+def test_bad_arguments(write, question_rows, tokenizer, monkeypatch):
+    path = write(question_rows(1))
+    with pytest.raises(DataError, match="truncation must be one of error, left, right, got 'middle'"):
+        RLHFDataset(path, tokenizer, 20, truncation="middle")
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(DataError, match="has no chat template"):
+        RLHFDataset(path, tokenizer, 20)
+
+
+def sft_rows(*pairs):
+    return [{"prompt": [{"role": "user", "content": question}], "response": answer} for question, answer in pairs]
+
+
+def test_sft_rows_end_with_the_end_of_sequence_token(write, tokenizer):
+    batch = collated(SFTDataset(write(sft_rows(("1+1", "2"), ("9+9", "18"), ("?", ""))), tokenizer, max_length=20))
+    prompt_lengths, response_lengths = sequence_lengths(batch)
+    assert response_lengths.tolist() == [2, 3, 1]
+    assert texts(batch, "responses", response_lengths, tokenizer, left=False) == ["2<|end|>", "18<|end|>", "<|end|>"]
+    assert texts(batch, "prompts", prompt_lengths, tokenizer, left=True)[1] == "<|user|>9+9<|end|><|assistant|>"
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert batch.non_tensor_batch["index"].tolist() == [0, 1, 2]
+
+
+def test_sft_has_the_columns_of_a_rollout(write, tokenizer):
+    batch = collated(SFTDataset(write(sft_rows(("1+1", "2"))), tokenizer, max_length=20))
+    assert set(batch.batch.keys()) == {"prompts", "responses", "attention_mask", "response_mask"}
+
+
+@pytest.mark.parametrize(
+    ("truncation", "prompt", "response"),
+    [("left", "2345<|end|><|assistant|>", "6789<|end|>"), ("right", "<|user|>12345<|end|><|assistant|>", "678")],
+)
+def test_sft_truncation_cuts_the_whole_sequence(write, tokenizer, truncation, prompt, response):
+    rows = write(sft_rows(("12345", "6789")))
+    limit = {"left": 11, "right": 11}[truncation]
+    sample = SFTDataset(rows, tokenizer, limit, truncation=truncation)[0]
+    assert tokenizer.decode(sample["prompt_ids"]) == prompt
+    assert tokenizer.decode(sample["response_ids"]) == response
+
+
+@pytest.mark.parametrize(
+    ("truncation", "limit", "message"),
+    [
+        ("error", 12, r"row 1: prompt and response have 8 \+ 5 tokens, at most 12 .*raise data.max_length"),
+        ("right", 8, "leaves no response"),
+        ("left", 5, "leaves no prompt"),
+    ],
+)
+def test_sft_rows_that_are_too_long(write, tokenizer, truncation, limit, message):
+    rows = write(sft_rows(("", ""), ("12345", "6789")))
+    with pytest.raises(DataError, match=message):
+        SFTDataset(rows, tokenizer, limit, truncation=truncation)
+
+
+def test_sft_needs_responses_and_an_end_of_sequence_token(write, question_rows, tokenizer):
+    with pytest.raises(DataError, match="there is no column 'response'"):
+        SFTDataset(write(question_rows(2)), tokenizer, 20)
+    with pytest.raises(DataError, match="column 'response', row 1 is null"):
+        SFTDataset(write(sft_rows(("1", "1"), ("2", None))), tokenizer, 20)
+    with pytest.raises(DataError, match="column 'response' must hold strings, it holds int64"):
+        SFTDataset(write(sft_rows(("1", 1), ("2", 2))), tokenizer, 20)
+    path = write(sft_rows(("1", "1")))
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        SFTDataset(path, endless, 20)

@@ -1,0 +1,209 @@
+import logging
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
+from megarl.errors import RewardError
+from megarl.rewards import RewardManager, exact_integer
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {
+        token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789 +=?abcdefghijklmnopqrstuvwxyz"])
+    }
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["<pad>", "<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+
+
+@pytest.fixture
+def batch_of(tokenizer):
+    def build(*rows, **non_tensors) -> DataProto:
+        """A batch of (prompt, response, ground truth); a response of None has no token at all."""
+        prompts = [tokenizer(prompt)["input_ids"] for prompt, _, _ in rows]
+        responses = [[] if text is None else [*tokenizer(text)["input_ids"], EOS] for _, text, _ in rows]
+        left, right = pad_left(prompts), pad_right(responses)
+        lengths = list(map(len, prompts)), list(map(len, responses))
+        mask = attention_mask_of(*lengths, left.shape[1], right.shape[1])
+        objects = {
+            "data_source": ["toy"] * len(rows),
+            "reward_model": [{"style": "rule", "ground_truth": truth} for _, _, truth in rows],
+            **non_tensors,
+        }
+        return DataProto.from_dict({"prompts": left, "responses": right, "attention_mask": mask}, objects)
+
+    return build
+
+
+def fails_on(bad, how):
+    """A reward function that goes wrong for the responses ``bad``."""
+
+    def fn(data_source, solution_str, ground_truth, extra_info):
+        return how() if solution_str in bad else 0.5
+
+    return fn
+
+
+def divide():
+    return 1 / 0
+
+
+def test_the_score_stands_on_the_last_response_token(tokenizer, batch_of):
+    batch = batch_of(("1+1=", "2", "2"), ("10+10=", "200", "20"), ("5+7=", "12", "12"))
+    scored = RewardManager(exact_integer, tokenizer).score(batch)
+    scores = scored.batch.batch["token_level_scores"]
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
+    assert scored.batch.batch["response_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
+    assert scored.metrics == {"reward/failed": 0.0}
+    assert scored.batch.non_tensor_batch["reward_failed"].tolist() == [False] * 3
+    assert "token_level_scores" not in batch.batch
+
+
+def test_the_function_gets_verls_arguments(tokenizer, batch_of):
+    seen = []
+
+    def fn(data_source, solution_str, ground_truth, extra_info):
+        seen.append((data_source, solution_str, ground_truth, dict(extra_info)))
+        extra_info["touched"] = True
+        return 0
+
+    shared = {"index": 7}
+    batch = batch_of(("1+1=", "2 ", "2"), ("1+1=", "3", "2"), extra_info=[shared, shared])
+    RewardManager(fn, tokenizer).score(batch)
+    assert seen == [("toy", "2 ", "2", {"index": 7}), ("toy", "3", "2", {"index": 7})]
+    assert shared == {"index": 7}
+    seen.clear()
+    RewardManager(fn, tokenizer).score(batch_of(("1+1=", "2", "2"), extra_info=[None]))
+    RewardManager(fn, tokenizer).score(batch_of(("1+1=", "2", "2")))
+    assert [info for *_, info in seen] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    "value", [1, True, np.float32(1), np.bool_(True), np.array([1.0]), torch.tensor(1.0), torch.ones(1, 1), Fraction(1)]
+)
+def test_any_kind_of_number_is_a_score(tokenizer, batch_of, value):
+    for result in (value, {"score": value}):
+        scored = RewardManager(lambda *, _r=result, **kwargs: _r, tokenizer).score(batch_of(("1", "2", "2")))
+        assert scored.batch.batch["token_level_scores"].tolist() == [[0.0, 1.0]]
+
+
+def test_what_stands_beside_the_score_is_recorded(tokenizer, batch_of):
+    def fn(data_source, solution_str, ground_truth, extra_info):
+        extras = {"acc": solution_str == ground_truth, "pred": solution_str, "tags": [1, 2]}
+        return {"score": -1.0, **extras, **({"length": 10} if solution_str == "2" else {})}
+
+    scored = RewardManager(fn, tokenizer).score(batch_of(("1", "2", "2"), ("1", "3", "2")))
+    assert scored.metrics == {"reward/failed": 0.0, "reward_extra/acc/mean": 0.5, "reward_extra/length/mean": 10.0}
+    columns = {name: values.tolist() for name, values in scored.extra_columns.items()}
+    assert columns == {
+        "reward_failed": [False, False],
+        "reward_extra_acc": [True, False],
+        "reward_extra_pred": ["2", "3"],
+        "reward_extra_tags": [[1, 2], [1, 2]],
+        "reward_extra_length": [10, None],
+    }
+    assert scored.batch.non_tensor_batch["reward_extra_pred"].tolist() == ["2", "3"]
+    assert scored.batch.batch["token_level_scores"].sum(-1).tolist() == [-1.0, -1.0]
+
+
+FAILURES = [
+    (divide, r"ZeroDivisionError: division by zero \(.*test_rewards_manager\.py:\d+\)"),
+    (lambda: math.nan, "the function returned nan; it must return a finite number"),
+    (lambda: -math.inf, "the function returned -inf"),
+    (lambda: 1e300, r"the function returned 1e\+300"),
+    (lambda: 10**400, "must return a finite number"),
+    (lambda: None, "the function returned None"),
+    (lambda: "1.0", "the function returned '1.0'"),
+    (lambda: torch.ones(2), r"the function returned tensor\(\[1., 1.\]\)"),
+    (lambda: {"reward": 1.0}, r"a mapping without 'score'; it has \['reward'\]"),
+    (lambda: {"score": math.nan}, "the function returned nan"),
+    (lambda: exit(0), "SystemExit: 0"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), FAILURES)
+def test_a_failure_stops_with_the_sample_shown(tokenizer, batch_of, how, message):
+    batch = batch_of(("1+1=", "2", "2"), ("3+4=", "oops", "7"))
+    with pytest.raises(RewardError, match=message) as caught:
+        RewardManager(fails_on(["oops"], how), tokenizer).score(batch)
+    text = str(caught.value)
+    assert "the reward of row 1 failed" in text
+    for part in ("data_source: 'toy'", "prompt: '3+4='", "solution_str: 'oops'", "ground_truth: '7'", "on_error=mask"):
+        assert part in text
+
+
+@pytest.mark.parametrize(("how", "message"), FAILURES)
+def test_a_masked_failure_trains_nothing_and_is_counted(tokenizer, batch_of, how, message, caplog):
+    batch = batch_of(("1+1=", "2", "2"), ("3+4=", "oops", "7"), ("1+1=", "22", "2"))
+    with caplog.at_level(logging.WARNING):
+        scored = RewardManager(fails_on(["oops"], how), tokenizer, on_error="mask").score(batch)
+    assert scored.metrics["reward/failed"] == 1.0
+    assert scored.batch.batch["response_mask"].sum(-1).tolist() == [2, 0, 3]
+    assert scored.batch.batch["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 0.5]
+    assert scored.batch.non_tensor_batch["reward_failed"].tolist() == [False, True, False]
+    assert "prompt: '3+4='" in caplog.text
+
+
+def test_failed_rows_do_not_count_into_means(tokenizer, batch_of):
+    def fn(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1.0 if solution_str == "2" else math.nan, "acc": 1.0}
+
+    scored = RewardManager(fn, tokenizer, "mask").score(batch_of(("1", "2", "2"), ("1", "3", "2")))
+    assert scored.metrics == {"reward/failed": 1.0, "reward_extra/acc/mean": 1.0}
+    assert scored.extra_columns["reward_extra_acc"].tolist() == [1.0, None]
+
+
+def test_a_response_mask_that_is_there_is_kept(tokenizer, batch_of):
+    batch = batch_of(("1", "234", "2"), ("1", "xx", "2"))
+    batch = batch.with_columns({"response_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])})
+    scored = RewardManager(fails_on(["xx"], divide), tokenizer, "mask").score(batch)
+    assert scored.batch.batch["response_mask"].tolist() == [[1, 0, 1, 1], [0, 0, 0, 0]]
+
+
+def test_a_response_without_a_token_is_a_failure(tokenizer, batch_of):
+    batch = batch_of(("1+1=", "2", "2"), ("3+4=", None, "7"))
+    with pytest.raises(RewardError, match="row 1 failed: the response has no token"):
+        RewardManager(exact_integer, tokenizer).score(batch)
+    scored = RewardManager(exact_integer, tokenizer, "mask").score(batch)
+    assert scored.metrics["reward/failed"] == 1.0
+    assert scored.batch.batch["token_level_scores"].tolist() == [[0, 1], [0, 0]]
+
+
+def test_nothing_but_failures_stops_even_under_mask(tokenizer, batch_of):
+    batch = batch_of(("1+1=", "2", "2"), ("3+4=", "2", "7"))
+    with pytest.raises(RewardError, match=r"none of 2 rows could be scored; the first: .*row 0 .*ZeroDivision"):
+        RewardManager(fails_on(["2"], divide), tokenizer, "mask").score(batch)
+
+
+def test_long_samples_are_shortened_in_messages(tokenizer, batch_of):
+    batch = batch_of(("1+1=", "a" * 30000, "2"))
+    with pytest.raises(RewardError) as caught:
+        RewardManager(exact_integer, tokenizer).score(batch_of(("1", "a" * 30000, "x")))
+    assert len(str(caught.value)) < 10000
+    assert RewardManager(exact_integer, tokenizer).score(batch).metrics["reward/failed"] == 0
+
+
+def test_bad_use(tokenizer, batch_of):
+    with pytest.raises(RewardError, match="on_error must be one of raise, mask, got 'ignore'"):
+        RewardManager(exact_integer, tokenizer, "ignore")
+    with pytest.raises(RewardError, match="keyword arguments data_source, solution_str"):
+        RewardManager(lambda text: 0.0, tokenizer)
+    batch = batch_of(("1", "2", "2"))
+    with pytest.raises(RewardError, match=r"needs \['data_source', 'responses'\] to be scored"):
+        RewardManager(exact_integer, tokenizer).score(batch.select(["prompts", "attention_mask"], ["reward_model"]))
+    for wrong in ({"style": "rule"}, None):
+        broken = batch.with_columns(None, {"reward_model": [wrong]})
+        with pytest.raises(RewardError, match=r"column 'reward_model', row 0 is .* must have a 'ground_truth'"):
+            RewardManager(exact_integer, tokenizer, "mask").score(broken)

@@ -1,0 +1,134 @@
+import subprocess
+import sys
+
+import pytest
+
+from megarl.errors import RewardError
+from megarl.rewards import custom_reward_spec, exact_integer, load_reward_function, register_reward
+from megarl.rewards.registry import REWARDS
+
+GOOD = """
+from dataclasses import dataclass
+
+@dataclass
+class Answer:
+    text: str
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(Answer(solution_str).text == ground_truth)
+
+def with_more(data_source, solution_str, ground_truth, extra_info, bonus=1.0, **kwargs):
+    return bonus
+
+def other_names(source, answer, truth, info):
+    return 0.0
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return 0.0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "my-reward.py"
+    file.write_text(GOOD)
+    return str(file)
+
+
+def test_by_name():
+    assert load_reward_function("arithmetic") is exact_integer
+    with pytest.raises(RewardError, match=r"no reward 'arithmetics'; did you mean 'arithmetic'\? known are \["):
+        load_reward_function("arithmetics")
+
+
+def test_a_name_belongs_to_one_function():
+    with pytest.raises(RewardError, match=r"'arithmetic' is registered already, by megarl\.rewards\.arithmetic"):
+        register_reward("arithmetic")(lambda **kwargs: 0.0)
+    assert register_reward("arithmetic")(exact_integer) is exact_integer
+    assert REWARDS["arithmetic"] is exact_integer
+
+
+def test_by_file(path):
+    fn = load_reward_function(custom_reward_spec(path, "compute_score"))
+    assert fn(data_source="x", solution_str="4", ground_truth="4", extra_info=None) == 1.0
+    assert load_reward_function(f"{path}:compute_score") is fn  # one module per file
+    assert load_reward_function(f"{path}:with_more")(data_source=0, solution_str=0, ground_truth=0, extra_info=0) == 1.0
+
+
+def test_by_dotted_path():
+    assert load_reward_function("megarl.rewards.arithmetic.exact_integer") is exact_integer
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("compute", r"no 'compute' in .*my-reward\.py; its functions are \['compute_score', .*'other_names'"),
+        ("number", "is a int; it must be a function"),
+        (
+            "other_names",
+            r"has the signature \(source, answer, truth, info\).*called with the keyword arguments data_source",
+        ),
+        ("later", "is a coroutine function"),
+    ],
+)
+def test_a_function_that_cannot_be_called(path, function, message):
+    with pytest.raises(RewardError, match=message):
+        load_reward_function(f"{path}:{function}")
+
+
+def test_what_cannot_be_imported(tmp_path):
+    with pytest.raises(RewardError, match=r"there is no file .*nowhere\.py"):
+        load_reward_function(f"{tmp_path}/nowhere.py:compute_score")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_package_here\n")
+    for _ in range(2):  # a failed import leaves nothing behind
+        with pytest.raises(RewardError, match=r"importing .*broken\.py failed: ModuleNotFoundError: No module named"):
+            load_reward_function(f"{broken}:compute_score")
+    exits = tmp_path / "exits.py"
+    exits.write_text("raise SystemExit(0)\n")
+    with pytest.raises(RewardError, match=r"importing .*exits\.py failed: SystemExit"):
+        load_reward_function(f"{exits}:compute_score")
+    text = tmp_path / "reward.txt"
+    text.write_text("x")
+    with pytest.raises(RewardError, match="is not a Python file"):
+        load_reward_function(f"{text}:compute_score")
+    with pytest.raises(RewardError, match=r"names no function; write reward\.py:<function>"):
+        load_reward_function("reward.py")
+    with pytest.raises(RewardError, match="importing no_such_package failed: ModuleNotFoundError"):
+        load_reward_function("no_such_package.compute_score")
+    with pytest.raises(RewardError, match=r"no 'nothing' in megarl\.rewards"):
+        load_reward_function("megarl.rewards.nothing")
+
+
+def test_checking_a_function_imports_no_torch(path):
+    code = (
+        "import sys; from megarl.rewards import load_reward_function;"
+        f"load_reward_function({path + ':compute_score'!r}); load_reward_function('arithmetic');"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("29", "29", 1.0),
+        (" 29\n", "29", 1.0),
+        ("29", 29, 1.0),
+        ("-3", "-3", 1.0),
+        ("29.", "29", 0.0),
+        ("029", "29", 0.0),
+        ("2 9", "29", 0.0),
+        ("is 29", "29", 0.0),
+        ("", "0", 0.0),
+    ],
+)
+def test_arithmetic(answer, truth, score):
+    assert exact_integer("toy", answer, truth, {}) == score
+
+
+def test_arithmetic_refuses_a_truth_that_is_no_integer():
+    with pytest.raises(ValueError, match="about 29"):
+        exact_integer("toy", "29", "about 29", {})
