@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
@@ -76,9 +77,10 @@ def apply_bucket(
         )
     for shipment in shipments:
         group = moves[shipment.src_rank]
-        update_fn(_updates(shipment, group, transport))
+        updates = _updates(shipment, group, transport)
+        update_fn(updates)
         if read_back is not None:
-            _verify(shipment, group, read_back())
+            _verify(shipment, group, read_back(), updates[0][2].dtype)
 
 
 def _updates(shipment: Shipment, moves: list[Move], transport: Transport) -> list[Update]:
@@ -93,7 +95,7 @@ def _updates(shipment: Shipment, moves: list[Move], transport: Transport) -> lis
     return [(move.dst_param, move.dst_start, part.view(move.shape)) for move, part in parts]
 
 
-def _verify(shipment: Shipment, moves: list[Move], weights: Mapping[str, Tensor]) -> None:
+def _verify(shipment: Shipment, moves: list[Move], weights: Mapping[str, Tensor], sent: torch.dtype) -> None:
     if len(shipment.checksums) != len(moves):
         raise WeightSyncError(
             f"training rank {shipment.src_rank} sent {len(shipment.checksums)} checksums for {len(moves)} rectangles; "
@@ -101,6 +103,11 @@ def _verify(shipment: Shipment, moves: list[Move], weights: Mapping[str, Tensor]
         )
     for move, expected in zip(moves, shipment.checksums, strict=True):
         part = weights[move.dst_param][tuple(slice(a, a + n) for a, n in zip(move.dst_start, move.shape, strict=True))]
+        if part.dtype != sent:
+            raise WeightSyncError(
+                f"parameter '{move.dst_param}' of rollout rank {move.dst_rank} is {part.dtype} and was sent as {sent}; "
+                "a verified sync must send the engine's dtype"
+            )
         if tensor_checksum(part) != expected:
             raise WeightSyncError(
                 f"parameter '{move.dst_param}' of rollout rank {move.dst_rank} differs from '{move.src_param}' of "

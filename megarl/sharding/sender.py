@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
@@ -26,7 +27,12 @@ class Shipment(NamedTuple):
 
 
 def export_bucket(
-    bucket: Bucket, rank: int, params: Mapping[str, Tensor], transport: Transport, verify: bool = False
+    bucket: Bucket,
+    rank: int,
+    params: Mapping[str, Tensor],
+    transport: Transport,
+    verify: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> dict[int, Shipment]:
     """Packs what a training rank sends in a bucket.
 
@@ -35,7 +41,8 @@ def export_bucket(
         rank: the training rank.
         params: its parameters by the weight map's names, on any device.
         transport: the caller releases the payloads on it once they are imported.
-        verify: add a checksum per move.
+        verify: add a checksum per move, of what is sent.
+        dtype: what is sent; None sends the parameters' own.
 
     Returns:
         By rollout rank; a rank that receives nothing is absent.
@@ -50,7 +57,7 @@ def export_bucket(
     shipments: dict[int, Shipment] = {}
     try:
         for dst_rank, group in moves.items():
-            tensors = [_cut(params, move) for move in group]
+            tensors = [_cut(params, move).to(dtype) if dtype else _cut(params, move) for move in group]
             checksums = tuple(tensor_checksum(t) for t in tensors) if verify else ()
             shipments[dst_rank] = Shipment(rank, dst_rank, transport.pack(tensors), checksums)
     except BaseException:
@@ -82,6 +89,7 @@ class BucketSender:
         params: called at each export for the parameters by the weight map's names.
         transport: this process's transport.
         verify: add a checksum per move.
+        dtype: the engines' dtype, in which the weights are then sent; None sends the parameters' own.
     """
 
     def __init__(
@@ -91,12 +99,14 @@ class BucketSender:
         params: Callable[[], Mapping[str, Tensor]],
         transport: Transport,
         verify: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._buckets = [own_moves(bucket, src_rank=rank) for bucket in plan.buckets]
         self._rank = rank
         self._params = params
         self._transport = transport
         self._verify = verify
+        self._dtype = dtype
         self._exported: dict[int, Sequence[Shipment]] = {}
 
     def export_bucket(self, index: int) -> dict[int, Shipment]:
@@ -106,7 +116,8 @@ class BucketSender:
             WeightSyncError: as :func:`export_bucket`.
         """
         self.release_bucket(index)
-        shipments = export_bucket(self._buckets[index], self._rank, self._params(), self._transport, self._verify)
+        bucket, params = self._buckets[index], self._params()
+        shipments = export_bucket(bucket, self._rank, params, self._transport, self._verify, self._dtype)
         self._exported[index] = tuple(shipments.values())
         return shipments
 

@@ -99,6 +99,26 @@ def test_verification_on_one_side_only_is_refused(transport):
         apply_bucket(BUCKET, 1, shipments_to_1(transport), lambda u: None, transport, read_back=dict)
 
 
+def test_weights_are_sent_in_the_dtype_asked_for_and_verified_in_it(transport):
+    bucket = Bucket((MOVE,), 0)
+    values = {"src": torch.arange(12.0).reshape(4, 3) / 7}
+    engine = {"dst": torch.zeros(4, 6, dtype=torch.bfloat16)}
+
+    def update(updates):
+        for name, _, tensor in updates:
+            engine[name][0:2, 2:5] = tensor
+
+    sent = export_bucket(bucket, 0, values, transport, verify=True, dtype=torch.bfloat16)
+    assert sent[1].payload.nbytes == 12
+    apply_bucket(bucket, 1, [sent[1]], update, transport, read_back=lambda: engine)
+    assert torch.equal(engine["dst"][0:2, 2:5], values["src"][1:3].bfloat16())
+    sent = export_bucket(bucket, 0, values, transport, verify=True)
+    with pytest.raises(
+        WeightSyncError, match=r"'dst' of rollout rank 1 is torch\.bfloat16 and was sent as"
+    ):
+        apply_bucket(bucket, 1, [sent[1]], update, transport, read_back=lambda: engine)
+
+
 def test_shipments_are_regrouped_by_destination(transport):
     routed = route_shipments(export_bucket(BUCKET, rank, PARAMS, transport) for rank in range(3))
     assert {dst: [s.src_rank for s in group] for dst, group in routed.items()} == {0: [0], 1: [0, 2]}
