@@ -113,9 +113,7 @@ def test_weights_are_sent_in_the_dtype_asked_for_and_verified_in_it(transport):
     apply_bucket(bucket, 1, [sent[1]], update, transport, read_back=lambda: engine)
     assert torch.equal(engine["dst"][0:2, 2:5], values["src"][1:3].bfloat16())
     sent = export_bucket(bucket, 0, values, transport, verify=True)
-    with pytest.raises(
-        WeightSyncError, match=r"'dst' of rollout rank 1 is torch\.bfloat16 and was sent as"
-    ):
+    with pytest.raises(WeightSyncError, match=r"'dst' of rollout rank 1 is torch\.bfloat16 and was sent as"):
         apply_bucket(bucket, 1, [sent[1]], update, transport, read_back=lambda: engine)
 
 

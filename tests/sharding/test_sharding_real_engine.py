@@ -1,0 +1,77 @@
+"""A sync into the embedded engine leaves it with the weights that reading the model folder itself gives."""
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.models import ParallelLayout, WeightMap, parse_model_config
+from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.rollout.embedded.engine import EmbeddedEngine
+from megarl.sharding import build_plan
+from megarl.sharding.receiver import BucketReceiver
+from megarl.sharding.sender import BucketSender
+from megarl.sharding.transport import create_transport
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=37,
+        max_position_embeddings=64,
+        tie_word_embeddings=request.param,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(2, 1, 1), ParallelLayout(2, 2, 2)])
+def test_every_parameter_has_the_checksum_of_the_folders(folder, layout):
+    reader = HFReader(folder)
+    weight_map = WeightMap(reader.config)
+    plan = build_plan(weight_map, layout, 1, 1, 1000, 4)
+    ranks = [
+        dict(load_local(reader, weight_map.megatron_params(layout, rank), torch.float32))
+        for rank in range(layout.world_size)
+    ]
+    transport = create_transport("shared_memory")
+    senders = [BucketSender(plan, rank, lambda rank=rank: ranks[rank], transport) for rank in range(len(ranks))]
+    engine, reference = EmbeddedEngine(reader.config), EmbeddedEngine(reader.config)
+    receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, transport)
+
+    receiver.begin_update(3)
+    for index in range(len(plan.buckets)):
+        exports = [sender.export_bucket(index) for sender in senders]
+        receiver.import_bucket(index, [export[0] for export in exports if 0 in export])
+        assert engine.stale
+        for sender in senders:
+            sender.release_bucket(index)
+    receiver.end_update(3)
+
+    reference.load_hf(str(folder))
+    assert engine.weight_version == 3
+    assert engine.checksum() == reference.checksum()
+
+
+def test_an_engine_of_another_model_refuses(folder):
+    reader = HFReader(folder)
+    weight_map = WeightMap(reader.config)
+    plan = build_plan(weight_map, ParallelLayout(), 1, 1, 1 << 20, 4)
+    params = dict(load_local(reader, weight_map.megatron_params(ParallelLayout(), 0), torch.float32))
+    transport = create_transport("inline")
+    shipment = BucketSender(plan, 0, lambda: params, transport).export_bucket(0)[0]
+
+    engine = EmbeddedEngine(parse_model_config({**reader.config.raw, "num_hidden_layers": 1}))
+    receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, transport)
+    receiver.begin_update(1)
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
+        receiver.import_bucket(0, [shipment])
+    assert engine.stale
