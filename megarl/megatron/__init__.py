@@ -1,0 +1,21 @@
+"""Everything that touches Megatron-Core: topology, models, forward and backward over packed micro-batches, weights."""
+
+from megarl.megatron.runtime import Runtime, init_runtime, shutdown_runtime  # isort: skip  (quiets Megatron's imports)
+from megarl.megatron.engine import EngineOptions, LossFunction, MegatronEngine, PolicyOutputs, ValueOutputs
+from megarl.megatron.optimizer import OptimizerOptions, StepResult, learning_rate
+from megarl.megatron.packed import PackedMicroBatch
+
+__all__ = [
+    "EngineOptions",
+    "LossFunction",
+    "MegatronEngine",
+    "OptimizerOptions",
+    "PackedMicroBatch",
+    "PolicyOutputs",
+    "Runtime",
+    "StepResult",
+    "ValueOutputs",
+    "init_runtime",
+    "learning_rate",
+    "shutdown_runtime",
+]

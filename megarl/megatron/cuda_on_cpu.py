@@ -1,0 +1,132 @@
+"""Runs unmodified Megatron-Core on a machine without CUDA.
+
+Megatron names the device ``cuda`` literally in a few places and calls ``torch.cuda`` in others. Two things bridge that:
+
+- :func:`install` puts functions that do the same on the CPU where ``torch.cuda`` could only raise;
+- :func:`active` is a scope in which torch reads every device ``cuda`` as ``cpu``. It uses a ``TorchFunctionMode``,
+  which belongs to a thread, so each entry point of the engine opens the scope in whatever thread it runs.
+
+Where nothing was installed (a process that computes on CUDA) the scope does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+_installed = False
+_thread = threading.local()
+
+
+class _FinishedStream:
+    """Stands for streams and events: work on the CPU is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to record."""
+
+    def record_event(self, event: Any = None) -> _FinishedStream:
+        """An event that has already happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+
+class _ReadCudaAsCpu(TorchFunctionMode):
+    """Replaces the device ``cuda`` in the arguments of torch calls; makes ``Tensor.type()`` answer as on CUDA.
+
+    The latter is how Megatron's optimizer tells half precision from single.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if any(_is_cuda(arg) for arg in args):
+            args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(value: Any) -> bool:
+    kind = type(value)
+    return (kind is str and value.startswith("cuda")) or (kind is torch.device and value.type == "cuda")
+
+
+@contextlib.contextmanager
+def active() -> Iterator[None]:
+    """Scope in which torch reads ``cuda`` as ``cpu`` in this thread, once :func:`install` ran; may be nested."""
+    if not _installed or getattr(_thread, "active", False):
+        yield
+        return
+    _thread.active = True
+    try:
+        with _ReadCudaAsCpu():
+            yield
+    finally:
+        _thread.active = False
+
+
+def install() -> None:
+    """Replaces the ``torch.cuda`` functions that Megatron calls, for the rest of the process.
+
+    Raises:
+        AttributeError: a Megatron release has moved the functions that keep random states.
+    """
+    global _installed
+    if _installed:
+        return
+    stream = _FinishedStream()
+    replacements: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "Stream": _FinishedStream,
+        "Event": _FinishedStream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+    }
+    for name, replacement in replacements.items():
+        _replace(torch.cuda, name, replacement)
+    _replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    _replace(rng, "_get_cuda_rng_state", lambda device=None, clone=False, graph_safe=False: torch.get_rng_state())
+    _replace(rng, "_set_cuda_rng_state", lambda state, device=None, graph_safe=False: torch.set_rng_state(state))
+    _installed = True
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    if not hasattr(owner, name):
+        raise AttributeError(f"{owner.__name__}.{name} no longer exists: this Megatron or torch needs another bridge")
+    setattr(owner, name, replacement)

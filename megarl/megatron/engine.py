@@ -1,0 +1,358 @@
+"""One role's model on one rank: forward, backward and optimizer steps over packed micro-batches in any layout."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.errors import ConfigError
+from megarl.megatron import cuda_on_cpu
+from megarl.megatron.logprobs import vocab_parallel_log_probs
+from megarl.megatron.model import build_model
+from megarl.megatron.optimizer import Optimizer, OptimizerOptions, StepResult
+from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.runtime import Runtime
+from megarl.megatron.weights import RankWeights
+from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
+from megarl.models.hf_writer import HFWriter
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a model is held.
+
+    Attributes:
+        dtype: of weights and activations; with bfloat16 the optimizer keeps float32 weights.
+        sequence_parallel: split activations over tensor-parallel ranks by sequence too.
+        value_head: a scalar head (a critic) in place of the output layer.
+        optimizer: None for a model that only computes.
+    """
+
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    value_head: bool = False
+    optimizer: OptimizerOptions | None = None
+
+
+@dataclass(frozen=True)
+class PolicyOutputs:
+    """What a language model says of the response tokens of a micro-batch, row after row.
+
+    Attributes:
+        log_probs: ``[response tokens]`` float32, at the temperature asked for.
+        entropy: of the distribution each token was drawn from, in nats, ``[response tokens]``; None if not asked for.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True)
+class ValueOutputs:
+    """What a critic says of a micro-batch.
+
+    Attributes:
+        values: of the state before each response token, ``[response tokens]`` float32, row after row.
+    """
+
+    values: Tensor
+
+
+Outputs = PolicyOutputs | ValueOutputs
+LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
+"""From outputs and their micro-batch to this micro-batch's share of the global loss, already divided by global
+counts, and to metrics of which the global value is the sum over micro-batches and data-parallel ranks. Called on the
+last stage, alike on each tensor-parallel rank; the micro-batch's tensors are on the outputs' device."""
+
+
+def _entry(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Runs a public method in the scope that lets Megatron run on a CPU, in whichever thread it is called."""
+
+    @functools.wraps(method)
+    def scoped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with cuda_on_cpu.active():
+            return method(*args, **kwargs)
+
+    return scoped
+
+
+class MegatronEngine:
+    """A rank's part of one model.
+
+    Methods that communicate say so; all ranks of the role call those together.
+
+    Args:
+        model: the model's shape.
+        layout: the role's layout.
+        runtime: this rank's place in it.
+        options: number format, parallelism of sequences, head, optimizer.
+
+    Attributes:
+        model: the model's shape.
+        runtime: this rank's place.
+        options: as given.
+        weight_map: this model's weight map.
+        chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
+        weights: this rank's weights.
+        optimizer: None for a model that only computes.
+
+    Raises:
+        ConfigError: the layout is not the runtime's, or does not fit the model.
+    """
+
+    @_entry
+    def __init__(self, model: ModelConfig, layout: ParallelLayout, runtime: Runtime, options: EngineOptions) -> None:
+        if layout != runtime.layout:
+            raise ConfigError(
+                f"layout {layout.describe()} is not that of the process group: {runtime.layout.describe()}"
+            )
+        check_layout(model, layout, "megatron")
+        self.model = model
+        self.runtime = runtime
+        self.options = options
+        self.weight_map = WeightMap(model, options.value_head)
+        self._stage = build_model(
+            model,
+            runtime,
+            options.dtype,
+            sequence_parallel=options.sequence_parallel,
+            value_head=options.value_head,
+        )
+        self._config = self._stage.module.config
+        self.chunks: list[Any] = [self._stage.module]
+        self.optimizer: Optimizer | None = None
+        if options.optimizer is None:
+            self._stage.module.requires_grad_(False)
+        else:
+            self.chunks = [self._data_parallel(options.optimizer)]
+            self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
+        self.weights = RankWeights(self._stage.module, self.weight_map, runtime)
+        self._loss_is_finite = True
+
+    def _data_parallel(self, options: OptimizerOptions) -> DistributedDataParallel:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=options.use_distributed_optimizer
+        )
+        self._config.finalize_model_grads_func = _sum_model_grads
+        return DistributedDataParallel(self._config, ddp, self._stage.module)
+
+    # ---- weights
+
+    @_entry
+    def load_hf(self, path: str | Path) -> None:
+        """Reads this rank's slices of a Hugging Face folder; a value head that it lacks stays zero.
+
+        Raises:
+            ModelError: the folder is not of this model, or incomplete.
+        """
+        self.weights.load_hf(path)
+        if self.optimizer is not None:
+            self.optimizer.weights_changed()
+
+    @_entry
+    def export_hf(self, path: str | Path, source: str | Path | None = None, *, overwrite: bool = False) -> None:
+        """Writes the model as a Hugging Face folder; communicates.
+
+        Args:
+            path: folder to make; only rank 0 writes.
+            source: folder whose tokenizer is copied.
+            overwrite: replace the folder where it exists.
+
+        Raises:
+            CheckpointError: the folder exists and ``overwrite`` is off.
+        """
+        if self.runtime.rank != 0:
+            self.weights.export(lambda param, part: None)
+            return
+        shapes = self.weight_map.hf_shapes()
+        with HFWriter(path, self.model, shapes, copy_from=source, overwrite=overwrite) as writer:
+            self.weights.export(writer.add)
+
+    def named_local_params(self) -> dict[str, Tensor]:
+        """This rank's weights, not copies, by their names in the weight map."""
+        return self.weights.named()
+
+    def weights_to_host(self) -> dict[str, Tensor]:
+        """A copy of this rank's weights in host memory, for :meth:`swapped_weights`."""
+        return self.weights.to_host()
+
+    def swapped_weights(self, snapshot: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Scope in which the model computes with the weights of ``snapshot``; the optimizer must not step in it."""
+        return self.weights.swapped(snapshot)
+
+    # ---- computing
+
+    @_entry
+    @torch.no_grad()
+    def forward(
+        self, micro_batches: Sequence[PackedMicroBatch], *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> list[Any] | None:
+        """Outputs without gradients; communicates within the tensor- and pipeline-parallel groups.
+
+        Args:
+            micro_batches: the same on each rank of a pipeline; at least one.
+            temperature: what a language model's logits are divided by.
+            with_entropy: also compute a language model's entropies.
+
+        Returns:
+            :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on every rank of the last stage; None on
+            the others.
+        """
+
+        def collect(outputs: Outputs, micro_batch: PackedMicroBatch, non_loss_data: bool = True) -> Outputs:
+            return outputs
+
+        outputs = self._run(micro_batches, collect, temperature, with_entropy, forward_only=True)
+        return outputs if self.runtime.is_last_stage else None
+
+    @_entry
+    def forward_backward(
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> dict[str, float]:
+        """Gradient of the global loss: the sum over micro-batches and data-parallel ranks; communicates.
+
+        Gradients of an earlier call are dropped. How rows are cut into micro-batches, and how many each data-parallel
+        rank has, changes nothing.
+
+        Args:
+            micro_batches: as for :meth:`forward`.
+            loss: see :data:`LossFunction`.
+            temperature: as for :meth:`forward`.
+            with_entropy: as for :meth:`forward`.
+
+        Returns:
+            The sums of the metrics that ``loss`` returns; the same on every rank.
+        """
+        optimizer = self._need_optimizer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        self._loss_is_finite = True
+        metrics = self._run(
+            micro_batches, partial(self._contribute, loss), temperature, with_entropy, forward_only=False
+        )
+        return self._sum_metrics(metrics)
+
+    @_entry
+    def optimizer_step(self) -> StepResult:
+        """Clips the gradient and steps, or skips on every rank if a loss or gradient was not finite; communicates."""
+        return self._need_optimizer().step(self._loss_is_finite)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self._need_optimizer().next_lr
+
+    def all_reduce_dp(self, tensor: Tensor) -> Tensor:
+        """Sum of ``tensor`` over the data-parallel ranks, on the tensor's device; communicates."""
+        total = tensor.to(self.runtime.device, copy=True)
+        dist.all_reduce(total, group=self.runtime.dp_group)
+        return total.to(tensor.device)
+
+    def _need_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ConfigError("this engine was built with optimizer=None: it only computes forward")
+        return self.optimizer
+
+    def _run(
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        finish: Callable[..., Any],
+        temperature: float,
+        with_entropy: bool,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Runs Megatron's pipeline schedule; ``finish`` turns the last stage's outputs into what the schedule wants."""
+
+        def step(batches: Iterator[PackedMicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+            multiple = self.runtime.layout.tp if self._config.sequence_parallel else 1
+            micro_batch = next(batches).padded_to(multiple).to(self.runtime.device)
+            result = module(micro_batch, self._stage.sequences(micro_batch))
+
+            def conclude(output: Tensor, non_loss_data: bool = False) -> Any:
+                return finish(self._outputs(output, micro_batch, temperature, with_entropy), micro_batch)
+
+            return result, conclude
+
+        if not micro_batches:
+            raise ConfigError("each data-parallel rank needs at least one micro-batch")
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(micro_batches),
+            model=self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # not read: each micro-batch has its own
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _outputs(
+        self, output: Tensor, micro_batch: PackedMicroBatch, temperature: float, with_entropy: bool
+    ) -> Outputs:
+        if self.options.value_head:
+            return ValueOutputs(output)
+        log_probs, entropy = vocab_parallel_log_probs(
+            output,
+            micro_batch.targets,
+            vocab_size=self.model.vocab_size,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            group=self.runtime.tp_group,
+        )
+        return PolicyOutputs(log_probs, entropy)
+
+    def _contribute(
+        self, loss: LossFunction, outputs: Outputs, micro_batch: PackedMicroBatch
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What the schedule takes: the loss, a token count that nothing divides by, and data to keep."""
+        value, metrics = loss(outputs, micro_batch)
+        self._loss_is_finite &= bool(torch.isfinite(value))
+        # The schedule frees the loss's memory, which must therefore not be shared with a metric.
+        return value.clone(), torch.zeros((), dtype=torch.int), {k: v.detach().clone() for k, v in metrics.items()}
+
+    def _sum_metrics(self, contributions: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        result: list[dict[str, float]] = [{}]
+        if self.runtime.is_last_stage:
+            sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+            for metrics in contributions:
+                for name, value in metrics.items():
+                    sums[name] = sums[name] + value.double()
+            names = sorted(sums)
+            total = self.all_reduce_dp(torch.stack([sums[name] for name in names])) if names else torch.empty(0)
+            result = [dict(zip(names, total.tolist(), strict=True))]
+        if self.runtime.layout.pp > 1:
+            # Earlier stages do not know the names.
+            last = self.runtime.layout.rank(**{**self.runtime.coordinate._asdict(), "pp": self.runtime.layout.pp - 1})
+            dist.broadcast_object_list(result, src=last, group=self.runtime.pp_group)
+        return result[0]
+
+
+def _sum_model_grads(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron's reduction of gradients without its division by a token count: losses come normalised."""
+    finalize_model_grads(chunks, None, **options)

@@ -1,0 +1,108 @@
+"""Log-probabilities and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+
+No rank ever sees another's logits: three numbers per token are reduced over the group, the maximum first. With
+:math:`z` the logits over the temperature, :math:`m = \\max z`, :math:`S = \\sum_j e^{z_j - m}` and
+:math:`p = e^{z - m} / S`:
+
+- :math:`\\log p_t = z_t - m - \\log S`, with gradient :math:`1_{j=t} - p_j`;
+- :math:`H = \\log S - \\sum_j p_j (z_j - m)`, with gradient :math:`-p_j (\\log p_j + H)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target, and the entropy of the distribution it is drawn from, in nats.
+
+    Args:
+        logits: ``[n, padded vocabulary / group size]``, this rank's columns, in any float format.
+        targets: ``[n]`` int64 token ids below ``vocab_size``, the same on every rank.
+        vocab_size: real size of the vocabulary; columns from there on are padding and get no probability.
+        temperature: what logits are divided by; must be positive.
+        with_entropy: also compute the entropy.
+        group: the ranks that hold the other columns; None if this rank holds them all.
+
+    Returns:
+        Log-probabilities ``[n]`` float32, and entropies ``[n]`` float32 or None. Equal on all ranks of the group,
+        and differentiable: a rank's backward gives the gradient of its own columns.
+
+    Raises:
+        ValueError: the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive")
+    log_probs, entropy = _LogProbs.apply(logits, targets, vocab_size, temperature, with_entropy, group)
+    return log_probs, entropy
+
+
+class _LogProbs(torch.autograd.Function):
+    """Keeps the probabilities for the backward; everything is computed in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        temperature: float,
+        with_entropy: bool,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        width = logits.shape[-1]
+        first = width * (group.rank() if group is not None else 0)
+        real = min(max(vocab_size - first, 0), width)
+        shifted = logits[:, :real].float() / temperature
+        maximum = shifted.amax(-1) if real else torch.full_like(targets, float("-inf"), dtype=torch.float32)
+        _all_reduce(maximum, dist.ReduceOp.MAX, group)
+        shifted -= maximum[:, None]
+        column = (targets - first).clamp(0, max(real - 1, 0))
+        mine = (targets >= first) & (targets < first + real)
+        sums = shifted.new_zeros(3 if with_entropy else 2, len(targets))
+        if real:
+            sums[0] = shifted.gather(1, column[:, None])[:, 0] * mine
+        probs = shifted.exp()
+        sums[1] = probs.sum(-1)
+        if with_entropy:
+            sums[2] = torch.linalg.vecdot(probs, shifted)
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        log_total = sums[1].log()
+        probs /= sums[1][:, None]
+        log_probs = sums[0] - log_total
+        entropy = log_total - sums[2] / sums[1] if with_entropy else None
+        ctx.save_for_backward(probs, column, mine, entropy)
+        ctx.temperature, ctx.width, ctx.dtype = temperature, width, logits.dtype
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grads
+        probs, column, mine, entropy = ctx.saved_tensors
+        n, real = probs.shape
+        grad = probs.new_zeros(n, ctx.width)
+        if grad_log_probs is not None and real:
+            torch.mul(probs, -grad_log_probs[:, None], out=grad[:, :real])
+            grad.scatter_add_(1, column[:, None], (grad_log_probs * mine)[:, None])
+        if grad_entropy is not None:
+            slope = torch.xlogy(probs, probs) + probs * entropy[:, None]
+            grad[:, :real].addcmul_(slope, grad_entropy[:, None], value=-1)
+        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None, None
+
+
+def _all_reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, operation, group=group)

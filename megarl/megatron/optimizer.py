@@ -1,0 +1,163 @@
+"""Adam over Megatron's distributed optimizer, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megarl.errors import ConfigError
+
+DECAY_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Adam with decoupled weight decay (none on norms and biases), clipping, and the learning-rate schedule.
+
+    Attributes:
+        lr: peak learning rate.
+        min_lr: learning rate at the end of the decay; not below it afterwards.
+        betas: decay of the two running means.
+        eps: added to the denominator.
+        weight_decay: decoupled decay of matrices.
+        clip_grad: largest global gradient norm; 0 = no clipping.
+        decay_style: ``constant``, ``linear`` or ``cosine``.
+        warmup_steps: optimizer steps over which the rate rises linearly from zero.
+        total_steps: optimizer steps over which the schedule runs; read unless it is constant.
+        use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    decay_style: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    use_distributed_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        if self.decay_style not in DECAY_STYLES:
+            raise ConfigError(f"decay_style={self.decay_style!r} must be one of {', '.join(DECAY_STYLES)}")
+        if self.decay_style != "constant" and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"total_steps={self.total_steps} must exceed warmup_steps={self.warmup_steps} "
+                f"for decay_style={self.decay_style!r}"
+            )
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did; the same on every rank.
+
+    Attributes:
+        grad_norm: global norm of the gradient before clipping; not finite if that is why the step was skipped.
+        lr: learning rate that was, or would have been, used.
+        skipped: the loss or the gradient was not finite, and neither weights nor schedule moved.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+def learning_rate(step: int, options: OptimizerOptions) -> float:
+    """Learning rate of an optimizer step.
+
+    Args:
+        step: number of steps taken before it.
+        options: the schedule.
+
+    Returns:
+        ``lr * (step + 1) / warmup_steps`` during warm-up; then ``lr``, or ``min_lr + (lr - min_lr) * d`` where ``d``
+        falls from 1 to 0 between the end of the warm-up and ``total_steps``, linearly or as half a cosine.
+    """
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    if options.decay_style == "constant":
+        return options.lr
+    progress = min(1.0, (step - options.warmup_steps) / (options.total_steps - options.warmup_steps))
+    left = 1.0 - progress if options.decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return options.min_lr + (options.lr - options.min_lr) * left
+
+
+class Optimizer:
+    """Megarl's view of Megatron's optimizer.
+
+    Args:
+        chunks: the stage's modules, wrapped for data parallelism.
+        options: Adam and the schedule.
+        dtype: of the weights; with bfloat16 the optimizer keeps float32 copies.
+
+    Attributes:
+        megatron: Megatron's optimizer, for checkpoints.
+        steps: optimizer steps taken; the whole state of the schedule.
+    """
+
+    def __init__(self, chunks: Sequence[Any], options: OptimizerOptions, dtype: torch.dtype) -> None:
+        self.options = options
+        self.steps = 0
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=options.lr,
+            min_lr=options.min_lr,
+            adam_beta1=options.betas[0],
+            adam_beta2=options.betas[1],
+            adam_eps=options.eps,
+            weight_decay=options.weight_decay,
+            clip_grad=options.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+        )
+        self.megatron: ChainedOptimizer = get_megatron_optimizer(config, list(chunks))
+
+    @property
+    def next_lr(self) -> float:
+        """Learning rate of the step to come."""
+        return learning_rate(self.steps, self.options)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that the last step used."""
+        self.megatron.zero_grad()
+
+    def weights_changed(self) -> None:
+        """Takes over weights that were set from outside, as after loading a model."""
+        self.megatron.reload_model_params()
+
+    def step(self, loss_is_finite: bool) -> StepResult:
+        """Clips and applies the gradients.
+
+        The step is skipped on every rank if any rank saw a loss or a gradient that is not finite.
+
+        Args:
+            loss_is_finite: what this rank saw.
+        """
+        lr = self.next_lr
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        if not _on_all_ranks(loss_is_finite and math.isfinite(grad_norm)):
+            return StepResult(grad_norm if loss_is_finite else math.nan, lr, True)
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+        if self.options.clip_grad > 0:
+            for part in self.megatron.chained_optimizers:
+                if part.get_parameters():
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.options.clip_grad, grad_norm)
+        self.megatron.step_with_ready_grads()
+        self.steps += 1
+        return StepResult(grad_norm, lr, False)
+
+
+def _on_all_ranks(fine: bool) -> bool:
+    flag = torch.tensor([float(fine)], device="cuda")
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
