@@ -43,6 +43,7 @@ class _Assembly:
         self._arrived: list[Piece] = []
 
     def add(self, piece: Piece, values: Tensor) -> None:
+        """Copies a rectangle in; CheckpointError where it overlaps an earlier one."""
         for other in self._arrived:
             if all(
                 a < d and c < b for a, b, c, d in zip(piece.start, piece.stop, other.start, other.stop, strict=True)

@@ -40,6 +40,7 @@ def register_family(*architectures: str) -> Callable[[type], type]:
     """Class decorator: makes a family answer to these names in the ``architectures`` field of ``config.json``."""
 
     def register(family: type) -> type:
+        """Registers the class and returns it."""
         for architecture in architectures:
             _FAMILIES[architecture] = family()
         return family

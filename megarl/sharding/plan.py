@@ -169,6 +169,7 @@ class _BucketFiller:
     _load: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # elements, by source
 
     def add(self, overlap: _Overlap, dst_rank: int, dst_param: str) -> None:
+        """Plans one overlap, in parts that fit a bucket."""
         for at, shape in _tiles(overlap.shape, self.bucket_bytes // self.element_bytes):
             elements = prod(shape)
             rank, holder = self._least_loaded(overlap.holders)
@@ -179,6 +180,7 @@ class _BucketFiller:
             self._place(move, elements * self.element_bytes)
 
     def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets filled so far."""
         filled = zip(self._moves, self._sent, strict=True)
         return tuple(Bucket(tuple(moves), sum(sent.values())) for moves, sent in filled if moves)
 

@@ -51,6 +51,7 @@ def register_transport(name: str) -> Callable[[type], type]:
     """Class decorator: makes a transport known under a name in the config."""
 
     def register(transport: type) -> type:
+        """Registers the class and returns it."""
         _TRANSPORTS[name] = transport
         return transport
 
