@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, place_pools
     from megarl.cluster.session import RaySession
     from megarl.cluster.split import plan_split, row_costs, seqlen_metrics
-    from megarl.cluster.worker_group import Pending, PerRank, Scattered, WorkerGroup, wait_ready
+    from megarl.cluster.worker_group import Pending, PerRank, Scattered, WorkerGroup, wait_all, wait_ready
 
 _HOME = {
     "Pending": "worker_group",
@@ -31,6 +31,7 @@ _HOME = {
     "plan_split": "split",
     "row_costs": "split",
     "seqlen_metrics": "split",
+    "wait_all": "worker_group",
     "wait_ready": "worker_group",
 }
 
@@ -48,6 +49,7 @@ __all__ = [
     "plan_split",
     "row_costs",
     "seqlen_metrics",
+    "wait_all",
     "wait_ready",
 ]
 

@@ -17,9 +17,15 @@ Plan = list[list[int]]
 
 
 def row_costs(batch: DataProto) -> list[int]:
-    """Work per row: its real tokens where the batch has an ``attention_mask`` ``[rows, P + R]``, otherwise 1."""
-    mask = None if batch.batch is None else batch.batch.get("attention_mask", None)
-    return [1] * len(batch) if mask is None else mask.sum(-1).tolist()
+    """Work per row: its real tokens, by ``attention_mask`` ``[rows, P + R]``.
+
+    Rows without ``responses`` cost 1 each: prompts are still to be answered, and how long that takes has little to do
+    with their own length.
+    """
+    columns = {} if batch.batch is None else dict(batch.batch.items())
+    if "responses" not in columns or "attention_mask" not in columns:
+        return [1] * len(batch)
+    return columns["attention_mask"].sum(-1).tolist()
 
 
 def plan_split(costs: Sequence[int], dp: int, mini_batch_rows: int | None = None, *, equal: bool = False) -> Plan:

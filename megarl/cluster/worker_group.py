@@ -274,6 +274,21 @@ def wait_ready(groups: Iterable[WorkerGroup], timeout_s: float | None = None) ->
             raise TypeError(f"{group.role}: verbs {shadowed} have names of WorkerGroup's own methods; rename them")
 
 
+def wait_all(pending: Iterable[Pending], timeout_s: float | None = None) -> list[Any]:
+    """Results of several calls, also of different groups; ends at the first failure of any of them.
+
+    Raises:
+        WorkerFailed, WorkerError: as :meth:`Pending.result`.
+    """
+    pending = list(pending)
+    _gather(
+        [group for call in pending for group in call.groups],
+        [task for call in pending for task in call.tasks],
+        timeout_s,
+    )
+    return [call.result() for call in pending]
+
+
 def _gather(groups: Sequence[WorkerGroup], tasks: Sequence[Task], timeout_s: float | None) -> list[Any]:
     """:func:`gather`, which also marks the group that failed."""
     try:

@@ -27,6 +27,14 @@ def test_costs_are_real_tokens():
     assert row_costs(batch_of(2)) == [1, 1]
 
 
+def test_prompts_that_are_still_to_be_answered_cost_the_same():
+    tensors = {
+        "prompts": torch.zeros(3, 4, dtype=torch.long),
+        "attention_mask": torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]]),
+    }
+    assert row_costs(DataProto.from_dict(tensors)) == [1, 1, 1]
+
+
 @given(
     costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
     dp=st.integers(1, 6),

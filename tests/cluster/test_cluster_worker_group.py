@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 
-from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
+from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_all, wait_ready
 from megarl.data import DataProto
 from megarl.errors import DataError, ResourceError, WorkerError
 from megarl.models.layout import ParallelLayout
@@ -166,6 +166,18 @@ def test_death_is_named_before_the_errors_that_it_causes(sleeper):
     with pytest.raises(WorkerFailed) as caught:
         pending.result(timeout_s=30)
     assert (caught.value.rank, caught.value.died) == (1, True)
+
+
+def test_several_calls_end_at_the_first_failure_of_any(pool, sleeper):
+    other = WorkerGroup("other", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
+    first, *_ = wait_all([sleeper.submit("pid"), other.submit("sleep", 0.0)])
+    assert first == sleeper.pid()
+    calls = [sleeper.submit("sleep", 600), other.submit("leave")]
+    with pytest.raises(WorkerFailed, match=r"other rank 0 .*died in leave"):
+        wait_all(calls, timeout_s=30)
+    with pytest.raises(WorkerError, match="other cannot run pid: it failed before"):
+        other.pid()
+    other.shutdown()
 
 
 def test_last_words_of_a_process_that_left(sleeper):
