@@ -11,7 +11,7 @@ values at its padded side. Either way the receiver's rectangle equals the sender
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,24 @@ class PackedColumn(NamedTuple):
     lengths: np.ndarray | None = None
 
 
+class _Region:
+    """The real entries of a column by its alignment; computed once for all columns that share it."""
+
+    def __init__(self, spans: Spans, alignment: Alignment) -> None:
+        self.mask = spans.mask(alignment)
+        self._index = self.mask.flatten().nonzero().flatten()
+
+    def gather(self, rectangle: Tensor) -> Tensor:
+        """``[b, width, ...]`` to ``[real entries, ...]``."""
+        return rectangle.flatten(0, 1).index_select(0, self._index)
+
+    def scatter(self, values: Tensor, shape: tuple[int, ...], pad: float) -> Tensor:
+        """The inverse of :meth:`gather`."""
+        rectangle = torch.full(shape, pad, dtype=values.dtype)
+        rectangle.view(-1, *shape[2:])[self._index] = values.reshape(-1, *shape[2:])
+        return rectangle
+
+
 class PackedBatch(NamedTuple):
     """The tensors of a batch on their way: ``spans`` is ``(P, R, prompt lengths, response lengths)``."""
 
@@ -56,7 +74,8 @@ def pack_columns(tensors: Mapping[str, Tensor]) -> PackedBatch:
         DataError: the attention mask has holes, or the padding of a column holds several values, which would be lost.
     """
     spans = read_spans(tensors)
-    columns = {name: _pack(name, tensor.detach().cpu(), spans) for name, tensor in tensors.items()}
+    regions = _regions(spans, {COLUMNS[name].alignment for name in tensors.keys() & COLUMNS.keys()})
+    columns = {name: _pack(name, tensor.detach().cpu(), regions) for name, tensor in tensors.items()}
     if spans is None:
         return PackedBatch(columns, None)
     prompt, response = (lengths.numpy().astype(np.int32) for lengths in (spans.prompt_lengths, spans.response_lengths))
@@ -69,40 +88,47 @@ def unpack_columns(packed: PackedBatch) -> dict[str, Tensor]:
     if packed.spans is not None:
         prompt_width, response_width, *lengths = packed.spans
         spans = Spans(prompt_width, response_width, *(torch.from_numpy(length.astype(np.int64)) for length in lengths))
-    return {name: _unpack(column, spans) for name, column in packed.columns.items()}
+    regions = _regions(spans, {column.alignment for column in packed.columns.values() if column.lengths is None})
+    return {name: _unpack(column, regions) for name, column in packed.columns.items()}
 
 
-def _pack(name: str, tensor: Tensor, spans: Spans | None) -> PackedColumn:
+def _regions(spans: Spans | None, alignments: set[Any]) -> dict[Alignment, _Region]:
+    """A region for each alignment that the spans of the batch describe; none without spans."""
+    if spans is None:
+        return {}
+    return {alignment: _Region(spans, alignment) for alignment in alignments if alignment not in (None, "row")}
+
+
+def _pack(name: str, tensor: Tensor, regions: dict[Alignment, _Region]) -> PackedColumn:
     column = COLUMNS.get(name)
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    if column is None or column.alignment == "row" or (spans is None and column.alignment == "sequence"):
+    if column is None or column.alignment == "row" or (not regions and column.alignment == "sequence"):
         return PackedColumn(dtype, shape, _to_bytes(tensor))
-    if spans is None:
+    if not regions:
         own = _trimmed(tensor, column)
-        values = tensor[_own_spans(column.alignment, shape[1], own).mask(column.alignment)]
+        values = _Region(_own_spans(column.alignment, shape[1], own), column.alignment).gather(tensor)
         return PackedColumn(dtype, shape, _to_bytes(values), column.alignment, column.pad, own.numpy().astype(np.int32))
+    region = regions[column.alignment]
     if name == "attention_mask" and bool((tensor[tensor != 0] == 1).all()):
         return PackedColumn(dtype, shape, None, column.alignment)
-    mask = spans.mask(column.alignment)
-    pad = padding_value(tensor, mask, column)
-    return PackedColumn(dtype, shape, _to_bytes(tensor[mask]), column.alignment, column.pad if pad is None else pad)
+    pad = padding_value(tensor, region.mask, column)
+    real = _to_bytes(region.gather(tensor))
+    return PackedColumn(dtype, shape, real, column.alignment, column.pad if pad is None else pad)
 
 
-def _unpack(packed: PackedColumn, spans: Spans | None) -> Tensor:
+def _unpack(packed: PackedColumn, regions: dict[Alignment, _Region]) -> Tensor:
     dtype = getattr(torch, packed.dtype)
     if packed.alignment is None:
         assert packed.data is not None  # only an aligned mask is sent without data
         return _from_bytes(packed.data, dtype).reshape(packed.shape)
-    if packed.lengths is not None:
-        spans = _own_spans(packed.alignment, packed.shape[1], torch.from_numpy(packed.lengths.astype(np.int64)))
-    assert spans is not None  # sent with every column that has no lengths of its own
-    rectangle = torch.full(packed.shape, packed.pad, dtype=dtype)
-    mask = spans.mask(packed.alignment)
-    if packed.data is None:
-        rectangle[mask] = 1
+    if packed.lengths is None:
+        region = regions[packed.alignment]
     else:
-        rectangle[mask] = _from_bytes(packed.data, dtype).reshape(-1, *packed.shape[2:])
-    return rectangle
+        own = _own_spans(packed.alignment, packed.shape[1], torch.from_numpy(packed.lengths.astype(np.int64)))
+        region = _Region(own, packed.alignment)
+    if packed.data is None:
+        return region.mask.to(dtype)
+    return region.scatter(_from_bytes(packed.data, dtype), packed.shape, packed.pad)
 
 
 def padding_value(tensor: Tensor, mask: Tensor, column: Column) -> float | None:
@@ -116,16 +142,18 @@ def padding_value(tensor: Tensor, mask: Tensor, column: Column) -> float | None:
     Raises:
         DataError: padding holds more than one value.
     """
-    padding = tensor[~mask].flatten()
-    if not padding.numel():
+    if bool(mask.all()) or not tensor.numel():
         return None
-    if not bool((padding == padding[0]).all()):
-        row = int((~mask & _anywhere(tensor != padding[0])).any(-1).nonzero()[0])
+    row, column_number = divmod(int(mask.flatten().int().argmin()), mask.shape[1])
+    pad = tensor[row, column_number].flatten()[0]
+    others = _anywhere(tensor != pad) & ~mask
+    if bool(others.any()):
+        row = int(others.any(-1).nonzero()[0])
         raise DataError(
             f"column {column.name!r}, row {row}: entries outside attention_mask hold several values, which would be "
             f"lost on the way; set them to {column.pad:g}"
         )
-    return padding[0].item()
+    return pad.item()
 
 
 def _trimmed(tensor: Tensor, column: Column) -> Tensor:
@@ -158,4 +186,6 @@ def _to_bytes(tensor: Tensor) -> np.ndarray:
 
 def _from_bytes(data: np.ndarray, dtype: torch.dtype) -> Tensor:
     # arrays out of shared memory are read-only, and torch tensors cannot be
+    if not data.size:  # numpy gives an empty array a stride that torch refuses to view
+        return torch.empty(0, dtype=dtype)
     return torch.from_numpy(data if data.flags.writeable else data.copy()).view(dtype)
