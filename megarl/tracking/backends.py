@@ -106,6 +106,8 @@ class WandbTracker(Tracker):
                 config=dict(run.config),
                 id=id_file.read_text(),
                 resume="allow",
+                # the live line of a terminal would fill the run's log with its frames
+                settings=wandb.Settings(console="off" if run.console and run.console.output.is_terminal else "auto"),
             )
         except wandb.errors.Error as error:
             raise ConfigError(

@@ -32,24 +32,22 @@ def number_cell(value: float, width: int) -> str:
 
 
 def seconds_cell(value: float, width: int = 4) -> str:
-    """Seconds as ``0.05``, ``9.87``, ``65.4``, ``654``, and as minutes from 1000 on."""
+    """Seconds as ``0.05``, ``9.87``, ``65.4``, ``654``, from 1000 on in minutes, then in hours."""
     if value >= 1000:
-        return f"{value / 60:.0f}m"[:width]
+        return f"{value / 60:.0f}m" if value / 60 < 999.5 else f"{value / 3600:.0f}h"
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def length_cell(value: float, width: int = 5) -> str:
-    """A number of tokens as ``7.3``, ``512.0``, ``12345``."""
-    return f"{value:.{1 if value < 999.95 else 0}f}"[:width]
+    """A number of tokens as ``7.3``, ``512.0``, ``12345``, ``131k``."""
+    return rate_cell(value) if value >= 99999.5 else f"{value:.{1 if value < 999.95 else 0}f}"
 
 
 def rate_cell(value: float, width: int = 5) -> str:
-    """A rate as ``987``, ``9.8k``, ``123k``, ``1.2M``."""
-    for limit, divisor, unit in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (math.inf, 1e6, "M")):
-        if value < limit:
-            scaled = value / divisor
-            return f"{scaled:.{1 if unit and scaled < 99.95 else 0}f}{unit}"[:width]
-    return "inf"
+    """A number as ``987``, ``9.8k``, ``123k``, ``1.2M``, ``4.5G``."""
+    power = next((power for power in range(3) if value < 1000 ** (power + 1)), 3)
+    unit, scaled = ("", "k", "M", "G")[power], value / 1000**power
+    return f"{scaled:.{1 if unit and scaled < 99.95 else 0}f}{unit}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+import io
+import json
+import struct
+
+import pytest
+from rich.console import Console as RichConsole
+
+from megarl.tracking import Console, RunInfo, open_trackers, read_metrics
+
+SAMPLES = [{"input": "What is 2 + 2?", "output": "4", "gts": "4", "score": 1.0}]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunInfo(project="arithmetic", name="first", folder=tmp_path / "run", config={"trainer": {"seed": 7}})
+
+
+def log_three_steps(trackers):
+    for step in range(1, 4):
+        trackers.log({"critic/score/mean": step / 8}, step)
+    trackers.log_samples(SAMPLES, 3)
+    trackers.finish()
+
+
+def test_jsonl(run):
+    log_three_steps(open_trackers(["jsonl"], run))
+    rows = read_metrics(run.folder / "metrics.jsonl")
+    assert [(row["step"], row["critic/score/mean"]) for row in rows] == [(1, 0.125), (2, 0.25), (3, 0.375)]
+
+
+def test_console_prints_on_the_runs_console(tmp_path):
+    text = io.StringIO()
+    console = Console(3, output=RichConsole(file=text, width=110))
+    log_three_steps(open_trackers(["console"], RunInfo("p", "n", tmp_path, console=console)))
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "step 1/3  reward=0.125" and len(lines) == 5
+    assert "What is 2 + 2?" in lines[3] and lines[4].split() == ["answer", "4", "score", "1.0"]
+
+
+def test_tensorboard_events_can_be_read_back(run):
+    log_three_steps(open_trackers(["tensorboard"], run))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
+    assert scalars == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    assert events.Tags()["tensors"] == ["samples/0/text_summary"]
+
+
+def wandb_records(path):
+    """The records of a small offline run: a header of 7 bytes, then records of checksum, length, type and data."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, records = path.read_bytes(), 7, []
+    assert data[:4] == b":W&B" and len(data) < 32768, "a longer file would be cut into blocks"
+    while position < len(data):
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        assert kind == 1
+        records.append(Record.FromString(data[position + 7 : position + 7 + length]))
+        position += 7 + length
+    return records
+
+
+def test_wandb_offline_with_the_real_package(run, monkeypatch):
+    """The package itself writes an offline run; nothing may reach for the network."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whatever asks for the network is refused
+    log_three_steps(open_trackers(["wandb"], run))
+    (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
+    records = wandb_records(file)
+    (run_record,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
+    info = (run_record.project, run_record.display_name, run_record.run_id)
+    assert info == ("arithmetic", "first", (run.folder / "wandb_run_id").read_text())
+    config = {u.key: json.loads(u.value_json) for r in records for u in r.run.config.update}
+    assert config["trainer"] == {"seed": 7}
+    history = []
+    for record in records:
+        items = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+        if "critic/score/mean" in items:
+            history.append((items["training/global_step"], items["critic/score/mean"]))
+    assert history == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    (table,) = run.folder.glob("wandb/offline-run-*/files/media/table/*.json")
+    assert json.loads(table.read_text())["data"] == [["What is 2 + 2?", "4", "4", "1.0"]]
