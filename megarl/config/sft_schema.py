@@ -25,6 +25,15 @@ class SFTDataConfig(DataSourceConfig):
 
 
 @dataclass
+class SFTRunConfig(RunConfig):
+    """The run: length, devices and records."""
+
+    target_loss: float | None = key(
+        None, "Stop early once the mean loss of the last 10 steps (nats per token) is down here; null = never.", above=0
+    )
+
+
+@dataclass
 class SFTConfig:
     """Supervised fine-tuning through the same Megatron workers."""
 
@@ -32,4 +41,4 @@ class SFTConfig:
     model: ModelPathConfig = section(ModelPathConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-5)
     megatron: MegatronConfig = section(MegatronConfig)
-    trainer: RunConfig = section(RunConfig)
+    trainer: SFTRunConfig = section(SFTRunConfig)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from megarl.errors import ModelError
@@ -18,7 +19,7 @@ from megarl.models.hf_checkpoint import HFReader, load_local
 VALUE_HEAD = "score.weight"
 
 
-def global_names(module: nn.Module) -> dict[str, nn.Parameter]:
+def global_names(module: GPTModel) -> dict[str, nn.Parameter]:
     """Parameters of a stage's model by their name in the weight map, which has the global layer number."""
     names = {}
     layers = [f"decoder.layers.{layer.layer_number - 1}" for layer in module.decoder.layers]
@@ -39,7 +40,7 @@ class RankWeights:
         runtime: the rank's place.
     """
 
-    def __init__(self, module: nn.Module, weight_map: WeightMap, runtime: Runtime) -> None:
+    def __init__(self, module: GPTModel, weight_map: WeightMap, runtime: Runtime) -> None:
         self._params = global_names(module)
         self._map = weight_map
         self._runtime = runtime

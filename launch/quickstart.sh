@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# From nothing to a policy that PPO taught arithmetic, on two CPU cores:
+# environment, a random model and its task, supervised warm-up, PPO, and the trained policy answering through plain transformers.
+#
+#   bash launch/quickstart.sh                                   PPO (GAE, critic, KL to the reference)
+#   bash launch/quickstart.sh --config-name quickstart_grpo     GRPO
+#   SEED=2 bash launch/quickstart.sh trainer.total_training_steps=20
+#
+# Arguments go to `python -m megarl.train`.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+ensure_environment
+cd "$MEGARL_ROOT"
+
+seed="${SEED:-1}"
+task=outputs/quickstart/task
+warm=outputs/quickstart/warm
+
+echo "== 1/4  A random model and its task (seed $seed)"
+python tools/make_arithmetic.py --out "$task" --seed "$seed"
+
+echo "== 2/4  Supervised warm-up, far from solved"
+python -m megarl.sft --config-name quickstart_sft trainer.seed="$seed"
+
+echo "== 3/4  Reinforcement learning"
+case " $* " in *" --config-name"*) config=() ;; *) config=(--config-name quickstart) ;; esac
+python -m megarl.train "${config[@]}" trainer.seed="$seed" "$@"
+
+echo "== 4/4  The trained policy, loaded with plain transformers"
+python tools/ask.py --summary outputs/quickstart/summary.json "What is 25 + 4?" "What is 17 + 38?" "What is 40 + 2?"

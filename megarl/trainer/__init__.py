@@ -1,0 +1,1 @@
+"""The Ray driver: the phase loop, validation, run state and metrics."""

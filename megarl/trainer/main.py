@@ -1,0 +1,128 @@
+"""One reinforcement-learning run, from its configuration to its summary."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.cluster import PlacedPool
+from megarl.config.batch import plan_batches, render_plan
+from megarl.config.schema import TrainConfig
+from megarl.data import RLHFDataset, StatefulLoader
+from megarl.rewards import RewardManager
+from megarl.tracking import Console
+from megarl.trainer.advantage import AdvantagePhase
+from megarl.trainer.ppo_trainer import PPOTrainer
+from megarl.trainer.preflight import check_train, reward_function
+from megarl.trainer.reporting import RunReporter, RunSummary
+from megarl.trainer.roles import RoleBuilder
+from megarl.trainer.rollout import RolloutPhase
+from megarl.trainer.run_state import RunState, find_resume
+from megarl.trainer.session import load_tokenizer, placed_devices
+from megarl.trainer.validation import Validator
+
+
+def run(config: TrainConfig, output_dir: Path) -> RunSummary:
+    """Train as the configuration says.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        output_dir: folder of the run's files, which exists.
+
+    Raises:
+        MegarlError: something is wrong with configuration, data, model, resources or a worker; processes are gone.
+    """
+    check_train(config)
+    with Console() as console:
+        builder = TrainerBuilder(config, output_dir, console)
+        console.message(render_plan(builder.batches))
+        with placed_devices(config.trainer) as pool:
+            with console.phase("start workers", announce=True):
+                trainer = builder.build(pool)
+            return trainer.fit()
+
+
+class TrainerBuilder:
+    """Puts a trainer together: all choices between algorithms, layouts and engines are made here.
+
+    The constructor does what needs no worker (tokenizer, data, checkpoint to continue from), so that bad input is
+    refused before any process is started.
+
+    Args:
+        config: complete.
+        output_dir: folder of the run's files.
+        console: of the run.
+    """
+
+    def __init__(self, config: TrainConfig, output_dir: Path, console: Console) -> None:
+        self.config = config
+        self.output_dir = output_dir
+        self.console = console
+        self.batches = plan_batches(config)
+        self.tokenizer = load_tokenizer(str(config.actor_rollout_ref.model.tokenizer_path))
+        self.rewards = RewardManager(reward_function(config), self.tokenizer, config.reward_model.on_error)
+        self.resume = find_resume(config)
+        self.loader = prompt_loader(config, config.data.train_files, self.tokenizer)
+        self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
+
+    def build(self, pool: PlacedPool) -> PPOTrainer:
+        """Start the workers on the pool's devices and return the trainer.
+
+        Raises:
+            WorkerError: a worker failed to start.
+        """
+        config = self.config
+        total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.loader)
+        self.console.set_total_steps(total_steps)
+        advantage = AdvantagePhase(config.algorithm)
+        state = RunState(config, self.loader, advantage.kl_controller, total_steps, self.resume)
+        resumed_from = (self.resume.path, self.resume.state.step) if self.resume else None
+        reporter = RunReporter(config.trainer, dataclasses.asdict(config), self.output_dir, self.console, resumed_from)
+        roles = RoleBuilder(config, self.batches, total_steps, self.tokenizer, pool).build()
+        rollout = RolloutPhase(
+            roles.rollout, config.actor_rollout_ref.rollout, config.data.max_response_length, self._batch_facts()
+        )
+        validator = None
+        if self.val_loader is not None:
+            validator = Validator(rollout, self.rewards, self.val_loader, self.tokenizer)
+        return PPOTrainer(config, roles, rollout, self.rewards, advantage, validator, state, reporter)
+
+    def _batch_facts(self) -> dict[str, Any]:
+        """What dispatch must know of a training batch: rows per mini-batch of each update, and whether to balance."""
+        rows = {
+            f"{phase.name}_mini_batch_rows": phase.samples_per_mini_batch
+            for phase in self.batches.phases
+            if phase.updates
+        }
+        return {**rows, "balance_batch": self.config.trainer.balance_batch}
+
+
+def prompt_loader(config: TrainConfig, files: list[str], tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
+    """Training prompts in batches of ``data.train_batch_size``; counts what it drops."""
+    data = config.data
+    dataset = _dataset(config, files, tokenizer)
+    return StatefulLoader(
+        dataset, data.train_batch_size, dataset.collate, seed=data.seed or 0, shuffle=data.shuffle, drop_last=True
+    )
+
+
+def validation_loader(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
+    """Held-out prompts in file order, every one of them."""
+    dataset = _dataset(config, config.data.val_files, tokenizer)
+    return StatefulLoader(dataset, config.data.val_batch_size, dataset.collate, seed=0, shuffle=False, drop_last=False)
+
+
+def _dataset(config: TrainConfig, files: list[str], tokenizer: PreTrainedTokenizerBase) -> RLHFDataset:
+    data = config.data
+    return RLHFDataset(
+        files,
+        tokenizer,
+        data.max_prompt_length,
+        prompt_key=data.prompt_key,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )

@@ -1,0 +1,117 @@
+"""Step metrics that the driver computes from a batch, under the names users of verl know."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from megarl.data import DataProto, sequence_lengths
+
+Metrics = dict[str, float]
+
+
+def summary(prefix: str, values: torch.Tensor) -> Metrics:
+    """``{prefix}/{mean,max,min}`` of a tensor of any shape; empty where there is no value."""
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    return {
+        f"{prefix}/mean": values.mean().item(),
+        f"{prefix}/max": values.max().item(),
+        f"{prefix}/min": values.min().item(),
+    }
+
+
+def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:
+    """Scores, rewards, advantages, returns, values and lengths of one step's batch.
+
+    ``critic/score`` and ``critic/rewards`` are sums over a response; the token-level ones are over trained tokens.
+    """
+    tensors = batch.batch
+    mask = tensors["response_mask"].bool()
+    kept = mask.any(-1)
+    metrics = summary("critic/score", tensors["token_level_scores"].sum(-1)[kept])
+    metrics |= summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[kept])
+    for name in ("advantages", "returns", "values"):
+        if name in tensors:
+            metrics |= summary(f"critic/{name}", tensors[name][mask])
+    prompt_lengths, response_lengths = sequence_lengths(batch)
+    for name, lengths, limit in (
+        ("prompt_length", prompt_lengths, max_prompt_length),
+        ("response_length", response_lengths, max_response_length),
+    ):
+        metrics |= summary(name, lengths)
+        metrics[f"{name}/clip_ratio"] = (lengths >= limit).double().mean().item()
+    return metrics
+
+
+def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
+    """How far the engine's token probabilities are from the actor's: statistics of ``|p_rollout - p_actor|``."""
+    if "rollout_log_probs" not in batch.batch:
+        return {}
+    mask = batch.batch["response_mask"].bool()
+    rollout, actor = batch.batch["rollout_log_probs"][mask].double(), batch.batch["old_log_probs"][mask].double()
+    if rollout.numel() == 0:
+        return {}
+    difference = (rollout.exp() - actor.exp()).abs()
+    return {
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_max": difference.max().item(),
+        "training/rollout_probs_diff_std": difference.std(unbiased=False).item(),
+    }
+
+
+def throughput_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> Metrics:
+    """Tokens per second of the step and of its two heavy halves.
+
+    ``perf/throughput`` counts prompt and response tokens per second and device, ``perf/rollout_tokens_per_s`` generated
+    tokens and ``perf/update_tokens_per_s`` all tokens of the updates, both over all devices.
+
+    Args:
+        batch: of the step.
+        seconds: wall seconds by phase, ``step`` among them.
+        num_devices: devices that the roles share.
+    """
+    tokens = phase_tokens(batch, seconds)
+    total = tokens["step"]
+    metrics = {"perf/total_num_tokens": float(total), "perf/time_per_step": seconds["step"]}
+    metrics["perf/throughput"] = total / (seconds["step"] * num_devices)
+    metrics["perf/rollout_tokens_per_s"] = tokens["gen"] / seconds["gen"]
+    update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
+    if update:
+        metrics["perf/update_tokens_per_s"] = total / update
+    return metrics
+
+
+def phase_tokens(batch: DataProto, phases: Iterable[str]) -> dict[str, int]:
+    """Tokens that each phase worked on: generated ones for ``gen``, prompts and responses for the others."""
+    prompt_lengths, response_lengths = sequence_lengths(batch)
+    generated = int(response_lengths.sum())
+    total = generated + int(prompt_lengths.sum())
+    return {phase: generated if phase == "gen" else total for phase in phases}
+
+
+def validation_metrics(data_sources: np.ndarray, scores: np.ndarray, prompts: np.ndarray, samples: int) -> Metrics:
+    """``val-core/<data_source>/reward/{mean@N,best@N}`` over prompts with N samples each.
+
+    Args:
+        data_sources: source of each row, ``[rows]``.
+        scores: reward of each row, ``[rows]``; rows that could not be scored are NaN and left out of the means.
+        prompts: which prompt each row answers, ``[rows]``.
+        samples: N, rows per prompt.
+    """
+    by_prompt: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for source, prompt, score in zip(data_sources, prompts, scores, strict=True):
+        if not np.isnan(score):
+            by_prompt[(str(source), str(prompt))].append(float(score))
+    means, bests = defaultdict(list), defaultdict(list)
+    for (source, _), values in by_prompt.items():
+        means[source].append(float(np.mean(values)))
+        bests[source].append(max(values))
+    metrics = {f"val-core/{source}/reward/mean@{samples}": float(np.mean(values)) for source, values in means.items()}
+    if samples > 1:
+        metrics |= {f"val-core/{source}/reward/best@{samples}": float(np.mean(v)) for source, v in bests.items()}
+    return metrics

@@ -1,0 +1,146 @@
+"""The phase loop of PPO and its critic-free relatives."""
+
+from __future__ import annotations
+
+from megarl.cluster import plan_split, row_costs, seqlen_metrics
+from megarl.config.schema import TrainConfig
+from megarl.data import DataProto
+from megarl.rewards import RewardManager
+from megarl.trainer.advantage import AdvantagePhase
+from megarl.trainer.metrics import Metrics, batch_metrics, phase_tokens, rollout_mismatch_metrics, throughput_metrics
+from megarl.trainer.reporting import RunReporter, RunSummary
+from megarl.trainer.roles import Roles
+from megarl.trainer.rollout import RolloutPhase
+from megarl.trainer.run_state import RunState
+from megarl.trainer.samples import describe_samples, dump_samples, evenly
+from megarl.trainer.validation import Validator
+
+SAMPLES_PER_STEP_IN_REPORT = 16
+SAMPLES_PER_VALIDATION_IN_REPORT = 64
+
+
+class PPOTrainer:
+    """Runs the phases in order and decides; the workers do the mathematics.
+
+    What varies between algorithms, layouts and engines was chosen when the parts were built: a role that an algorithm
+    does not need is None.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        roles: Roles,
+        rollout: RolloutPhase,
+        rewards: RewardManager,
+        advantage: AdvantagePhase,
+        validator: Validator | None,
+        state: RunState,
+        reporter: RunReporter,
+    ) -> None:
+        self.config = config
+        self.roles = roles
+        self.rollout = rollout
+        self.rewards = rewards
+        self.advantage = advantage
+        self.validator = validator
+        self.state = state
+        self.reporter = reporter
+        self.phase = reporter.phase
+
+    def fit(self) -> RunSummary:
+        """Train until the last step; continue, validate, save and report on the way."""
+        self.state.restore(self.roles)
+        self.roles.sharding_manager.sync_weights()
+        self.validate_before()
+        for prompts in self.state.remaining_prompts() if not self.config.trainer.val_only else ():
+            metrics: Metrics = {}
+            with self.phase("step"):
+                with self.phase("gen"):
+                    batch = self.rollout.generate_sequences(prompts, self.state.step)
+                with self.phase("reward"):
+                    batch = self.score(batch, metrics)
+                with self.phase("old_log_prob"):
+                    batch = batch.union(self.roles.actor.compute_log_prob(batch))
+                if self.roles.reference:
+                    with self.phase("ref"):
+                        batch = batch.union(self.roles.reference.compute_ref_log_prob(batch))
+                if self.roles.critic:
+                    with self.phase("values"):
+                        batch = batch.union(self.roles.critic.compute_values(batch))
+                with self.phase("adv"):
+                    batch = self.advantage.compute(batch, metrics)
+                if self.roles.critic:
+                    with self.phase("update_critic"):
+                        metrics |= self.roles.critic.update_critic(batch)
+                if self.state.step > self.config.trainer.critic_warmup:
+                    with self.phase("update_actor"):
+                        metrics |= self.roles.actor.update_actor(batch)
+                with self.phase("update_weights"):
+                    metrics |= self.roles.sharding_manager.sync_weights()
+            self.finish_step(batch, metrics)
+        return self.close()
+
+    def score(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """The batch with its scores; what could not be scored is masked and counted, or stops the run."""
+        scored = self.rewards.score(batch)
+        metrics |= scored.metrics
+        return scored.batch
+
+    def finish_step(self, batch: DataProto, metrics: Metrics) -> None:
+        """Validate and save where due, and record the step."""
+        trainer, step, seconds = self.config.trainer, self.state.step, dict(self.reporter.seconds)
+        metrics |= {"training/global_step": float(step), "training/epoch": float(self.state.loader.epoch)}
+        metrics |= batch_metrics(batch, self.config.data.max_prompt_length, self.config.data.max_response_length)
+        metrics |= throughput_metrics(batch, seconds, trainer.num_devices)
+        metrics |= self.balance_metrics(batch)
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            metrics |= rollout_mismatch_metrics(batch)
+        self.dump(batch)
+        if self.state.due(trainer.test_freq):
+            with self.phase("testing"):
+                metrics |= self.validate()
+        self.reporter.log_step(step, metrics, phase_tokens(batch, seconds))
+        if self.state.due(trainer.save_freq):
+            with self.phase("save_checkpoint"):
+                self.state.save(self.roles, self.reporter.metrics_file)
+
+    def balance_metrics(self, batch: DataProto) -> Metrics:
+        """``global_seqlen/*`` of the actor's update, before and after balancing."""
+        costs = row_costs(batch)
+        rows = batch.meta_info["actor_mini_batch_rows"]
+        return seqlen_metrics(costs, plan_split(costs, self.roles.actor.layout.dp, rows, equal=True))
+
+    def dump(self, batch: DataProto) -> None:
+        """Write the step's answers where asked for, and keep some for the report."""
+        tokenizer, step, folder = self.rewards.tokenizer, self.state.step, self.config.trainer.rollout_data_dir
+        if folder:
+            dump_samples(folder, step, describe_samples(batch, tokenizer, step))
+        shown = batch[evenly(range(len(batch)), SAMPLES_PER_STEP_IN_REPORT)]
+        self.reporter.keep_samples(step, describe_samples(shown, tokenizer, step), "train")
+
+    def validate_before(self) -> None:
+        """The validation before the first step, where the configuration asks for it."""
+        trainer = self.config.trainer
+        if trainer.val_only or (trainer.val_before_train and self.state.step == 0):
+            with self.phase("testing"):
+                metrics = self.validate()
+            self.reporter.log_validation(self.state.step, metrics)
+
+    def validate(self) -> Metrics:
+        """Validation metrics of the weights that the engine has; answers go to file and trackers."""
+        assert self.validator is not None, "checked in the configuration: validation needs data.val_files"
+        trainer, step = self.config.trainer, self.state.step
+        metrics, samples = self.validator.run(step)
+        if trainer.validation_data_dir:
+            dump_samples(trainer.validation_data_dir, step, samples)
+        self.reporter.keep_samples(step, evenly(samples, SAMPLES_PER_VALIDATION_IN_REPORT), "validation")
+        self.reporter.log_samples(step, evenly(samples, trainer.log_val_generations))
+        return metrics
+
+    def close(self) -> RunSummary:
+        """Export the policy where asked for, and close the run with summary and report."""
+        folder = self.config.trainer.hf_export_dir
+        if folder:
+            with self.reporter.console.phase("export", announce=True):
+                self.roles.actor.export_hf(folder)
+        return self.reporter.finish(folder)

@@ -1,0 +1,57 @@
+"""Everything that can be refused before a process is started."""
+
+from __future__ import annotations
+
+from megarl.config import MegatronConfig, TrainConfig
+from megarl.config.sft_schema import SFTConfig
+from megarl.data import check_parquet
+from megarl.data.parquet import RLHF_COLUMNS
+from megarl.models import ParallelLayout, check_layout, check_model_folder
+from megarl.rewards import custom_reward_spec, load_reward_function
+from megarl.rewards.registry import RewardFunction
+from megarl.trainer.roles import layout_of
+
+
+def check_train(config: TrainConfig) -> None:
+    """Check models, layouts, data files and the reward function of a reinforcement-learning job.
+
+    Raises:
+        ModelError, ConfigError, DataError, RewardError: names the field, its value, and what would be right.
+    """
+    policy = config.actor_rollout_ref
+    _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron")
+    if config.uses_reference and policy.ref.megatron is not None:
+        _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron")
+    if config.uses_critic:
+        _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron")
+    rollout = ParallelLayout(tp=policy.rollout.tensor_model_parallel_size)
+    check_layout(check_model_folder(policy.model.path).config, rollout, "actor_rollout_ref.rollout")
+    check_parquet(config.data.train_files, RLHF_COLUMNS, "data.train_files", config.data.prompt_key)
+    if config.data.val_files:
+        check_parquet(config.data.val_files, RLHF_COLUMNS, "data.val_files", config.data.prompt_key)
+    reward_function(config)
+
+
+def check_sft(config: SFTConfig) -> None:
+    """Check model, layout and data files of a supervised job.
+
+    Raises:
+        ModelError, ConfigError, DataError: names the field, its value, and what would be right.
+    """
+    _check_model(config.model.path, config.megatron, "megatron")
+    check_parquet(config.data.train_files, [config.data.response_key], "data.train_files", config.data.prompt_key)
+
+
+def reward_function(config: TrainConfig) -> RewardFunction:
+    """The reward function that the configuration names.
+
+    Raises:
+        RewardError: it cannot be imported, or cannot be called as a reward function.
+    """
+    custom = config.custom_reward_function
+    spec = custom_reward_spec(custom.path, custom.name) if custom.path else config.reward_model.name
+    return load_reward_function(spec)
+
+
+def _check_model(path: str, megatron: MegatronConfig, field: str) -> None:
+    check_layout(check_model_folder(path).config, layout_of(megatron), field)

@@ -1,0 +1,182 @@
+"""What a run leaves behind: metrics, samples, the summary and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.parts import RunConfig
+from megarl.tracking import Console, PhaseTimer, RunInfo, open_trackers, read_metrics
+from megarl.tracking.metrics_file import FILE_NAME
+from megarl.tracking.report import read_rollouts, write_report
+from megarl.trainer.metrics import Metrics
+from megarl.trainer.samples import Sample, dump_samples
+
+ACCURACY_PREFIX = "val-core/"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in a few numbers, as ``summary.json`` has them; None where there is nothing to tell.
+
+    Attributes:
+        val_accuracy_before: mean validation reward over the data sources before the first step.
+        val_accuracy_after: the same at the last validation.
+        steps: training steps done by this run.
+        train_seconds: wall seconds in training steps.
+        wall_seconds: wall seconds from the start of the run, start-up and validation included.
+        rollout_tokens_per_s: generated tokens per second of generation, over all replicas.
+        update_tokens_per_s: tokens (prompts and responses) per second of updates, actor and critic together.
+        hf_dir: folder of the trained policy in Hugging Face format.
+        report: path of the HTML report.
+    """
+
+    val_accuracy_before: float | None
+    val_accuracy_after: float | None
+    steps: int
+    train_seconds: float
+    wall_seconds: float
+    rollout_tokens_per_s: float | None
+    update_tokens_per_s: float | None
+    hf_dir: str | None
+    report: str
+
+
+class RunReporter:
+    """Times phases, tells trackers and console, and closes the run with a summary and a report.
+
+    Args:
+        config: the run's section of the configuration.
+        resolved: the whole configuration as nested dicts.
+        folder: folder of the run's files.
+        console: of the run.
+        resumed_from: checkpoint folder whose metrics are continued, with its step; None for a new run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resolved: Mapping[str, Any],
+        folder: Path,
+        console: Console,
+        resumed_from: tuple[Path, int] | None = None,
+    ) -> None:
+        self.config = config
+        self.resolved = resolved
+        self.folder = folder
+        self.console = console
+        self.timer = PhaseTimer()
+        self.started = time.perf_counter()
+        self.metrics_file = folder / FILE_NAME
+        self.samples_folder = folder / "samples"
+        self._accuracies: list[float] = []
+        self._totals: dict[str, float] = {
+            "steps": 0,
+            "train": 0.0,
+            "gen": 0.0,
+            "generated": 0.0,
+            "update": 0.0,
+            "updated": 0.0,
+        }
+        if resumed_from is not None and (resumed_from[0] / FILE_NAME).exists():
+            shutil.copyfile(resumed_from[0] / FILE_NAME, self.metrics_file)
+        resumed_step = None if resumed_from is None else resumed_from[1]
+        # The report is drawn from the metrics file, so it is written whatever the user's trackers are.
+        names = [*config.logger, *(["jsonl"] if "jsonl" not in config.logger else [])]
+        self.trackers = open_trackers(
+            names,
+            RunInfo(config.project_name, config.experiment_name, folder, resolved, resumed_step, console),
+        )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase and show that it is under way."""
+        with self.timer.phase(name), self.console.phase(name):
+            yield
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase of the step under way."""
+        return self.timer.seconds
+
+    def log_step(self, step: int, metrics: Metrics, tokens: Mapping[str, int]) -> None:
+        """Record a step's metrics with its timings.
+
+        Args:
+            step: the step.
+            metrics: without timings.
+            tokens: tokens that each phase worked on.
+        """
+        seconds = self.seconds
+        self._totals["steps"] += 1
+        self._totals["train"] += seconds.get("step", 0.0)
+        self._totals["gen"] += seconds.get("gen", 0.0)
+        self._totals["generated"] += tokens.get("gen", 0)
+        self._totals["update"] += seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
+        self._totals["updated"] += tokens.get("update_actor", 0)
+        self._note_accuracy(metrics)
+        self.trackers.log({**metrics, **self.timer.metrics(tokens)}, step)
+        self.timer.reset()
+
+    def log_validation(self, step: int, metrics: Metrics) -> None:
+        """Record a validation outside a training step."""
+        self._note_accuracy(metrics)
+        self.trackers.log({**metrics, **self.timer.metrics()}, step)
+        self.timer.reset()
+
+    def log_samples(self, step: int, shown: Sequence[Sample]) -> None:
+        """Show answers in the trackers."""
+        if shown:
+            self.trackers.log_samples(shown, step)
+
+    def keep_samples(self, step: int, samples: Sequence[Sample], kind: str) -> None:
+        """Keep some answers for the report; ``kind`` is ``train`` or ``validation``."""
+        dump_samples(self.samples_folder / kind, step, samples)
+
+    def finish(self, hf_dir: str | None) -> RunSummary:
+        """Write report and summary, close the trackers, and tell the user."""
+        report = self.folder / "report.html"
+        summary = self._summary(hf_dir, report)
+        self.trackers.finish()
+        values = dataclasses.asdict(summary)
+        rollouts = read_rollouts(self.samples_folder / "train", self.samples_folder / "validation")
+        name = self.config.experiment_name
+        write_report(report, read_metrics(self.metrics_file), rollouts, self.resolved, values, name, str(self.folder))
+        (self.folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+        _replace(self.folder.parent / "summary.json", json.dumps(values, indent=2) + "\n")
+        self.console.summary(values, self.config.experiment_name)
+        return summary
+
+    def _note_accuracy(self, metrics: Metrics) -> None:
+        found = [value for name, value in metrics.items() if name.startswith(ACCURACY_PREFIX) and "/mean@" in name]
+        if found:
+            self._accuracies.append(sum(found) / len(found))
+
+    def _summary(self, hf_dir: str | None, report: Path) -> RunSummary:
+        totals = self._totals
+        return RunSummary(
+            val_accuracy_before=self._accuracies[0] if self._accuracies else None,
+            val_accuracy_after=self._accuracies[-1] if self._accuracies else None,
+            steps=int(totals["steps"]),
+            train_seconds=totals["train"],
+            wall_seconds=time.perf_counter() - self.started,
+            rollout_tokens_per_s=totals["generated"] / totals["gen"] if totals["gen"] else None,
+            update_tokens_per_s=totals["updated"] / totals["update"] if totals["update"] else None,
+            hf_dir=hf_dir,
+            report=str(report),
+        )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that others may be reading."""
+    unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)

@@ -1,0 +1,192 @@
+"""Which worker groups a job has, and how each is built from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
+from megarl.cluster.sync_peers import GroupSource, GroupTarget
+from megarl.config import MegatronConfig, OptimConfig, TrainConfig
+from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
+from megarl.models import ParallelLayout, WeightMap, read_model_config
+from megarl.sharding import ShardingManager, build_plan
+from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass
+class Roles:
+    """The worker groups of a job; a role that the algorithm does not need is None.
+
+    Attributes:
+        actor: trains the policy.
+        critic: estimates and learns values.
+        reference: tells the reference's log-probs; the actor's own group where the reference lives in it.
+        rollout: the engine's replicas.
+        sharding_manager: copies the actor's weights into the replicas.
+    """
+
+    actor: WorkerGroup
+    critic: WorkerGroup | None
+    reference: WorkerGroup | None
+    rollout: WorkerGroup
+    sharding_manager: ShardingManager
+
+    def learners(self) -> Iterator[WorkerGroup]:
+        """The groups whose state a checkpoint holds."""
+        yield self.actor
+        if self.critic:
+            yield self.critic
+
+
+def layout_of(megatron: MegatronConfig) -> ParallelLayout:
+    """The layout of a role whose sizes are complete."""
+    return ParallelLayout(
+        megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.data_parallel_size or 1
+    )
+
+
+class RoleBuilder:
+    """Builds the worker groups of a job.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        batches: the batch arithmetic of ``config``.
+        total_steps: training steps of the whole run.
+        tokenizer: of the policy.
+        pool: devices that all roles share.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        batches: BatchPlan,
+        total_steps: int,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: PlacedPool,
+    ) -> None:
+        self.config = config
+        self.policy = config.actor_rollout_ref
+        self.batches = batches
+        self.total_steps = total_steps
+        self.tokenizer = tokenizer
+        self.pool = pool
+
+    def build(self) -> Roles:
+        """Start all groups side by side, build their models, and connect the weight sync.
+
+        Raises:
+            WorkerError: a process failed; names role and rank.
+        """
+        actor, rollout = self._actor(), self._rollout()
+        critic = self._critic() if self.config.uses_critic else None
+        own_reference = self._reference() if self._reference_has_workers() else None
+        groups = [group for group in (actor, rollout, critic, own_reference) if group]
+        wait_ready(groups)
+        for pending in [group.submit("init_model") for group in groups]:
+            pending.result()
+        reference = own_reference or (actor if self.config.uses_reference else None)
+        return Roles(actor, critic, reference, rollout, self._connect(actor, rollout))
+
+    def _actor(self) -> WorkerGroup:
+        reference = None
+        if self.config.uses_reference and not self._reference_has_workers():
+            reference = self._log_prob("ref_log_prob")
+        actor = self.policy.actor
+        kwargs = {
+            "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor"),
+            "config": actor,
+            "plan": self._update_plan("actor", actor.loss_agg_mode),
+            "log_prob": self._log_prob("old_log_prob"),
+            "reference": reference,
+        }
+        return self._group("actor", "megarl.workers.actor:ActorWorker", kwargs, layout_of(actor.megatron))
+
+    def _critic(self) -> WorkerGroup:
+        critic = self.config.critic
+        kwargs = {
+            "settings": self._settings(str(critic.model.path), critic.megatron, critic.optim, "critic"),
+            "config": critic,
+            "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
+        }
+        return self._group("critic", "megarl.workers.critic:CriticWorker", kwargs, layout_of(critic.megatron))
+
+    def _reference(self) -> WorkerGroup:
+        megatron = self.policy.ref.megatron
+        assert megatron is not None
+        kwargs = {
+            "settings": self._settings(self.policy.model.path, megatron, None, None),
+            "log_prob": self._log_prob("ref_log_prob"),
+        }
+        return self._group("reference", "megarl.workers.reference:ReferenceWorker", kwargs, layout_of(megatron))
+
+    def _reference_has_workers(self) -> bool:
+        return self.config.uses_reference and self.policy.ref.megatron is not None
+
+    def _rollout(self) -> WorkerGroup:
+        rollout = self.policy.rollout
+        settings = RolloutSettings(
+            model_path=self.policy.model.path,
+            pad_token_id=self.tokenizer.pad_token_id or 0,
+            device=self.config.trainer.device,
+            config=rollout,
+        )
+        layout = ParallelLayout(tp=rollout.tensor_model_parallel_size, dp=rollout.replicas or 1)
+        return self._group("rollout", "megarl.workers.rollout:RolloutWorker", {"settings": settings}, layout)
+
+    def _connect(self, actor: WorkerGroup, rollout: WorkerGroup) -> ShardingManager:
+        sync, config = self.config.sync, self.policy
+        plan = build_plan(
+            WeightMap(read_model_config(config.model.path)),
+            actor.layout,
+            rollout.layout.tp,
+            rollout.layout.dp,
+            sync.bucket_megabytes * 2**20,
+            ELEMENT_BYTES[config.actor.megatron.dtype],
+        )
+        for pending in [group.submit("connect_sync", plan, sync.transport, sync.verify) for group in (actor, rollout)]:
+            pending.result()
+        return ShardingManager(plan, GroupSource(actor, rollout.world_size), GroupTarget(rollout))
+
+    def _group(self, role: str, worker: str, kwargs: dict, layout: ParallelLayout) -> WorkerGroup:
+        return WorkerGroup(role, worker, kwargs, layout, self.pool)
+
+    def _settings(
+        self, model_path: str, megatron: MegatronConfig, optim: OptimConfig | None, phase: str | None
+    ) -> RoleSettings:
+        updates = self.batches.phase(phase).optimizer_steps * self.total_steps if phase else 0
+        return RoleSettings(
+            model_path=model_path,
+            layout=layout_of(megatron),
+            megatron=megatron,
+            optim=optim,
+            total_updates=updates,
+            device=self.config.trainer.device,
+            seed=self.config.trainer.seed,
+        )
+
+    def _update_plan(self, phase: str, loss_agg_mode: str) -> UpdatePlan:
+        return update_plan(self.batches.phase(phase), loss_agg_mode, self.config.data.max_response_length)
+
+    def _log_prob(self, phase: str) -> LogProbSettings:
+        return LogProbSettings(budget(self.batches.phase(phase).micro), self.policy.rollout.temperature)
+
+
+def budget(micro: MicroBatches) -> MicroBatchBudget:
+    """The worker's budget from the batch arithmetic."""
+    return MicroBatchBudget(max_tokens=micro.max_tokens, size=micro.samples)
+
+
+def update_plan(phase: PhasePlan, loss_agg_mode: str, horizon: int) -> UpdatePlan:
+    """The worker's plan of an update from the batch arithmetic."""
+    return UpdatePlan(
+        mini_batch_rows=phase.samples_per_mini_batch,
+        epochs=phase.epochs,
+        budget=budget(phase.micro),
+        loss_agg_mode=loss_agg_mode,
+        horizon=horizon,
+    )

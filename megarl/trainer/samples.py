@@ -1,0 +1,55 @@
+"""Answers as people read them, and the files they are dumped to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data import DataProto, sequence_lengths
+
+Sample = dict[str, Any]
+Item = TypeVar("Item")
+
+
+def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
+    """Each scored row as ``input, output, gts, score, step``, plus what the reward function returned beside the score.
+
+    A row whose reward failed has ``score`` None.
+    """
+    prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
+    prompts, responses = batch.batch["prompts"], batch.batch["responses"]
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    failed = batch.non_tensor_batch["reward_failed"]
+    extras = [name for name in batch.non_tensor_batch if name.startswith("reward_extra_")]
+    samples = []
+    for row, (prompt, response) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):
+        samples.append(
+            {
+                "input": tokenizer.decode(prompts[row, prompts.shape[1] - prompt :].tolist(), skip_special_tokens=True),
+                "output": tokenizer.decode(responses[row, :response].tolist(), skip_special_tokens=True),
+                "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
+                "score": None if failed[row] else scores[row],
+                "step": step,
+                **{name.removeprefix("reward_extra_"): batch.non_tensor_batch[name][row] for name in extras},
+            }
+        )
+    return samples
+
+
+def dump_samples(folder: str | Path, step: int, samples: Iterable[Sample]) -> None:
+    """Write ``<folder>/<step>.jsonl``, one sample per line; what is not JSON is written as its text."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(sample, ensure_ascii=False, default=str) for sample in samples)
+    (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """At most ``count`` items, spread evenly over the sequence."""
+    if len(items) <= count:
+        return list(items)
+    return [items[index * len(items) // count] for index in range(count)]

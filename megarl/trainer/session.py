@@ -1,0 +1,54 @@
+"""What both jobs need before their workers start: a Ray session, devices, a tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megarl.cluster import PlacedPool, RaySession, ResourcePool
+from megarl.cluster.resources import cluster_nodes
+from megarl.config.parts import RunConfig
+from megarl.errors import ModelError
+
+
+@contextmanager
+def placed_devices(trainer: RunConfig) -> Iterator[PlacedPool]:
+    """A Ray session with the run's devices reserved; all is taken down when the block is left.
+
+    ``trainer.device`` is resolved here: after it, it is ``cpu`` or ``cuda``.
+
+    Raises:
+        ResourceError: the cluster does not have the devices; says what is needed and what there is.
+    """
+    with RaySession() as session:
+        trainer.device = resolve_device(trainer.device)
+        pool = ResourcePool("devices", trainer.device, [trainer.n_gpus_per_node] * trainer.nnodes)
+        yield session.place([pool])["devices"]
+
+
+def resolve_device(device: str) -> Literal["cpu", "cuda"]:
+    """``auto`` is CUDA where the connected cluster has a GPU."""
+    if device == "auto":
+        device = "cuda" if any(node.get("GPU", 0) > 0 for node in cluster_nodes()) else "cpu"
+    return "cuda" if device == "cuda" else "cpu"
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ModelError: there is none, or it has no chat template or no end-of-sequence token.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
+    for name in ("chat_template", "eos_token"):
+        if getattr(tokenizer, name, None) is None:
+            raise ModelError(f"the tokenizer in {path} has no {name}; set it in its tokenizer_config.json")
+    return tokenizer

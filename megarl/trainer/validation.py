@@ -1,0 +1,53 @@
+"""Validation: generate on held-out prompts, score, and report per data source."""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data import DataProto, StatefulLoader
+from megarl.rewards import RewardManager
+from megarl.trainer.metrics import Metrics, validation_metrics
+from megarl.trainer.rollout import RolloutPhase
+from megarl.trainer.samples import Sample, describe_samples
+
+
+class Validator:
+    """Measures the policy on held-out prompts.
+
+    Args:
+        rollout: generates.
+        rewards: scores; the validation metric is its reward.
+        loader: held-out prompts, in file order.
+        tokenizer: decodes answers for the dump.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutPhase,
+        rewards: RewardManager,
+        loader: StatefulLoader,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.rollout = rollout
+        self.rewards = rewards
+        self.loader = loader
+        self.tokenizer = tokenizer
+
+    def run(self, step: int) -> tuple[Metrics, list[Sample]]:
+        """``val-core/<data_source>/reward/mean@N`` and the answers, on all held-out prompts."""
+        parts: list[DataProto] = []
+        for number, prompts in enumerate(self.loader):
+            parts.append(self.rewards.score(self.rollout.validate(prompts, step, number)).batch)
+        samples = [sample for part in parts for sample in describe_samples(part, self.tokenizer, step)]
+        columns = [part.non_tensor_batch for part in parts]
+        scores = [np.nan if sample["score"] is None else sample["score"] for sample in samples]
+        metrics = validation_metrics(
+            np.concatenate([column["data_source"] for column in columns]),
+            np.array(scores, dtype=float),
+            np.concatenate([column["uid"] for column in columns]),
+            self.rollout.config.val_kwargs.n,
+        )
+        metrics["val-aux/num_prompts"] = float(sum(len(part) for part in parts) / self.rollout.config.val_kwargs.n)
+        metrics["val-aux/failed_rewards"] = float(sum(sample["score"] is None for sample in samples))
+        return metrics, samples

@@ -1,0 +1,1 @@
+"""One file per role: plain classes, usable under Ray, torchrun and pytest alike."""

@@ -1,0 +1,151 @@
+"""The policy that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, entropy_loss, kl_penalty
+from megarl.config import ActorConfig
+from megarl.data import DataProto
+from megarl.megatron import PolicyOutputs
+from megarl.sharding import ReshardPlan
+from megarl.sharding.sender import BucketSender, Shipment
+from megarl.sharding.transport import create_transport
+from megarl.workers.base import MegatronWorker, OutputOptions, TokenContributions
+from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.rows import PackedRows
+from megarl.workers.settings import LogProbSettings, RoleSettings, UpdatePlan
+
+
+class PolicyWorker(MegatronWorker):
+    """A role whose model is a language model: it can tell log-probs."""
+
+    def log_probs(self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool) -> dict[str, Tensor] | None:
+        """Log-probs and entropies of the response tokens, ``[b, R]`` each; None where this rank owns no result."""
+        rows = PackedRows(batch)
+        groups = rows.micro_batches(settings.budget)
+        outputs = self.engine.forward(
+            [rows.pack(group) for group in groups], temperature=settings.temperature, with_entropy=with_entropy
+        )
+        if outputs is None:
+            return None
+        columns = {"log_probs": [output.log_probs for output in outputs]}
+        if with_entropy:
+            columns["entropy"] = [output.entropy for output in outputs]
+        return {name: rows.unpack(groups, packed) for name, packed in columns.items()}
+
+
+class ActorWorker(PolicyWorker):
+    """Trains the policy, tells log-probs, and sends its weights to the rollout engines.
+
+    Args:
+        settings: model, layout, optimizer.
+        config: loss and clip ranges.
+        plan: mini-batches and epochs of an update.
+        log_prob: for the log-probs before the update.
+        reference: for the reference's log-probs, where its weights rest in this worker's host memory; None where
+            the reference has workers of its own or there is none.
+    """
+
+    prefix = "actor"
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        settings: RoleSettings,
+        config: ActorConfig,
+        plan: UpdatePlan,
+        log_prob: LogProbSettings,
+        reference: LogProbSettings | None,
+    ) -> None:
+        super().__init__(
+            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, settings=settings
+        )
+        self.rank = rank
+        self.config = config
+        self.plan = plan
+        self.log_prob = log_prob
+        self.reference = reference
+        self._sender: BucketSender
+
+    @verb(Dispatch.ALL)
+    def init_model(self) -> None:
+        """Build the model; where the reference shares it, keep its initial weights in host memory."""
+        super().init_model()
+        self._reference_weights = self.engine.weights_to_host() if self.reference else None
+
+    @verb(Dispatch.SPLIT, phase="old_log_prob")
+    def compute_log_prob(self, batch: DataProto) -> DataProto | None:
+        """``old_log_probs`` of the response tokens under the current weights, and their ``entropys``; ``[b, R]``."""
+        result = self.log_probs(batch, self.log_prob, with_entropy=True)
+        if result is None:
+            return None
+        return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"]})
+
+    @verb(Dispatch.SPLIT, phase="ref")
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
+        """``ref_log_prob`` of the response tokens, ``[b, R]``, with the reference's weights swapped in."""
+        assert self.reference is not None and self._reference_weights is not None, "no reference lives in the actor"
+        with self.engine.swapped_weights(self._reference_weights):
+            result = self.log_probs(batch, self.reference, with_entropy=False)
+        return None if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})
+
+    @verb(Dispatch.SPLIT, mini_batches="actor_mini_batch_rows", phase="update_actor")
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        """PPO's updates: ``ppo_epochs`` passes over the mini-batches."""
+        columns = ["old_log_probs", "advantages", *(["ref_log_prob"] if self.config.use_kl_loss else [])]
+        outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
+        metrics = self.update(batch, self.plan, columns, partial(policy_loss, self.config), outputs)
+        if self.config.use_kl_loss:
+            metrics["actor/kl_coef"] = self.config.kl_loss_coef
+        return metrics
+
+    @verb(Dispatch.ALL)
+    def connect_sync(self, plan: ReshardPlan, transport: str, verify: bool) -> None:
+        """Get ready to send weights by a plan."""
+        self._sender = BucketSender(
+            plan, self.rank, self.engine.named_local_params, create_transport(transport), verify
+        )
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def export_bucket(self, index: int) -> dict[int, Shipment]:
+        """Pack this rank's part of a bucket, by rollout rank."""
+        return self._sender.export_bucket(index)
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def release_bucket(self, index: int) -> None:
+        """Free what was packed for a bucket."""
+        self._sender.release_bucket(index)
+
+
+def policy_loss(config: ActorConfig, outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenContributions:
+    """Per-token loss of the policy with entropy bonus and KL to the reference, and the metrics of its parts.
+
+    ``loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl``; all tensors are packed ``[n]``.
+    """
+    policy = POLICY_LOSSES[config.policy_loss.loss_mode](
+        PolicyLossInputs(
+            log_prob=outputs.log_probs,
+            old_log_prob=columns["old_log_probs"],
+            advantages=columns["advantages"],
+            clip_ratio_low=config.clip_ratio_low or config.clip_ratio,
+            clip_ratio_high=config.clip_ratio_high or config.clip_ratio,
+            clip_ratio_c=config.clip_ratio_c,
+        )
+    )
+    loss, parts = policy.loss, {"pg_loss": policy.loss.detach(), **policy.diagnostics}
+    if outputs.entropy is not None:
+        loss = loss + entropy_loss(outputs.entropy, config.entropy_coeff)
+        parts["entropy_loss"] = outputs.entropy.detach()
+    if config.use_kl_loss:
+        kl = kl_penalty(outputs.log_probs, columns["ref_log_prob"], config.kl_loss_type)
+        loss = loss + config.kl_loss_coef * kl
+        parts["kl_loss"] = kl.detach()
+    return {"loss": loss, **parts}

@@ -1,0 +1,69 @@
+"""The value function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from megarl.algorithms import clipped_value_loss
+from megarl.config import CriticConfig
+from megarl.data import DataProto
+from megarl.megatron import ValueOutputs
+from megarl.workers.base import MegatronWorker, TokenContributions
+from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.rows import PackedRows
+from megarl.workers.settings import RoleSettings, UpdatePlan
+
+
+class CriticWorker(MegatronWorker):
+    """Estimates and learns values: a language model whose output layer is a scalar head.
+
+    Args:
+        settings: model, layout, optimizer.
+        config: clip range.
+        plan: mini-batches and epochs of an update; its budget is that of :meth:`compute_values` too.
+    """
+
+    prefix = "critic"
+    value_head = True
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        settings: RoleSettings,
+        config: CriticConfig,
+        plan: UpdatePlan,
+    ) -> None:
+        super().__init__(
+            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, settings=settings
+        )
+        self.config = config
+        self.plan = plan
+
+    @verb(Dispatch.SPLIT, phase="values")
+    def compute_values(self, batch: DataProto) -> DataProto | None:
+        """``values`` of the state before each response token, ``[b, R]``; None where this rank owns no result."""
+        rows = PackedRows(batch)
+        groups = rows.micro_batches(self.plan.budget)
+        outputs = self.engine.forward([rows.pack(group) for group in groups])
+        if outputs is None:
+            return None
+        return DataProto.from_dict({"values": rows.unpack(groups, [output.values for output in outputs])})
+
+    @verb(Dispatch.SPLIT, mini_batches="critic_mini_batch_rows", phase="update_critic")
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """Regression of the values on the returns, clipped around the old values."""
+        return self.update(batch, self.plan, ["values", "returns"], partial(value_loss, self.config.cliprange_value))
+
+
+def value_loss(cliprange: float, outputs: ValueOutputs, columns: Mapping[str, Tensor]) -> TokenContributions:
+    """Per-token clipped value loss and the metrics of it; all tensors are packed ``[n]``."""
+    token_loss = clipped_value_loss(outputs.values, columns["values"], columns["returns"], cliprange)
+    parts = {"vf_loss": token_loss.loss.detach(), **token_loss.diagnostics}
+    return {"loss": token_loss.loss, **parts}

@@ -1,0 +1,40 @@
+"""The frozen policy that the KL is taken to, where it has processes of its own."""
+
+from __future__ import annotations
+
+from megarl.data import DataProto
+from megarl.workers.actor import PolicyWorker
+from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.settings import LogProbSettings, RoleSettings
+
+
+class ReferenceWorker(PolicyWorker):
+    """Tells the initial policy's log-probs.
+
+    Args:
+        settings: model and layout; without optimizer.
+        log_prob: how log-probs are computed.
+    """
+
+    prefix = "ref"
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        settings: RoleSettings,
+        log_prob: LogProbSettings,
+    ) -> None:
+        super().__init__(
+            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, settings=settings
+        )
+        self.log_prob = log_prob
+
+    @verb(Dispatch.SPLIT, phase="ref")
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
+        """``ref_log_prob`` of the response tokens, ``[b, R]``."""
+        result = self.log_probs(batch, self.log_prob, with_entropy=False)
+        return None if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})

@@ -1,0 +1,135 @@
+"""One replica of the rollout engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
+from megarl.models import WeightMap, read_model_config
+from megarl.rollout import Completion, EngineOptions, Request, SamplingParams, create_engine
+from megarl.sharding import ReshardPlan
+from megarl.sharding.receiver import BucketReceiver, Shipment
+from megarl.sharding.transport import create_transport
+from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.settings import RolloutSettings
+
+
+class RolloutWorker:
+    """Holds an engine, turns batches into requests and answers into batches. Weights come from the actor only.
+
+    Args:
+        rank: rollout rank, ``replica * tensor parallel + tensor-parallel rank``.
+        world_size: rollout processes.
+        master_addr: unused by an engine of one process.
+        master_port: likewise.
+        settings: what the replica is built from.
+    """
+
+    def __init__(
+        self, *, rank: int, world_size: int, master_addr: str, master_port: int, settings: RolloutSettings
+    ) -> None:
+        self.rank = rank
+        self.settings = settings
+        self._receiver: BucketReceiver
+
+    @verb(Dispatch.ALL)
+    def init_model(self) -> None:
+        """Build the engine, stale until the first weight sync."""
+        settings = self.settings
+        self.model_config = read_model_config(settings.model_path)
+        self.engine = create_engine(
+            settings.config.name,
+            settings.model_path,
+            EngineOptions(
+                dtype=settings.config.dtype,
+                device=settings.device,
+                tensor_parallel_size=settings.config.tensor_model_parallel_size,
+                max_num_seqs=settings.config.max_num_seqs,
+            ),
+        )
+
+    @verb(Dispatch.SPLIT, phase="gen")
+    def generate_sequences(self, prompts: DataProto, samples: int, sampling: SamplingParams) -> DataProto:
+        """Answer each prompt ``samples`` times; the answers to a prompt are adjacent rows, in the order of prompts.
+
+        Args:
+            prompts: ``prompts``, ``attention_mask`` and ``sample_seed`` ``[b]``, which with the sample's number
+                decides what is drawn, whatever the replica and the batch.
+            samples: answers per prompt.
+            sampling: temperature and the rest.
+
+        Returns:
+            ``samples * b`` rows of ``prompts``, ``responses``, ``attention_mask``, ``response_mask``,
+            ``rollout_log_probs``.
+        """
+        requests = self._requests(prompts, samples, sampling)
+        completions = self.engine.generate(requests)
+        return self._batch(prompts.repeat(samples), completions)
+
+    @verb(Dispatch.ALL)
+    def connect_sync(self, plan: ReshardPlan, transport: str, verify: bool) -> None:
+        """Get ready to receive weights by a plan, whose coverage of this engine is checked here."""
+        params = WeightMap(self.model_config).rollout_params(tp=1, tp_rank=0)
+        read_back = self.engine.weights if verify else None
+        self._receiver = BucketReceiver(plan, self.rank, params, self.engine, create_transport(transport), read_back)
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def begin_update(self, version: int) -> None:
+        """From here on the engine is stale."""
+        self._receiver.begin_update(version)
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def import_bucket(self, index: int, shipments: Sequence[Shipment | None]) -> None:
+        """Write what the training ranks sent this replica in a bucket."""
+        self._receiver.import_bucket(index, [shipment for shipment in shipments if shipment is not None])
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def end_update(self, version: int) -> None:
+        """Serve the new weights, if all of them came."""
+        self._receiver.end_update(version)
+
+    @verb(Dispatch.ALL)
+    def weight_version(self) -> int:
+        """Version of the weights that the engine serves."""
+        return self.engine.weight_version
+
+    @verb(Dispatch.ALL)
+    def checksum(self) -> dict[str, str]:
+        """Digest of every parameter of the engine."""
+        return self.engine.checksum()
+
+    def _requests(self, prompts: DataProto, samples: int, sampling: SamplingParams) -> list[Request]:
+        rectangle, seeds = prompts.batch["prompts"], prompts.batch["sample_seed"].tolist()
+        lengths, _ = sequence_lengths(prompts)
+        ids = [row[len(row) - length :].tolist() for row, length in zip(rectangle, lengths.tolist(), strict=True)]
+        return [
+            Request(f"{row}-{sample}", ids[row], sampling, derive_seed(seeds[row], sample))
+            for row in range(len(prompts))
+            for sample in range(samples)
+        ]
+
+    def _batch(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
+        prompt_lengths, _ = sequence_lengths(prompts)
+        responses = pad_right([c.token_ids for c in completions], self.settings.pad_token_id)
+        lengths = torch.tensor([len(c.token_ids) for c in completions])
+        rectangle = prompts.batch["prompts"]
+        return DataProto.from_dict(
+            {
+                "prompts": rectangle,
+                "responses": responses,
+                "attention_mask": attention_mask_of(
+                    prompt_lengths.tolist(), lengths.tolist(), rectangle.shape[1], responses.shape[1]
+                ),
+                "response_mask": (torch.arange(responses.shape[1]) < lengths[:, None]).long(),
+                "rollout_log_probs": pad_right([c.log_probs for c in completions], dtype=torch.float32),
+            }
+        )
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """Seed of one sample of a prompt: 63 bits that depend on both numbers and look independent."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,70 @@
+"""From a batch's rectangles to the packed rows that a model computes on, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.data import DataProto, plan_micro_batches, sequence_lengths
+from megarl.megatron.packed import PackedMicroBatch
+from megarl.workers.settings import MicroBatchBudget
+
+
+class PackedRows:
+    """The rows of a batch, ready to be packed into micro-batches.
+
+    Args:
+        batch: needs ``prompts``, ``responses`` and ``attention_mask``; response-aligned columns are read on demand.
+    """
+
+    def __init__(self, batch: DataProto) -> None:
+        self.batch = batch
+        self.prompt_lengths, self.response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def micro_batches(self, budget: MicroBatchBudget, rows: Sequence[int] | None = None) -> list[list[int]]:
+        """Row indices of each micro-batch over ``rows`` (default: all), cut by ``budget``."""
+        chosen = list(range(len(self)) if rows is None else rows)
+        lengths = [self.prompt_lengths[row] + self.response_lengths[row] for row in chosen]
+        plan = plan_micro_batches(lengths, max_tokens=budget.max_tokens, size=budget.size)
+        return [[chosen[index] for index in group] for group in plan]
+
+    def pack(self, rows: Sequence[int], columns: Mapping[str, Tensor] | None = None) -> PackedMicroBatch:
+        """One micro-batch of the given rows, without a padding token.
+
+        Args:
+            rows: which rows, in this order.
+            columns: what a loss needs besides, packed over the rows' response tokens.
+        """
+        prompts, responses = self.batch.batch["prompts"], self.batch.batch["responses"]
+        width = prompts.shape[1]
+        return PackedMicroBatch.from_rows(
+            [
+                (prompts[row, width - self.prompt_lengths[row] :], responses[row, : self.response_lengths[row]])
+                for row in rows
+            ],
+            columns,
+        )
+
+    def column(self, name: str, rows: Sequence[int]) -> Tensor:
+        """A response-aligned column of the rows, packed: ``[sum of response lengths]``."""
+        values = self.batch.batch[name]
+        return torch.cat([values[row, : self.response_lengths[row]] for row in rows])
+
+    def unpack(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
+        """Values over response tokens, one packed tensor per micro-batch, as a rectangle ``[batch, R]`` of float32.
+
+        Args:
+            groups: the rows of each micro-batch, as :meth:`micro_batches` gave them.
+            packed: per micro-batch, the values of its rows one after the other.
+        """
+        rectangle = torch.zeros(len(self), self.batch.batch["responses"].shape[1])
+        for rows, values in zip(groups, packed, strict=True):
+            lengths = [self.response_lengths[row] for row in rows]
+            for row, part in zip(rows, values.float().cpu().split(lengths), strict=True):
+                rectangle[row, : len(part)] = part
+        return rectangle

@@ -1,0 +1,83 @@
+"""What workers are built from: plain values that the driver fills in, without importing what the workers import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config import MegatronConfig, OptimConfig, RolloutConfig
+from megarl.models import ParallelLayout
+
+
+@dataclass(frozen=True)
+class MicroBatchBudget:
+    """How many rows a micro-batch may hold: a token budget (``max_tokens``) or a fixed number of rows (``size``)."""
+
+    max_tokens: int | None = None
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """What a Megatron role is built from.
+
+    Attributes:
+        model_path: Hugging Face folder of the initial weights.
+        layout: parallel sizes of this role.
+        megatron: number format, sequence parallelism, distributed optimizer.
+        optim: optimizer of a role that learns; None for one that only computes.
+        total_updates: optimizer steps of the whole run, over which the learning rate is scheduled.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        seed: seed of every rank's generators.
+    """
+
+    model_path: str
+    layout: ParallelLayout
+    megatron: MegatronConfig
+    optim: OptimConfig | None
+    total_updates: int
+    device: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a batch becomes optimizer steps.
+
+    Attributes:
+        mini_batch_rows: rows of a mini-batch over all data-parallel ranks.
+        epochs: passes over the batch.
+        budget: how a rank cuts its share of a mini-batch.
+        loss_agg_mode: how losses per token become one (see :func:`megarl.algorithms.token_weights`).
+        horizon: longest response in tokens, for ``seq-mean-token-sum-norm``.
+    """
+
+    mini_batch_rows: int
+    epochs: int
+    budget: MicroBatchBudget
+    loss_agg_mode: str
+    horizon: int
+
+
+@dataclass(frozen=True)
+class LogProbSettings:
+    """How log-probs are computed: how rows are cut, and the sampling temperature at which they are taken."""
+
+    budget: MicroBatchBudget
+    temperature: float
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What a rollout replica is built from.
+
+    Attributes:
+        model_path: Hugging Face folder; its configuration is read, its weights come from the actor.
+        pad_token_id: fills the rectangle of responses.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        config: engine, sampling and size.
+    """
+
+    model_path: str
+    pad_token_id: int
+    device: str
+    config: RolloutConfig
