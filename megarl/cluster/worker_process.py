@@ -6,6 +6,7 @@ import importlib
 import os
 import random
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,9 @@ class WorkerProcess:
             assert self._worker_cls is not None, "load() comes first"
             host, port = address
             os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+            if host == "127.0.0.1" and sys.platform == "linux":
+                # Otherwise gloo takes the address of the host's name, which on many laptops leads nowhere.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             if self._reserved is not None:
                 self._reserved.close()
             self._worker = self._worker_cls(

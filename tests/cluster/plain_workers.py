@@ -20,7 +20,16 @@ class Echo:
 
     @verb(Dispatch.ALL)
     def about(self):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "FLAVOUR")
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "OMP_NUM_THREADS",
+            "FLAVOUR",
+            "GLOO_SOCKET_IFNAME",
+        )
         env = {name: os.environ.get(name) for name in names}
         return {"rank": self.rank, "address": self.address, "greeting": self.greeting, "pid": os.getpid(), "env": env}
 

@@ -68,6 +68,7 @@ def test_every_rank_knows_its_place(echo):
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "FLAVOUR": "mint",
+            "GLOO_SOCKET_IFNAME": "lo",
         }
 
 
