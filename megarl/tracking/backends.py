@@ -114,7 +114,7 @@ class WandbTracker(Tracker):
                 f"trainer.logger='wandb': {error}; log in with `wandb login`, or set WANDB_MODE=offline"
             ) from error
         self.run.define_metric("*", step_metric=STEP_METRIC)
-        self._table = wandb.Table
+        self._wandb = wandb
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Send the metrics together with their step."""
@@ -125,8 +125,9 @@ class WandbTracker(Tracker):
         if samples:
             columns = list(samples[0])
             rows = [[str(sample.get(column)) for column in columns] for sample in samples]
-            self.run.log({"samples": self._table(columns=columns, data=rows), STEP_METRIC: step})
+            self.run.log({"samples": self._wandb.Table(columns=columns, data=rows), STEP_METRIC: step})
 
     def finish(self) -> None:
-        """Send what is outstanding and end the run."""
+        """Send what is outstanding, end the run, and wait for the package's own process to write its files and exit."""
         self.run.finish()
+        self._wandb.teardown()

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import struct
@@ -61,6 +62,11 @@ def wandb_records(path):
     return records
 
 
+def wandb_run_id(path):
+    (record,) = (record.run for record in wandb_records(path) if record.WhichOneof("record_type") == "run")
+    return record.run_id
+
+
 def test_wandb_offline_with_the_real_package(run, monkeypatch):
     """The package itself writes an offline run; nothing may reach for the network."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -82,3 +88,8 @@ def test_wandb_offline_with_the_real_package(run, monkeypatch):
     assert history == [(1, 0.125), (2, 0.25), (3, 0.375)]
     (table,) = run.folder.glob("wandb/offline-run-*/files/media/table/*.json")
     assert json.loads(table.read_text())["data"] == [["What is 2 + 2?", "4", "4", "1.0"]]
+
+    resumed = open_trackers(["wandb"], dataclasses.replace(run, resumed_step=1))
+    resumed.log({"critic/score/mean": 0.5}, 2)
+    resumed.finish()
+    assert {wandb_run_id(path) for path in run.folder.glob("wandb/offline-run-*/*.wandb")} == {info[2]}
