@@ -1,4 +1,4 @@
-"""Saves and restores one role: weights, optimizer, schedule and the random states of every rank, from and to any layout.
+"""Saves and restores one role: weights, optimizer, schedule and the random states of every rank, in any layout.
 
 ::
 
@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from megatron.core.distributed import DistributedDataParallel
+from torch import nn
 
 import megarl
 from megarl.errors import CheckpointError
@@ -41,6 +42,7 @@ from megarl.megatron.optimizer_state import (
 )
 from megarl.megatron.random_state import load_random_state, save_random_state
 from megarl.megatron.runtime import Runtime
+from megarl.megatron.weights import global_names
 from megarl.models import LocalParam, ParallelLayout
 
 STATE_FILE = "state.json"
@@ -99,7 +101,8 @@ def save_sharded(engine: MegatronEngine, path: str | Path) -> None:
     _together(runtime, prepare, f"saving to {folder}")
     _together(runtime, lambda: _check_empty(folder), f"saving to {folder}")
     _together(runtime, write_own, f"saving to {folder}")
-    write_items(folder, list(_saved_items(engine)))
+    items = _together(runtime, lambda: list(_saved_items(engine)), f"saving to {folder}")
+    write_items(folder, items)
 
 
 @torch.no_grad()
@@ -124,8 +127,8 @@ def load_sharded(engine: MegatronEngine, path: str | Path) -> None:
         return state, index
 
     state, index = _together(runtime, read_own, f"loading {folder}")
-    # A rank that fails here fails before it communicates: all ranks hold the same kinds of state.
-    read_items(folder, index, list(_wanted_items(engine)))
+    items = _together(runtime, lambda: list(_wanted_items(engine)), f"loading {folder}")
+    read_items(folder, index, items)
     if engine.optimizer is not None:
         assert state.steps is not None
         set_steps(engine.optimizer, state.steps)
@@ -151,7 +154,7 @@ def _saved_items(engine: MegatronEngine) -> Iterator[Item]:
     """What this rank contributes: each element of each tensor comes from one rank."""
     layout, where = engine.runtime.layout, engine.runtime.coordinate
     exported = engine.weight_map.export_params(layout, layout.rank(tp=where.tp, pp=where.pp))
-    params = engine.weights.parameters()
+    params = _parameters(engine)
     shapes = engine.weight_map.hf_shapes()
     states: Mapping[str, StateShard] = {}
     if engine.optimizer is not None:
@@ -167,7 +170,7 @@ def _saved_items(engine: MegatronEngine) -> Iterator[Item]:
 
 def _wanted_items(engine: MegatronEngine) -> Iterator[Item]:
     """The memory of everything this rank holds, set to zero where a checkpoint has nothing: vocabulary padding."""
-    params, shapes = engine.weights.parameters(), engine.weight_map.hf_shapes()
+    params, shapes = _parameters(engine), engine.weight_map.hf_shapes()
     states: Mapping[str, StateShard] = {}
     if engine.optimizer is not None:
         states = state_shards(engine.optimizer, params)
@@ -178,6 +181,14 @@ def _wanted_items(engine: MegatronEngine) -> Iterator[Item]:
             for tensor in states[param.name].tensors.values():
                 tensor.zero_()
             yield from _state_items(param, states[param.name], shapes)
+
+
+def _parameters(engine: MegatronEngine) -> dict[str, nn.Parameter]:
+    """The parameters themselves by their names in the weight map; Megatron's optimizer knows them by identity."""
+    named: dict[str, nn.Parameter] = {}
+    for chunk in engine.chunks:
+        named |= global_names(chunk.module if isinstance(chunk, DistributedDataParallel) else chunk)
+    return named
 
 
 def _weight_items(param: LocalParam, weight: nn.Parameter, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Item]:
@@ -273,6 +284,3 @@ def _together(runtime: Runtime, action: Callable[[], _T], doing: str) -> _T:
         if text is not None:
             raise CheckpointError(f"{doing} failed on rank {rank}: {text}")
     return result  # type: ignore[return-value]  # no failure: the action has returned
-
-
-__all__ = ["RoleState", "Tensor", "load_sharded", "save_sharded"]

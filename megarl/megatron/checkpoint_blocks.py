@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from megarl.models import LocalParam
@@ -50,20 +51,23 @@ def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[Block]
         base = piece.at[0] * width
         low, high = max(start, base) - base, min(stop, base + math.prod(piece.shape)) - base
         for first, last in _runs(low, high, width):
+            # A run is whole rows, or a part of one row.
             row, column = divmod(first, width)
-            if len(param.shape) == 1:
-                corner, shape = (piece.start[0] + first,), (last - first,)
-            else:
-                rows, columns = divmod(last - first, width)
-                corner = (piece.start[0] + row, piece.start[1] + column)
-                shape = (rows, width) if rows else (1, columns)
-            yield Block(piece.hf_name, corner, shape, base + first - start)
+            rows, columns = divmod(last - first, width)
+            corner, shape = (row, column), (rows, width) if rows else (1, columns)
+            dimensions = len(param.shape)
+            yield Block(
+                piece.hf_name,
+                tuple(a + b for a, b in zip(piece.start, corner[:dimensions], strict=True)),
+                shape[:dimensions],
+                base + first - start,
+            )
 
 
 def _runs(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
     """Cuts ``[low, high)`` at the first and the last multiple of ``width`` within it."""
     first, last = -(-low // width) * width, high // width * width
     cuts = [low, first, last, high] if first <= last else [low, high]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         if start < stop:
             yield start, stop

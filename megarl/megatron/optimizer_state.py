@@ -91,7 +91,7 @@ def set_steps(optimizer: Optimizer, steps: int) -> None:
                 group["step"] = steps
         else:
             for state in part.optimizer.state.values():
-                state["step"] = torch.tensor(float(steps))
+                state["step"] = torch.full_like(state["step"], steps)
 
 
 def _main_weights(part: Any, param: nn.Parameter) -> tuple[Tensor, int, int] | None:

@@ -1,0 +1,540 @@
+"""Restored roles go on as if nothing had happened: bit for bit in the same layout, within 1e-5 in another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import Place, ProcessPool
+
+from megarl.errors import CheckpointError
+from megarl.megatron import (
+    EngineOptions,
+    MegatronEngine,
+    OptimizerOptions,
+    PackedMicroBatch,
+    cuda_on_cpu,
+    init_runtime,
+    shutdown_runtime,
+)
+from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.megatron.checkpoint_format import read_index, tensor_shapes
+from megarl.megatron.optimizer_state import state_shards
+from megarl.megatron.weights import global_names
+from megarl.models import ParallelLayout, WeightMap, parse_model_config
+
+VOCAB = 70  # padded to 80 rows at TP1, to 96 at TP2
+TP2PP2 = ParallelLayout(tp=2, pp=2)
+ADAM = {"lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1, "decay_style": "cosine", "warmup_steps": 1, "total_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    pool = ProcessPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def saved(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A checkpoint of a tied model after two steps in TP2PP2, and how each rank went on."""
+    folder = tmp_path_factory.mktemp("saved") / "actor"
+    return folder, pool.run(train_and_save, 4, TP2PP2, str(folder), {}, timeout=400)
+
+
+# ---- what runs in the processes
+
+
+def model_config(tied: bool = True, layers: int = 2, hidden: int = 32) -> Any:
+    raw = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+    }
+    return parse_model_config(raw)
+
+
+def build(place: Place, layout: ParallelLayout, options: dict[str, Any], seed: int = 1) -> MegatronEngine:
+    runtime = init_runtime(
+        layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", seed=seed, timeout_s=60
+    )
+    adam = OptimizerOptions(**ADAM, use_distributed_optimizer=options.get("distributed", True))
+    engine = MegatronEngine(
+        model_config(options.get("tied", True), options.get("layers", 2), options.get("hidden", 32)),
+        layout,
+        runtime,
+        EngineOptions(
+            dtype=getattr(torch, options.get("dtype", "float32")),
+            value_head=options.get("value_head", False),
+            optimizer=adam if options.get("optimizer", True) else None,
+        ),
+    )
+    with torch.no_grad():
+        for param in engine.named_local_params().values():
+            param.fill_(float("nan"))  # whatever is not loaded shows
+    return engine
+
+
+def fill(engine: MegatronEngine) -> None:
+    """The same weights in every layout."""
+    full = {}
+    for number, (name, shape) in enumerate(sorted(engine.weight_map.hf_shapes().items())):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * 0.1
+        full[name] = values + 1 if name.endswith("norm.weight") else values
+    local = engine.named_local_params()
+    with torch.no_grad():
+        for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
+            local[param.name].zero_()
+            for piece in param.pieces:
+                source = full[piece.hf_name][tuple(map(slice, piece.start, piece.stop))]
+                stop = [at + size for at, size in zip(piece.at, piece.shape, strict=True)]
+                local[param.name][tuple(map(slice, piece.at, stop))] = source.to(local[param.name].dtype)
+    if engine.optimizer is not None:
+        engine.optimizer.weights_changed()
+
+
+def step(engine: MegatronEngine, number: int) -> tuple[str, ...]:
+    """One step over eight rows; its metrics to the last bit."""
+    generator = torch.Generator().manual_seed(100 + number)
+    rows = [(torch.randint(VOCAB, (3,), generator=generator), torch.randint(VOCAB, (4,), generator=generator))
+            for _ in range(8)]  # fmt: skip
+    mine = rows[engine.runtime.coordinate.dp :: engine.runtime.layout.dp]
+    batches = [PackedMicroBatch.from_rows(mine[i : i + 2]) for i in range(0, len(mine), 2)]
+
+    def loss(outputs: Any, micro_batch: PackedMicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if hasattr(outputs, "values"):
+            value = (outputs.values - micro_batch.targets / VOCAB).square().sum() / 32
+        else:
+            value = -outputs.log_probs.sum() / 32
+        return value, {"loss": value}
+
+    metrics = engine.forward_backward(batches, loss)
+    result = engine.optimizer_step()
+    assert not result.skipped
+    return metrics["loss"].hex(), result.grad_norm.hex(), result.lr.hex()
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        raw = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        sha.update(name.encode() + raw.numpy().tobytes())
+    return sha.hexdigest()
+
+
+def facts(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
+    """Draws random numbers, takes steps, and tells all that can be told of this rank."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    draws = [random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()]
+    with cuda_on_cpu.active(), get_cuda_rng_tracker().fork():
+        draws.append(torch.rand(1).item())
+    before = {name: param.clone() for name, param in engine.named_local_params().items()}
+    steps = [step(engine, number) for number in numbers]
+    assert engine.optimizer is not None
+    shards = state_shards(engine.optimizer, global_names(engine.chunks[0].module))
+    inner = [part.optimizer for part in engine.optimizer.megatron.chained_optimizers]
+    states = [state for optimizer in inner for state in optimizer.state.values()]
+    return {
+        "draws": draws,
+        "steps": steps,
+        "before": before,
+        "weights": {name: param.clone() for name, param in engine.named_local_params().items()},
+        "digest": digest(engine.named_local_params()),
+        "adam": digest({f"{n}/{kind}": t for n, shard in shards.items() for kind, t in shard.tensors.items()}),
+        "counts": sorted({float(state["step"]) for state in states}),
+        "shared": len(states) - len({state["step"].data_ptr() for state in states}),
+        "padding": all(not t.any() for t in padding(engine, shards)),
+    }
+
+
+def padding(engine: MegatronEngine, shards: dict[str, Any]) -> Iterator[torch.Tensor]:
+    local = engine.named_local_params()
+    for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
+        real = max((piece.at[0] + piece.shape[0] for piece in param.pieces), default=0)
+        yield local[param.name][real:]
+        if param.name in shards:
+            shard, start = shards[param.name], real * int(np.prod(param.shape[1:]))
+            yield from (tensor[max(0, start - shard.start) :] for tensor in shard.tensors.values())
+
+
+def train_and_save(place: Place, layout: ParallelLayout, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        engine = build(place, layout, options)
+        fill(engine)
+        random.seed(place.rank), np.random.seed(place.rank + 10), random.gauss(0, 1), np.random.randn()
+        for number in range(2):
+            step(engine, number)
+        save_sharded(engine, folder)
+        return facts(engine, range(2, 4))
+    finally:
+        shutdown_runtime()
+
+
+def load_and_train(place: Place, layout: ParallelLayout, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        engine = build(place, layout, options, seed=99)
+        load_sharded(engine, folder)
+        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+        return {**facts(engine, range(2, 4)), "process": os.getpid()}
+    finally:
+        shutdown_runtime()
+
+
+def load_forward_only(place: Place, layout: ParallelLayout, folder: str) -> dict[str, torch.Tensor]:
+    try:
+        engine = build(place, layout, {"optimizer": False})
+        load_sharded(engine, folder)
+        return {name: param.clone() for name, param in engine.named_local_params().items()}
+    finally:
+        shutdown_runtime()
+
+
+def failing_load(place: Place, layout: ParallelLayout, folder: str, options: dict[str, Any]) -> str:
+    """The message of the error that must come on this rank."""
+    try:
+        engine = build(place, layout, options)
+        with pytest.raises(CheckpointError) as caught:
+            load_sharded(engine, folder)
+        return str(caught.value)
+    finally:
+        shutdown_runtime()
+
+
+def failing_save(place: Place, layout: ParallelLayout, folder: str, how: str) -> list[str]:
+    """Messages of two failing saves; then a save that works, by the same processes."""
+    messages = []
+    try:
+        engine = build(place, layout, {})
+        fill(engine)
+        for number in range(2):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+                if place.rank == layout.world_size - 1 - number:
+                    break_writing(patch, how)
+                save_sharded(engine, f"{folder}/{number}")
+            messages.append(str(caught.value))
+        step(engine, 0)
+        save_sharded(engine, f"{folder}/fine")
+        return messages
+    finally:
+        shutdown_runtime()
+
+
+def break_writing(patch: pytest.MonkeyPatch, how: str) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if how == "random":
+        patch.setattr("megarl.megatron.random_state.save_file", full)
+    elif how == "data":
+        patch.setattr(torch, "save", full)
+    elif how == "disagreement":
+        patch.setattr("megarl.megatron.checkpoint.check_steps", full)
+
+
+# ---- assembling what ranks hold
+
+
+def assembled(
+    results: list[dict[str, torch.Tensor]], layout: ParallelLayout, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Hugging Face tensors from the local ones of all ranks, which must agree where they overlap."""
+    weight_map = WeightMap(model_config())
+    full = {name: torch.full(shape, float("nan")) for name, shape in weight_map.hf_shapes().items()}
+    for rank, local in enumerate(results):
+        for param in weight_map.megatron_params(layout, rank):
+            for piece in param.pieces:
+                stop = [at + size for at, size in zip(piece.at, piece.shape, strict=True)]
+                here = local[param.name][tuple(map(slice, piece.at, stop))].float()
+                there = full[piece.hf_name][tuple(map(slice, piece.start, piece.stop))]
+                torch.testing.assert_close(here[~there.isnan()], there[~there.isnan()], rtol=0, atol=1e-6)
+                there.copy_(here)
+    assert not any(tensor.isnan().any() for tensor in full.values())
+    return full
+
+
+def assert_same_bits(resumed: list[dict[str, Any]], uninterrupted: list[dict[str, Any]]) -> None:
+    for rank, (found, expected) in enumerate(zip(resumed, uninterrupted, strict=True)):
+        for key in ("draws", "steps", "digest", "adam", "counts"):
+            assert found[key] == expected[key], f"{key} of rank {rank}"
+        assert found["counts"] == [4.0]
+        assert found["shared"] == 0
+        assert found["padding"]
+
+
+def assert_close(resumed: list[dict[str, Any]], uninterrupted: list[dict[str, Any]]) -> None:
+    expected = [[float.fromhex(value) for value in metrics] for metrics in uninterrupted[0]["steps"]]
+    for found in resumed:
+        steps = [[float.fromhex(value) for value in metrics] for metrics in found["steps"]]
+        np.testing.assert_allclose(steps, expected, rtol=1e-5)
+        assert found["padding"]
+        assert found["shared"] == 0
+
+
+# ---- tests
+
+
+def test_resume_is_bit_exact_in_fresh_processes(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, uninterrupted = saved
+    fresh = ProcessPool(4)
+    try:
+        resumed = fresh.run(load_and_train, 4, TP2PP2, str(folder), {}, timeout=400)
+    finally:
+        fresh.close()
+    assert len({result["process"] for result in resumed}) == 4
+    assert_same_bits(resumed, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (ParallelLayout(dp=2), {"tied": False}),
+        (ParallelLayout(dp=2), {"distributed": False}),
+        (ParallelLayout(pp=2), {"value_head": True}),
+        (ParallelLayout(tp=2, dp=2), {"dtype": "bfloat16", "tied": False}),
+        (ParallelLayout(dp=2), {"dtype": "bfloat16", "distributed": False}),
+        (ParallelLayout(pp=2, dp=2), {}),
+    ],
+    ids=str,
+)
+def test_resume_is_bit_exact(
+    layout: ParallelLayout, options: dict[str, Any], pool: ProcessPool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "role")
+    uninterrupted = pool.run(train_and_save, layout.world_size, layout, folder, options)
+    assert_same_bits(pool.run(load_and_train, layout.world_size, layout, folder, options), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(dp=2), ParallelLayout(pp=2, dp=2), ParallelLayout(2, 1, 2)],
+    ids=ParallelLayout.describe,
+)
+def test_another_layout_goes_on_the_same(
+    layout: ParallelLayout, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
+) -> None:
+    folder, uninterrupted = saved
+    resumed = pool.run(load_and_train, layout.world_size, layout, str(folder), {})
+    assert_close(resumed, uninterrupted)
+    for key, tolerance in (("before", 0.0), ("weights", 1e-5)):
+        expected = assembled([rank[key] for rank in uninterrupted], TP2PP2)
+        for name, tensor in assembled([rank[key] for rank in resumed], layout).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{"value_head": True}, {"distributed": False}], ids=str)
+def test_from_data_parallel_shards_to_tensor_parallel(
+    options: dict[str, Any], pool: ProcessPool, tmp_path: Path
+) -> None:
+    uninterrupted = pool.run(train_and_save, 2, ParallelLayout(dp=2), str(tmp_path / "role"), options)
+    resumed = pool.run(load_and_train, 4, TP2PP2, str(tmp_path / "role"), {**options, "distributed": True})
+    assert_close(resumed, uninterrupted)
+
+
+def test_an_engine_without_optimizer_takes_the_weights(
+    saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
+) -> None:
+    folder, uninterrupted = saved
+    loaded = assembled(pool.run(load_forward_only, 1, ParallelLayout(), str(folder)), ParallelLayout())
+    for name, tensor in assembled([rank["before"] for rank in uninterrupted], TP2PP2).items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_everything_is_stored_once_under_hugging_face_names(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+    index = read_index(saved[0])
+    shapes = tensor_shapes(index)
+    expected = WeightMap(model_config()).hf_shapes()
+    assert shapes == {"weight": expected, "exp_avg": expected, "exp_avg_sq": expected}
+    for key, stored in index.state_dict_metadata.items():
+        elements = np.zeros(tuple(stored.size), dtype=int)
+        for chunk in stored.chunks:
+            elements[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+        assert (elements == 1).all(), key
+
+
+def truncate(folder: Path) -> str:
+    os.truncate(folder / "__1_0.distcp", 200)
+    return "__1_0.distcp is truncated: 200 bytes"
+
+
+def garble(folder: Path) -> str:
+    content = bytearray((folder / "__2_0.distcp").read_bytes())
+    content[: len(content) // 2] = bytes(len(content) // 2)
+    (folder / "__2_0.distcp").write_bytes(content)
+    return "__2_0.distcp is damaged"
+
+
+def remove(folder: Path) -> str:
+    (folder / "__3_0.distcp").unlink()
+    return "__3_0.distcp is missing"
+
+
+def remove_index(folder: Path) -> str:
+    (folder / ".metadata").unlink()
+    return ".metadata is missing"
+
+
+def cut_index(folder: Path) -> str:
+    os.truncate(folder / ".metadata", 500)
+    return ".metadata is malformed"
+
+
+def hostile_index(folder: Path) -> str:
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {folder / 'owned'}",)
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Attack()))
+    return "refused to load 'posix.system'"
+
+
+def escaping_index(folder: Path) -> str:
+    index = read_index(folder)
+    for info in index.storage_data.values():
+        info.relative_path = "../" + info.relative_path
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return "outside the checkpoint"
+
+
+def hole_in_index(folder: Path) -> str:
+    index = read_index(folder)
+    index.state_dict_metadata["exp_avg/model.norm.weight"].chunks.pop()
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return "'exp_avg/model.norm.weight': 0 of 32 wanted elements"
+
+
+def hostile_shard(folder: Path) -> str:
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {folder / 'owned'}",)
+
+    index = read_index(folder)
+    torch.save(Attack(), folder / "__0_0.distcp")
+    for info in index.storage_data.values():
+        if info.relative_path == "__0_0.distcp":
+            info.offset, info.length = 0, (folder / "__0_0.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return "__0_0.distcp is damaged: Weights only load failed"
+
+
+def no_state(folder: Path) -> str:
+    (folder / "state.json").unlink()
+    return "state.json is missing"
+
+
+def odd_state(folder: Path) -> str:
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "layout": {"tp": 2, "sideways": 3}}))
+    return "state.json is malformed"
+
+
+def future_state(folder: Path) -> str:
+    (folder / "state.json").write_text('{"format": 7}')
+    return "format=7, this megarl reads 1"
+
+
+DAMAGES = [truncate, garble, remove, remove_index, cut_index, hostile_index, escaping_index, hole_in_index,
+           hostile_shard, no_state, odd_state, future_state]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_named_on_every_rank(
+    damage: Any, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "role"
+    shutil.copytree(saved[0], folder)
+    expected = damage(folder)
+    for message in pool.run(failing_load, 2, ParallelLayout(tp=2), str(folder), {}):
+        assert expected in message
+    assert not (folder / "owned").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_damaged_random_state_is_named(
+    damage: str, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "role"
+    shutil.copytree(saved[0], folder)
+    if damage == "missing":
+        (folder / "random_00002.safetensors").unlink()
+    else:
+        os.truncate(folder / "random_00002.safetensors", 1000)
+    for message in pool.run(failing_load, 4, TP2PP2, str(folder), {}):
+        assert "failed on rank 2" in message
+        assert "random_00002.safetensors: random states cannot be restored" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"hidden": 64},
+            "'model.embed_tokens.weight' has shape [70, 32] in the checkpoint, has shape [70, 64]",
+        ),
+        ({"layers": 1}, "'model.layers.1.input_layernorm.weight' has shape [32] in the checkpoint, is absent here"),
+        ({"layers": 4}, "'model.layers.2.input_layernorm.weight' is absent in the checkpoint, has shape [32] here"),
+        ({"tied": False}, "'lm_head.weight' is absent in the checkpoint"),
+        ({"value_head": True}, "'score.weight' is absent in the checkpoint"),
+        ({"dtype": "bfloat16"}, "has dtype=float32, this run dtype=bfloat16"),
+    ],
+    ids=str,
+)
+def test_another_model_is_refused(
+    options: dict[str, Any], expected: str, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
+) -> None:
+    (message,) = pool.run(failing_load, 1, ParallelLayout(), str(saved[0]), options)
+    assert "is of another model" in message or "dtype" in message
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("random", "No space left on device"),
+        ("data", "No space left on device"),
+        ("disagreement", "No space left on device"),
+    ],
+)
+def test_a_failing_save_fails_on_every_rank_and_none_hangs(
+    how: str, expected: str, pool: ProcessPool, tmp_path: Path
+) -> None:
+    results = pool.run(failing_save, 4, TP2PP2, str(tmp_path), how)
+    for messages in results:
+        assert [expected in message for message in messages] == [True, True], messages
+        assert ["rank 3" in messages[0], "rank 2" in messages[1]] == [True, True], messages
+    resumed = pool.run(load_and_train, 1, ParallelLayout(), str(tmp_path / "fine"), {})
+    assert resumed[0]["padding"]
+
+
+def test_a_folder_in_use_is_refused(saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool) -> None:
+    (message,) = pool.run(save_into, 1, str(saved[0]))
+    assert f"{saved[0]} is not empty" in message
+
+
+def save_into(place: Place, folder: str) -> str:
+    try:
+        engine = build(place, ParallelLayout(), {})
+        with pytest.raises(CheckpointError) as caught:
+            save_sharded(engine, folder)
+        return str(caught.value)
+    finally:
+        shutdown_runtime()
