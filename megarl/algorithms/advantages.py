@@ -114,6 +114,7 @@ def grpo(inputs: AdvantageInputs, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     scores = torch.where(counted, inputs.token_level_rewards.double().sum(-1), 0.0)
 
     def per_group(numbers: Tensor) -> Tensor:
+        """The sum over each row's group, ``[b]``."""
         total = torch.zeros(int(group.max()) + 1, dtype=numbers.dtype, device=numbers.device)
         return total.index_add(0, group, numbers)[group]
 

@@ -29,6 +29,7 @@ class Registry(Mapping[str, _Entry], Generic[_Entry]):
         """
 
         def add(entry: _Entry) -> _Entry:
+            """File the entry."""
             for name in names:
                 if self._entries.get(name, entry) is not entry:
                     raise ConfigError(f"{self.key}={name!r} is registered already; choose another name")

@@ -87,6 +87,7 @@ class LiveStatus:
 
     @steps_done.setter
     def steps_done(self, step: int) -> None:
+        """Note a finished step; the first one starts the clock of the pace."""
         self._steps_done = step
         if self._first_mark is None:
             self._first_mark = (self._clock(), step)

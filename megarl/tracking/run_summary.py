@@ -40,6 +40,7 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each thing that a summary holds, in the order to show them."""
 
     def present(*names: str) -> bool:
+        """Whether the summary has all of these."""
         return all(summary.get(name) is not None for name in names)
 
     facts: list[tuple[str, str]] = []

@@ -58,6 +58,7 @@ def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
     """Decorator that files a tracker class or factory under ``name``."""
 
     def add(factory: TrackerFactory) -> TrackerFactory:
+        """File the factory."""
         TRACKERS[name] = factory
         return factory
 

@@ -51,9 +51,11 @@ def summary_cards(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]
     cards: list[dict[str, str]] = []
 
     def add(label: str, value: str, note: str = "", tone: str = "") -> None:
+        """One card."""
         cards.append({"label": label, "value": value, "note": note, "tone": tone})
 
     def change(label: str, first: float, last: float) -> None:
+        """A card for something that should rise."""
         tone = "good" if last > first else "bad" if last < first else ""
         add(label, f"{last:.3f}", f"{last - first:+.3f} from {first:.3f}", tone)
 
