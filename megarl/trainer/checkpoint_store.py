@@ -55,7 +55,7 @@ class CheckpointStore:
     def __init__(self, root: str | Path, keep: int | None = None) -> None:
         if keep is not None and keep < 1:
             raise ConfigError(f"trainer.max_ckpt_to_keep={keep}, expected at least 1, or null to keep all")
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # workers have working folders of their own
         self.keep = keep
 
     def begin(self, step: int) -> Path:
@@ -147,7 +147,7 @@ class CheckpointStore:
             if not resume_from_path:
                 raise ConfigError("trainer.resume_from_path must be set with trainer.resume_mode=resume_path")
             self.verify(resume_from_path)
-            return Path(resume_from_path)
+            return Path(resume_from_path).absolute()
         if resume_mode == "auto":
             return self._newest()
         raise ConfigError(f"trainer.resume_mode={resume_mode!r}, expected one of: {', '.join(RESUME_MODES)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -75,7 +77,7 @@ def test_data_parallel_cuts_cover_everything_once(parts: int) -> None:
     param = LocalParam("p", SHAPE, (Piece("hf", (2, 0), (9, 5), (0, 0)),))
     count = np.zeros((9, 5), dtype=int)
     cuts = np.linspace(0, 35, parts + 1).astype(int)
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in pairwise(cuts):
         for block in blocks_of_range(param, int(start), int(stop)):
             count[tuple(slice(a, a + n) for a, n in zip(block.start, block.shape, strict=True))] += 1
     assert (count[2:] == 1).all()

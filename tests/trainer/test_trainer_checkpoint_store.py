@@ -62,6 +62,13 @@ def test_nothing_saved_starts_at_step_zero(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path).resolve("auto") is None
 
 
+def test_folders_are_absolute(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = save(CheckpointStore("run"), 1)
+    assert CheckpointStore("run").resolve("auto") == tmp_path / "run" / "global_step_1" == folder
+    assert CheckpointStore("run").resolve("resume_path", "run/global_step_1") == folder
+
+
 def test_resume_modes(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     first, second = save(store, 1), save(store, 2)
