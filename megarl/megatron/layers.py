@@ -27,15 +27,37 @@ class PackedSequences(PackedSeqParams):
     rotation: tuple[Tensor, Tensor] | None = None
 
 
-class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm over the last dimension, usable under sequence parallelism.
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension (https://arxiv.org/abs/1910.07467), taken in float32.
 
-    Each rank then norms its own part of the sequence; the mark on the weight makes Megatron add up its gradients.
+    Under sequence parallelism each rank norms its own part of the sequence; the mark on the weight makes Megatron add
+    up its gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs."""
+        result: Tensor = _RMSNorm.apply(inputs, self.weight, self.eps)
+        return result
+
+
+class SwiGLU(nn.Module):
+    """``silu(gate) * up`` of ``[..., 2 * n]``, the gate in the first half (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[..., n]`` from ``[..., 2 * n]``."""
+        result: Tensor = _SwiGLU.apply(inputs)
+        return result
 
 
 class PackedAttention(nn.Module):
@@ -93,3 +115,45 @@ class ValueHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Values ``[n]`` float32 of ``hidden [n, hidden size]``."""
         return F.linear(hidden.float(), self.weight.float())[:, 0]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One pass less over memory per operation than autograd's own, which is what small models wait for on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+        exact = inputs.float()
+        scale = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / inputs.shape[-1] + eps).rsqrt_()
+        ctx.save_for_backward(inputs, weight, scale)
+        return (exact * scale).to(inputs.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        inputs, weight, scale = ctx.saved_tensors
+        grad, exact_weight = grads[0].float(), weight.float()
+        normed = inputs.float() * scale
+        along = grad * normed
+        grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
+        mean = (along @ exact_weight)[..., None] / inputs.shape[-1]
+        grad_inputs = (grad * exact_weight).addcmul_(normed, mean, value=-1).mul_(scale)
+        return grad_inputs.to(inputs.dtype), grad_weight, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Writes the gradient of both halves into one tensor, and keeps nothing but the input."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        gate, up = inputs.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inputs,) = ctx.saved_tensors
+        gate, up = inputs.chunk(2, dim=-1)
+        result = torch.empty_like(inputs)
+        grad_gate, grad_up = result.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grads[0], out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        return result

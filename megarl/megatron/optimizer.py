@@ -147,7 +147,9 @@ class Optimizer:
         if not _on_all_ranks(loss_is_finite and math.isfinite(grad_norm)):
             return StepResult(grad_norm if loss_is_finite else math.nan, lr, True)
         for group in self.megatron.param_groups:
+            # Megatron leaves both to a scheduler of its own; the multiplier is 0 for norms and biases.
             group["lr"] = lr
+            group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
         if self.options.clip_grad > 0:
             for part in self.megatron.chained_optimizers:
                 if part.get_parameters():

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.megatron.layers import PackedAttention, RMSNorm
+from megarl.megatron.layers import PackedAttention, RMSNorm, SwiGLU
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ def decoder_spec(config: TransformerConfig, transformer_engine: bool) -> Any:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.mlp.submodules.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

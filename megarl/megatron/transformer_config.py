@@ -59,6 +59,7 @@ def build_transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=fused,
         bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # Megatron's name for taking the activation from the layer specification
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused,
         batch_p2p_comm=False,

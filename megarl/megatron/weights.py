@@ -45,6 +45,10 @@ class RankWeights:
         self._map = weight_map
         self._runtime = runtime
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by their names in the weight map."""
+        return dict(self._params)
+
     def named(self) -> dict[str, Tensor]:
         """The weights themselves, not copies, detached from autograd."""
         return {name: param.detach() for name, param in self._params.items()}

@@ -1,0 +1,148 @@
+"""What the tests run in each process: one engine in one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from distributed import Place
+from tiny_models import TEMPERATURE, Row
+from torch import Tensor
+
+from megarl.megatron import (
+    EngineOptions,
+    MegatronEngine,
+    OptimizerOptions,
+    PackedMicroBatch,
+    PolicyOutputs,
+    StepResult,
+    ValueOutputs,
+    init_runtime,
+    shutdown_runtime,
+)
+from megarl.models import ParallelLayout, WeightMap, read_model_config
+
+
+class Setup(NamedTuple):
+    """A layout and the options of an engine."""
+
+    layout: ParallelLayout
+    sequence_parallel: bool = False
+    value_head: bool = False
+    dtype: torch.dtype = torch.float32
+    rows_per_micro_batch: int = 3
+    optimizer: OptimizerOptions | None = None
+
+
+@contextmanager
+def engine(place: Place, path: Path, setup: Setup) -> Iterator[MegatronEngine]:
+    runtime = init_runtime(
+        setup.layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60
+    )
+    try:
+        built = MegatronEngine(
+            read_model_config(path),
+            setup.layout,
+            runtime,
+            EngineOptions(
+                dtype=setup.dtype,
+                sequence_parallel=setup.sequence_parallel,
+                value_head=setup.value_head,
+                optimizer=setup.optimizer,
+            ),
+        )
+        built.load_hf(path)
+        yield built
+    finally:
+        shutdown_runtime()
+
+
+def micro_batches(rows: list[Row], setup: Setup, dp_rank: int = 0, dp: int = 1) -> list[PackedMicroBatch]:
+    mine = rows[dp_rank::dp]
+    return [
+        PackedMicroBatch.from_rows(
+            [(row.prompt, row.response) for row in group],
+            {"weights": torch.cat([r.weights for r in group]), "returns": torch.cat([r.returns for r in group])},
+        )
+        for start in range(0, len(mine), setup.rows_per_micro_batch)
+        for group in [mine[start : start + setup.rows_per_micro_batch]]
+    ]
+
+
+def policy_loss(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """A weighted likelihood with an entropy bonus."""
+    weights = micro_batch.columns["weights"]
+    nll, entropy = -(outputs.log_probs * weights).sum(), (outputs.entropy * weights).sum()
+    return nll - 0.3 * entropy, {"nll": nll, "entropy": entropy}
+
+
+def value_loss(outputs: ValueOutputs, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """A weighted squared error."""
+    errors = (outputs.values - micro_batch.columns["returns"]).square()
+    loss = (errors * micro_batch.columns["weights"]).sum()
+    return loss, {"loss": loss}
+
+
+def forward(place: Place, path: Path, setup: Setup, rows: list[Row], with_entropy: bool = True) -> Any:
+    """Packed log-probs and entropies, or values, of all rows; None where the engine answers nothing."""
+    with engine(place, path, setup) as built:
+        outputs = built.forward(micro_batches(rows, setup), temperature=TEMPERATURE, with_entropy=with_entropy)
+        if outputs is None:
+            return None
+        if setup.value_head:
+            return torch.cat([output.values for output in outputs])
+        entropies = [output.entropy for output in outputs]
+        return torch.cat([o.log_probs for o in outputs]), torch.cat(entropies) if with_entropy else entropies
+
+
+class Training(NamedTuple):
+    """What one rank has after some optimizer steps."""
+
+    metrics: list[dict[str, float]]
+    steps: list[StepResult]
+    grads: dict[str, Tensor]  # of the last step, before clipping
+    weights: dict[str, Tensor]
+
+
+def train(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> Training:
+    """One optimizer step per batch."""
+    loss = value_loss if setup.value_head else policy_loss
+    metrics, steps, grads = [], [], {}
+    with engine(place, path, setup) as built:
+        for batch in batches:
+            mine = micro_batches(batch, setup, built.runtime.coordinate.dp, setup.layout.dp)
+            options = {} if setup.value_head else {"temperature": TEMPERATURE, "with_entropy": True}
+            metrics.append(built.forward_backward(mine, loss, **options))
+            named = built.weights.parameters()
+            grads = {name: param.main_grad.clone() for name, param in named.items()}
+            steps.append(built.optimizer_step())
+        return Training(metrics, steps, grads, built.weights_to_host())
+
+
+def assemble(path: Path, setup: Setup, local: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Hugging Face tensors from what each rank holds; replicas must agree and vocabulary padding must be zero."""
+    weight_map = WeightMap(read_model_config(path), setup.value_head)
+    whole = {name: torch.full(shape, torch.nan) for name, shape in weight_map.hf_shapes().items()}
+    for rank, tensors in enumerate(local):
+        params = weight_map.megatron_params(setup.layout, rank)
+        assert {param.name for param in params} == set(tensors)
+        for param in params:
+            covered = torch.zeros(param.shape, dtype=torch.bool)
+            for piece in param.pieces:
+                here = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))
+                there = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
+                part, known = tensors[param.name][here].float(), whole[piece.hf_name][there]
+                if not known.isnan().any():
+                    torch.testing.assert_close(part, known, rtol=1e-5, atol=1e-7)
+                whole[piece.hf_name][there] = part
+                covered[here] = True
+            assert not tensors[param.name][~covered].any(), f"padding of {param.name} is not zero"
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def in_parts(values: Tensor, rows: list[Row]) -> tuple[Tensor, ...]:
+    return values.split([len(row.response) for row in rows])

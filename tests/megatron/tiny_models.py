@@ -1,0 +1,74 @@
+"""Small random Hugging Face models, and what they say of a batch: the reference that Megatron is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+VOCAB = 503  # a prime: no tensor-parallel size divides it
+ROW_LENGTHS = [(3, 5), (7, 2), (4, 4), (1, 9), (5, 3), (2, 6), (6, 2), (9, 1)]
+TEMPERATURE = 0.7
+
+
+class Row(NamedTuple):
+    prompt: Tensor
+    response: Tensor
+    weights: Tensor  # of its response tokens in the loss
+    returns: Tensor  # that a critic is to predict
+
+
+def save_model(path: Path, family: str, *, tied: bool = False, critic: bool = False, **changes: Any) -> Any:
+    """Writes a model with large random weights (so that errors show) and returns it."""
+    import transformers
+
+    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        **({"head_dim": 12} if family == "qwen3" else {}),
+        **({"num_labels": 1} if critic else {}),
+        **changes,
+    }
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = getattr(transformers, name + ("ForSequenceClassification" if critic else "ForCausalLM"))(config).float()
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if "norm" in key or "bias" in key:
+                param.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def rows(seed: int = 0) -> list[Row]:
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for prompt, response in ROW_LENGTHS:
+        tokens = [torch.randint(0, VOCAB, (n,), generator=generator) for n in (prompt, response)]
+        numbers = torch.randn(2, response, generator=generator)
+        result.append(Row(*tokens, weights=numbers[0] / 40, returns=numbers[1]))
+    return result
+
+
+def policy_reference(model: Any, row: Row, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of a row's response tokens, differentiable."""
+    logits = model(torch.cat([row.prompt, row.response])[None]).logits[0] / temperature
+    log_probs = logits[len(row.prompt) - 1 : -1].log_softmax(-1)
+    return log_probs.gather(1, row.response[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def value_reference(model: Any, row: Row) -> Tensor:
+    """Values of the states before a row's response tokens, differentiable."""
+    hidden = model.model(torch.cat([row.prompt, row.response])[None]).last_hidden_state[0]
+    return model.score(hidden)[len(row.prompt) - 1 : -1, 0]
