@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 import megarl
@@ -42,7 +41,6 @@ from megarl.megatron.optimizer_state import (
 )
 from megarl.megatron.random_state import load_random_state, save_random_state
 from megarl.megatron.runtime import Runtime
-from megarl.megatron.weights import global_names
 from megarl.models import LocalParam, ParallelLayout
 
 STATE_FILE = "state.json"
@@ -154,7 +152,7 @@ def _saved_items(engine: MegatronEngine) -> Iterator[Item]:
     """What this rank contributes: each element of each tensor comes from one rank."""
     layout, where = engine.runtime.layout, engine.runtime.coordinate
     exported = engine.weight_map.export_params(layout, layout.rank(tp=where.tp, pp=where.pp))
-    params = _parameters(engine)
+    params = engine.weights.parameters()
     shapes = engine.weight_map.hf_shapes()
     states: Mapping[str, StateShard] = {}
     if engine.optimizer is not None:
@@ -170,7 +168,7 @@ def _saved_items(engine: MegatronEngine) -> Iterator[Item]:
 
 def _wanted_items(engine: MegatronEngine) -> Iterator[Item]:
     """The memory of everything this rank holds, set to zero where a checkpoint has nothing: vocabulary padding."""
-    params, shapes = _parameters(engine), engine.weight_map.hf_shapes()
+    params, shapes = engine.weights.parameters(), engine.weight_map.hf_shapes()
     states: Mapping[str, StateShard] = {}
     if engine.optimizer is not None:
         states = state_shards(engine.optimizer, params)
@@ -181,14 +179,6 @@ def _wanted_items(engine: MegatronEngine) -> Iterator[Item]:
             for tensor in states[param.name].tensors.values():
                 tensor.zero_()
             yield from _state_items(param, states[param.name], shapes)
-
-
-def _parameters(engine: MegatronEngine) -> dict[str, nn.Parameter]:
-    """The parameters themselves by their names in the weight map; Megatron's optimizer knows them by identity."""
-    named: dict[str, nn.Parameter] = {}
-    for chunk in engine.chunks:
-        named |= global_names(chunk.module if isinstance(chunk, DistributedDataParallel) else chunk)
-    return named
 
 
 def _weight_items(param: LocalParam, weight: nn.Parameter, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Item]:

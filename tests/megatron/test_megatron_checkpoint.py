@@ -30,19 +30,11 @@ from megarl.megatron import (
 from megarl.megatron.checkpoint import load_sharded, save_sharded
 from megarl.megatron.checkpoint_format import read_index, tensor_shapes
 from megarl.megatron.optimizer_state import state_shards
-from megarl.megatron.weights import global_names
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 
 VOCAB = 70  # padded to 80 rows at TP1, to 96 at TP2
 TP2PP2 = ParallelLayout(tp=2, pp=2)
 ADAM = {"lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1, "decay_style": "cosine", "warmup_steps": 1, "total_steps": 6}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    pool = ProcessPool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +143,7 @@ def facts(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
     before = {name: param.clone() for name, param in engine.named_local_params().items()}
     steps = [step(engine, number) for number in numbers]
     assert engine.optimizer is not None
-    shards = state_shards(engine.optimizer, global_names(engine.chunks[0].module))
+    shards = state_shards(engine.optimizer, engine.weights.parameters())
     inner = [part.optimizer for part in engine.optimizer.megatron.chained_optimizers]
     states = [state for optimizer in inner for state in optimizer.state.values()]
     return {
