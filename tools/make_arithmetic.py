@@ -76,6 +76,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int, laye
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
+        initializer_range=0.06,  # near 1 / sqrt(hidden): so small a model learns sooner from larger weights
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -20,10 +20,11 @@ def row_costs(batch: DataProto) -> list[int]:
     """Work per row: its real tokens, by ``attention_mask`` ``[rows, P + R]``.
 
     Rows without ``responses`` cost 1 each: prompts are still to be answered, and how long that takes has little to do
-    with their own length.
+    with their own length. So does every row where ``meta_info["balance_batch"]`` is False.
     """
-    columns = {} if batch.batch is None else dict(batch.batch.items())
-    if "responses" not in columns or "attention_mask" not in columns:
+    columns = batch.tensors
+    known = "responses" in columns and "attention_mask" in columns
+    if not known or not batch.meta_info.get("balance_batch", True):
         return [1] * len(batch)
     return columns["attention_mask"].sum(-1).tolist()
 

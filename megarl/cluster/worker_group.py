@@ -219,7 +219,9 @@ class WorkerGroup:
         plan = plan_split(row_costs(batches[0]), self.layout.dp, mini_batch_rows, equal=mark.mini_batches is not None)
         # One object per chunk: the TP and PP ranks of a DP rank read the same copy.
         columns = [
-            [ray.put(chunk) for chunk in split(arg, plan)] if isinstance(arg, DataProto) else [arg] * self.layout.dp
+            [ray.put(chunk) for chunk in split(_read_by(mark, arg), plan)]
+            if isinstance(arg, DataProto)
+            else [arg] * self.layout.dp
             for arg in args
         ]
         refs = []
@@ -298,6 +300,13 @@ def _gather(groups: Sequence[WorkerGroup], tasks: Sequence[Task], timeout_s: flo
             if group.role == failure.role:
                 group._failure = failure
         raise
+
+
+def _read_by(mark: VerbMark, batch: DataProto) -> DataProto:
+    """The part of a batch that a verb reads."""
+    if mark.columns is None:
+        return batch
+    return batch.select([name for name in mark.columns if name in batch.tensors], [])
 
 
 def _for_rank(args: Sequence[Any], rank: int) -> list[Any]:

@@ -43,10 +43,10 @@ class DataProto:
             if not isinstance(values, np.ndarray) or values.dtype != object or values.ndim != 1:
                 raise DataError(f"non-tensor column {name!r} must be an object array [rows], got {values!r:.200}")
             _check_rows(f"non-tensor column {name!r}", len(values), rows)
-        both = sorted(self.non_tensor_batch.keys() & self._tensors().keys())
+        both = sorted(self.non_tensor_batch.keys() & self.tensors.keys())
         if both:
             raise DataError(f"columns {both} are both tensors and non-tensors; rename one of each")
-        column_widths(self._tensors())
+        column_widths(self.tensors)
 
     @classmethod
     def from_dict(
@@ -86,6 +86,11 @@ class DataProto:
         others = {name: values for name, values in data.items() if not isinstance(values, Tensor)}
         return cls.from_dict(tensors, others, meta_info)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor columns by name; empty where there are none."""
+        return {} if self.batch is None else dict(self.batch.items())
+
     def __len__(self) -> int:
         """Number of rows."""
         if self.batch is not None:
@@ -122,7 +127,7 @@ class DataProto:
         """
         batch = self.batch
         if batch_keys is not None:
-            picked = _pick(self._tensors(), batch_keys, "tensor column")
+            picked = _pick(self.tensors, batch_keys, "tensor column")
             batch = TensorDict(picked, batch_size=[len(self)]) if self.batch is not None else None
         objects, meta = self.non_tensor_batch, self.meta_info
         if non_tensor_batch_keys is not None:
@@ -160,7 +165,7 @@ class DataProto:
         Raises:
             DataError: a column has another number of rows, or the wrong shape.
         """
-        merged = {**self._tensors(), **(tensors or {})}
+        merged = {**self.tensors, **(tensors or {})}
         return DataProto.from_dict(merged, {**self.non_tensor_batch, **(non_tensors or {})}, self.meta_info)
 
     def union(self, other: DataProto) -> DataProto:
@@ -170,7 +175,7 @@ class DataProto:
             DataError: the batches differ in rows, or both have a key with different values.
         """
         _check_rows("the other batch", len(other), len(self))
-        tensors = merge_mappings([self._tensors(), other._tensors()], "tensor column")
+        tensors = merge_mappings([self.tensors, other.tensors], "tensor column")
         objects = merge_mappings([self.non_tensor_batch, other.non_tensor_batch], "non-tensor column")
         return DataProto.from_dict(tensors, objects, merge_mappings([self.meta_info, other.meta_info], "meta_info key"))
 
@@ -232,7 +237,7 @@ class DataProto:
         rows = sum(map(len, parts))
         batch = None
         if parts[0].batch is not None:
-            batch = TensorDict(join_rows([part._tensors() for part in parts]), batch_size=[rows])
+            batch = TensorDict(join_rows([part.tensors for part in parts]), batch_size=[rows])
         names = parts[0].non_tensor_batch
         objects = {name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in names}
         return DataProto(batch, objects, merge_mappings([part.meta_info for part in parts], "meta_info key"))
@@ -259,11 +264,8 @@ class DataProto:
         return self[: len(self) - added]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = None if self.batch is None else pack_columns(self._tensors())
+        packed = None if self.batch is None else pack_columns(self.tensors)
         return _restore, (packed, len(self), self.non_tensor_batch, self.meta_info)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {} if self.batch is None else dict(self.batch.items())
 
 
 def _restore(

@@ -71,7 +71,7 @@ def sequence_lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     Raises:
         DataError: there is no ``attention_mask``, no column tells where responses begin, or the mask has holes.
     """
-    tensors = {} if batch.batch is None else dict(batch.batch.items())
+    tensors = batch.tensors
     spans = read_spans(tensors)
     if spans is None:
         raise DataError(

@@ -9,7 +9,7 @@ if the last finds every element of every parameter written exactly once. A sessi
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -212,6 +212,10 @@ class RolloutEngine(abc.ABC):
     @abc.abstractmethod
     def health(self) -> EngineHealth:
         """State of the engine; never raises."""
+
+    @abc.abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """The parameters as held, by name: to be read, for verification; valid until weights change."""
 
     @abc.abstractmethod
     def checksum(self) -> dict[str, str]:

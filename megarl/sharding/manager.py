@@ -33,8 +33,8 @@ class SyncTarget(Protocol):
     def begin_update(self, version: int) -> Pending:
         """Makes every engine stale: it serves nothing until ``end_update``."""
 
-    def import_bucket(self, index: int, exported: Pending) -> Pending:
-        """Writes what the source exported, waiting for it where needed."""
+    def import_bucket(self, index: int, exported: Any) -> Pending:
+        """Writes what the source's ``export_bucket`` returned, waiting for it where needed."""
 
     def end_update(self, version: int) -> Pending:
         """Makes every engine serve the new weights; raises where one has not received all of them."""

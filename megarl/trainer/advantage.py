@@ -34,12 +34,12 @@ class AdvantagePhase:
     def compute(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """The batch with ``token_level_rewards``, ``advantages`` and ``returns``; facts go into ``metrics``."""
         batch = self._shape(batch, metrics)
-        tensors, config = batch.batch, self.config
+        tensors, config = batch.tensors, self.config
         advantages, returns = self.estimate(
             AdvantageInputs(
                 token_level_rewards=tensors["token_level_rewards"],
                 response_mask=tensors["response_mask"],
-                values=tensors.get("values", None),
+                values=tensors.get("values"),
                 group_ids=batch.non_tensor_batch["uid"],
                 gamma=config.gamma,
                 lam=config.lam,
@@ -53,7 +53,7 @@ class AdvantagePhase:
         return batch.with_columns({"advantages": advantages, "returns": returns}, {})
 
     def _shape(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        tensors = batch.batch
+        tensors = batch.tensors
         rewards = tensors["token_level_scores"]
         if self.kl_controller is not None:
             coefficient = self.kl_controller.value

@@ -30,7 +30,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 
     ``critic/score`` and ``critic/rewards`` are sums over a response; the token-level ones are over trained tokens.
     """
-    tensors = batch.batch
+    tensors = batch.tensors
     mask = tensors["response_mask"].bool()
     kept = mask.any(-1)
     metrics = summary("critic/score", tensors["token_level_scores"].sum(-1)[kept])
@@ -50,10 +50,10 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 
 def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     """How far the engine's token probabilities are from the actor's: statistics of ``|p_rollout - p_actor|``."""
-    if "rollout_log_probs" not in batch.batch:
+    if "rollout_log_probs" not in batch.tensors:
         return {}
-    mask = batch.batch["response_mask"].bool()
-    rollout, actor = batch.batch["rollout_log_probs"][mask].double(), batch.batch["old_log_probs"][mask].double()
+    mask = batch.tensors["response_mask"].bool()
+    rollout, actor = batch.tensors["rollout_log_probs"][mask].double(), batch.tensors["old_log_probs"][mask].double()
     if rollout.numel() == 0:
         return {}
     difference = (rollout.exp() - actor.exp()).abs()

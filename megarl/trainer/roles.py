@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
+from megarl.cluster import PlacedPool, WorkerGroup, wait_all, wait_ready
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
 from megarl.config import MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
@@ -87,8 +87,7 @@ class RoleBuilder:
         own_reference = self._reference() if self._reference_has_workers() else None
         groups = [group for group in (actor, rollout, critic, own_reference) if group]
         wait_ready(groups)
-        for pending in [group.submit("init_model") for group in groups]:
-            pending.result()
+        wait_all([group.submit("init_model") for group in groups])
         reference = own_reference or (actor if self.config.uses_reference else None)
         return Roles(actor, critic, reference, rollout, self._connect(actor, rollout))
 
@@ -146,10 +145,14 @@ class RoleBuilder:
             rollout.layout.tp,
             rollout.layout.dp,
             sync.bucket_megabytes * 2**20,
-            ELEMENT_BYTES[config.actor.megatron.dtype],
+            ELEMENT_BYTES[config.rollout.dtype],
         )
-        for pending in [group.submit("connect_sync", plan, sync.transport, sync.verify) for group in (actor, rollout)]:
-            pending.result()
+        wait_all(
+            [
+                actor.submit("connect_sync", plan, sync.transport, sync.verify, config.rollout.dtype),
+                rollout.submit("connect_sync", plan, sync.transport, sync.verify),
+            ]
+        )
         return ShardingManager(plan, GroupSource(actor, rollout.world_size), GroupTarget(rollout))
 
     def _group(self, role: str, worker: str, kwargs: dict, layout: ParallelLayout) -> WorkerGroup:

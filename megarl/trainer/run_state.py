@@ -6,8 +6,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.algorithms import KLController
+from megarl.cluster import wait_all
 from megarl.config.schema import TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.models import read_model_config
@@ -24,7 +26,7 @@ class Resume:
     state: TrainerState
 
 
-def fingerprints(config: TrainConfig) -> dict[str, object]:
+def fingerprints(config: TrainConfig) -> dict[str, Any]:
     """What each learning role trains, for the check that a checkpoint is of the same model."""
     prints = {"actor": model_fingerprint(read_model_config(config.actor_rollout_ref.model.path))}
     if config.uses_critic:
@@ -101,8 +103,7 @@ class RunState:
         if self.resume is None:
             return
         path, state = self.resume.path, self.resume.state
-        for pending in [group.submit("load_checkpoint", str(path / group.role)) for group in roles.learners()]:
-            pending.result()
+        wait_all([group.submit("load_checkpoint", str(path / group.role)) for group in roles.learners()])
         self.loader.load_state_dict(state.dataloader)
         if self.kl_controller is not None:
             self.kl_controller.load_state_dict(state.kl_controller)
@@ -111,8 +112,7 @@ class RunState:
     def save(self, roles: Roles, metrics_file: Path | None = None) -> None:
         """Save everything that :meth:`restore` needs, and the metrics so far; whole or not at all."""
         with self.store.saving(self.step) as folder:
-            for pending in [group.submit("save_checkpoint", str(folder / group.role)) for group in roles.learners()]:
-                pending.result()
+            wait_all([group.submit("save_checkpoint", str(folder / group.role)) for group in roles.learners()])
             TrainerState(
                 step=self.step,
                 epoch=self.loader.epoch,

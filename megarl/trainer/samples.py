@@ -21,8 +21,8 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     A row whose reward failed has ``score`` None.
     """
     prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
-    prompts, responses = batch.batch["prompts"], batch.batch["responses"]
-    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    prompts, responses = batch.tensors["prompts"], batch.tensors["responses"]
+    scores = batch.tensors["token_level_scores"].sum(-1).tolist()
     failed = batch.non_tensor_batch["reward_failed"]
     extras = [name for name in batch.non_tensor_batch if name.startswith("reward_extra_")]
     samples = []

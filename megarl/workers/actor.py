@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, entropy_loss, kl_penalty
@@ -14,9 +15,9 @@ from megarl.megatron import PolicyOutputs
 from megarl.sharding import ReshardPlan
 from megarl.sharding.sender import BucketSender, Shipment
 from megarl.sharding.transport import create_transport
-from megarl.workers.base import MegatronWorker, OutputOptions, TokenContributions
+from megarl.workers.base import MegatronWorker, OutputOptions, TokenLosses
 from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.rows import PackedRows
+from megarl.workers.rows import SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, RoleSettings, UpdatePlan
 
 
@@ -81,7 +82,7 @@ class ActorWorker(PolicyWorker):
         super().init_model()
         self._reference_weights = self.engine.weights_to_host() if self.reference else None
 
-    @verb(Dispatch.SPLIT, phase="old_log_prob")
+    @verb(Dispatch.SPLIT, phase="old_log_prob", columns=SEQUENCES)
     def compute_log_prob(self, batch: DataProto) -> DataProto | None:
         """``old_log_probs`` of the response tokens under the current weights, and their ``entropys``; ``[b, R]``."""
         result = self.log_probs(batch, self.log_prob, with_entropy=True)
@@ -89,7 +90,7 @@ class ActorWorker(PolicyWorker):
             return None
         return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"]})
 
-    @verb(Dispatch.SPLIT, phase="ref")
+    @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
         """``ref_log_prob`` of the response tokens, ``[b, R]``, with the reference's weights swapped in."""
         assert self.reference is not None and self._reference_weights is not None, "no reference lives in the actor"
@@ -97,7 +98,12 @@ class ActorWorker(PolicyWorker):
             result = self.log_probs(batch, self.reference, with_entropy=False)
         return None if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})
 
-    @verb(Dispatch.SPLIT, mini_batches="actor_mini_batch_rows", phase="update_actor")
+    @verb(
+        Dispatch.SPLIT,
+        mini_batches="actor_mini_batch_rows",
+        phase="update_actor",
+        columns=(*SEQUENCES, "response_mask", "old_log_probs", "advantages", "ref_log_prob"),
+    )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """PPO's updates: ``ppo_epochs`` passes over the mini-batches."""
         columns = ["old_log_probs", "advantages", *(["ref_log_prob"] if self.config.use_kl_loss else [])]
@@ -108,11 +114,10 @@ class ActorWorker(PolicyWorker):
         return metrics
 
     @verb(Dispatch.ALL)
-    def connect_sync(self, plan: ReshardPlan, transport: str, verify: bool) -> None:
-        """Get ready to send weights by a plan."""
-        self._sender = BucketSender(
-            plan, self.rank, self.engine.named_local_params, create_transport(transport), verify
-        )
+    def connect_sync(self, plan: ReshardPlan, transport: str, verify: bool, dtype: str) -> None:
+        """Get ready to send weights by a plan, in the engines' number format."""
+        params, carrier = self.engine.named_local_params, create_transport(transport)
+        self._sender = BucketSender(plan, self.rank, params, carrier, verify, getattr(torch, dtype))
 
     @verb(Dispatch.ALL, phase="update_weights")
     def export_bucket(self, index: int) -> dict[int, Shipment]:
@@ -125,7 +130,7 @@ class ActorWorker(PolicyWorker):
         self._sender.release_bucket(index)
 
 
-def policy_loss(config: ActorConfig, outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenContributions:
+def policy_loss(config: ActorConfig, outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenLosses:
     """Per-token loss of the policy with entropy bonus and KL to the reference, and the metrics of its parts.
 
     ``loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl``; all tensors are packed ``[n]``.
@@ -140,12 +145,10 @@ def policy_loss(config: ActorConfig, outputs: PolicyOutputs, columns: Mapping[st
             clip_ratio_c=config.clip_ratio_c,
         )
     )
-    loss, parts = policy.loss, {"pg_loss": policy.loss.detach(), **policy.diagnostics}
+    loss, parts = policy.loss, {"pg_loss": policy.loss}
     if outputs.entropy is not None:
         loss = loss + entropy_loss(outputs.entropy, config.entropy_coeff)
-        parts["entropy_loss"] = outputs.entropy.detach()
     if config.use_kl_loss:
         kl = kl_penalty(outputs.log_probs, columns["ref_log_prob"], config.kl_loss_type)
-        loss = loss + config.kl_loss_coef * kl
-        parts["kl_loss"] = kl.detach()
-    return {"loss": loss, **parts}
+        loss, parts["kl_loss"] = loss + config.kl_loss_coef * kl, kl
+    return TokenLosses(loss, parts, policy.diagnostics)

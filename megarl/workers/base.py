@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +16,28 @@ from megarl.config import MegatronConfig, OptimConfig
 from megarl.data import DataProto
 from megarl.errors import MegarlError
 from megarl.megatron import EngineOptions, MegatronEngine, OptimizerOptions, PackedMicroBatch, init_runtime
-
-# CKPT
+from megarl.megatron.checkpoint import load_sharded, save_sharded
 from megarl.models import read_model_config
 from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.rows import PackedRows
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
-TokenContributions = dict[str, Tensor]
-"""Numbers per token, each to be weighted by the token's weight in the loss and summed; ``loss`` is among them."""
-TokenLossFunction = Callable[[Any, Mapping[str, Tensor]], TokenContributions]
+
+class TokenLosses(NamedTuple):
+    """What a role's loss says of the response tokens of a micro-batch; every tensor is packed, ``[n]``.
+
+    Attributes:
+        loss: what is minimised, aggregated as the configuration says.
+        parts: metrics aggregated like the loss.
+        facts: metrics that are means over the trained tokens.
+    """
+
+    loss: Tensor
+    parts: Mapping[str, Tensor]
+    facts: Mapping[str, Tensor]
+
+
+TokenLossFunction = Callable[[Any, Mapping[str, Tensor]], TokenLosses]
 
 
 class OutputOptions(NamedTuple):
@@ -35,6 +48,7 @@ class OutputOptions(NamedTuple):
 
 
 DEFAULT_OUTPUTS = OutputOptions()
+LOSS_WEIGHT, FACT_WEIGHT = "loss_weight", "fact_weight"
 
 
 class SkippedStepsError(MegarlError):
@@ -115,7 +129,7 @@ class MegatronWorker:
             batch: rows of this data-parallel rank, mini-batch after mini-batch, with ``response_mask``.
             plan: mini-batches, epochs, budget, aggregation.
             columns: response-aligned columns that the loss reads.
-            loss: outputs and columns, packed, to numbers per token: ``loss`` and others; all of them are metrics.
+            loss: the model's outputs and those columns, packed, to losses per token.
             outputs: what the model must tell of the tokens.
 
         Returns:
@@ -133,7 +147,6 @@ class MegatronWorker:
                 steps += 1
         metrics = {f"{self.prefix}/{name}": value / steps for name, value in totals.items()}
         metrics[f"{self.prefix}/skipped_steps"] = totals["skipped_steps"]
-        metrics[f"{self.prefix}/lr"] = self.engine.learning_rate
         return metrics
 
     def _step(
@@ -146,39 +159,29 @@ class MegatronWorker:
         options: OutputOptions,
     ) -> dict[str, float]:
         """One optimizer step: forward and backward over the mini-batch's micro-batches, then the update."""
-        weights = self._token_weights(rows, mini_batch, plan)
-        micro_batches = []
-        for group in rows.micro_batches(plan.budget, mini_batch):
-            packed = {name: rows.column(name, group) for name in columns}
-            packed["weights"] = torch.cat([weights[row - mini_batch.start] for row in group])
-            micro_batches.append(rows.pack(group, packed))
-
-        def weighted(outputs: object, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            parts = loss(outputs, micro_batch.columns)
-            sums = {name: (part * micro_batch.columns["weights"]).sum() for name, part in parts.items()}
-            return sums["loss"], {name: value.detach() for name, value in sums.items()}
-
-        metrics = self.engine.forward_backward(
-            micro_batches, weighted, temperature=options.temperature, with_entropy=options.with_entropy
-        )
-        result = self.engine.optimizer_step()
-        self._count_skipped(result.skipped)
-        return {**metrics, "grad_norm": result.grad_norm, "skipped_steps": float(result.skipped)}
-
-    def _token_weights(self, rows: PackedRows, mini_batch: range, plan: UpdatePlan) -> Sequence[Tensor]:
-        """Each row's token weights in the loss of the whole mini-batch, whose counts are summed over DP first."""
         lengths = torch.tensor([rows.response_lengths[row] for row in mini_batch])
         mask = rows.column("response_mask", mini_batch)
         counts = self._global_counts(loss_counts(mask, lengths))
-        weights = token_weights(
-            mask,
-            plan.loss_agg_mode,
-            global_tokens=counts.tokens,
-            global_sequences=counts.sequences,
-            lengths=lengths,
-            horizon=plan.horizon,
+        weigh = partial(token_weights, mask, global_tokens=counts.tokens, global_sequences=counts.sequences)
+        weights = {
+            LOSS_WEIGHT: weigh(plan.loss_agg_mode, lengths=lengths, horizon=plan.horizon).split(lengths.tolist()),
+            FACT_WEIGHT: weigh("token-mean", lengths=lengths).split(lengths.tolist()),
+        }
+        micro_batches = []
+        for group in rows.micro_batches(plan.budget, mini_batch):
+            packed = {name: rows.column(name, group) for name in columns}
+            for name, per_row in weights.items():
+                packed[name] = torch.cat([per_row[row - mini_batch.start] for row in group])
+            micro_batches.append(rows.pack(group, packed))
+        metrics = self.engine.forward_backward(
+            micro_batches,
+            partial(weighted_sums, loss),
+            temperature=options.temperature,
+            with_entropy=options.with_entropy,
         )
-        return weights.split(lengths.tolist())
+        result = self.engine.optimizer_step()
+        self._count_skipped(result.skipped)
+        return {**metrics, "grad_norm": result.grad_norm, "lr": result.lr, "skipped_steps": float(result.skipped)}
 
     def _global_counts(self, counts: LossCounts) -> LossCounts:
         total = self.engine.all_reduce_dp(torch.tensor(counts, dtype=torch.int64))
@@ -201,6 +204,18 @@ class MegatronWorker:
             value_head=self.value_head,
             optimizer=None if optim is None else optimizer_options(optim, megatron, self.settings.total_updates),
         )
+
+
+def weighted_sums(
+    loss: TokenLossFunction, outputs: object, micro_batch: PackedMicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A micro-batch's share of the mini-batch's loss and metrics: sums of numbers per token times their weights."""
+    columns = micro_batch.columns
+    losses = loss(outputs, columns)
+    total = (losses.loss * columns[LOSS_WEIGHT]).sum()
+    parts = {name: (part.detach() * columns[LOSS_WEIGHT]).sum() for name, part in losses.parts.items()}
+    facts = {name: (fact.detach() * columns[FACT_WEIGHT]).sum() for name, fact in losses.facts.items()}
+    return total, {"loss": total.detach(), **parts, **facts}
 
 
 def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_updates: int) -> OptimizerOptions:

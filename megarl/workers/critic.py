@@ -11,9 +11,9 @@ from megarl.algorithms import clipped_value_loss
 from megarl.config import CriticConfig
 from megarl.data import DataProto
 from megarl.megatron import ValueOutputs
-from megarl.workers.base import MegatronWorker, TokenContributions
+from megarl.workers.base import MegatronWorker, TokenLosses
 from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.rows import PackedRows
+from megarl.workers.rows import SEQUENCES, PackedRows
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
@@ -46,7 +46,7 @@ class CriticWorker(MegatronWorker):
         self.config = config
         self.plan = plan
 
-    @verb(Dispatch.SPLIT, phase="values")
+    @verb(Dispatch.SPLIT, phase="values", columns=SEQUENCES)
     def compute_values(self, batch: DataProto) -> DataProto | None:
         """``values`` of the state before each response token, ``[b, R]``; None where this rank owns no result."""
         rows = PackedRows(batch)
@@ -56,14 +56,18 @@ class CriticWorker(MegatronWorker):
             return None
         return DataProto.from_dict({"values": rows.unpack(groups, [output.values for output in outputs])})
 
-    @verb(Dispatch.SPLIT, mini_batches="critic_mini_batch_rows", phase="update_critic")
+    @verb(
+        Dispatch.SPLIT,
+        mini_batches="critic_mini_batch_rows",
+        phase="update_critic",
+        columns=(*SEQUENCES, "response_mask", "values", "returns"),
+    )
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         """Regression of the values on the returns, clipped around the old values."""
         return self.update(batch, self.plan, ["values", "returns"], partial(value_loss, self.config.cliprange_value))
 
 
-def value_loss(cliprange: float, outputs: ValueOutputs, columns: Mapping[str, Tensor]) -> TokenContributions:
+def value_loss(cliprange: float, outputs: ValueOutputs, columns: Mapping[str, Tensor]) -> TokenLosses:
     """Per-token clipped value loss and the metrics of it; all tensors are packed ``[n]``."""
     token_loss = clipped_value_loss(outputs.values, columns["values"], columns["returns"], cliprange)
-    parts = {"vf_loss": token_loss.loss.detach(), **token_loss.diagnostics}
-    return {"loss": token_loss.loss, **parts}
+    return TokenLosses(token_loss.loss, {"vf_loss": token_loss.loss}, token_loss.diagnostics)

@@ -41,15 +41,22 @@ class VerbMark:
             rank then gets an equal count of rows of each mini-batch, mini-batch after mini-batch, and which rows form
             a mini-batch does not depend on DP. None: the verb only maps rows, and ranks may get different counts.
         phase: the phase named in errors; the verb's own name if empty.
+        columns: for ``SPLIT``, the tensor columns that the verb reads; of each batch only those among them that it has
+            are sent, and no non-tensor column. None: everything is.
     """
 
     dispatch: Dispatch
     mini_batches: str | None = None
     phase: str = ""
+    columns: tuple[str, ...] | None = None
 
 
 def verb(
-    dispatch: Dispatch, *, mini_batches: str | None = None, phase: str | None = None
+    dispatch: Dispatch,
+    *,
+    mini_batches: str | None = None,
+    phase: str | None = None,
+    columns: tuple[str, ...] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Mark a method as a verb; see :class:`VerbMark` for the arguments.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.data import DataProto
 from megarl.workers.actor import PolicyWorker
 from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.rows import SEQUENCES
 from megarl.workers.settings import LogProbSettings, RoleSettings
 
 
@@ -33,7 +34,7 @@ class ReferenceWorker(PolicyWorker):
         )
         self.log_prob = log_prob
 
-    @verb(Dispatch.SPLIT, phase="ref")
+    @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
         """``ref_log_prob`` of the response tokens, ``[b, R]``."""
         result = self.log_probs(batch, self.log_prob, with_entropy=False)

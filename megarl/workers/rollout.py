@@ -102,7 +102,7 @@ class RolloutWorker:
         return self.engine.checksum()
 
     def _requests(self, prompts: DataProto, samples: int, sampling: SamplingParams) -> list[Request]:
-        rectangle, seeds = prompts.batch["prompts"], prompts.batch["sample_seed"].tolist()
+        rectangle, seeds = prompts.tensors["prompts"], prompts.tensors["sample_seed"].tolist()
         lengths, _ = sequence_lengths(prompts)
         ids = [row[len(row) - length :].tolist() for row, length in zip(rectangle, lengths.tolist(), strict=True)]
         return [
@@ -115,7 +115,7 @@ class RolloutWorker:
         prompt_lengths, _ = sequence_lengths(prompts)
         responses = pad_right([c.token_ids for c in completions], self.settings.pad_token_id)
         lengths = torch.tensor([len(c.token_ids) for c in completions])
-        rectangle = prompts.batch["prompts"]
+        rectangle = prompts.tensors["prompts"]
         return DataProto.from_dict(
             {
                 "prompts": rectangle,

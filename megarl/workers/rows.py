@@ -11,6 +11,9 @@ from megarl.data import DataProto, plan_micro_batches, sequence_lengths
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.workers.settings import MicroBatchBudget
 
+SEQUENCES = ("prompts", "responses", "attention_mask")
+"""Columns without which rows cannot be packed."""
+
 
 class PackedRows:
     """The rows of a batch, ready to be packed into micro-batches.
@@ -40,7 +43,7 @@ class PackedRows:
             rows: which rows, in this order.
             columns: what a loss needs besides, packed over the rows' response tokens.
         """
-        prompts, responses = self.batch.batch["prompts"], self.batch.batch["responses"]
+        prompts, responses = self.batch.tensors["prompts"], self.batch.tensors["responses"]
         width = prompts.shape[1]
         return PackedMicroBatch.from_rows(
             [
@@ -52,7 +55,7 @@ class PackedRows:
 
     def column(self, name: str, rows: Sequence[int]) -> Tensor:
         """A response-aligned column of the rows, packed: ``[sum of response lengths]``."""
-        values = self.batch.batch[name]
+        values = self.batch.tensors[name]
         return torch.cat([values[row, : self.response_lengths[row]] for row in rows])
 
     def unpack(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
@@ -62,7 +65,7 @@ class PackedRows:
             groups: the rows of each micro-batch, as :meth:`micro_batches` gave them.
             packed: per micro-batch, the values of its rows one after the other.
         """
-        rectangle = torch.zeros(len(self), self.batch.batch["responses"].shape[1])
+        rectangle = torch.zeros(len(self), self.batch.tensors["responses"].shape[1])
         for rows, values in zip(groups, packed, strict=True):
             lengths = [self.response_lengths[row] for row in rows]
             for row, part in zip(rows, values.float().cpu().split(lengths), strict=True):

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from megarl.data import DataProto
 from megarl.megatron import PolicyOutputs
-from megarl.workers.base import MegatronWorker, TokenContributions
+from megarl.workers.base import MegatronWorker, TokenLosses
 from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.rows import SEQUENCES
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
@@ -38,12 +39,12 @@ class SFTWorker(MegatronWorker):
         )
         self.plan = plan
 
-    @verb(Dispatch.SPLIT, mini_batches="sft_mini_batch_rows", phase="update")
+    @verb(Dispatch.SPLIT, mini_batches="sft_mini_batch_rows", phase="update", columns=(*SEQUENCES, "response_mask"))
     def update_sft(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on the batch's responses."""
         return self.update(batch, self.plan, [], negative_log_likelihood)
 
 
-def negative_log_likelihood(outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenContributions:
+def negative_log_likelihood(outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenLosses:
     """``-log p`` of each response token, packed ``[n]``."""
-    return {"loss": -outputs.log_probs}
+    return TokenLosses(-outputs.log_probs, {}, {})

@@ -49,16 +49,17 @@ class Decoder:
         self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Last layer's output, before the final norm.
+    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, wanted: Tensor | None = None) -> Tensor:
+        """Last layer's output, before the final norm; the keys and values of all tokens go to ``attention``.
 
         Args:
             tokens: int64 ``[tokens]``.
             positions: int64 ``[tokens]``.
             attention: where they attend to.
+            wanted: tokens whose output is needed; the last layer is computed for no more than these. None = all.
 
         Returns:
-            ``[tokens, hidden_size]``.
+            ``[wanted tokens, hidden_size]``.
         """
         x = self._embedding[tokens]
         angles = self._rotary.at(positions)
@@ -68,6 +69,8 @@ class Decoder:
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
             attended = attention(number, self._rotary.rotate(q, angles), self._rotary.rotate(k, angles), v)
+            if wanted is not None and layer is self._layers[-1]:
+                x, attended = x[wanted], attended[wanted]
             x = torch.addmm(x, attended, layer.output)
             gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)

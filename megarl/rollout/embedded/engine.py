@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
@@ -33,8 +34,8 @@ from megarl.rollout.registry import register_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Bounds the memory of a prompt pass's activations.
-PROMPT_TOKENS = 4096
+# A prompt pass of this size keeps a small model's activations in a core's own cache; larger ones are slower on a CPU.
+PROMPT_TOKENS = 1024
 
 # Cache lengths are rounded up to this, so that nearly equal calls reuse the cache they find.
 LENGTH_MULTIPLE = 32
@@ -142,6 +143,10 @@ class EmbeddedEngine(RolloutEngine):
         """See the contract."""
         ready = not (self.stale or self._asleep or self._closed)
         return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The parameters as held, by name."""
+        return self._weights.tensors
 
     def checksum(self) -> dict[str, str]:
         """See the contract."""

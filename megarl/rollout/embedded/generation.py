@@ -127,7 +127,7 @@ class Generation:
             return []
         attention = PromptAttention(self._cache, 0, [length], 0)
         tokens = torch.tensor(self._queue.peek()[:length], device=self._device)
-        self._decoder.hidden(tokens, attention.positions, attention)
+        self._decoder.hidden(tokens, attention.positions, attention, wanted=attention.ends[:0])
         return self._cache.snapshot(0, length)
 
     def _start(self, groups: Sequence[Group], prefix: list[Tensor]) -> None:
@@ -137,8 +137,7 @@ class Generation:
             self._cache.restore(prefix, first, len(groups))
         attention = PromptAttention(self._cache, first, [len(group.prompt) - skip for group in groups], skip)
         tokens = torch.tensor([token for group in groups for token in group.prompt[skip:]], device=self._device)
-        hidden = self._decoder.hidden(tokens, attention.positions, attention)
-        logits = self._decoder.logits(hidden[attention.ends])
+        logits = self._decoder.logits(self._decoder.hidden(tokens, attention.positions, attention, attention.ends))
 
         # The first member of each group sits where its prompt was computed; the others get copies behind them all.
         owners = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group.members[1:])]
