@@ -92,10 +92,8 @@ class Sampler:
         if self._filtered:
             probs = keep_likely(probs, self._top_k[requests], self._top_p[requests])
         cumulated = probs.cumsum(-1, dtype=torch.float64)
-        total = cumulated[:, -1:]
-        target = self._uniforms[requests, steps][:, None] * total
-        # Below the total even after rounding, so that a token of probability zero is never found.
-        target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+        # At most 1 - 2^-53, so the product stays below the total after rounding: the token found has probability > 0.
+        target = self._uniforms[requests, steps][:, None] * cumulated[:, -1:]
         tokens = torch.searchsorted(cumulated, target, right=True)[:, 0]
         # Out of range only where the model gave NaN, which the engine reports once the batch is done.
         return tokens.clamp_(max=probs.shape[1] - 1)

@@ -1,0 +1,120 @@
+"""Engines under test, and tiny random models whose Hugging Face forward is the reference.
+
+The contract suite runs against every engine named in ``ENGINES``; an engine joins by adding its registered name.
+"""
+
+import pytest
+import torch
+import transformers
+
+from megarl.rollout import EngineOptions, create_engine
+
+ENGINES = ["embedded"]
+FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+VOCAB, EOS = 50, 7
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def make_folder(tmp_path_factory):
+    """``make_folder(family, tied, seed, **config fields)``: a folder as transformers saves it, made once."""
+    made = {}
+
+    def make(family="qwen2", tied=False, seed=0, **fields):
+        key = (family, tied, seed, repr(sorted(fields.items())))
+        if key not in made:
+            settings = {
+                "num_hidden_layers": 2,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": VOCAB,
+                "max_position_embeddings": 128,
+                "tie_word_embeddings": tied,
+                "eos_token_id": EOS,
+                "pad_token_id": 0,
+                "bos_token_id": None,
+                **({} if family == "qwen2" else {"head_dim": 16}),
+            }
+            prefix = FAMILIES[family]
+            torch.manual_seed(seed)
+            config = getattr(transformers, f"{prefix}Config")(**(settings | fields))
+            model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.15 * torch.randn_like(parameter))
+            made[key] = tmp_path_factory.mktemp(f"{family}-{seed}")
+            model.save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+class Reference:
+    """The same folder in transformers; one whole forward per sequence, no cache, no padding."""
+
+    def __init__(self, folder):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def next_logits(self, ids):
+        return self.model(torch.tensor([list(ids)])).logits[0, -1].double()
+
+    @torch.no_grad()
+    def log_probs(self, prompt, answer, temperature=1.0):
+        logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].double()
+        return (logits / temperature).log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)]
+
+    def greedy(self, prompt, count):
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.next_logits(ids).argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def reference_for():
+    made = {}
+
+    def make(folder):
+        if folder not in made:
+            made[folder] = Reference(folder)
+        return made[folder]
+
+    return make
+
+
+@pytest.fixture(params=ENGINES)
+def engine_name(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def _engines():
+    made = {}
+    yield made
+    for engine in made.values():
+        engine.shutdown()
+
+
+@pytest.fixture
+def engine_for(engine_name, _engines):
+    """``engine_for(folder, **options)``: an engine with the folder's weights; started once, since some start slowly."""
+
+    def make(folder, **options):
+        key = (engine_name, folder, repr(sorted(options.items())))
+        if key not in _engines:
+            _engines[key] = create_engine(engine_name, str(folder), EngineOptions(**options))
+        _engines[key].wake()
+        _engines[key].load_hf(str(folder))
+        return _engines[key]
+
+    return make

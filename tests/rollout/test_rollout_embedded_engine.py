@@ -1,0 +1,152 @@
+"""What the embedded engine adds to the contract: work saved, memory reused, formats, and its own failures."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from megarl.errors import ConfigError
+from megarl.models import read_model_config
+from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
+from megarl.rollout.embedded import EmbeddedEngine
+from megarl.rollout.embedded.decoder import Decoder
+
+
+def loaded(folder, options=None, **settings):
+    engine = EmbeddedEngine(read_model_config(folder), options, **settings)
+    engine.load_hf(str(folder))
+    return engine
+
+
+def requests_of(prompts, **params):
+    params = {"max_new_tokens": 5, "ignore_eos": True, **params}
+    return [Request(f"r{i}", prompt, SamplingParams(**params), i) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Tokens of each forward pass."""
+    sizes = []
+    forward = Decoder.hidden
+
+    def counting(self, tokens, *args, **kwargs):
+        sizes.append(len(tokens))
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "hidden", counting)
+    return sizes
+
+
+class TestComputedTokens:
+    def test_a_prompt_is_computed_once_for_its_samples_and_without_padding(self, make_folder, computed):
+        prompts = [[1, 2, 3]] * 4 + [[4] * 10] * 4
+        loaded(make_folder()).generate(requests_of(prompts, max_new_tokens=3))
+        assert computed == [13, 8, 8]
+
+    def test_what_all_prompts_begin_with_is_computed_once(self, make_folder, computed):
+        prompts = [[*range(20), *[20 + i] * (1 + i)] for i in range(5)]
+        loaded(make_folder()).generate(requests_of(prompts, max_new_tokens=1))
+        assert computed == [20, 1 + 2 + 3 + 4 + 5]
+
+    def test_ended_sequences_are_not_computed(self, make_folder, computed):
+        requests = [Request(f"r{n}", [n], SamplingParams(n, ignore_eos=True), 0) for n in (1, 5, 2, 4)]
+        loaded(make_folder()).generate(requests)
+        assert computed == [4, 3, 2, 2, 1]
+
+    def test_slots_are_refilled_while_others_run(self, make_folder, computed):
+        limits = [6, 1, 1, 1, 1]
+        requests = [Request(f"r{i}", [i], SamplingParams(n, ignore_eos=True), 0) for i, n in enumerate(limits)]
+        loaded(make_folder(), EngineOptions(max_num_seqs=2)).generate(requests)
+        # Prompts of two, then the long one's steps between the prompts of those that take the other slot.
+        assert computed == [2, 1, 1, 1, 1, 1, 1, 1, 1]
+
+    def test_prompt_passes_are_bounded(self, make_folder, computed):
+        engine = loaded(make_folder(), prompt_tokens=8)
+        engine.generate(requests_of([[i] * n for i, n in enumerate([5, 3, 9, 2, 2])], max_new_tokens=1))
+        assert computed == [8, 9, 4]
+
+
+def test_prompt_passes_of_any_size_give_the_same(make_folder):
+    requests = requests_of([[i] * (i + 1) for i in range(9)] * 2)
+    small, large = loaded(make_folder(), prompt_tokens=4), loaded(make_folder())
+    assert [c.token_ids for c in small.generate(requests)] == [c.token_ids for c in large.generate(requests)]
+
+
+def test_later_calls_do_not_see_earlier_ones(make_folder):
+    engine = loaded(make_folder())
+    short = requests_of([[1, 2], [3]])
+    before = loaded(make_folder()).generate(short)
+    engine.generate(requests_of([[9] * 60] * 40, max_new_tokens=60))
+    assert engine.generate(short) == before
+
+
+def test_weights_changed_between_calls_are_used_at_once(make_folder):
+    engine = loaded(make_folder(seed=0))
+    requests = requests_of([[1, 2], [3]])
+    engine.generate(requests)
+    engine.load_hf(str(make_folder(seed=1)), version=1)
+    assert engine.generate(requests)[0].token_ids == loaded(make_folder(seed=1)).generate(requests)[0].token_ids
+
+
+def test_a_model_that_diverged_is_reported_and_leaves_nothing_behind(make_folder):
+    folder = make_folder()
+    engine = loaded(folder)
+    requests = requests_of([[1, 2], [3]])
+    before = engine.generate(requests)
+    shapes = {name: tensor.shape for name, tensor in engine._weights.tensors.items()}
+    engine.begin_update(4)
+    engine.update_weights((name, torch.full(shape, torch.nan)) for name, shape in shapes.items())
+    engine.end_update(4)
+    with pytest.raises(RolloutError, match=r"weight version 4 .* not finite, in 2 of 2 completions, first 'r0'"):
+        engine.generate(requests)
+    engine.load_hf(str(folder))
+    assert engine.generate(requests) == before
+
+
+def test_bfloat16(make_folder, reference_for):
+    folder = make_folder()
+    engine = loaded(folder, EngineOptions(dtype="bfloat16"))
+    for request, done in zip(requests := requests_of([[1, 2, 3], [4] * 9]), engine.generate(requests), strict=True):
+        expected = reference_for(folder).log_probs(request.prompt_ids, done.token_ids)
+        assert torch.tensor(done.log_probs).double() == pytest.approx(expected, abs=0.15)
+
+
+class TestEndOfSequence:
+    def folder_with(self, make_folder, tmp_path, eos):
+        shutil.copytree(make_folder(), tmp_path / "model")
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        return str(tmp_path / "model")
+
+    def first_token(self, engine, folder):
+        engine.load_hf(folder)
+        return engine.generate([Request("r", [1], SamplingParams(4, 0.0), 0)])[0]
+
+    def test_generation_config_comes_before_config(self, make_folder, tmp_path, reference_for):
+        greedy = reference_for(make_folder()).greedy([1], 4)
+        folder = self.folder_with(make_folder, tmp_path, [49, greedy[0]])
+        assert self.first_token(create_engine("embedded", folder), folder).token_ids == greedy[:1]
+
+    def test_options_come_before_both(self, make_folder, tmp_path, reference_for):
+        greedy = reference_for(make_folder()).greedy([1], 4)
+        folder = self.folder_with(make_folder, tmp_path, greedy[0])
+        unused = next(t for t in range(50) if t not in greedy)
+        engine = create_engine("embedded", folder, EngineOptions(eos_token_ids=(unused,)))
+        assert self.first_token(engine, folder).token_ids == greedy
+
+    def test_outside_the_vocabulary(self, make_folder):
+        with pytest.raises(RolloutError, match="eos_token_ids: 50 is no token id"):
+            create_engine("embedded", str(make_folder()), EngineOptions(eos_token_ids=(50,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"dtype": "float8"}, "dtype='float8'"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+    ],
+)
+def test_options_it_does_not_have(make_folder, options, says):
+    with pytest.raises(ConfigError, match=says):
+        create_engine("embedded", str(make_folder()), EngineOptions(**options))
