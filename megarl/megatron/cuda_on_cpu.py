@@ -30,31 +30,13 @@ _installed = False
 _thread = threading.local()
 
 
-class _FinishedStream:
-    """Stands for streams and events: work on the CPU is done when the call returns."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def record(self, stream: Any = None) -> None:
-        """Nothing to record."""
-
-    def record_event(self, event: Any = None) -> _FinishedStream:
-        """An event that has already happened."""
-        return self
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Whether all work is done."""
-        return True
+REPLACED: dict[str, Any] = {
+    "current_device": lambda: _CPU,
+    "synchronize": lambda device=None: None,
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "manual_seed": torch.manual_seed,
+}
+"""What stands in for functions of ``torch.cuda``, by name."""
 
 
 class _ReadCudaAsCpu(TorchFunctionMode):
@@ -104,20 +86,7 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    stream = _FinishedStream()
-    replacements: dict[str, Any] = {
-        "current_device": lambda: _CPU,
-        "synchronize": lambda device=None: None,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
-        "Stream": _FinishedStream,
-        "Event": _FinishedStream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-    }
-    for name, replacement in replacements.items():
+    for name, replacement in REPLACED.items():
         _replace(torch.cuda, name, replacement)
     _replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
     rng = importlib.import_module("megatron.core.tensor_parallel.random")

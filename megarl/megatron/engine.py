@@ -146,7 +146,7 @@ class MegatronEngine:
             self.chunks = [self._data_parallel(options.optimizer)]
             self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
         self.weights = RankWeights(self._stage.module, self.weight_map, runtime)
-        self._loss_is_finite = True
+        self._loss = torch.zeros(())
 
     def _data_parallel(self, options: OptimizerOptions) -> DistributedDataParallel:
         ddp = DistributedDataParallelConfig(
@@ -218,7 +218,7 @@ class MegatronEngine:
             the others.
         """
 
-        def collect(outputs: Outputs, micro_batch: PackedMicroBatch, non_loss_data: bool = True) -> Outputs:
+        def collect(outputs: Outputs, micro_batch: PackedMicroBatch) -> Outputs:
             return outputs
 
         outputs = self._run(micro_batches, collect, temperature, with_entropy, forward_only=True)
@@ -251,7 +251,7 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        self._loss_is_finite = True
+        self._loss = torch.zeros((), device=self.runtime.device)
         metrics = self._run(
             micro_batches, partial(self._contribute, loss), temperature, with_entropy, forward_only=False
         )
@@ -260,7 +260,7 @@ class MegatronEngine:
     @_entry
     def optimizer_step(self) -> StepResult:
         """Clips the gradient and steps, or skips on every rank if a loss or gradient was not finite; communicates."""
-        return self._need_optimizer().step(self._loss_is_finite)
+        return self._need_optimizer().step(self._loss)
 
     @property
     def learning_rate(self) -> float:
@@ -332,7 +332,7 @@ class MegatronEngine:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What the schedule takes: the loss, a token count that nothing divides by, and data to keep."""
         value, metrics = loss(outputs, micro_batch)
-        self._loss_is_finite &= bool(torch.isfinite(value))
+        self._loss = self._loss + value.detach()
         # The schedule frees the loss's memory, which must therefore not be shared with a metric.
         return value.clone(), torch.zeros((), dtype=torch.int), {k: v.detach().clone() for k, v in metrics.items()}
 

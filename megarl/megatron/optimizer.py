@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from megarl.errors import ConfigError
 
@@ -59,7 +60,7 @@ class StepResult(NamedTuple):
     """What one optimizer step did; the same on every rank.
 
     Attributes:
-        grad_norm: global norm of the gradient before clipping; not finite if that is why the step was skipped.
+        grad_norm: global norm of the gradient before clipping.
         lr: learning rate that was, or would have been, used.
         skipped: the loss or the gradient was not finite, and neither weights nor schedule moved.
     """
@@ -133,19 +134,19 @@ class Optimizer:
         """Takes over weights that were set from outside, as after loading a model."""
         self.megatron.reload_model_params()
 
-    def step(self, loss_is_finite: bool) -> StepResult:
+    def step(self, loss: Tensor) -> StepResult:
         """Clips and applies the gradients.
 
         The step is skipped on every rank if any rank saw a loss or a gradient that is not finite.
 
         Args:
-            loss_is_finite: what this rank saw.
+            loss: this rank's, a scalar; only whether it is finite matters.
         """
         lr = self.next_lr
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
-        if not _on_all_ranks(loss_is_finite and math.isfinite(grad_norm)):
-            return StepResult(grad_norm if loss_is_finite else math.nan, lr, True)
+        if not _finite_on_all_ranks(torch.stack([loss.new_tensor(grad_norm), loss])):
+            return StepResult(grad_norm, lr, True)
         for group in self.megatron.param_groups:
             # Megatron leaves both to a scheduler of its own; the multiplier is 0 for norms and biases.
             group["lr"] = lr
@@ -159,7 +160,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, False)
 
 
-def _on_all_ranks(fine: bool) -> bool:
-    flag = torch.tensor([float(fine)], device="cuda")
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
+def _finite_on_all_ranks(values: Tensor) -> bool:
+    finite = values.isfinite().all().float()
+    dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return bool(finite.item())

@@ -23,9 +23,10 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     if scaling is None:
         return frequencies
     factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
+    # In the order of operations of transformers: one rounding more is visible at large positions.
+    turns = float(scaling["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / factor)
+    return (1.0 - keep) * frequencies / factor + keep * frequencies
 
 
 def rotation_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

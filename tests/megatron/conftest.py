@@ -6,9 +6,9 @@ import pytest
 from distributed import ProcessPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
-    """Up to four processes, warm for all tests of a file."""
+    """Up to four processes, warm for all tests that ask for them."""
     processes = ProcessPool(4)
     yield processes
     processes.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from distributed import Place
 from tiny_models import TEMPERATURE, Row
 from torch import Tensor
 
+from megarl.errors import MegarlError
 from megarl.megatron import (
     EngineOptions,
     MegatronEngine,
@@ -142,6 +143,15 @@ def assemble(path: Path, setup: Setup, local: list[dict[str, Tensor]]) -> dict[s
             assert not tensors[param.name][~covered].any(), f"padding of {param.name} is not zero"
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
+
+
+def refusal(place: Place, case: Callable[..., Any], *args: Any) -> str:
+    """The error that a case ends with."""
+    try:
+        case(place, *args)
+    except MegarlError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{case.__name__} was not refused")
 
 
 def in_parts(values: Tensor, rows: list[Row]) -> tuple[Tensor, ...]:

@@ -1,0 +1,151 @@
+"""The bridge does what it says, and a Megatron release that calls more of CUDA than it covers is noticed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.megatron import cuda_on_cpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+
+# Parts of Megatron that a dense model's training runs through.
+ON_OUR_WAY = [
+    "parallel_state.py",
+    "distributed",
+    "models/common/embeddings",
+    "models/common/language_module",
+    "models/gpt/gpt_model.py",
+    "optimizer",
+    "pipeline_parallel/p2p_communication.py",
+    "pipeline_parallel/schedules.py",
+    "tensor_parallel",
+    "transformer/attention.py",
+    "transformer/mlp.py",
+    "transformer/module.py",
+    "transformer/transformer_block.py",
+    "transformer/transformer_layer.py",
+    "transformer/utils.py",
+]
+# Named there, but only by features that are off, or where nothing is computed.
+OFF_OUR_WAY = {
+    "BFloat16Tensor",
+    "CUDAGraph",
+    "FloatTensor",
+    "HalfTensor",
+    "OutOfMemoryError",
+    "Stream",
+    "_lazy_call",
+    "_lazy_init",
+    "amp",
+    "default_generators",
+    "default_stream",
+    "device",
+    "empty_cache",
+    "get_device_properties",
+    "random",
+    "stream",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shim() -> None:
+    cuda_on_cpu.install()
+
+
+def test_the_device_cuda_is_the_cpu_inside_the_scope_only() -> None:
+    with cuda_on_cpu.active():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2).to("cuda:0").device.type == "cpu"
+        assert torch.zeros(2).to(torch.device("cuda")).device.type == "cpu"
+        assert torch.zeros(2, device=torch.cuda.current_device()).cuda().device.type == "cpu"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_types_read_as_on_cuda_inside_the_scope_only() -> None:
+    with cuda_on_cpu.active():
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+        assert torch.zeros(1, dtype=torch.int64).type() == "torch.LongTensor"
+        assert torch.zeros(1).type(torch.float64).dtype is torch.float64
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_the_scope_can_be_nested_and_belongs_to_a_thread() -> None:
+    seen: list[str] = []
+
+    def elsewhere() -> None:
+        seen.append(torch.zeros(1).type())
+        with cuda_on_cpu.active():
+            seen.append(torch.zeros(1).type())
+
+    with cuda_on_cpu.active():
+        with cuda_on_cpu.active():
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+    assert seen == ["torch.FloatTensor", "torch.cuda.FloatTensor"]
+
+
+def test_random_states_of_cuda_are_those_of_the_cpu() -> None:
+    with cuda_on_cpu.active():
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(3)
+        torch.set_rng_state(state)
+        assert torch.equal(torch.rand(3), first)
+
+
+def test_every_cuda_call_on_our_way_is_covered() -> None:
+    """If this fails after an upgrade: cover the call in ``cuda_on_cpu.install``, or add it to ``OFF_OUR_WAY``."""
+    uncovered: dict[str, set[str]] = {}
+    for file in megatron_files():
+        for name in cuda_names(ast.parse(file.read_text(encoding="utf-8"))):
+            if name not in OFF_OUR_WAY and name not in cuda_on_cpu.REPLACED:
+                uncovered.setdefault(name, set()).add(file.name)
+    assert not uncovered
+
+
+def test_the_scan_sees_what_is_there() -> None:
+    code = "import torch\nfrom torch.cuda import Stream as S\ntorch.cuda.synchronize()\nx = torch.cuda.nvtx.range_push"
+    assert cuda_names(ast.parse(code)) == {"Stream", "synchronize", "nvtx"}
+    assert len(megatron_files()) > 40
+
+
+def test_a_function_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import random
+
+    monkeypatch.setattr(cuda_on_cpu, "_installed", False)
+    monkeypatch.delattr(random, "_set_cuda_rng_state")
+    with pytest.raises(AttributeError, match="_set_cuda_rng_state no longer exists"):
+        cuda_on_cpu.install()
+
+
+def megatron_files() -> list[Path]:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parent
+    files = []
+    for entry in ON_OUR_WAY:
+        path = root / entry
+        assert path.exists(), f"megatron.core/{entry} has moved"
+        files += [path] if path.is_file() else sorted(path.glob("*.py"))
+    return files
+
+
+def cuda_names(tree: ast.AST) -> set[str]:
+    """Names ``x`` of ``torch.cuda.x`` and ``from torch.cuda import x``."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.cuda":
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda":
+            names.add(node.attr)
+    return names

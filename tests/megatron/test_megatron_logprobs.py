@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import Place, ProcessPool
+from torch import Tensor
+
+from megarl.megatron.logprobs import vocab_parallel_log_probs
+
+VOCAB, N = 23, 7
+
+
+def sample(width: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits whose padding columns would win if they counted, targets, and weights of the outputs in a loss."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(N, width, generator=generator, dtype=torch.float64) * scale
+    logits[:, VOCAB:] = 50.0
+    return logits, torch.randint(0, VOCAB, (N,), generator=generator), torch.randn(2, N, generator=generator)
+
+
+def expected(logits: Tensor, targets: Tensor, weights: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """By torch's own log-softmax in float64: log-probs, entropies, and the gradient of their weighted sum."""
+    leaf = logits.clone().requires_grad_()
+    log_probs = (leaf[:, :VOCAB] / temperature).log_softmax(-1)
+    chosen = log_probs[torch.arange(N), targets]
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    ((chosen * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    return chosen.detach(), entropy.detach(), leaf.grad
+
+
+def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.world_size
+    )
+    try:
+        logits, targets, weights = sample(width)
+        local = logits.float().chunk(place.world_size, dim=1)[place.rank].clone().requires_grad_()
+        log_probs, entropy = vocab_parallel_log_probs(
+            local,
+            targets,
+            vocab_size=VOCAB,
+            temperature=temperature,
+            with_entropy=True,
+            group=torch.distributed.group.WORLD,
+        )
+        ((log_probs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+        return log_probs.detach(), entropy.detach(), local.grad
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+@pytest.mark.parametrize(("ranks", "width"), [(2, 32), (2, 48), (3, 24)])
+def test_shards_agree_with_the_whole(pool: ProcessPool, ranks: int, width: int, temperature: float) -> None:
+    """At width 48 the second of two ranks holds padding only."""
+    logits, targets, weights = sample(width)
+    log_probs, entropy, grad = expected(logits, targets, weights.double(), temperature)
+    answers = pool.run(shard_outputs, ranks, width, temperature)
+    for ours, theirs, _ in answers:
+        torch.testing.assert_close(ours.double(), log_probs, rtol=0, atol=2e-6)
+        torch.testing.assert_close(theirs.double(), entropy, rtol=0, atol=2e-6)
+    torch.testing.assert_close(torch.cat([g for _, _, g in answers], dim=1).double(), grad, rtol=0, atol=2e-6)
+
+
+def one_rank(logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    return vocab_parallel_log_probs(logits, targets, vocab_size=VOCAB, **options)
+
+
+def test_huge_logits_stay_finite() -> None:
+    logits, targets, weights = sample(VOCAB, scale=2000.0)
+    log_probs, entropy, grad = expected(logits, targets, weights.double(), 1.0)
+    leaf = logits.float().requires_grad_()
+    ours, ours_entropy = one_rank(leaf, targets, with_entropy=True)
+    ((ours * weights[0]).sum() + (ours_entropy * weights[1]).sum()).backward()
+    torch.testing.assert_close(ours.detach().double(), log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours_entropy.detach().double(), entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(leaf.grad.double(), grad, rtol=1e-4, atol=1e-4)
+
+
+def test_entropy_only_and_log_probs_only_losses() -> None:
+    logits, targets, weights = sample(32)
+    for index in (0, 1):
+        only = torch.zeros(2, N)
+        only[index] = weights[index]
+        leaf = logits.float().requires_grad_()
+        outputs = one_rank(leaf, targets, with_entropy=True)
+        (outputs[index] * weights[index]).sum().backward()
+        _, _, grad = expected(logits, targets, only.double(), 1.0)
+        torch.testing.assert_close(leaf.grad.double(), grad, rtol=0, atol=2e-6)
+
+
+def test_without_entropy_the_gradient_is_the_same() -> None:
+    logits, targets, weights = sample(32)
+    leaf = logits.float().requires_grad_()
+    log_probs, entropy = one_rank(leaf, targets)
+    assert entropy is None
+    (log_probs * weights[0]).sum().backward()
+    _, _, grad = expected(logits, targets, torch.stack([weights[0], torch.zeros(N)]).double(), 1.0)
+    torch.testing.assert_close(leaf.grad.double(), grad, rtol=0, atol=2e-6)
+
+
+def test_half_precision_logits_get_half_precision_gradients() -> None:
+    logits, targets, _ = sample(32)
+    leaf = logits.bfloat16().requires_grad_()
+    log_probs, _ = one_rank(leaf, targets)
+    assert log_probs.dtype is torch.float32
+    torch.testing.assert_close(
+        log_probs.detach(), leaf.detach()[:, :VOCAB].float().log_softmax(-1)[torch.arange(N), targets]
+    )
+    log_probs.sum().backward()
+    assert leaf.grad.dtype is torch.bfloat16
+
+
+def test_no_response_token_at_all() -> None:
+    leaf = torch.randn(0, 32, requires_grad=True)
+    log_probs, entropy = one_rank(leaf, torch.empty(0, dtype=torch.int64), with_entropy=True)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert leaf.grad.shape == (0, 32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_temperature_must_be_positive(temperature: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        one_rank(torch.randn(1, 32), torch.tensor([0]), temperature=temperature)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.errors import DataError
+from megarl.megatron import PackedMicroBatch
+
+ROWS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=9)
+
+
+def make_rows(lengths: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+    """Rows whose tokens are all different, so that each can be traced."""
+    tokens = iter(range(1, 1000))
+    return [tuple(torch.tensor([next(tokens) for _ in range(n)], dtype=torch.int64) for n in row) for row in lengths]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS)
+def test_predictors_point_at_the_token_before_each_response_token(lengths: list[tuple[int, int]]) -> None:
+    rows = make_rows(lengths)
+    packed = PackedMicroBatch.from_rows(rows)
+    expected_before, expected_targets = [], []
+    for prompt, response in rows:
+        tokens = [*prompt.tolist(), *response.tolist()]
+        for index in range(len(prompt), len(tokens)):
+            expected_before.append(tokens[index - 1])
+            expected_targets.append(tokens[index])
+    assert packed.tokens[packed.predictors].tolist() == expected_before
+    assert packed.targets.tolist() == expected_targets
+    assert packed.num_tokens == sum(p + r for p, r in lengths)
+    assert packed.num_response_tokens == len(expected_targets)
+    for part, (_, response) in zip(packed.split(packed.targets), rows, strict=True):
+        assert part.tolist() == response.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS)
+def test_sequences_lie_whole_in_order_of_length(lengths: list[tuple[int, int]]) -> None:
+    rows = make_rows(lengths)
+    packed = PackedMicroBatch.from_rows(rows)
+    whole = {tuple(torch.cat(row).tolist()) for row in rows}
+    stored = [tuple(part.tolist()) for part in packed.tokens.split(packed.lengths)]
+    assert set(stored) == whole
+    assert [len(sequence) for sequence in stored] == sorted(p + r for p, r in lengths)
+    assert packed.positions().tolist() == [i for sequence in stored for i in range(len(sequence))]
+    assert [length for count, length in packed.runs() for _ in range(count)] == list(packed.lengths)
+    assert len({length for _, length in packed.runs()}) == len(packed.runs())
+
+
+def test_padding_is_a_sequence_of_its_own_at_the_end() -> None:
+    packed = PackedMicroBatch.from_rows(make_rows([(3, 2), (1, 1)]))
+    padded = packed.padded_to(4)
+    assert padded.tokens.tolist() == [*packed.tokens.tolist(), 0]
+    assert padded.lengths == (2, 5, 1)
+    assert padded.predictors is packed.predictors
+    assert packed.padded_to(7) is packed
+
+
+def test_columns_go_along() -> None:
+    packed = PackedMicroBatch.from_rows(make_rows([(1, 2), (2, 1)]), {"weights": torch.arange(3.0)})
+    assert packed.to(torch.device("cpu")).columns["weights"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "columns", "message"),
+    [
+        ([], None, "at least one row"),
+        ([(2, 1), (0, 3)], None, "row 1 .* has no prompt token"),
+        ([(1, 2)], {"advantages": torch.zeros(3)}, "'advantages' has 3 entries for 2 response tokens"),
+    ],
+)
+def test_malformed_rows_are_refused(lengths: list[tuple[int, int]], columns: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        PackedMicroBatch.from_rows(make_rows(lengths), columns)

@@ -1,0 +1,152 @@
+"""Weights come in from Hugging Face, go out again bit for bit, and can be exchanged for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import Place, ProcessPool
+from engine_cases import Setup, engine, forward, micro_batches, policy_loss, refusal
+from safetensors.torch import load_file, save_file
+from tiny_models import TEMPERATURE, rows, save_model
+from torch import Tensor
+
+from megarl.megatron import MegatronEngine, OptimizerOptions
+from megarl.models import ParallelLayout
+
+
+def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
+    with engine(place, path, setup) as built:
+        built.export_hf(target, source=path)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ({"family": "qwen2", "tied": True}, ParallelLayout(tp=2, pp=2)),
+        ({"family": "qwen3"}, ParallelLayout(tp=2, dp=2)),
+        ({"family": "llama"}, ParallelLayout(pp=2)),
+        ({"family": "qwen2", "critic": True}, ParallelLayout(tp=2, pp=2)),
+    ],
+    ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else value["family"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_is_bit_exact(
+    pool: ProcessPool, tmp_path: Path, model: dict[str, Any], layout: ParallelLayout, dtype: torch.dtype
+) -> None:
+    original = save_model(tmp_path / "in", **model)
+    if dtype is torch.bfloat16:
+        original.to(dtype).save_pretrained(tmp_path / "in")
+    setup = Setup(layout, value_head=model.get("critic", False), dtype=dtype, sequence_parallel=layout.tp > 1)
+    pool.run(export, layout.world_size, tmp_path / "in", setup, tmp_path / "out")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "out"))
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        assert after[name].dtype is dtype
+        assert torch.equal(after[name], tensor), name
+    reloaded = type(original).from_pretrained(tmp_path / "out")
+    assert torch.equal(next(reloaded.parameters()), next(original.parameters()))
+
+
+def test_export_leaves_an_existing_folder_alone(pool: ProcessPool, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama")
+    (message,) = pool.run(refusal, 1, export, tmp_path, Setup(ParallelLayout()), tmp_path)
+    assert message.startswith("CheckpointError") and str(tmp_path) in message
+
+
+def test_a_folder_without_a_tensor_is_refused(pool: ProcessPool, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (message,) = pool.run(refusal, 1, forward, tmp_path, Setup(ParallelLayout()), rows())
+    assert message.startswith("ModelError") and "model.layers.1.mlp.up_proj.weight" in message
+
+
+def swap(place: Place, path: Path, setup: Setup) -> dict[str, Any]:
+    """Log-probs of the first weights, of the trained ones, of the first ones swapped in, and of the trained again."""
+    batch = rows()
+    with engine(place, path, setup) as built:
+        mine = micro_batches(batch, setup, built.runtime.coordinate.dp, setup.layout.dp)
+
+        def say() -> Tensor:
+            outputs = built.forward(micro_batches(batch, setup), temperature=TEMPERATURE)
+            return torch.cat([output.log_probs for output in outputs])
+
+        def step() -> None:
+            built.forward_backward(mine, policy_loss, with_entropy=True)
+            built.optimizer_step()
+
+        first, snapshot = say(), built.weights_to_host()
+        step()
+        trained = say()
+        with built.swapped_weights(snapshot):
+            swapped = say()
+        again = say()
+        with pytest.raises(RuntimeError, match="inside"), built.swapped_weights(snapshot):
+            raise RuntimeError("inside")
+        after_error = say()
+        step()
+        with pytest.raises(KeyError, match="other parameters"), built.swapped_weights({}):
+            pass
+        return {
+            "logs": [first, trained, swapped, again, after_error],
+            "second_step": built.weights_to_host(),
+        }
+
+
+def steps(place: Place, path: Path, setup: Setup, count: int) -> dict[str, Tensor]:
+    with engine(place, path, setup) as built:
+        mine = micro_batches(rows(), setup, built.runtime.coordinate.dp, setup.layout.dp)
+        for _ in range(count):
+            built.forward_backward(mine, policy_loss, with_entropy=True)
+            built.optimizer_step()
+        return built.weights_to_host()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swapped_weights_come_back_exactly_and_training_does_not_notice(
+    pool: ProcessPool, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    save_model(tmp_path, "qwen2", tied=True)
+    setup = Setup(ParallelLayout(tp=2, dp=2), dtype=dtype, optimizer=OptimizerOptions(lr=1e-2))
+    answers = pool.run(swap, 4, tmp_path, setup)
+    undisturbed = pool.run(steps, 4, tmp_path, setup, 2)
+    for answer, plain in zip(answers, undisturbed, strict=True):
+        first, trained, swapped, again, after_error = answer["logs"]
+        assert torch.equal(swapped, first)
+        assert torch.equal(again, trained) and torch.equal(after_error, trained)
+        assert not torch.equal(first, trained)
+        for name, tensor in plain.items():
+            assert torch.equal(answer["second_step"][name], tensor), name
+
+
+def step_without_optimizer(place: Place, path: Path) -> None:
+    with engine(place, path, Setup(ParallelLayout())) as built:
+        built.optimizer_step()
+
+
+def forward_of_nothing(place: Place, path: Path) -> None:
+    with engine(place, path, Setup(ParallelLayout())) as built:
+        built.forward([])
+
+
+def another_layout(place: Place, path: Path) -> None:
+    with engine(place, path, Setup(ParallelLayout())) as built:
+        MegatronEngine(built.model, ParallelLayout(tp=2), built.runtime, built.options)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (step_without_optimizer, "optimizer=None"),
+        (forward_of_nothing, "at least one micro-batch"),
+        (another_layout, "layout TP2 PP1 DP1 is not that of the process group: TP1 PP1 DP1"),
+    ],
+)
+def test_misuse_is_refused(pool: ProcessPool, tmp_path: Path, case: Callable[..., None], message: str) -> None:
+    save_model(tmp_path, "llama")
+    assert message in pool.run(refusal, 1, case, tmp_path)[0]

@@ -1,0 +1,60 @@
+"""The process pool that other tests stand on."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from distributed import Place, ProcessPool, RemoteError
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    processes = ProcessPool(2)
+    yield processes
+    processes.close()
+
+
+def identify(place: Place, word: str) -> tuple[int, int, str, int]:
+    return place.rank, place.world_size, word, os.getpid()
+
+
+def fail_on_rank_one(place: Place) -> None:
+    if place.rank == 1:
+        raise ValueError("from rank one")
+    time.sleep(60)
+
+
+def die(place: Place) -> None:
+    os._exit(3)
+
+
+def sleep(place: Place) -> None:
+    time.sleep(60)
+
+
+def test_results_come_by_rank_from_processes_that_stay(pool: ProcessPool) -> None:
+    first, second = pool.run(identify, 2, "a"), pool.run(identify, 2, "b")
+    assert [answer[:3] for answer in first] == [(0, 2, "a"), (1, 2, "a")]
+    assert [answer[3] for answer in first] == [answer[3] for answer in second]
+    assert os.getpid() not in {answer[3] for answer in first}
+
+
+def test_an_exception_comes_back_at_once_and_the_pool_recovers(pool: ProcessPool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RemoteError, match=r"rank 1:[^$]*in fail_on_rank_one[^$]*ValueError: from rank one"):
+        pool.run(fail_on_rank_one, 2)
+    assert time.monotonic() - started < 50
+    assert pool.run(identify, 1, "again")[0][:3] == (0, 1, "again")
+
+
+def test_a_dead_process_and_a_slow_one_are_noticed(pool: ProcessPool) -> None:
+    with pytest.raises(RemoteError, match="rank 0 died"):
+        pool.run(die, 1)
+    pool.run(identify, 1, "warm")
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] did not answer within 0.5 s"):
+        pool.run(sleep, 1, timeout=0.5)
+    assert not mp.active_children() or all(child.is_alive() for child in mp.active_children())
