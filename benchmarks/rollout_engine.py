@@ -171,9 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=4, help="answers per prompt in the n>1 mixes")
-    parser.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[16, 64, 128, 256], help="of generate"
-    )
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 64, 128, 256], help="of generate")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of the embedded engine")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)

@@ -77,6 +77,22 @@ def active() -> Iterator[None]:
         _thread.active = False
 
 
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Scope for importing Megatron, in which ``torch.compile`` leaves functions as they are if there is no CUDA.
+
+    Megatron compiles its fusions while it is imported. Without CUDA they are off, and loading the compiler for them
+    would take each process seconds.
+    """
+    compiler = torch.compile
+    if not torch.cuda.is_available():
+        setattr(torch, "compile", lambda function: function)  # noqa: B010  (mypy refuses the assignment)
+    try:
+        yield
+    finally:
+        setattr(torch, "compile", compiler)  # noqa: B010
+
+
 def install() -> None:
     """Replaces the ``torch.cuda`` functions that Megatron calls, for the rest of the process.
 

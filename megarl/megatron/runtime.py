@@ -24,7 +24,8 @@ for _message in (
 ):
     warnings.filterwarnings("ignore", message=_message)
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+with cuda_on_cpu.uncompiled():
+    from megatron.core import parallel_state, tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,9 @@ def init_runtime(
             pipeline_model_parallel_size=layout.pp,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         )
-        torch.manual_seed(seed + 100 * layout.coordinate(rank).pp)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        stage_seed = seed + 100 * layout.coordinate(rank).pp  # as Megatron's own training script does
+        torch.manual_seed(stage_seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
     logger.info("rank %d of %d: %s on %s with %s", rank, world_size, layout.describe(), chosen, backend)
     return Runtime(
         layout,

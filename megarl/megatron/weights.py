@@ -42,6 +42,7 @@ class RankWeights:
 
     def __init__(self, module: GPTModel, weight_map: WeightMap, runtime: Runtime) -> None:
         self._params = global_names(module)
+        self._dtype = module.config.params_dtype
         self._map = weight_map
         self._runtime = runtime
 
@@ -65,8 +66,7 @@ class RankWeights:
         reader = HFReader(path)
         wanted = self._map.megatron_params(self._runtime.layout, self._runtime.rank)
         loaded = set()
-        dtype = next(iter(self._params.values())).dtype
-        for name, tensor in load_local(reader, wanted, dtype, optional=(VALUE_HEAD,)):
+        for name, tensor in load_local(reader, wanted, self._dtype, optional=(VALUE_HEAD,)):
             param = self._params.get(name)
             if param is None or param.shape != tensor.shape:
                 has = "no such parameter" if param is None else f"shape {list(param.shape)}"
@@ -84,11 +84,10 @@ class RankWeights:
             consume: called on rank 0 with each part and its values on the CPU. Tensor-parallel parts of one parameter
                 follow one another, so that whole tensors can be written early.
         """
-        device = self._runtime.device
         for owner, param in self._export_order():
             if self._runtime.rank == 0:
                 mine = owner == 0
-                part = self._params[param.name].detach() if mine else self._empty(param, device)
+                part = self._params[param.name].detach() if mine else self._empty(param.shape)
                 if not mine:
                     dist.recv(part, src=owner)
                 consume(param, part.cpu())
@@ -125,8 +124,8 @@ class RankWeights:
         for name, param in self._params.items():
             param.copy_(values[name])
 
-    def _empty(self, param: LocalParam, device: torch.device) -> Tensor:
-        return torch.empty(param.shape, dtype=next(iter(self._params.values())).dtype, device=device)
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._runtime.device)
 
     def _export_order(self) -> Iterator[tuple[int, LocalParam]]:
         layout = self._runtime.layout

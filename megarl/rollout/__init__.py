@@ -3,7 +3,6 @@
 ``interface`` is the contract, ``registry`` finds an engine by name, ``embedded`` is the one in plain torch.
 """
 
-from megarl.rollout.checksum import tensor_digest
 from megarl.rollout.interface import (
     NO_VERSION,
     TAGS,
@@ -30,5 +29,4 @@ __all__ = [
     "create_engine",
     "known_engines",
     "register_engine",
-    "tensor_digest",
 ]

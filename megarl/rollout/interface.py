@@ -219,7 +219,7 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def checksum(self) -> dict[str, str]:
-        """Digest of each parameter as held, by :func:`megarl.rollout.checksum.tensor_digest`, for comparison."""
+        """Digest of each parameter as held, by :func:`megarl.models.checksum.tensor_checksum`, for comparison."""
 
     @abc.abstractmethod
     def shutdown(self) -> None:

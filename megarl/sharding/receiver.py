@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.models import LocalParam
-from megarl.sharding.checksum import tensor_checksum
+from megarl.models.checksum import tensor_checksum
 from megarl.sharding.coverage import check_coverage
 from megarl.sharding.plan import Bucket, Move, ReshardPlan
 from megarl.sharding.sender import Shipment, own_moves

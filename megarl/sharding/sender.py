@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.sharding.checksum import tensor_checksum
+from megarl.models.checksum import tensor_checksum
 from megarl.sharding.plan import Bucket, Move, ReshardPlan
 from megarl.sharding.transport import Transport
 

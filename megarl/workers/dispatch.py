@@ -67,7 +67,7 @@ def verb(
         raise ValueError(f"mini_batches={mini_batches!r} needs Dispatch.SPLIT, not {dispatch}")
 
     def mark(function: _Function) -> _Function:
-        setattr(function, _ATTRIBUTE, VerbMark(dispatch, mini_batches, phase or function.__name__))
+        setattr(function, _ATTRIBUTE, VerbMark(dispatch, mini_batches, phase or function.__name__, columns))
         return function
 
     return mark

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -117,6 +119,13 @@ def test_the_scan_sees_what_is_there() -> None:
     code = "import torch\nfrom torch.cuda import Stream as S\ntorch.cuda.synchronize()\nx = torch.cuda.nvtx.range_push"
     assert cuda_names(ast.parse(code)) == {"Stream", "synchronize", "nvtx"}
     assert len(megatron_files()) > 40
+
+
+def test_importing_megatron_does_not_load_the_compiler() -> None:
+    code = "import sys, megarl.megatron, torch; print('torch._inductor.compile_fx' in sys.modules, torch.compile)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("False <function compile at")
+    assert answer.stderr == ""
 
 
 def test_a_function_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

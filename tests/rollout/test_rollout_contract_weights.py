@@ -5,13 +5,13 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.errors import ModelError, WeightSyncError
+from megarl.models.checksum import tensor_checksum
 from megarl.rollout import (
     NO_VERSION,
     Request,
     RolloutError,
     SamplingParams,
     create_engine,
-    tensor_digest,
 )
 
 REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
@@ -74,7 +74,7 @@ def test_new_weights_in_buckets_of_slabs(engine, folders, reference_for):
     for request, completion in zip(REQUESTS, new, strict=True):
         expected = reference_for(folders[1]).log_probs(request.prompt_ids, completion.token_ids)
         assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
-    assert engine.checksum() == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    assert engine.checksum() == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
 
 
 def test_whole_parameters_need_no_offset(engine, folders):
@@ -82,7 +82,7 @@ def test_whole_parameters_need_no_offset(engine, folders):
     engine.begin_update(2)
     engine.update_weights(tensors.items())
     engine.end_update(2)
-    assert engine.checksum() == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    assert engine.checksum() == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
 
 
 def test_a_slabs_memory_may_be_reused(engine, folders):
@@ -100,7 +100,7 @@ def test_a_slabs_memory_may_be_reused(engine, folders):
     engine.update_weights(through_one_buffer())
     buffer.fill_(torch.nan)
     engine.end_update(2)
-    assert engine.checksum() == {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    assert engine.checksum() == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
 
 
 BAD_SLABS = {

@@ -8,6 +8,10 @@ class Base:
     def update(self, batch):
         return batch + 1
 
+    @verb(Dispatch.SPLIT, columns=("prompts",))
+    def answer(self, batch):
+        return batch
+
     @verb(Dispatch.ONE)
     def save(self):
         return "saved"
@@ -33,6 +37,7 @@ def test_mark_changes_nothing_about_the_call():
 def test_marks_by_name_and_phase_defaults_to_the_name():
     assert read_marks(Base) == {
         "update": VerbMark(Dispatch.SPLIT, "mini_batch_rows", "update_actor"),
+        "answer": VerbMark(Dispatch.SPLIT, None, "answer", ("prompts",)),
         "save": VerbMark(Dispatch.ONE, None, "save"),
     }
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarl.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
+from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.rollout.checksum import tensor_digest
 from megarl.rollout.embedded.decoder import Decoder
 from megarl.rollout.embedded.generation import Answers, Generation, StopRules
 from megarl.rollout.embedded.kv_cache import KVCache
@@ -150,7 +150,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def checksum(self) -> dict[str, str]:
         """See the contract."""
-        return {name: tensor_digest(tensor) for name, tensor in self._weights.tensors.items()}
+        return {name: tensor_checksum(tensor) for name, tensor in self._weights.tensors.items()}
 
     def shutdown(self) -> None:
         """See the contract."""

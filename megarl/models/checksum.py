@@ -1,4 +1,4 @@
-"""Checksums of tensors, to compare weights that two processes hold."""
+"""Checksums of tensors, by which two processes compare weights without sending them."""
 
 from __future__ import annotations
 

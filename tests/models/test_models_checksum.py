@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from megarl.sharding.checksum import tensor_checksum
+from megarl.models.checksum import tensor_checksum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])

@@ -1,0 +1,145 @@
+"""Starts jobs as a user does, in a process of their own, and looks at what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+REWARDS = Path(__file__).with_name("reward_functions.py")
+# Inherited by every process that a run starts, however it was started, so that none can hide.
+MARK = "MEGARL_E2E_RUN"
+START_S = 240.0  # a loaded machine is slow to start Ray and five processes with torch
+
+
+class CliRun:
+    """One job under way in a folder of its own.
+
+    Args:
+        folder: working folder of the job.
+        arguments: after ``python -m megarl.train``.
+        env: environment variables on top of this process's.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.output_file = folder / f"output-{self.mark[:8]}.txt"
+        with open(self.output_file, "w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megarl.train", *arguments],
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {}), MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that a signal to its group is Ctrl-C in a terminal of its own
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far, both streams."""
+        return self.output_file.read_text(errors="replace")
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of the run."""
+        return [process for process in psutil.process_iter() if _marked(process, self.mark)]
+
+    def wait(self, timeout_s: float = START_S) -> int:
+        """Wait for the end; returns the exit code."""
+        return self.process.wait(timeout_s)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
+        """Wait for something that the run does; fails where the run ends before."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended with {self.process.returncode}:\n{self.output}"
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{self.output}"
+            time.sleep(0.05)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Signal the whole process group, as a terminal does."""
+        os.killpg(self.process.pid, number)
+
+    def remaining(self, timeout_s: float = 20.0) -> list[str]:
+        """Command lines of the processes that are still there after some seconds, which are then killed."""
+        deadline = time.monotonic() + timeout_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        found = []
+        for process in left:
+            try:
+                found.append(" ".join(process.cmdline())[:200])
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def close(self) -> None:
+        """End the run, whatever state it is in."""
+        self.remaining(0)
+        self.process.wait()
+
+
+class RunFiles:
+    """What a run left in ``<working folder>/outputs/<name>``.
+
+    Args:
+        folder: working folder of the job.
+        name: ``trainer.experiment_name``.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.root = folder / "outputs" / name
+        self.newest = max(path.parent for path in self.root.glob("*/config.yaml"))
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """Rows of ``metrics.jsonl``."""
+        return read_jsonl(self.newest / "metrics.jsonl")
+
+    @property
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Rows of training steps by step."""
+        return {int(row["step"]): row for row in self.metrics if row["step"] > 0}
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """``summary.json`` of the run, which must be the one at the stable path."""
+        own = (self.newest / "summary.json").read_text()
+        assert (self.root / "summary.json").read_text() == own
+        return json.loads(own)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def reproducible(row: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a step that two equal runs share: all but the clock's."""
+    clock = ("timing_", "perf/", "weight_sync/seconds")
+    return {name: value for name, value in row.items() if not name.startswith(clock)}
+
+
+def assert_finite(row: Mapping[str, float]) -> None:
+    assert all(math.isfinite(value) for value in row.values()), row
+
+
+def _marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cli_runs import REWARDS, ROOT, CliRun
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's task in small: 48 thousand parameters, 80 problems to learn and 20 to validate on."""
+    folder = tmp_path_factory.mktemp("task")
+    command = [sys.executable, str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(folder)]
+    command += ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20"]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(task: Path) -> list[str]:
+    """Overrides that make a quickstart configuration small: 24 prompts a step, three steps an epoch."""
+    return [
+        f"data.train_files={task}/data/train.parquet",
+        f"data.val_files={task}/data/test.parquet",
+        f"actor_rollout_ref.model.path={task}/model",
+        "data.train_batch_size=24",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=12",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=5",
+        "trainer.hf_export_dir=null",
+        "trainer.save_freq=-1",
+    ]
+
+
+@pytest.fixture(scope="session")
+def dense_reward() -> list[str]:
+    return [f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=dense"]
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CliRun]]:
+    """Starts runs, ``start(*arguments, folder=None, env=None)``, and ends those that a failed test left."""
+    runs: list[CliRun] = []
+
+    def start_run(*arguments: str, folder: Path | None = None, env: dict[str, str] | None = None) -> CliRun:
+        runs.append(CliRun(folder or tmp_path_factory.mktemp("run"), arguments, env))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.close()

@@ -1,0 +1,42 @@
+"""Reward functions that the runs of these tests name by ``path.py``; read by megarl, not by pytest."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+PAUSE_AT, PAUSED = "MEGARL_E2E_PAUSE_AT", "MEGARL_E2E_PAUSED"
+_training_calls = 0
+
+
+def dense(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, float]:
+    """A score that differs between the answers of a random model, so that there is something to learn.
+
+    Stops for good at the training sample whose number ``PAUSE_AT`` has, and makes the file ``PAUSED`` before: a run
+    is in the middle of a known step then.
+    """
+    global _training_calls
+    if extra_info["split"] == "train":
+        _training_calls += 1
+        if str(_training_calls) == os.environ.get(PAUSE_AT):
+            Path(os.environ[PAUSED]).touch()
+            time.sleep(600)
+    score = 0.0
+    for place, character in enumerate(solution_str):
+        score += (ord(character) % 17) / (17 * (1 + place))
+    return {"score": score, "exact": float(solution_str == ground_truth)}
+
+
+def one_or_failure(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """At least 1 for every answer that it scores; an even sum it cannot score, in one of two ways."""
+    if int(ground_truth) % 4 == 0:
+        raise ConnectionError("the judge is away")
+    if int(ground_truth) % 2 == 0:
+        return float("nan")
+    return 1.0 + len(solution_str) / 10
+
+
+def broken(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    raise ZeroDivisionError("a mistake in the reward")

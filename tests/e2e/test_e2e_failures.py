@@ -1,0 +1,114 @@
+"""How runs end that cannot go on: at once, with the cause named, and without a process left."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+from cli_runs import REWARDS, CliRun
+
+# A slow machine is allowed for; what is to be seen is that nothing waits for a timeout of a minute or more.
+AT_ONCE_S = 25.0
+WORKER = "ray::WorkerProcess"
+
+
+@pytest.fixture
+def endless(small: list[str]) -> list[str]:
+    """GRPO with the fewest workers, an actor of two ranks and two engines, that would go on for minutes."""
+    return [
+        *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=endless"),
+        *("actor_rollout_ref.actor.use_kl_loss=false", "trainer.total_training_steps=5000"),
+        *("trainer.val_before_train=false", "trainer.test_freq=-1"),
+    ]
+
+
+@pytest.fixture
+def one_device() -> list[str]:
+    return ["trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"]
+
+
+def assert_ends(run: CliRun, code: int) -> str:
+    """The run ends soon with an exit code and leaves no process; returns its output."""
+    begin = time.monotonic()
+    assert run.wait(AT_ONCE_S) == code, run.output
+    assert run.remaining(AT_ONCE_S - (time.monotonic() - begin)) == []
+    return run.output
+
+
+def in_third_step(run: CliRun) -> bool:
+    return "step 2/" in run.output
+
+
+def test_ctrl_c_during_training(endless: list[str], start: Callable[..., CliRun]) -> None:
+    run = start(*endless)
+    run.wait_until(lambda: in_third_step(run))
+    run.signal_group(signal.SIGINT)
+    output = assert_ends(run, 130)
+    assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
+
+
+def test_ctrl_c_while_workers_start(endless: list[str], start: Callable[..., CliRun]) -> None:
+    run = start(*endless)
+    run.wait_until(lambda: bool(workers(run)))
+    run.signal_group(signal.SIGINT)
+    output = assert_ends(run, 130)
+    assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
+
+
+def workers(run: CliRun) -> list[psutil.Process]:
+    return [process for process in run.processes() if WORKER in " ".join(process.cmdline())]
+
+
+def test_killed_worker_ends_the_run(endless: list[str], start: Callable[..., CliRun]) -> None:
+    run = start(*endless)
+    run.wait_until(lambda: in_third_step(run))
+    victim = workers(run)[0]
+    victim.kill()
+    output = assert_ends(run, 1)
+    named = re.search(rf"(actor|rollout) rank [01] \(pid {victim.pid} on [\d.]+\) died in (\w+)", output)
+    assert named, output
+    assert "its process was killed" in output and "Traceback (most recent call last)" not in output
+
+
+def test_worker_that_raises_ends_the_run(
+    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
+) -> None:
+    # The first optimizer step carries the weights away; the next one has no finite gradient.
+    run = start(
+        *(*endless, *one_device, "actor_rollout_ref.actor.optim.lr=1e30"),
+        *("actor_rollout_ref.actor.optim.max_skipped_steps=0", "sync.transport=inline"),
+    )
+    assert run.wait() == 1, run.output
+    assert run.remaining() == []
+    assert "actor rank 0 failed in update_actor: SkippedStepsError" in run.output
+    assert "max_skipped_steps=0" in run.output and "--- traceback of actor rank 0 ---" in run.output
+
+
+def test_reward_that_raises_ends_the_run_and_shows_the_sample(
+    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
+) -> None:
+    run = start(
+        *(*endless, *one_device, f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=broken")
+    )
+    assert run.wait() == 1, run.output
+    assert run.remaining() == []
+    output = run.output
+    assert "ZeroDivisionError: a mistake in the reward" in output and str(REWARDS) in output
+    assert "What is " in output and "ground_truth" in output and "reward_model.on_error=mask" in output
+    assert "Traceback" not in output
+
+
+def test_more_devices_than_the_machine_has(small: list[str], start: Callable[..., CliRun]) -> None:
+    run = start(
+        *("--config-name", "quickstart", *small, "trainer.n_gpus_per_node=1000"),
+        *("actor_rollout_ref.actor.megatron.data_parallel_size=1", "critic.megatron.data_parallel_size=1"),
+        "actor_rollout_ref.rollout.replicas=1",
+    )
+    assert run.wait() == 1, run.output
+    assert run.remaining() == []
+    assert "not enough CPU slots: 1000 needed" in run.output and f"{psutil.cpu_count()} there" in run.output
+    assert "Traceback" not in run.output

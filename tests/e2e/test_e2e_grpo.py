@@ -1,0 +1,83 @@
+"""GRPO from the command line: a reference with workers of its own, all trackers, and a reward that often fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cli_runs import REWARDS, CliRun, RunFiles, assert_finite, read_jsonl
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+STEPS, SAMPLES = 3, 48
+
+
+@pytest.fixture(scope="module")
+def grpo(small: list[str], start: Callable[..., CliRun]) -> RunFiles:
+    """Actor at PP=2, reference at TP=2; answers to problems with an even sum cannot be scored."""
+    run = start(
+        *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=grpo"),
+        *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.rollout_data_dir=rollouts"),
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.ref.megatron.dtype=float32",
+        *("actor_rollout_ref.actor.kl_loss_coef=0.01", "sync.verify=true", "sync.transport=inline"),
+        *(f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=one_or_failure"),
+        *("reward_model.on_error=mask", "trainer.logger=[console,jsonl,tensorboard,wandb]"),
+        env={"WANDB_MODE": "offline"},
+    )
+    assert run.wait() == 0, run.output
+    assert run.remaining() == []
+    return RunFiles(run.folder, "grpo")
+
+
+@pytest.fixture(scope="module")
+def answers(grpo: RunFiles) -> dict[int, list[dict[str, Any]]]:
+    return {step: read_jsonl(grpo.folder / "rollouts" / f"{step}.jsonl") for step in grpo.steps}
+
+
+def test_metrics_are_those_of_a_run_without_critic(grpo: RunFiles) -> None:
+    assert list(grpo.steps) == [1, 2, 3]
+    for row in grpo.steps.values():
+        assert_finite(row)
+        assert {"actor/pg_loss", "actor/kl_loss", "actor/kl_coef", "critic/advantages/mean"} <= row.keys()
+        assert not {"critic/vf_loss", "critic/values/mean", "timing_s/values", "actor/reward_kl_penalty"} & row.keys()
+        assert row["actor/kl_coef"] == 0.01
+
+
+def test_reference_of_another_layout_is_the_policy_that_the_run_began_with(grpo: RunFiles) -> None:
+    losses = [row["actor/kl_loss"] for row in grpo.steps.values()]
+    # the first mini-batch of the first step has none, the second one that of a single optimizer step
+    assert 0 <= losses[0] < losses[1] < losses[2]
+
+
+def test_dumps_have_what_users_of_verl_expect(answers: dict[int, list[dict[str, Any]]]) -> None:
+    for step, rows in answers.items():
+        assert len(rows) == SAMPLES
+        assert all({"input", "output", "gts", "score", "step"} <= row.keys() and row["step"] == step for row in rows)
+
+
+def test_failed_rewards_are_counted_and_never_a_zero(grpo: RunFiles, answers: dict[int, list[dict[str, Any]]]) -> None:
+    for step, row in grpo.steps.items():
+        scored = [answer["score"] for answer in answers[step] if int(answer["gts"]) % 2]
+        failed = [answer["score"] for answer in answers[step] if int(answer["gts"]) % 2 == 0]
+        assert failed and failed == [None] * len(failed)
+        assert row["reward/failed"] == len(failed)
+        assert row["critic/score/min"] == min(scored) >= 1
+        assert row["critic/score/mean"] == pytest.approx(sum(scored) / len(scored), rel=1e-6)
+    before = grpo.metrics[0]
+    assert before["val-aux/failed_rewards"] > 0 and before["val-core/arithmetic/reward/mean@1"] >= 1
+
+
+def test_tensorboard_has_the_metrics_of_the_file(grpo: RunFiles) -> None:
+    events = EventAccumulator(str(grpo.newest / "tensorboard")).Reload()
+    for name in ("critic/score/mean", "actor/kl_loss", "actor/grad_norm"):
+        written = {event.step: event.value for event in events.Scalars(name)}
+        assert written == pytest.approx({step: row[name] for step, row in grpo.steps.items()}, rel=1e-6)
+
+
+def test_wandb_wrote_its_run_without_a_network(grpo: RunFiles) -> None:
+    (file,) = grpo.newest.glob("wandb/offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert b"critic/score/mean" in content and b"actor/kl_loss" in content

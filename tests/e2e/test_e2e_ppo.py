@@ -1,0 +1,230 @@
+"""PPO from the command line: what a run leaves behind, and that a killed one continues exactly."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from reward_functions import PAUSE_AT, PAUSED
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STEPS, PROMPTS, SAMPLES = 5, 24, 48
+TARGET_KL, HORIZON = 0.1, 1000
+KILLED_IN_STEP = 3  # the checkpoint before is in the middle of an epoch; the next epoch begins with step 4
+
+METRICS = [
+    *(f"actor/{name}" for name in ("pg_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "entropy", "grad_norm")),
+    *("actor/lr", "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff"),
+    *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "vf_explained_var", "grad_norm", "lr")),
+    *(
+        f"critic/{name}/{statistic}"
+        for name in ("score", "rewards", "advantages", "returns", "values")
+        for statistic in ("mean", "max", "min")
+    ),
+    *(
+        f"{name}/{statistic}"
+        for name in ("prompt_length", "response_length")
+        for statistic in ("mean", "max", "min", "clip_ratio")
+    ),
+    *(
+        f"timing_s/{phase}"
+        for phase in [
+            "gen",
+            "reward",
+            "old_log_prob",
+            "ref",
+            "values",
+            "adv",
+            "update_critic",
+            "update_actor",
+            "update_weights",
+            "step",
+        ]
+    ),
+    *("timing_per_token_ms/gen", "timing_per_token_ms/update_actor", "perf/throughput", "perf/total_num_tokens"),
+    *(f"global_seqlen/{name}" for name in ("mean", "min", "max", "minmax_diff", "balanced_min", "balanced_max")),
+    *("training/global_step", "training/epoch", "training/rollout_probs_diff_mean", "reward/failed"),
+]
+
+
+@pytest.fixture(scope="module")
+def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
+    """Actor at TP=2 with the reference in its host memory, critic at DP=2, KL in the reward."""
+    return [
+        *("--config-name", "quickstart", *small, *dense_reward),
+        "trainer.experiment_name=ppo",
+        "critic.megatron.pipeline_model_parallel_size=1",
+        f"trainer.total_training_steps={STEPS}",
+        *("trainer.test_freq=2", "trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.max_ckpt_to_keep=2"),
+        *("algorithm.kl_ctrl.type=adaptive", f"algorithm.kl_ctrl.horizon={HORIZON}"),
+        f"algorithm.kl_ctrl.target_kl={TARGET_KL}",
+        *("trainer.validation_data_dir=validation", "trainer.rollout_data_dir=rollouts", "trainer.hf_export_dir=hf"),
+        "sync.verify=true",
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
+    """A run that nothing interrupts."""
+    run = start(*arguments)
+    assert run.wait() == 0, run.output
+    assert run.remaining() == []
+    return RunFiles(run.folder, "ppo")
+
+
+def test_every_step_has_the_metrics_that_users_of_verl_know(whole: RunFiles) -> None:
+    assert list(whole.steps) == list(range(1, STEPS + 1))
+    for row in whole.steps.values():
+        assert set(METRICS) <= row.keys(), set(METRICS) - row.keys()
+        assert_finite(row)
+
+
+def test_validation_is_before_the_first_step_at_its_frequency_and_after_the_last(whole: RunFiles) -> None:
+    name = "val-core/arithmetic/reward/mean@1"
+    validated = {int(row["step"]): row[name] for row in whole.metrics if name in row}
+    assert list(validated) == [0, 2, 4, 5]
+    for step, value in validated.items():
+        answers = read_jsonl(whole.folder / "validation" / f"{step}.jsonl")
+        assert len(answers) == 20
+        assert value == pytest.approx(sum(answer["score"] for answer in answers) / 20, rel=1e-6)
+    assert whole.summary["val_accuracy_before"] == validated[0]
+    assert whole.summary["val_accuracy_after"] == validated[5]
+
+
+def test_metrics_agree_with_the_dumped_answers(whole: RunFiles) -> None:
+    for step, row in whole.steps.items():
+        answers = read_jsonl(whole.folder / "rollouts" / f"{step}.jsonl")
+        assert len(answers) == SAMPLES and {answer["step"] for answer in answers} == {step}
+        assert all({"input", "output", "gts", "score", "step", "exact"} <= answer.keys() for answer in answers)
+        scores = [answer["score"] for answer in answers]
+        assert row["critic/score/mean"] == pytest.approx(sum(scores) / SAMPLES, rel=1e-6)
+        assert row["critic/score/max"] == max(scores) and row["critic/score/min"] == min(scores)
+        for pair in zip(answers[::2], answers[1::2], strict=True):  # the answers to a prompt stand together
+            assert len({answer["input"] for answer in pair}) == 1
+        a, b = map(int, re.fullmatch(r"What is (\d) \+ (\d)\?", answers[0]["input"]).groups())
+        assert answers[0]["gts"] == str(a + b)
+
+
+def test_reference_stays_and_the_coefficient_follows_its_kl(whole: RunFiles) -> None:
+    rows = list(whole.steps.values())
+    assert rows[0]["actor/reward_kl_penalty"] == 0 and rows[0]["actor/reward_kl_penalty_coeff"] == 0.001
+    assert abs(rows[-1]["actor/reward_kl_penalty"]) > 1e-4
+    for row, following in zip(rows, rows[1:], strict=False):
+        # Ziegler et al. 2019, section 2.2
+        error = min(max(row["actor/reward_kl_penalty"] / TARGET_KL - 1, -0.2), 0.2)
+        expected = row["actor/reward_kl_penalty_coeff"] * (1 + error * SAMPLES / HORIZON)
+        assert following["actor/reward_kl_penalty_coeff"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_engine_generates_with_the_weights_of_the_step(whole: RunFiles) -> None:
+    for row in whole.steps.values():
+        assert row["training/rollout_probs_diff_max"] < 1e-5
+        assert row["weight_sync/bytes"] > 0
+
+
+def test_summary_is_complete(whole: RunFiles) -> None:
+    summary = whole.summary
+    assert summary["steps"] == STEPS
+    for name in ("train_seconds", "wall_seconds", "rollout_tokens_per_s", "update_tokens_per_s"):
+        assert summary[name] > 0
+    assert summary["wall_seconds"] > summary["train_seconds"]
+    assert (whole.folder / summary["hf_dir"] / "config.json").is_file() and Path(summary["report"]).is_file()
+
+
+def test_report_needs_nothing_but_itself(whole: RunFiles) -> None:
+    addresses: list[str] = []
+
+    class Page(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            addresses.extend(value or "" for name, value in attrs if name in ("src", "href", "action", "srcset"))
+
+    text = (whole.newest / "report.html").read_text(encoding="utf-8")
+    Page().feed(text)
+    assert [address for address in addresses if not address.startswith(("#", "data:"))] == []
+    assert "critic/score/mean" in text and "What is " in text
+
+
+def test_checkpoints_beyond_the_newest_are_removed(whole: RunFiles) -> None:
+    root = whole.root / "checkpoints"
+    assert sorted(path.name for path in root.glob("global_step_*")) == ["global_step_4", "global_step_5"]
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "5\n"
+
+
+def test_exported_policy_gives_the_answers_of_the_last_validation(whole: RunFiles) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(whole.folder / "hf")
+    model = AutoModelForCausalLM.from_pretrained(whole.folder / "hf", dtype=torch.float32).eval()
+    before, after = (read_jsonl(whole.folder / "validation" / f"{step}.jsonl") for step in (0, STEPS))
+    assert [answer["output"] for answer in before] != [answer["output"] for answer in after]
+    for answer in after[:6]:
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": answer["input"]}], add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"]
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6, pad_token_id=0
+        )
+        assert tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True) == answer["output"]
+
+
+def test_killed_run_continues_to_the_last_digit(
+    arguments: list[str], whole: RunFiles, start: Callable[..., CliRun], tmp_path: Path
+) -> None:
+    paused = tmp_path / "paused"
+    pause_at = (KILLED_IN_STEP - 1) * SAMPLES + SAMPLES // 2  # half of the step's answers are scored
+    killed = start(*arguments, folder=tmp_path, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)})
+    killed.wait_until(paused.exists)
+    killed.signal_group(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    assert killed.remaining() == []
+    assert list(RunFiles(tmp_path, "ppo").steps) == list(range(1, KILLED_IN_STEP))
+
+    resumed = start(*arguments, folder=tmp_path)
+    assert resumed.wait() == 0, resumed.output
+    again = RunFiles(tmp_path, "ppo")
+    assert again.summary["steps"] == STEPS - KILLED_IN_STEP + 1
+    assert_equal_runs(again, whole)
+
+
+def assert_equal_runs(one: RunFiles, other: RunFiles) -> None:
+    """Every metric of every step, the answers and the final weights are the same, bit for bit."""
+
+    def rows(run: RunFiles) -> list[dict[str, Any]]:
+        return [reproducible(row) for row in run.metrics]
+
+    assert rows(one) == rows(other)
+    for kind in ("rollouts", "validation"):
+        assert {path.name for path in (one.folder / kind).iterdir()} == {
+            path.name for path in (other.folder / kind).iterdir()
+        }
+        for path in (one.folder / kind).iterdir():
+            assert path.read_text() == (other.folder / kind / path.name).read_text()
+    weights, others = (load_file(run.folder / "hf" / "model.safetensors") for run in (one, other))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_val_only_measures_the_exported_policy_and_changes_nothing(
+    small: list[str], dense_reward: list[str], whole: RunFiles, start: Callable[..., CliRun]
+) -> None:
+    run = start(
+        *("--config-name", "quickstart", *small, *dense_reward, "trainer.experiment_name=validation"),
+        *(f"actor_rollout_ref.model.path={whole.folder}/hf", "actor_rollout_ref.rollout.replicas=1"),
+        *("trainer.val_only=true", "trainer.save_freq=1", "trainer.validation_data_dir=validation"),
+    )
+    assert run.wait() == 0, run.output
+    files = RunFiles(run.folder, "validation")
+    (row,) = files.metrics
+    assert row["step"] == 0
+    assert row["val-core/arithmetic/reward/mean@1"] == whole.steps[STEPS]["val-core/arithmetic/reward/mean@1"]
+    answers, last = (
+        read_jsonl(run.folder / "validation" / "0.jsonl"), read_jsonl(whole.folder / "validation" / f"{STEPS}.jsonl")
+    )  # fmt: skip
+    assert [answer["output"] for answer in answers] == [answer["output"] for answer in last]
+    assert files.summary["steps"] == 0 and not (files.root / "checkpoints").exists()

@@ -1,0 +1,35 @@
+"""Rules of the house that a linter cannot express."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "megarl"
+
+
+def imported(path: Path) -> set[str]:
+    """Full dotted names that a file imports from other packages, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "trainer").glob("*.py")), ids=lambda path: path.name)
+def test_the_driver_communicates_through_the_cluster_only(path):
+    assert not {name for name in imported(path) if name.split(".")[:2] == ["torch", "distributed"]}
+
+
+@pytest.mark.parametrize("room", ["algorithms", "models", "config"])
+def test_pure_rooms_start_no_process(room):
+    for path in (PACKAGE / room).rglob("*.py"):
+        modules = {".".join(name.split(".")[:2]) for name in imported(path)}
+        assert not modules & {"torch.distributed", "torch.multiprocessing", "multiprocessing"}, path
+
+
+def test_nothing_is_called_utils():
+    assert not [path for path in PACKAGE.rglob("*.py") if path.stem in {"utils", "util", "helpers", "common", "misc"}]

@@ -1,0 +1,23 @@
+"""Two warm processes, and models with a batch, shared by all tests of the room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from distributed import ProcessPool
+from tiny_policies import Models, save_model, training_batch
+
+
+@pytest.fixture(scope="session")
+def role_pool() -> Iterator[ProcessPool]:
+    processes = ProcessPool(2)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    policy, critic = save_model(folder / "policy"), save_model(folder / "critic", critic=True)
+    return Models(folder / "policy", folder / "critic", policy, critic, training_batch(policy, critic))

@@ -1,0 +1,208 @@
+"""Worker classes in processes of their own, called as the driver calls them, with pipes in the place of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from distributed import Place, ProcessPool
+from tiny_policies import CLIP_GRAD, EPS, LR, RESPONSE_WIDTH, TEMPERATURE, WARMUP, WEIGHT_DECAY
+
+from megarl.cluster.split import collect, plan_split, row_costs, split
+from megarl.config import ActorConfig, CriticConfig, MegatronConfig, OptimConfig
+from megarl.data import DataProto
+from megarl.megatron import shutdown_runtime
+from megarl.models import ParallelLayout
+from megarl.workers.dispatch import read_marks
+from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
+
+LAYOUTS = {
+    "tp1": ParallelLayout(),
+    "tp2": ParallelLayout(tp=2),
+    "pp2": ParallelLayout(pp=2),
+    "dp2": ParallelLayout(dp=2),
+}
+BUDGETS = {
+    "one row": MicroBatchBudget(size=1),
+    "all rows": MicroBatchBudget(size=8),
+    "tokens": MicroBatchBudget(max_tokens=16),
+}
+ACTOR = ActorConfig(
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.3,
+    clip_ratio_c=1.5,
+    entropy_coeff=0.01,
+    use_kl_loss=True,
+    kl_loss_coef=0.2,
+    kl_loss_type="low_var_kl",
+)
+CRITIC = CriticConfig(cliprange_value=0.4)
+MINI_BATCH_ROWS = 4
+
+_held: list[Any] = []
+
+
+def role_settings(path: Path, layout: ParallelLayout, *, learns: bool = True, **optim: Any) -> RoleSettings:
+    megatron = MegatronConfig(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        data_parallel_size=layout.dp,
+        dtype="float32",
+    )
+    options = {
+        "lr": LR,
+        "eps": EPS,
+        "weight_decay": WEIGHT_DECAY,
+        "clip_grad": CLIP_GRAD,
+        "lr_warmup_steps": WARMUP,
+        **optim,
+    }
+    return RoleSettings(
+        model_path=str(path),
+        layout=layout,
+        megatron=megatron,
+        optim=OptimConfig(**options) if learns else None,
+        total_updates=10,
+        device="cpu",
+        seed=1,
+    )
+
+
+def update_plan(
+    mode: str = "token-mean", budget: str = "tokens", mini_batch_rows: int = MINI_BATCH_ROWS, epochs: int = 1
+) -> UpdatePlan:
+    return UpdatePlan(mini_batch_rows, epochs, BUDGETS[budget], mode, RESPONSE_WIDTH)
+
+
+def log_prob_settings(budget: str = "tokens") -> LogProbSettings:
+    return LogProbSettings(BUDGETS[budget], TEMPERATURE)
+
+
+def actor_arguments(path: Path, layout: ParallelLayout, *, reference: bool = False, **optim: Any) -> dict[str, Any]:
+    return {
+        "settings": role_settings(path, layout, **optim),
+        "config": ACTOR,
+        "plan": update_plan(),
+        "log_prob": log_prob_settings(),
+        "reference": log_prob_settings("one row") if reference else None,
+    }
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank raised: the name of the class, and the message."""
+
+    kind: str
+    text: str
+
+
+class Role:
+    """One worker per process; a context in which its process group lives."""
+
+    def __init__(self, pool: ProcessPool, worker_cls: type, layout: ParallelLayout, arguments: dict[str, Any]) -> None:
+        self.pool = pool
+        self.layout = layout
+        self.marks = read_marks(worker_cls)
+        self._run(_start, worker_cls, arguments)
+
+    def __enter__(self) -> Role:
+        self.call("init_model")
+        return self
+
+    def __exit__(self, kind: type | None, *details: Any) -> None:
+        if kind is None:
+            self._run(_stop)
+        else:
+            self.pool.close()  # the processes may be anywhere
+
+    def call(self, verb: str, *args: Any) -> list[Any]:
+        """The verb with the same arguments on all ranks; results by rank."""
+        return self._run(_call, verb, [args] * self.layout.world_size)
+
+    def split(
+        self, verb: str, batch: DataProto, mini_batch_rows: int | None = None, attempt: bool = False
+    ) -> list[Any]:
+        """The verb with each data-parallel rank's rows, as the driver deals them out; results by rank."""
+        mark = self.marks[verb]
+        plan = self._plan(verb, batch, mini_batch_rows)
+        read = batch.select([name for name in mark.columns if name in batch.tensors]) if mark.columns else batch
+        chunks = split(read, plan)
+        args = [(chunks[self.layout.coordinate(rank).dp],) for rank in range(self.layout.world_size)]
+        return self._run(_attempt if attempt else _call, verb, args)
+
+    def map(self, verb: str, batch: DataProto) -> DataProto:
+        """A verb that answers row by row: the rows of the ranks that own a result, in the order of ``batch``."""
+        results = self.split(verb, batch)
+        owners = [self.layout.rank(dp=dp, pp=self.layout.pp - 1) for dp in range(self.layout.dp)]
+        last = [self.layout.coordinate(rank).pp == self.layout.pp - 1 for rank in range(self.layout.world_size)]
+        assert [result is not None for result in results] == last
+        return collect([results[owner] for owner in owners], self._plan(verb, batch, None))
+
+    def update(self, verb: str, batch: DataProto, mini_batch_rows: int = MINI_BATCH_ROWS) -> dict[str, float]:
+        """Metrics of an update, which are the same on all ranks."""
+        results = self.split(verb, batch, mini_batch_rows)
+        for result in results:
+            torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
+        return results[0]
+
+    def rebuild(self, **attributes: Any) -> None:
+        """Start again from the initial weights, with other settings, in the same process group."""
+        self._run(_rebuild, attributes)
+
+    def local_weights(self) -> list[dict[str, torch.Tensor]]:
+        """Copies of each rank's own weights."""
+        return self._run(_local_weights)
+
+    def next_lr(self) -> float:
+        """Learning rate of the next optimizer step, on which the ranks agree."""
+        (rate,) = set(self._run(_next_lr))
+        return rate
+
+    def _plan(self, verb: str, batch: DataProto, mini_batch_rows: int | None) -> list[list[int]]:
+        equal = self.marks[verb].mini_batches is not None
+        return plan_split(row_costs(batch), self.layout.dp, mini_batch_rows, equal=equal)
+
+    def _run(self, function: Any, *args: Any) -> list[Any]:
+        return self.pool.run(function, self.layout.world_size, *args)
+
+
+def _start(place: Place, worker_cls: type, arguments: dict[str, Any]) -> None:
+    _held.append(
+        worker_cls(
+            rank=place.rank, world_size=place.world_size, master_addr="127.0.0.1", master_port=place.port, **arguments
+        )
+    )
+
+
+def _stop(place: Place) -> None:
+    _held.clear()
+    shutdown_runtime()
+
+
+def _call(place: Place, verb: str, args: Sequence[tuple[Any, ...]]) -> Any:
+    return getattr(_held[0], verb)(*args[place.rank])
+
+
+def _attempt(place: Place, verb: str, args: Sequence[tuple[Any, ...]]) -> Any:
+    try:
+        return _call(place, verb, args)
+    except Exception as error:
+        return Raised(type(error).__name__, str(error))
+
+
+def _rebuild(place: Place, attributes: dict[str, Any]) -> None:
+    worker = _held[0]
+    for name, value in attributes.items():
+        setattr(worker, name, value)
+    worker.init_model()
+
+
+def _local_weights(place: Place) -> dict[str, torch.Tensor]:
+    return _held[0].engine.weights_to_host()
+
+
+def _next_lr(place: Place) -> float:
+    return _held[0].engine.learning_rate

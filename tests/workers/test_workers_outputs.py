@@ -1,0 +1,79 @@
+"""What the roles say of tokens equals Hugging Face in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed import ProcessPool
+from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_settings, role_settings, update_plan
+from tiny_policies import PROMPT_WIDTH, Models, policy_tokens, rectangle, rows_of, value_tokens
+
+from megarl.workers.actor import ActorWorker
+from megarl.workers.critic import CriticWorker
+from megarl.workers.reference import ReferenceWorker
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_actor(role_pool: ProcessPool, models: Models, layout: str) -> None:
+    expected = [policy_tokens(models.policy, row) for row in rows_of(models.batch)]
+    with Role(role_pool, ActorWorker, LAYOUTS[layout], actor_arguments(models.policy_path, LAYOUTS[layout])) as actor:
+        result = actor.map("compute_log_prob", models.batch).tensors
+    assert set(result) == {"old_log_probs", "entropys"}
+    for name, index in (("old_log_probs", 0), ("entropys", 1)):
+        theirs = rectangle([row[index].detach() for row in expected])
+        assert (result[name] - theirs).abs().max() < 1e-5
+        assert not result[name][models.batch.tensors["attention_mask"][:, PROMPT_WIDTH:] == 0].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_critic(role_pool: ProcessPool, models: Models, layout: str) -> None:
+    arguments = {
+        "settings": role_settings(models.critic_path, LAYOUTS[layout]),
+        "config": CRITIC,
+        "plan": update_plan(budget="one row"),
+    }
+    with Role(role_pool, CriticWorker, LAYOUTS[layout], arguments) as critic:
+        values = critic.map("compute_values", models.batch).tensors["values"]
+    theirs = rectangle([value_tokens(models.critic, row).detach() for row in rows_of(models.batch)])
+    assert (values - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reference_with_processes_of_its_own(role_pool: ProcessPool, models: Models, layout: str) -> None:
+    arguments = {
+        "settings": role_settings(models.policy_path, LAYOUTS[layout], learns=False),
+        "log_prob": log_prob_settings("all rows"),
+    }
+    theirs = rectangle([policy_tokens(models.policy, row)[0].detach() for row in rows_of(models.batch)])
+    with Role(role_pool, ReferenceWorker, LAYOUTS[layout], arguments) as reference:
+        ours = reference.map("compute_ref_log_prob", models.batch).tensors["ref_log_prob"]
+    assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_fewer_rows_than_data_parallel_ranks(role_pool: ProcessPool, models: Models) -> None:
+    """The idle rank computes a copy of a row; its answer is not taken twice."""
+    layout, one = LAYOUTS["dp2"], models.batch[4]
+    theirs = policy_tokens(models.policy, rows_of(one)[0])[0].detach()
+    with Role(role_pool, ActorWorker, layout, actor_arguments(models.policy_path, layout)) as actor:
+        ours = actor.map("compute_log_prob", one).tensors["old_log_probs"]
+    assert ours.shape == (1, 8)
+    assert (ours[0, : len(theirs)] - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+def test_reference_inside_the_actor_stays_the_initial_policy(
+    role_pool: ProcessPool, models: Models, layout: str
+) -> None:
+    arguments = actor_arguments(models.policy_path, LAYOUTS[layout], reference=True)
+    with Role(role_pool, ActorWorker, LAYOUTS[layout], arguments) as actor:
+        before = actor.map("compute_ref_log_prob", models.batch).tensors["ref_log_prob"]
+        initial = actor.map("compute_log_prob", models.batch).tensors["old_log_probs"]
+        actor.update("update_actor", models.batch)
+        moved, weights = actor.map("compute_log_prob", models.batch).tensors["old_log_probs"], actor.local_weights()
+        after = actor.map("compute_ref_log_prob", models.batch).tensors["ref_log_prob"]
+        assert torch.equal(before, after)
+        # The two are computed in different micro-batches.
+        assert (before - initial).abs().max() < 1e-5 and (moved - initial).abs().max() > 1e-3
+        for rank, own in enumerate(actor.local_weights()):
+            assert all(torch.equal(own[name], weights[rank][name]) for name in own)
+        assert torch.equal(actor.map("compute_log_prob", models.batch).tensors["old_log_probs"], moved)
