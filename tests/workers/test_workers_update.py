@@ -102,8 +102,12 @@ def test_every_budget_cuts_the_rows_differently(models: Models, budget: str) -> 
 
 @pytest.mark.parametrize(
     ("layout", "mode", "budget"),
-    [("tp1", "token-mean", "one row"), ("tp2", "seq-mean-token-mean", "tokens"), ("dp2", "token-mean", "tokens")]
-    + [("pp2", "seq-mean-token-sum", "one row")],
+    [
+        ("tp1", "token-mean", "one row"),
+        ("tp2", "seq-mean-token-mean", "tokens"),
+        ("pp2", "seq-mean-token-sum", "one row"),
+        ("dp2", "token-mean", "tokens"),
+    ],
 )
 def test_critic(
     role_pool: ProcessPool,

@@ -154,7 +154,7 @@ def value_tokens(model: Any, row: Row) -> Tensor:
     return model.score(hidden)[len(row.prompt) - 1 : -1, 0]
 
 
-# ---- losses written token by token; each gives what is minimised, metrics aggregated like it, and metrics that are means
+# ---- losses written token by token: what is minimised, metrics aggregated like it, and metrics that are means
 
 
 Token = tuple[Tensor, dict[str, Tensor], dict[str, float]]

@@ -1,0 +1,60 @@
+"""The optimizer's options from a configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config import MegatronConfig, OptimConfig
+from megarl.workers.actor import ActorWorker
+from megarl.workers.base import optimizer_options
+from megarl.workers.critic import CriticWorker
+from megarl.workers.dispatch import Dispatch, read_marks
+from megarl.workers.reference import ReferenceWorker
+from megarl.workers.rollout import RolloutWorker
+from megarl.workers.sft import SFTWorker
+
+
+@pytest.mark.parametrize(
+    ("optim", "warmup", "total"),
+    [
+        ({}, 0, 40),
+        ({"lr_warmup_steps_ratio": 0.25}, 10, 40),
+        ({"lr_warmup_steps_ratio": 0.25, "total_training_steps": 100}, 25, 100),
+        ({"lr_warmup_steps": 7, "lr_warmup_steps_ratio": 0.25}, 7, 40),
+        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.25}, 0, 40),
+    ],
+)
+def test_lengths_of_the_schedule(optim: dict, warmup: int, total: int) -> None:
+    options = optimizer_options(OptimConfig(**optim), MegatronConfig(), total_updates=40)
+    assert (options.warmup_steps, options.total_steps) == (warmup, total)
+
+
+def test_every_setting_arrives() -> None:
+    optim = OptimConfig(
+        lr=2e-3,
+        betas=[0.8, 0.95],
+        eps=1e-6,
+        weight_decay=0.3,
+        clip_grad=0.7,
+        lr_decay_style="cosine",
+        min_lr=1e-4,
+    )
+    options = optimizer_options(optim, MegatronConfig(use_distributed_optimizer=False), total_updates=40)
+    assert (options.lr, options.betas, options.eps, options.weight_decay) == (2e-3, (0.8, 0.95), 1e-6, 0.3)
+    assert (options.clip_grad, options.decay_style, options.min_lr) == (0.7, "cosine", 1e-4)
+    assert not options.use_distributed_optimizer
+
+
+@pytest.mark.parametrize("worker", [ActorWorker, CriticWorker, ReferenceWorker, SFTWorker])
+def test_split_verbs_of_models_name_the_columns_they_read(worker: type) -> None:
+    """A verb without them would be sent every column of the batch."""
+    marks = [mark for mark in read_marks(worker).values() if mark.dispatch is Dispatch.SPLIT]
+    assert marks
+    for mark in marks:
+        assert mark.columns is not None and {"prompts", "responses", "attention_mask"} <= set(mark.columns)
+        assert (mark.mini_batches is not None) == mark.phase.startswith("update")
+        assert mark.mini_batches is None or "response_mask" in mark.columns
+
+
+def test_generation_is_split_by_rows() -> None:
+    assert read_marks(RolloutWorker)["generate_sequences"].dispatch is Dispatch.SPLIT

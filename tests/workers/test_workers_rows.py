@@ -1,0 +1,61 @@
+"""Rows of rectangles, packed into micro-batches and unpacked again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_policies import ROW_LENGTHS, answers, rows_of
+
+from megarl.data import DataProto
+from megarl.errors import DataError
+from megarl.workers.rows import PackedRows
+from megarl.workers.settings import MicroBatchBudget
+
+
+def numbered() -> DataProto:
+    batch = answers()
+    return batch.with_columns({"values": torch.arange(64.0).view(8, 8) + 1}, {})
+
+
+@pytest.mark.parametrize("rows", [[0], [3, 1], [7, 6, 5, 4, 3, 2, 1, 0]])
+def test_a_micro_batch_is_the_rows_without_padding(rows: list[int]) -> None:
+    batch, plain = numbered(), rows_of(numbered())
+    packed = PackedRows(batch)
+    micro_batch = packed.pack(rows, {"values": packed.column("values", rows)})
+    assert micro_batch.num_tokens == sum(sum(ROW_LENGTHS[row]) for row in rows)
+    assert micro_batch.targets.tolist() == [token for row in rows for token in plain[row].response.tolist()]
+    assert micro_batch.columns["values"].tolist() == [v for row in rows for v in plain[row].columns["values"].tolist()]
+    # Each response token is predicted at the token before it.
+    before = [([*plain[row].prompt.tolist(), *plain[row].response.tolist()], len(plain[row].prompt)) for row in rows]
+    expected = [token for ids, prompt in before for token in ids[prompt - 1 : -1]]
+    assert micro_batch.tokens[micro_batch.predictors].tolist() == expected
+
+
+@pytest.mark.parametrize("budget", [MicroBatchBudget(size=3), MicroBatchBudget(max_tokens=17)])
+@pytest.mark.parametrize("rows", [None, [6, 2, 4, 1]])
+def test_micro_batches_hold_each_row_once_within_the_budget(budget: MicroBatchBudget, rows: list[int] | None) -> None:
+    groups = PackedRows(numbered()).micro_batches(budget, rows)
+    assert sorted(row for group in groups for row in group) == sorted(rows or range(8))
+    for group in groups:
+        assert len(group) <= (budget.size or 8)
+        assert sum(sum(ROW_LENGTHS[row]) for row in group) <= (budget.max_tokens or 1000)
+
+
+def test_unpacked_values_stand_where_they_came_from() -> None:
+    packed = PackedRows(numbered())
+    groups = [[5, 0], [7], [2, 1, 6], [3, 4]]
+    rectangle = packed.unpack(groups, [packed.column("values", group) for group in groups])
+    assert rectangle.dtype == torch.float32
+    for row, (_, response) in enumerate(ROW_LENGTHS):
+        assert rectangle[row].tolist() == [row * 8 + i + 1.0 if i < response else 0.0 for i in range(8)]
+
+
+def test_unpacked_values_are_float32_whatever_the_model_computes_in() -> None:
+    packed = PackedRows(numbered())
+    values = packed.column("values", range(8)).bfloat16()
+    assert packed.unpack([list(range(8))], [values]).dtype == torch.float32
+
+
+def test_a_row_longer_than_the_budget_is_named() -> None:
+    with pytest.raises(DataError, match="row 1 has 9 tokens"):
+        PackedRows(numbered()).micro_batches(MicroBatchBudget(max_tokens=8))

@@ -1,0 +1,98 @@
+"""A loss or gradient that is not finite on one rank is skipped by all of them, counted, and not for ever."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from distributed import ProcessPool
+from role_processes import LAYOUTS, Raised, Role, actor_arguments
+from tiny_policies import LR, RESPONSE_WIDTH, WARMUP, Models, rows_of
+
+from megarl.cluster.split import plan_split, row_costs
+from megarl.data import DataProto
+from megarl.workers.actor import ActorWorker
+
+
+def poisoned(batch: DataProto, row: int, value: float) -> DataProto:
+    """The batch with another advantage on one row's first token."""
+    advantages = batch.tensors["advantages"].clone()
+    advantages[row, 0] = value
+    return batch.with_columns({"advantages": advantages}, {})
+
+
+def start(pool: ProcessPool, models: Models, layout: str, allowed: int) -> Role:
+    arguments = actor_arguments(models.policy_path, LAYOUTS[layout], max_skipped_steps=allowed)
+    return Role(pool, ActorWorker, LAYOUTS[layout], arguments)
+
+
+def same(left: list[dict[str, torch.Tensor]], right: list[dict[str, torch.Tensor]]) -> bool:
+    return all(torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a)
+
+
+# 1e30 leaves the loss finite; the gradient's norm is not.
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+def test_all_ranks_skip_together(role_pool: ProcessPool, models: Models, layout: str, value: float) -> None:
+    bad, good = poisoned(models.batch, 1, value)[:4], models.batch[:4]
+    ranks_with_it = sum(1 in rows for rows in plan_split(row_costs(bad), LAYOUTS[layout].dp, 4, equal=True))
+    assert ranks_with_it == 1
+    with start(role_pool, models, layout, allowed=3) as actor:
+        before = actor.local_weights()
+        metrics = actor.update("update_actor", bad)
+        assert metrics["actor/skipped_steps"] == 1
+        assert not math.isfinite(metrics["actor/grad_norm"])
+        assert same(before, actor.local_weights())
+        assert actor.next_lr() == pytest.approx(LR / WARMUP)
+
+        # Nothing of the bad step is left: the next one is the first.
+        after = actor.update("update_actor", good)
+        weights = actor.local_weights()
+        actor.rebuild()
+        untouched = actor.update("update_actor", good)
+        assert after == untouched and after["actor/skipped_steps"] == 0 and math.isfinite(after["actor/grad_norm"])
+        assert same(weights, actor.local_weights())
+
+
+def test_one_bad_mini_batch_of_two(role_pool: ProcessPool, models: Models) -> None:
+    """The good one is learned from at the learning rate of the first step, wherever the bad one stands."""
+    with start(role_pool, models, "dp2", allowed=3) as actor:
+        metrics = actor.update("update_actor", poisoned(models.batch, 1, math.nan))
+        assert metrics["actor/skipped_steps"] == 1 and metrics["actor/lr"] == pytest.approx(LR / WARMUP)
+        weights = actor.local_weights()
+        actor.rebuild()
+        actor.update("update_actor", models.batch[4:])
+        assert same(weights, actor.local_weights())
+        actor.rebuild()
+        actor.update("update_actor", poisoned(models.batch, 6, math.nan))
+        weights = actor.local_weights()
+        actor.rebuild()
+        actor.update("update_actor", models.batch[:4])
+        assert same(weights, actor.local_weights())
+
+
+def test_too_many_in_a_row_stop_every_rank(role_pool: ProcessPool, models: Models) -> None:
+    bad, good = poisoned(models.batch, 1, math.nan)[:4], models.batch[:4]
+    with start(role_pool, models, "dp2", allowed=2) as actor:
+        for batch, skipped in ((bad, 1), (bad, 1), (good, 0), (bad, 1), (bad, 1)):
+            assert actor.update("update_actor", batch)["actor/skipped_steps"] == skipped
+        results = actor.split("update_actor", bad, 4, attempt=True)
+        assert all(isinstance(result, Raised) and result.kind == "SkippedStepsError" for result in results)
+        assert "optim.max_skipped_steps=2" in results[0].text and "3 optimizer steps in a row" in results[0].text
+
+
+def test_no_skip_is_allowed_where_the_limit_is_zero(role_pool: ProcessPool, models: Models) -> None:
+    with start(role_pool, models, "tp2", allowed=0) as actor:
+        results = actor.split("update_actor", poisoned(models.batch, 6, math.nan), 4, attempt=True)
+        assert [result.kind for result in results] == ["SkippedStepsError"] * 2
+
+
+def test_a_batch_without_a_trained_token_has_no_gradient(role_pool: ProcessPool, models: Models) -> None:
+    """As where every reward of a mini-batch failed: the loss is zero, not 0 / 0."""
+    masked = models.batch.with_columns({"response_mask": torch.zeros(8, RESPONSE_WIDTH, dtype=torch.int64)}, {})[:4]
+    assert not any(row.mask.any() for row in rows_of(masked))
+    with start(role_pool, models, "dp2", allowed=0) as actor:
+        metrics = actor.update("update_actor", masked)
+    assert metrics["actor/skipped_steps"] == 0
+    assert metrics["actor/loss"] == metrics["actor/grad_norm"] == 0
