@@ -69,6 +69,9 @@ def _replicas(config: TrainConfig) -> Iterator[Problem]:
             f"{rollout.replicas} replicas x tensor parallel {tp} = {rollout.replicas * tp} devices are more than {pool}"
         )
         yield Problem.at(config, f"{path}.replicas", text)
+    elif rollout.name == "embedded" and tp != 1:
+        text = f"{path}.name=embedded runs each replica on one device; set 1"
+        yield Problem.at(config, f"{path}.tensor_model_parallel_size", text)
 
 
 def _groups(config: TrainConfig) -> Iterator[Problem]:

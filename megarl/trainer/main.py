@@ -66,6 +66,8 @@ class TrainerBuilder:
         self.rewards = RewardManager(reward_function(config), self.tokenizer, config.reward_model.on_error)
         self.resume = find_resume(config)
         self.loader = prompt_loader(config, config.data.train_files, self.tokenizer)
+        if self.resume is not None:
+            self.loader.load_state_dict(self.resume.state.dataloader)
         self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
 
     def build(self, pool: PlacedPool) -> PPOTrainer:

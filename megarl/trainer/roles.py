@@ -83,17 +83,17 @@ class RoleBuilder:
             WorkerError: a process failed; names role and rank.
         """
         actor, rollout = self._actor(), self._rollout()
-        critic = self._critic() if self.config.uses_critic else None
+        critic = self._critic() if self._has_critic() else None
         own_reference = self._reference() if self._reference_has_workers() else None
         groups = [group for group in (actor, rollout, critic, own_reference) if group]
         wait_ready(groups)
         wait_all([group.submit("init_model") for group in groups])
-        reference = own_reference or (actor if self.config.uses_reference else None)
+        reference = own_reference or (actor if self._has_reference() else None)
         return Roles(actor, critic, reference, rollout, self._connect(actor, rollout))
 
     def _actor(self) -> WorkerGroup:
         reference = None
-        if self.config.uses_reference and not self._reference_has_workers():
+        if self._has_reference() and not self._reference_has_workers():
             reference = self._log_prob("ref_log_prob")
         actor = self.policy.actor
         kwargs = {
@@ -123,8 +123,15 @@ class RoleBuilder:
         }
         return self._group("reference", "megarl.workers.reference:ReferenceWorker", kwargs, layout_of(megatron))
 
+    def _has_critic(self) -> bool:
+        """Whether there is a critic; validation alone needs neither critic nor reference."""
+        return self.config.uses_critic and not self.config.trainer.val_only
+
+    def _has_reference(self) -> bool:
+        return self.config.uses_reference and not self.config.trainer.val_only
+
     def _reference_has_workers(self) -> bool:
-        return self.config.uses_reference and self.policy.ref.megatron is not None
+        return self._has_reference() and self.policy.ref.megatron is not None
 
     def _rollout(self) -> WorkerGroup:
         rollout = self.policy.rollout

@@ -99,13 +99,15 @@ class RunState:
                     return
 
     def restore(self, roles: Roles) -> None:
-        """Continue from the checkpoint, if there is one: weights, optimizers, random states, data order, KL."""
+        """Continue from the checkpoint, if there is one: weights, optimizers, random states, KL.
+
+        The loader stands where the checkpoint left it already: other data than the checkpoint's is refused early.
+        """
         if self.resume is None:
             return
         path, state = self.resume.path, self.resume.state
         wait_all([group.submit("load_checkpoint", str(path / group.role)) for group in roles.learners()])
-        self.loader.load_state_dict(state.dataloader)
-        if self.kl_controller is not None:
+        if self.kl_controller is not None and state.kl_controller:  # none where the KL is new in this run
             self.kl_controller.load_state_dict(state.kl_controller)
         self.step = state.step
 

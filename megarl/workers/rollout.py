@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megarl.config import RolloutConfig
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, EngineOptions, Request, SamplingParams, create_engine
@@ -38,16 +39,17 @@ class RolloutWorker:
     @verb(Dispatch.ALL)
     def init_model(self) -> None:
         """Build the engine, stale until the first weight sync."""
-        settings = self.settings
-        self.model_config = read_model_config(settings.model_path)
+        path, device = self.settings.model_path, self.settings.device
+        rollout: RolloutConfig = self.settings.config
+        self.model_config = read_model_config(path)
         self.engine = create_engine(
-            settings.config.name,
-            settings.model_path,
+            rollout.name,
+            path,
             EngineOptions(
-                dtype=settings.config.dtype,
-                device=settings.device,
-                tensor_parallel_size=settings.config.tensor_model_parallel_size,
-                max_num_seqs=settings.config.max_num_seqs,
+                dtype=rollout.dtype,
+                device=device,
+                tensor_parallel_size=rollout.tensor_model_parallel_size,
+                max_num_seqs=rollout.max_num_seqs,
             ),
         )
 

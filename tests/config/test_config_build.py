@@ -224,7 +224,6 @@ def test_derived_keys() -> None:
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
         "actor_rollout_ref.actor.use_dynamic_bsz": False,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum",
         "trainer.seed": 9,
         "data.seed": 3,
@@ -233,7 +232,7 @@ def test_derived_keys() -> None:
     policy = config.actor_rollout_ref
     assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high) == (0.3, 0.4)
     assert policy.actor.megatron.data_parallel_size == 4 and config.critic.megatron.data_parallel_size == 8
-    assert policy.rollout.replicas == 2
+    assert policy.rollout.replicas == 8
     assert policy.model.tokenizer_path == config.critic.model.path == "model"
     for keys in (policy.rollout, policy.ref):
         assert keys.log_prob_use_dynamic_bsz is False and keys.log_prob_micro_batch_size_per_gpu == 4

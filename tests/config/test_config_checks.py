@@ -27,6 +27,7 @@ GRPO = {"algorithm.adv_estimator": "grpo"}
         ({"algorithm.use_kl_in_reward": True, f"{REF}.megatron": {"tensor_model_parallel_size": 16}},
          f"{REF}.megatron.tensor_model_parallel_size", "do not divide the pool of 8"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, f"{ROLLOUT}.tensor_model_parallel_size", "do not divide"),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, f"{ROLLOUT}.tensor_model_parallel_size", "on one device; set 1"),
         ({f"{ROLLOUT}.replicas": 9}, f"{ROLLOUT}.replicas", "more than the pool of 8"),
         ({"trainer.val_only": True}, "trainer.val_only", "needs data.val_files"),
         ({"trainer.val_before_train": True}, "trainer.val_before_train", "needs data.val_files"),

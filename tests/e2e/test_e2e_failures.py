@@ -75,11 +75,11 @@ def test_killed_worker_ends_the_run(endless: list[str], start: Callable[..., Cli
 
 
 def test_worker_that_raises_ends_the_run(
-    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
+    endless: list[str], one_device: list[str], dense_reward: list[str], start: Callable[..., CliRun]
 ) -> None:
     # The first optimizer step carries the weights away; the next one has no finite gradient.
     run = start(
-        *(*endless, *one_device, "actor_rollout_ref.actor.optim.lr=1e30"),
+        *(*endless, *one_device, *dense_reward, "actor_rollout_ref.actor.optim.lr=1e30"),
         *("actor_rollout_ref.actor.optim.max_skipped_steps=0", "sync.transport=inline"),
     )
     assert run.wait() == 1, run.output

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,11 @@ METRICS = [
 
 @pytest.fixture(scope="module")
 def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
-    """Actor at TP=2 with the reference in its host memory, critic at DP=2, KL in the reward."""
+    """Actor at TP=2 with sequence parallelism and the reference in its host memory, critic at DP=2, KL in the reward."""
     return [
         *("--config-name", "quickstart", *small, *dense_reward),
         "trainer.experiment_name=ppo",
-        "critic.megatron.pipeline_model_parallel_size=1",
+        "actor_rollout_ref.actor.megatron.sequence_parallel=true",
         f"trainer.total_training_steps={STEPS}",
         *("trainer.test_freq=2", "trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.max_ckpt_to_keep=2"),
         *("algorithm.kl_ctrl.type=adaptive", f"algorithm.kl_ctrl.horizon={HORIZON}"),
@@ -117,7 +118,7 @@ def test_reference_stays_and_the_coefficient_follows_its_kl(whole: RunFiles) -> 
     rows = list(whole.steps.values())
     assert rows[0]["actor/reward_kl_penalty"] == 0 and rows[0]["actor/reward_kl_penalty_coeff"] == 0.001
     assert abs(rows[-1]["actor/reward_kl_penalty"]) > 1e-4
-    for row, following in zip(rows, rows[1:], strict=False):
+    for row, following in pairwise(rows):
         # Ziegler et al. 2019, section 2.2
         error = min(max(row["actor/reward_kl_penalty"] / TARGET_KL - 1, -0.2), 0.2)
         expected = row["actor/reward_kl_penalty_coeff"] * (1 + error * SAMPLES / HORIZON)

@@ -1,0 +1,356 @@
+"""Bad input is refused before any process is started, with the key, the value, and what would be right.
+
+The runs are made in this process, through the command's own entry point, which saves the start of Python for each; a
+few go through a real command line.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+from cli_runs import CliRun
+from safetensors.torch import load_file, save_file
+
+from megarl import cli
+
+ACTOR, CRITIC = "actor_rollout_ref.actor.megatron", "critic.megatron"
+FEWER_DEVICES = ["trainer.n_gpus_per_node=1"]
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refuse:
+    """``refuse(*arguments, code=)``: the message of a run that is refused with the exit code, Ray untouched."""
+
+    def no_ray(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray, "init", no_ray)
+
+    def run(*arguments: str, code: int) -> str:
+        try:
+            found = cli.run_job("train", ["--config-name", "quickstart", *small, *arguments])
+        except SystemExit as stop:  # how Hydra reports an exception that is a bug
+            found = stop.code
+        printed = capsys.readouterr()
+        assert found == code, printed.err
+        assert "Traceback" not in printed.err
+        return printed.err
+
+    return run
+
+
+@pytest.fixture
+def rows(task: Path) -> list[dict[str, Any]]:
+    return pq.read_table(task / "data" / "train.parquet").to_pylist()
+
+
+@pytest.fixture
+def model(task: Path, tmp_path: Path) -> Path:
+    """A copy of the model, for a test to spoil."""
+    return Path(shutil.copytree(task / "model", tmp_path / "model"))
+
+
+def write(rows: list[dict[str, Any]], path: Path, schema: pa.Schema | None = None) -> str:
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    return f"data.train_files={path}"
+
+
+def change_config(model: Path, **changes: Any) -> str:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    return f"actor_rollout_ref.model.path={model}"
+
+
+def assert_says(message: str, *parts: str) -> None:
+    missing = [part for part in parts if part not in message]
+    assert not missing, f"{missing} not in:\n{message}"
+
+
+# Data
+
+
+def test_missing_file(refuse: Refuse) -> None:
+    message = refuse("data.train_files=nowhere/train.parquet", code=1)
+    assert_says(message, "data.train_files", "nowhere/train.parquet", "no such file")
+
+
+def test_file_that_is_no_parquet(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_text("prompt,answer\n")
+    message = refuse(f"data.val_files={tmp_path}/train.parquet", code=1)
+    assert_says(message, "data.val_files", "train.parquet", "not a readable parquet file")
+
+
+def test_missing_column(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    renamed = [{("reward" if name == "reward_model" else name): row[name] for name in row} for row in rows]
+    message = refuse(write(renamed, tmp_path / "train.parquet"), code=1)
+    assert_says(message, "data.train_files", "train.parquet", "no column 'reward_model'", "did you mean 'reward'")
+
+
+def test_prompt_that_is_text(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    texts = [{**row, "prompt": row["prompt"][0]["content"]} for row in rows]
+    message = refuse(write(texts, tmp_path / "train.parquet"), code=1)
+    assert_says(message, "data.train_files", "column 'prompt'", "list of chat messages", "it is string")
+
+
+def test_null_in_a_row(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    rows[17]["reward_model"]["ground_truth"] = None
+    message = refuse(write(rows, tmp_path / "train.parquet"), code=1)
+    assert_says(message, "train.parquet", "column 'reward_model', row 17", "'ground_truth' null")
+
+
+def test_empty_data_set(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    schema = pa.Table.from_pylist(rows).schema
+    message = refuse(write([], tmp_path / "train.parquet", schema), code=1)
+    assert_says(message, "data.train_files", "there is no row", "train.parquet")
+
+
+def test_fewer_prompts_than_a_batch(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    message = refuse(write(rows[:23], tmp_path / "train.parquet"), code=1)
+    assert_says(message, "data.train_batch_size", "24", "23")
+
+
+def test_prompt_too_long(refuse: Refuse) -> None:
+    message = refuse("data.max_prompt_length=8", code=1)
+    assert_says(message, "row 0", "has 11 tokens", "at most 8", "data.max_prompt_length", "data.truncation=left")
+
+
+def test_every_prompt_too_long(refuse: Refuse) -> None:
+    message = refuse("data.max_prompt_length=8", "data.filter_overlong_prompts=true", code=1)
+    assert_says(message, "all 80 prompts", "longer than 8", "data.max_prompt_length")
+
+
+# Models
+
+
+def test_model_folder_that_is_not_there(refuse: Refuse) -> None:
+    message = refuse("actor_rollout_ref.model.path=nowhere/model", code=1)
+    assert_says(message, "nowhere/model")
+
+
+def test_model_folder_without_config(refuse: Refuse, model: Path) -> None:
+    (model / "config.json").unlink()
+    message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
+    assert_says(message, str(model), "config.json")
+
+
+def test_architecture_without_weight_map(refuse: Refuse, model: Path) -> None:
+    message = refuse(change_config(model, architectures=["MambaForCausalLM"]), code=2)
+    assert_says(message, "MambaForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def test_missing_shard(refuse: Refuse, model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    save_file(tensors, model / "model-00001-of-00002.safetensors")
+    places = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    message = refuse(f"actor_rollout_ref.model.path={model}", code=1)
+    assert_says(message, str(model), "lacks shard 'model-00002-of-00002.safetensors'")
+
+
+def test_truncated_weights(refuse: Refuse, model: Path) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[:-100])
+    message = refuse(f"critic.model.path={model}", code=1)
+    assert_says(message, str(model / "model.safetensors"), "truncated", str(len(content)))
+
+
+def test_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    message = refuse(f"actor_rollout_ref.model.path={model}", code=1)
+    assert_says(message, str(model), "chat_template", "tokenizer_config.json")
+
+
+# Layouts and batches
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "parts"),
+    [
+        ({}, [f"{ACTOR}.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3"], ("=3", "heads", "1, 2")),
+        (
+            {"num_key_value_heads": 1},
+            [f"{ACTOR}.tensor_model_parallel_size=2"],
+            ("=2", "num_key_value_heads=1"),
+        ),
+        (
+            {},
+            ["trainer.n_gpus_per_node=4", f"{ACTOR}.pipeline_model_parallel_size=4"],
+            ("=4", "num_hidden_layers=2"),
+        ),
+    ],
+    ids=["heads", "key-value heads", "layers"],
+)
+def test_layout_that_does_not_fit_the_model(
+    changes: dict[str, Any], arguments: list[str], parts: tuple[str, ...], refuse: Refuse, model: Path
+) -> None:
+    if "pipeline" in arguments[-1]:
+        arguments = [*arguments, f"{ACTOR}.tensor_model_parallel_size=1"]
+    others = [f"{CRITIC}.pipeline_model_parallel_size=1", f"{CRITIC}.data_parallel_size=1"]
+    message = refuse(change_config(model, **changes), *others, *arguments, code=2)
+    key = next(argument for argument in arguments if argument.startswith(ACTOR)).partition("=")[0]
+    assert_says(message, key, *parts)
+
+
+def test_layout_that_does_not_divide_the_devices(refuse: Refuse) -> None:
+    message = refuse("trainer.n_gpus_per_node=3", code=2)
+    assert_says(message, f"{ACTOR}.tensor_model_parallel_size=2", "do not divide", "trainer.n_gpus_per_node=3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            ["actor_rollout_ref.actor.ppo_mini_batch_size=16"],
+            ("data.train_batch_size=24", "mini-batches of 16", "nearest that do: 16 and 32"),
+        ),
+        (
+            [f"{ACTOR}.tensor_model_parallel_size=1", "data.train_batch_size=9", "actor_rollout_ref.rollout.n=1"],
+            ("data.train_batch_size=9", "2 data-parallel ranks", "nearest that do: 8 and 10"),
+        ),
+        (
+            ["actor_rollout_ref.actor.use_dynamic_bsz=false", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5"],
+            ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5", "24 samples", "4 and 6"),
+        ),
+        (
+            ["critic.ppo_max_token_len_per_gpu=37"],
+            ("critic.ppo_max_token_len_per_gpu=37", "longest sample", "38 tokens"),
+        ),
+    ],
+    ids=["mini-batch", "data parallel", "micro-batch", "token budget"],
+)
+def test_batches_that_do_not_divide(arguments: list[str], parts: tuple[str, ...], refuse: Refuse) -> None:
+    assert_says(refuse(*arguments, code=2), *parts)
+
+
+def test_engine_that_cannot_split_a_model(refuse: Refuse) -> None:
+    message = refuse("actor_rollout_ref.rollout.tensor_model_parallel_size=2", code=2)
+    assert_says(message, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "embedded", "1")
+
+
+# Keys, rewards
+
+
+def test_all_wrong_keys_are_named_at_once(refuse: Refuse) -> None:
+    message = refuse("trainer.total_training_step=3", "critic.optim.lr=fast", "algorithm.adv_estimator=ppo", code=2)
+    assert_says(message, "trainer.total_training_step=3", "did you mean trainer.total_training_steps?")
+    assert_says(message, "critic.optim.lr=fast", "number", "algorithm.adv_estimator=ppo", "gae, grpo")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "parts"),
+    [
+        (None, "score", ("there is no file",)),
+        ("import a_package_that_is_not_there", "score", ("ModuleNotFoundError", "a_package_that_is_not_there")),
+        ("def compute_score(solution_str): return 1.0", "compute_score", ("data_source", "ground_truth")),
+        ("def reward(**columns): return 1.0", "score", ("no 'score'", "reward")),
+    ],
+    ids=["no file", "import fails", "signature", "no function"],
+)
+def test_reward_that_cannot_be_imported(
+    content: str | None, name: str, parts: tuple[str, ...], refuse: Refuse, tmp_path: Path
+) -> None:
+    path = tmp_path / "judge.py"
+    if content is not None:
+        path.write_text(content)
+    message = refuse(f"custom_reward_function.path={path}", f"custom_reward_function.name={name}", code=1)
+    assert_says(message, str(path), *parts)
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoint(small: list[str], start: Callable[..., CliRun]) -> Path:
+    """The folder of a real checkpoint of one step, made with one device and no critic."""
+    run = start(*GRPO_ALONE, *small, "trainer.total_training_steps=1", "trainer.save_freq=1")
+    assert run.wait() == 0, run.output
+    return run.folder / "outputs" / "quickstart" / "checkpoints" / "global_step_1"
+
+
+GRPO_ALONE = [
+    *("--config-name", "quickstart_grpo", *FEWER_DEVICES, f"{ACTOR}.tensor_model_parallel_size=1"),
+    *("actor_rollout_ref.actor.use_kl_loss=false", "trainer.val_before_train=false", "trainer.test_freq=-1"),
+]
+
+
+def resume_from(checkpoint: Path) -> list[str]:
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+
+
+def largest_file(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_checkpoint_of_another_model(refuse: Refuse, checkpoint: Path, task: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parents[2] / "tools" / "make_arithmetic.py"), "--out", "other"]
+    subprocess.run([*command, "--hidden", "48", "--layers", "3"], check=True, capture_output=True, cwd=tmp_path)
+    path = f"actor_rollout_ref.model.path={tmp_path}/other/model"
+    message = refuse(*GRPO_ALONE, *resume_from(checkpoint), path, code=1)
+    assert_says(message, "checkpoint is of another model", "hidden_size: 32 in the checkpoint, 48 in this run")
+    assert_says(message, "num_layers: 2 in the checkpoint, 3 in this run")
+
+
+def test_truncated_checkpoint_file(refuse: Refuse, checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "global_step_1"))
+    largest = max(
+        (path for path in (copy / "actor").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    size = largest.stat().st_size
+    largest.write_bytes(largest.read_bytes()[:-1])
+    message = refuse(*GRPO_ALONE, *resume_from(copy), code=1)
+    assert_says(message, str(copy), "corrupt", f"{largest.name} has {size - 1} bytes, {size} were saved")
+
+
+def test_checkpoint_with_a_flipped_bit(refuse: Refuse, checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "global_step_1"))
+    largest = max(
+        (path for path in (copy / "actor").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    message = refuse(*GRPO_ALONE, *resume_from(copy), code=1)
+    assert_says(message, str(copy), largest.name, "content differs from its checksum")
+
+
+def test_checkpoint_that_is_not_there(refuse: Refuse) -> None:
+    message = refuse(*resume_from(Path("nowhere/global_step_3")), code=1)
+    assert_says(message, "nowhere/global_step_3", "does not exist")
+
+
+def test_checkpoint_of_other_data(refuse: Refuse, checkpoint: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    message = refuse(*GRPO_ALONE, *resume_from(checkpoint), write(rows[:50], tmp_path / "train.parquet"), code=1)
+    assert_says(message, "80", "50", "trainer.resume_mode=disable")
+
+
+# As a user sees it
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "part"),
+    [
+        ("trainer.total_training_step=3", 2, "did you mean trainer.total_training_steps?"),
+        ("data.train_files=nowhere.parquet", 1, "nowhere.parquet: there is no such file"),
+    ],
+)
+def test_real_command_line(argument: str, code: int, part: str, small: list[str], start: Callable[..., CliRun]) -> None:
+    run = start("--config-name", "quickstart", *small, argument)
+    assert run.wait() == code
+    assert part in run.output and "Traceback" not in run.output
+    assert run.remaining() == []
