@@ -39,7 +39,8 @@ def check_sft(config: SFTConfig) -> None:
         ModelError, ConfigError, DataError: names the field, its value, and what would be right.
     """
     _check_model(config.model.path, config.megatron, "megatron")
-    check_parquet(config.data.train_files, [config.data.response_key], "data.train_files", config.data.prompt_key)
+    data = config.data
+    check_parquet(data.train_files, [], "data.train_files", data.prompt_key, text_columns=[data.response_key])
 
 
 def reward_function(config: TrainConfig) -> RewardFunction:

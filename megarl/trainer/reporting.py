@@ -21,6 +21,7 @@ from megarl.trainer.metrics import Metrics
 from megarl.trainer.samples import Sample, dump_samples
 
 ACCURACY_PREFIX = "val-core/"
+UPDATE_PHASES = ("update_actor", "update_critic", "update")  # the last is supervised fine-tuning's
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,10 @@ class RunReporter:
         self._totals["train"] += seconds.get("step", 0.0)
         self._totals["gen"] += seconds.get("gen", 0.0)
         self._totals["generated"] += tokens.get("gen", 0)
-        self._totals["update"] += seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
-        self._totals["updated"] += tokens.get("update_actor", 0)
+        updates = [phase for phase in UPDATE_PHASES if phase in seconds]
+        self._totals["update"] += sum(seconds[phase] for phase in updates)
+        # Actor and critic learn from the same tokens, which count once; while the critic warms up it is alone.
+        self._totals["updated"] += max((tokens.get(phase, 0) for phase in updates), default=0)
         self._note_accuracy(metrics)
         self.trackers.log({**metrics, **self.timer.metrics(tokens)}, step)
         self.timer.reset()

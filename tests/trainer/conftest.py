@@ -1,0 +1,82 @@
+"""The quickstart's task in small, and configurations of it as a user's become."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import SFTConfig, TrainConfig
+from megarl.config.build import build
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_arithmetic.py"
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``model`` (and tokenizer) and ``data/{train,test,sft}.parquet``: 90 problems and 10."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    spec = importlib.util.spec_from_file_location("make_arithmetic", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    tokenizer = tool.build_tokenizer()
+    tool.build_model(tokenizer, 1, 32, 2).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name, rows in zip(("train", "test", "sft"), tool.build_problems(1, 9, 10, 0.5), strict=True):
+        tool.write_parquet(rows, folder / "data" / f"{name}.parquet")
+    return folder
+
+
+def with_keys(values: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in values.items():
+        node = nested
+        *sections, name = path.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return nested
+
+
+@pytest.fixture
+def train_config(arithmetic: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """``train_config({"dotted.key": value})``: a complete configuration, with files under the test's folder."""
+
+    def make(changes: dict[str, Any] | None = None) -> TrainConfig:
+        base = {
+            "data.train_files": [str(arithmetic / "data" / "train.parquet")],
+            "data.val_files": [str(arithmetic / "data" / "test.parquet")],
+            "data.train_batch_size": 8,
+            "data.max_prompt_length": 32,
+            "data.max_response_length": 6,
+            "actor_rollout_ref.model.path": str(arithmetic / "model"),
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+            "actor_rollout_ref.rollout.dtype": "float32",
+            "trainer.experiment_name": "test",
+            "trainer.n_gpus_per_node": 1,
+            "trainer.device": "cpu",
+        }
+        return build(TrainConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
+
+    return make
+
+
+@pytest.fixture
+def sft_config(arithmetic: Path, tmp_path: Path) -> Callable[..., SFTConfig]:
+    """As ``train_config``, for supervised fine-tuning."""
+
+    def make(changes: dict[str, Any] | None = None) -> SFTConfig:
+        base = {
+            "data.train_files": [str(arithmetic / "data" / "sft.parquet")],
+            "data.train_batch_size": 8,
+            "model.path": str(arithmetic / "model"),
+            "trainer.experiment_name": "test",
+            "trainer.n_gpus_per_node": 1,
+            "trainer.device": "cpu",
+        }
+        return build(SFTConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
+
+    return make

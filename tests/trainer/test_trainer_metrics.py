@@ -1,0 +1,128 @@
+"""Metrics of a batch, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.data import DataProto
+from megarl.trainer.metrics import (
+    batch_metrics,
+    phase_tokens,
+    rollout_mismatch_metrics,
+    summary,
+    throughput_metrics,
+    validation_metrics,
+)
+
+
+def batch(**more: torch.Tensor) -> DataProto:
+    """Three rows with prompts of 2, 1, 3 tokens and responses of 3, 1, 2, of which the last is masked."""
+    return DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[0, 1, 2], [0, 0, 3], [4, 5, 6]]),
+            "responses": torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0]]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]),
+            "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]]),
+            "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 0.0], [0.0, 9.0, 0.0]]),
+            "token_level_rewards": torch.tensor([[-0.25, 0.0, 1.0], [0.5, 0.0, 0.0], [0.0, 9.0, 0.0]]),
+            "advantages": torch.tensor([[1.0, 7.0, -3.0], [5.0, 7.0, 7.0], [7.0, 7.0, 7.0]]),
+            "returns": torch.tensor([[2.0, 7.0, 4.0], [6.0, 7.0, 7.0], [7.0, 7.0, 7.0]]),
+            **more,
+        }
+    )
+
+
+def test_of_a_batch() -> None:
+    metrics = batch_metrics(batch(), max_prompt_length=3, max_response_length=3)
+    assert metrics == pytest.approx(
+        {
+            "critic/score/mean": 0.75,
+            "critic/score/max": 1.0,
+            "critic/score/min": 0.5,
+            "critic/rewards/mean": 0.625,
+            "critic/rewards/max": 0.75,
+            "critic/rewards/min": 0.5,
+            "critic/advantages/mean": 1.0,
+            "critic/advantages/max": 5.0,
+            "critic/advantages/min": -3.0,
+            "critic/returns/mean": 4.0,
+            "critic/returns/max": 6.0,
+            "critic/returns/min": 2.0,
+            "prompt_length/mean": 2.0,
+            "prompt_length/max": 3.0,
+            "prompt_length/min": 1.0,
+            "prompt_length/clip_ratio": 1 / 3,
+            "response_length/mean": 2.0,
+            "response_length/max": 3.0,
+            "response_length/min": 1.0,
+            "response_length/clip_ratio": 1 / 3,
+        }
+    )
+
+
+def test_values_are_told_where_there_is_a_critic() -> None:
+    values = torch.tensor([[1.0, 9.0, 2.0], [6.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    metrics = batch_metrics(batch(values=values), 3, 3)
+    assert [metrics[f"critic/values/{name}"] for name in ("mean", "max", "min")] == [3.0, 6.0, 1.0]
+
+
+def test_of_nothing_there_is_no_metric() -> None:
+    assert summary("x", torch.empty(0)) == {}
+    nothing = batch().with_columns({"response_mask": torch.zeros(3, 3, dtype=torch.int64)}, {})
+    assert not [name for name in batch_metrics(nothing, 3, 3) if name.startswith("critic/")]
+
+
+def test_distance_between_engine_and_actor() -> None:
+    rollout = torch.tensor([[0.5, 0.9, 0.25], [0.1, 0.9, 0.9], [0.9, 0.9, 0.9]]).log()
+    actor = torch.tensor([[0.4, 0.1, 0.25], [0.4, 0.1, 0.1], [0.1, 0.1, 0.1]]).log()
+    metrics = rollout_mismatch_metrics(batch(rollout_log_probs=rollout, old_log_probs=actor))
+    differences = [0.1, 0.0, 0.3]
+    assert metrics == pytest.approx(
+        {
+            "training/rollout_probs_diff_mean": 0.4 / 3,
+            "training/rollout_probs_diff_max": 0.3,
+            "training/rollout_probs_diff_std": float(np.std(differences)),
+        },
+        rel=1e-6,
+    )
+    assert rollout_mismatch_metrics(batch()) == {}
+
+
+def test_tokens_of_phases_and_their_rates() -> None:
+    assert phase_tokens(batch(), ["gen", "update_actor"]) == {"gen": 6, "update_actor": 12}
+    seconds = {"step": 4.0, "gen": 2.0, "update_actor": 1.0, "update_critic": 0.5}
+    metrics = throughput_metrics(batch(), seconds, num_devices=2)
+    assert metrics == {
+        "perf/total_num_tokens": 12.0,
+        "perf/time_per_step": 4.0,
+        "perf/throughput": 1.5,
+        "perf/rollout_tokens_per_s": 3.0,
+        "perf/update_tokens_per_s": 8.0,
+    }
+    without_update = throughput_metrics(batch(), {"step": 4.0, "gen": 2.0}, num_devices=2)
+    assert "perf/update_tokens_per_s" not in without_update
+
+
+def test_validation_averages_prompts_not_answers() -> None:
+    """A prompt with a failed answer counts as much as one without."""
+    metrics = validation_metrics(
+        np.array(["sums"] * 4 + ["words"] * 2, dtype=object),
+        np.array([1.0, 0.0, 1.0, math.nan, 0.0, 0.5]),
+        np.array(["a", "a", "b", "b", "a", "a"], dtype=object),
+        samples=2,
+    )
+    assert metrics == {
+        "val-core/sums/reward/mean@2": 0.75,
+        "val-core/sums/reward/best@2": 1.0,
+        "val-core/words/reward/mean@2": 0.25,
+        "val-core/words/reward/best@2": 0.5,
+    }
+
+
+def test_best_of_one_is_not_told() -> None:
+    metrics = validation_metrics(np.array(["s"], dtype=object), np.array([1.0]), np.array(["a"], dtype=object), 1)
+    assert metrics == {"val-core/s/reward/mean@1": 1.0}

@@ -1,0 +1,93 @@
+"""What is refused before a process is started, each with the field that is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config import SFTConfig, TrainConfig
+from megarl.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
+from megarl.rewards import load_reward_function
+from megarl.trainer.preflight import check_sft, check_train, reward_function
+
+POLICY = "actor_rollout_ref"
+
+
+def test_the_quickstarts_task_passes(
+    train_config: Callable[..., TrainConfig], sft_config: Callable[..., SFTConfig]
+) -> None:
+    check_train(train_config())
+    check_sft(sft_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({f"{POLICY}.model.path": "/nowhere"}, ModelError, "/nowhere"),
+        ({f"{POLICY}.actor.megatron.tensor_model_parallel_size": 3}, ConfigError, f"{POLICY}.actor.megatron"),
+        ({f"{POLICY}.actor.megatron.pipeline_model_parallel_size": 3}, ConfigError, f"{POLICY}.actor.megatron"),
+        ({"critic.megatron.pipeline_model_parallel_size": 3}, ConfigError, "critic.megatron"),
+        ({"critic.model.path": "/nowhere"}, ModelError, "/nowhere"),
+        (
+            {f"{POLICY}.ref.megatron.tensor_model_parallel_size": 3, f"{POLICY}.actor.use_kl_loss": True},
+            ConfigError,
+            f"{POLICY}.ref.megatron",
+        ),
+        ({"data.train_files": ["/no.parquet"]}, DataError, "data.train_files: /no.parquet"),
+        ({"data.val_files": ["/no.parquet"]}, DataError, "data.val_files: /no.parquet"),
+        ({"data.prompt_key": "question"}, DataError, "'question'"),
+        ({"custom_reward_function.path": "/no.py"}, RewardError, "/no.py"),
+    ],
+)
+def test_what_is_wrong_with_a_job_is_named(
+    train_config: Callable[..., TrainConfig], changes: dict[str, Any], error: type[MegarlError], message: str
+) -> None:
+    # A layout of 3 needs 3 devices, or the configuration itself is refused.
+    devices = 3 if any("parallel_size" in name for name in changes) else 1
+    sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": 24, "data.train_batch_size": 24}
+    config = train_config({**sizes, "trainer.n_gpus_per_node": devices, **changes})
+    with pytest.raises(error, match=message):
+        check_train(config)
+
+
+def test_a_critic_that_is_not_used_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
+    check_train(
+        train_config(
+            {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2, "critic.model.path": "/nowhere"}
+        )
+    )
+
+
+def test_a_missing_shard(train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path) -> None:
+    shutil.copytree(arithmetic / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        check_train(train_config({f"{POLICY}.model.path": str(tmp_path / "model")}))
+
+
+@pytest.mark.parametrize("response", [7, None])
+def test_responses_to_imitate_must_be_text(
+    sft_config: Callable[..., SFTConfig], arithmetic: Path, tmp_path: Path, response: int | None
+) -> None:
+    rows = pq.read_table(arithmetic / "data" / "sft.parquet").to_pylist()
+    changed = [{**row, "response": response} for row in rows] if response else [row | {"answer": "1"} for row in rows]
+    if response is None:
+        for row in changed:
+            del row["response"]
+    pq.write_table(pa.Table.from_pylist(changed), tmp_path / "sft.parquet")
+    with pytest.raises(DataError, match=r"data\.train_files: .*'response'"):
+        check_sft(sft_config({"data.train_files": [str(tmp_path / "sft.parquet")]}))
+
+
+def test_reward_functions_by_name_and_by_file(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    assert reward_function(train_config()) is load_reward_function("arithmetic")
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
+    custom = train_config({"custom_reward_function.path": str(file), "custom_reward_function.name": "mine"})
+    assert reward_function(custom)("s", "x", "1", {}) == 0.5

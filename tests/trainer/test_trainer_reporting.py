@@ -1,0 +1,95 @@
+"""What a run leaves behind, from steps whose seconds are known."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+
+from megarl.config import TrainConfig
+from megarl.tracking import Console, read_metrics
+from megarl.trainer.reporting import RunReporter
+
+
+@pytest.fixture
+def reporter(train_config: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., RunReporter]:
+    def make(name: str = "run", resumed_from: tuple[Path, int] | None = None) -> RunReporter:
+        folder = tmp_path / "outputs" / name
+        folder.mkdir(parents=True)
+        console = Console(output=RichConsole(file=io.StringIO(), width=120))
+        config = train_config({"trainer.logger": ["console"]}).trainer
+        return RunReporter(config, {"a": {"b": 1}}, folder, console, resumed_from)
+
+    return make
+
+
+def step(reporter: RunReporter, number: int, seconds: dict[str, float], **metrics: float) -> None:
+    reporter.timer.seconds = dict(seconds)
+    tokens = {phase: 50 if phase == "gen" else 200 for phase in seconds}
+    reporter.log_step(number, {"critic/score/mean": 0.5, **metrics}, tokens)
+
+
+def test_the_summary_adds_up(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
+    run = reporter()
+    run.timer.seconds = {"testing": 9.0}
+    run.log_validation(0, {"val-core/a/reward/mean@1": 0.25, "val-core/b/reward/mean@1": 0.75, "val-aux/x": 9.0})
+    step(run, 1, {"step": 4.0, "gen": 2.0, "update_critic": 1.0})  # the critic warms up
+    step(run, 2, {"step": 6.0, "gen": 3.0, "update_critic": 1.0, "update_actor": 2.0})
+    step(run, 3, {"step": 5.0, "gen": 5.0, "update_critic": 1.0}, **{"val-core/a/reward/mean@1": 1.0})
+    run.keep_samples(3, [{"input": "q", "output": "a", "gts": "a", "score": 1.0, "step": 3}], "train")
+    summary = run.finish("/some/hf")
+    assert (summary.val_accuracy_before, summary.val_accuracy_after) == (0.5, 1.0)
+    assert (summary.steps, summary.train_seconds, summary.hf_dir) == (3, 15.0, "/some/hf")
+    assert summary.rollout_tokens_per_s == pytest.approx(150 / 10)
+    assert summary.update_tokens_per_s == pytest.approx(600 / 5)
+    assert 0 < summary.wall_seconds < 60
+
+    written = json.loads((tmp_path / "outputs" / "run" / "summary.json").read_text())
+    assert written == json.loads((tmp_path / "outputs" / "summary.json").read_text())
+    assert written["steps"] == 3 and Path(written["report"]).read_text().lower().startswith("<!doctype html>")
+    # The metrics file is written though only the console was asked for.
+    metrics = read_metrics(run.metrics_file)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert metrics[2]["timing_s/update_actor"] == 2.0
+    assert metrics[2]["timing_per_token_ms/gen"] == pytest.approx(1000 * 3.0 / 50)
+
+
+def test_supervised_fine_tuning_has_one_update_and_no_rollout(reporter: Callable[..., RunReporter]) -> None:
+    run = reporter()
+    step(run, 1, {"step": 2.5, "update": 2.0})
+    summary = run.finish(None)
+    assert summary.update_tokens_per_s == pytest.approx(100.0)
+    assert summary.rollout_tokens_per_s is None and summary.val_accuracy_before is None
+
+
+def test_a_run_of_no_step(reporter: Callable[..., RunReporter]) -> None:
+    """As with ``val_only``: the one validation is both before and after."""
+    run = reporter()
+    run.log_validation(0, {"val-core/a/reward/mean@1": 0.25})
+    summary = run.finish(None)
+    assert (summary.val_accuracy_before, summary.val_accuracy_after, summary.steps) == (0.25, 0.25, 0)
+    assert summary.update_tokens_per_s is None and summary.train_seconds == 0
+
+
+def test_a_resumed_run_continues_the_metrics(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
+    first = reporter("first")
+    for number in (1, 2, 3):
+        step(first, number, {"step": 1.0, "gen": 0.5})
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / first.metrics_file.name).write_bytes(first.metrics_file.read_bytes())
+    second = reporter("second", (checkpoint, 3))
+    step(second, 4, {"step": 1.0, "gen": 0.5})
+    assert second.finish(None).steps == 1
+    assert [row["step"] for row in read_metrics(second.metrics_file)] == [1, 2, 3, 4]
+
+
+def test_phases_are_timed_also_where_they_fail(reporter: Callable[..., RunReporter]) -> None:
+    run = reporter()
+    with pytest.raises(RuntimeError), run.phase("step"), run.phase("gen"):
+        raise RuntimeError("no")
+    assert set(run.seconds) == {"step", "gen"}

@@ -1,0 +1,130 @@
+"""Generation and validation, on a real rollout worker that the phase calls directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config import TrainConfig
+from megarl.data import DataProto
+from megarl.rewards import RewardManager
+from megarl.trainer.main import prompt_loader, validation_loader
+from megarl.trainer.rollout import RolloutPhase
+from megarl.trainer.session import load_tokenizer
+from megarl.trainer.validation import Validator
+from megarl.workers.rollout import RolloutWorker
+from megarl.workers.settings import RolloutSettings
+
+FACTS = {"actor_mini_batch_rows": 8}
+
+
+@pytest.fixture(scope="module")
+def worker(arithmetic: Path) -> RolloutWorker:
+    from megarl.config import RolloutConfig
+
+    settings = RolloutSettings(str(arithmetic / "model"), 0, "cpu", RolloutConfig(dtype="float32"))
+    worker = RolloutWorker(rank=0, world_size=1, master_addr="127.0.0.1", master_port=0, settings=settings)
+    worker.init_model()
+    worker.engine.load_hf(str(arithmetic / "model"))
+    return worker
+
+
+@pytest.fixture
+def phase(worker: RolloutWorker, train_config: Callable[..., TrainConfig]) -> Callable[..., RolloutPhase]:
+    def make(changes: dict[str, Any] | None = None) -> RolloutPhase:
+        changes = {f"actor_rollout_ref.rollout.{name}": value for name, value in (changes or {}).items()}
+        config = train_config(changes).actor_rollout_ref.rollout
+        return RolloutPhase(worker, config, max_response_length=6, facts=FACTS)
+
+    return make
+
+
+@pytest.fixture
+def prompts(train_config: Callable[..., TrainConfig], arithmetic: Path) -> DataProto:
+    config = train_config()
+    loader = prompt_loader(config, config.data.train_files, load_tokenizer(str(arithmetic / "model")))
+    return next(iter(loader))
+
+
+def responses(batch: DataProto) -> list[list[int]]:
+    return batch.tensors["responses"].tolist()
+
+
+def test_answers_carry_what_is_known_of_their_prompt(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+    batch = phase({"n": 3}).generate_sequences(prompts, step=2)
+    assert len(batch) == 24 and batch.tensors["responses"].shape[1] <= 6
+    for row in range(24):
+        assert batch.non_tensor_batch["reward_model"][row] == prompts.non_tensor_batch["reward_model"][row // 3]
+        assert batch.tensors["prompts"][row].tolist() == prompts.tensors["prompts"][row // 3].tolist()
+    uids = batch.non_tensor_batch["uid"].tolist()
+    assert [uids.index(uid) for uid in uids] == [row // 3 * 3 for row in range(24)]
+    assert batch.meta_info["actor_mini_batch_rows"] == 8
+    assert "sample_seed" not in batch.tensors
+
+
+def test_a_step_repeats_and_steps_differ(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+    generate = phase().generate_sequences
+    assert responses(generate(prompts, 1)) == responses(generate(prompts, 1))
+    assert responses(generate(prompts, 1)) != responses(generate(prompts, 2))
+    assert responses(generate(prompts, 1)) != responses(phase({"seed": 9}).generate_sequences(prompts, 1))
+
+
+def test_equal_prompts_of_a_batch_are_answered_independently(
+    phase: Callable[..., RolloutPhase], prompts: DataProto
+) -> None:
+    same = prompts[[0] * 8]
+    assert len({tuple(ids) for ids in responses(phase().generate_sequences(same, 1))}) > 1
+
+
+def test_validation_samples_as_its_own_section_says(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+    greedy = phase()
+    assert responses(greedy.validate(prompts, 1)) == responses(greedy.validate(prompts, 2))
+    assert not greedy.validate(prompts, 1).meta_info.get("actor_mini_batch_rows")
+    sampled = phase({"val_kwargs.temperature": 1.0, "val_kwargs.n": 2})
+    batch = sampled.validate(prompts, 1)
+    assert len(batch) == 16 and len(set(batch.non_tensor_batch["uid"])) == 8
+    # Batches of one validation, and training, have streams of their own.
+    other = sampled.validate(prompts, 1, batch=1)
+    assert responses(batch) != responses(other) and responses(batch)[::2] != responses(
+        sampled.generate_sequences(prompts, 1)
+    )
+    assert not set(batch.non_tensor_batch["uid"]) & set(other.non_tensor_batch["uid"])
+
+
+def test_validation_is_the_mean_score_of_all_held_out_prompts(
+    phase: Callable[..., RolloutPhase], train_config: Callable[..., TrainConfig], arithmetic: Path
+) -> None:
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+
+    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        if ground_truth == failing:
+            raise ValueError("no idea")
+        return float(len(solution_str))
+
+    whole = validation_loader(train_config(), tokenizer)
+    rows = next(iter(whole))
+    assert len(rows) == 10
+    truths = [model["ground_truth"] for model in rows.non_tensor_batch["reward_model"]]
+    failing = truths[3]
+
+    def run(size: int | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        loader = validation_loader(train_config({"data.val_batch_size": size}), tokenizer)
+        return Validator(phase(), RewardManager(reward, tokenizer, "mask"), loader, tokenizer).run(4)
+
+    metrics, samples = run(None)
+    assert [sample["gts"] for sample in samples] == truths and {sample["step"] for sample in samples} == {4}
+    scored = [len(sample["output"]) for sample, truth in zip(samples, truths, strict=True) if truth != failing]
+    name = f"val-core/{rows.non_tensor_batch['data_source'][0]}/reward/mean@1"
+    assert metrics == {
+        name: pytest.approx(sum(scored) / len(scored)),
+        "val-aux/num_prompts": 10.0,
+        "val-aux/failed_rewards": float(truths.count(failing)),
+    }
+    assert [sample["score"] is None for sample in samples] == [truth == failing for truth in truths]
+    # Greedy, the result does not depend on the size of a batch, the last and smaller one included.
+    assert run(4) == (metrics, samples)
+    assert torch.is_tensor(rows.tensors["prompts"])
