@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,9 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_arithmetic.py"
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``model`` (and tokenizer) and ``data/{train,test,sft}.parquet``: 90 problems and 10."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    spec = importlib.util.spec_from_file_location("make_arithmetic", TOOL)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    tokenizer = tool.build_tokenizer()
-    tool.build_model(tokenizer, 1, 32, 2).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    for name, rows in zip(("train", "test", "sft"), tool.build_problems(1, 9, 10, 0.5), strict=True):
-        tool.write_parquet(rows, folder / "data" / f"{name}.parquet")
+    command = [sys.executable, str(TOOL), "--out", str(folder), "--hidden", "32", "--layers", "2"]
+    command += ["--largest", "9", "--num-test", "10"]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return folder
 
 
