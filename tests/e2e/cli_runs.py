@@ -59,7 +59,10 @@ class CliRun:
 
     def wait(self, timeout_s: float = START_S) -> int:
         """Wait for the end; returns the exit code."""
-        return self.process.wait(timeout_s)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
         """Wait for something that the run does; fails where the run ends before."""

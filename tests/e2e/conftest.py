@@ -43,13 +43,15 @@ def dense_reward() -> list[str]:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CliRun]]:
-    """Starts runs, ``start(*arguments, folder=None, env=None)``, and ends those that a failed test left."""
+    """Starts runs, ``start(*arguments, folder=None, env=None)``, one at a time: the one before is ended first."""
     runs: list[CliRun] = []
 
     def start_run(*arguments: str, folder: Path | None = None, env: dict[str, str] | None = None) -> CliRun:
+        if runs:
+            runs[-1].close()
         runs.append(CliRun(folder or tmp_path_factory.mktemp("run"), arguments, env))
         return runs[-1]
 
     yield start_run
-    for run in runs:
+    for run in runs[-1:]:
         run.close()
