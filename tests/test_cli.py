@@ -151,7 +151,8 @@ def test_layout_is_checked_against_the_model(
     key: str, value: int, changes: dict[str, Any], runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = model_folder(tmp_path / "model", **changes)
-    arguments = quickstart("trainer.n_gpus_per_node=4", f"actor_rollout_ref.model.path={path}", f"{key}={value}")
+    devices = ("trainer.n_gpus_per_node=4", "critic.megatron.data_parallel_size=null")
+    arguments = quickstart(*devices, f"actor_rollout_ref.model.path={path}", f"{key}={value}")
     assert cli.run_job("train", arguments) == cli.EXIT_BAD_CONFIG
     assert f"{key}={value}" in capsys.readouterr().err and not runs.seen
 
