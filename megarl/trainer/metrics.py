@@ -94,14 +94,17 @@ def phase_tokens(batch: DataProto, phases: Iterable[str]) -> dict[str, int]:
     return {phase: generated if phase == "gen" else total for phase in phases}
 
 
-def validation_metrics(data_sources: np.ndarray, scores: np.ndarray, prompts: np.ndarray, samples: int) -> Metrics:
-    """``val-core/<data_source>/reward/{mean@N,best@N}`` over prompts with N samples each.
+def validation_metrics(
+    data_sources: np.ndarray, scores: np.ndarray, prompts: np.ndarray, samples: int, variable: str = "reward"
+) -> Metrics:
+    """``val-core/<data_source>/<variable>/{mean@N,best@N}`` over prompts with N samples each.
 
     Args:
         data_sources: source of each row, ``[rows]``.
         scores: reward of each row, ``[rows]``; rows that could not be scored are NaN and left out of the means.
         prompts: which prompt each row answers, ``[rows]``.
         samples: N, rows per prompt.
+        variable: what the numbers are: ``reward``, or ``acc`` where the reward function tells it apart.
     """
     by_prompt: dict[tuple[str, str], list[float]] = defaultdict(list)
     for source, prompt, score in zip(data_sources, prompts, scores, strict=True):
@@ -111,7 +114,7 @@ def validation_metrics(data_sources: np.ndarray, scores: np.ndarray, prompts: np
     for (source, _), values in by_prompt.items():
         means[source].append(float(np.mean(values)))
         bests[source].append(max(values))
-    metrics = {f"val-core/{source}/reward/mean@{samples}": float(np.mean(values)) for source, values in means.items()}
+    metrics = {f"val-core/{source}/{variable}/mean@{samples}": float(np.mean(values)) for source, values in means.items()}
     if samples > 1:
-        metrics |= {f"val-core/{source}/reward/best@{samples}": float(np.mean(v)) for source, v in bests.items()}
+        metrics |= {f"val-core/{source}/{variable}/best@{samples}": float(np.mean(v)) for source, v in bests.items()}
     return metrics

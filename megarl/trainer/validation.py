@@ -35,18 +35,24 @@ class Validator:
         self.tokenizer = tokenizer
 
     def run(self, step: int) -> tuple[Metrics, list[Sample]]:
-        """``val-core/<data_source>/reward/mean@N`` and the answers, on all held-out prompts."""
+        """``val-core/<data_source>/<variable>/mean@N`` and the answers, on all held-out prompts.
+
+        The variable is ``acc`` where the reward function returns one beside the score, otherwise ``reward``.
+        """
         parts: list[DataProto] = []
         for number, prompts in enumerate(self.loader):
             parts.append(self.rewards.score(self.rollout.validate(prompts, step, number)).batch)
         samples = [sample for part in parts for sample in describe_samples(part, self.tokenizer, step)]
         columns = [part.non_tensor_batch for part in parts]
-        scores = [np.nan if sample["score"] is None else sample["score"] for sample in samples]
+        told_apart = all("acc" in sample for sample in samples)
+        numbers = [sample["acc" if told_apart else "score"] for sample in samples]
+        scores = [np.nan if number is None else float(number) for number in numbers]
         metrics = validation_metrics(
             np.concatenate([column["data_source"] for column in columns]),
             np.array(scores, dtype=float),
             np.concatenate([column["uid"] for column in columns]),
             self.rollout.config.val_kwargs.n,
+            "acc" if told_apart else "reward",
         )
         metrics["val-aux/num_prompts"] = float(sum(len(part) for part in parts) / self.rollout.config.val_kwargs.n)
         metrics["val-aux/failed_rewards"] = float(sum(sample["score"] is None for sample in samples))
