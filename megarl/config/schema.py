@@ -194,7 +194,11 @@ class SyncConfig:
         "What carries the weights: shared memory of one machine, or Ray's object store.",
         choices=("shared_memory", "inline"),
     )
-    bucket_megabytes: int = key(256, "Largest amount of weights on the way at a time, in MiB.", at_least=1)
+    bucket_megabytes: int = key(
+        256,
+        "Most that one process sends, or receives, at a time, in MiB; two such buckets are on the way at most.",
+        at_least=1,
+    )
     verify: bool = key(False, "Compare checksums of the engine's weights with the actor's after each sync.")
 
 

@@ -114,7 +114,9 @@ def validation_metrics(
     for (source, _), values in by_prompt.items():
         means[source].append(float(np.mean(values)))
         bests[source].append(max(values))
-    metrics = {f"val-core/{source}/{variable}/mean@{samples}": float(np.mean(values)) for source, values in means.items()}
+    metrics = {
+        f"val-core/{source}/{variable}/mean@{samples}": float(np.mean(values)) for source, values in means.items()
+    }
     if samples > 1:
         metrics |= {f"val-core/{source}/{variable}/best@{samples}": float(np.mean(v)) for source, v in bests.items()}
     return metrics

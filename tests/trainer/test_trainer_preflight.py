@@ -56,6 +56,19 @@ def test_what_is_wrong_with_a_job_is_named(
         check_train(config)
 
 
+def test_an_export_never_replaces_the_model_that_a_run_starts_from(
+    train_config: Callable[..., TrainConfig], sft_config: Callable[..., SFTConfig]
+) -> None:
+    config = train_config()
+    config.trainer.hf_export_dir = f"{config.actor_rollout_ref.model.path}/../{Path(config.critic.model.path).name}"
+    with pytest.raises(ConfigError, match="hf_export_dir"):
+        check_train(config)
+    tuning = sft_config()
+    tuning.trainer.hf_export_dir = tuning.model.path
+    with pytest.raises(ConfigError, match="hf_export_dir"):
+        check_sft(tuning)
+
+
 def test_a_critic_that_is_not_used_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
     check_train(
         train_config(
