@@ -106,6 +106,8 @@ class RewardManager:
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if outcomes and len(failures) == len(outcomes):
             raise RewardError(f"none of {len(outcomes)} rows could be scored; the first: {failures[0]}")
+        if failures:
+            logger.warning("masked %d of %d rows; the first: %s", len(failures), len(outcomes), failures[0])
 
         kept = torch.tensor([outcome.failure is None for outcome in outcomes], dtype=torch.bool)
         scores = torch.zeros(attention.shape, dtype=torch.float32)
@@ -154,7 +156,6 @@ class RewardManager:
             shown = self._describe(sample, error)
             if self.on_error == "raise":
                 raise RewardError(f"{shown}\n  (reward_model.on_error=mask leaves such rows out)") from error
-            logger.warning("masked: %s", shown)
             return Outcome(0.0, {}, shown)
 
     def _describe(self, sample: Sample, error: BaseException) -> str:
