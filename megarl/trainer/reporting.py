@@ -153,8 +153,8 @@ class RunReporter:
         rollouts = read_rollouts(self.samples_folder / "train", self.samples_folder / "validation")
         name = self.config.experiment_name
         write_report(report, read_metrics(self.metrics_file), rollouts, self.resolved, values, name, str(self.folder))
-        (self.folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
-        _replace(self.folder.parent / "summary.json", json.dumps(values, indent=2) + "\n")
+        for folder in (self.folder, self.folder.parent):
+            _replace(folder / "summary.json", json.dumps(values, indent=2) + "\n")
         self.console.summary(values, self.config.experiment_name)
         return summary
 
