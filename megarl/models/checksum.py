@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+_PIECE_BYTES = 2**20
+
 
 def tensor_checksum(tensor: Tensor) -> str:
     """BLAKE2b (128 bits, hexadecimal) of a tensor's dtype, shape and bytes.
@@ -15,5 +17,7 @@ def tensor_checksum(tensor: Tensor) -> str:
     """
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    digest.update(data.numpy().data)
+    for part in data.split(_PIECE_BYTES):
+        # A copy, because torch lets no one free or resize memory of which there ever was a numpy array.
+        digest.update(part.clone().numpy().data)
     return digest.hexdigest()

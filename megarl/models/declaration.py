@@ -1,12 +1,13 @@
 """How a model family declares its parameters: data, from which both directions of every weight conversion follow.
 
 A :class:`Declaration` names one parameter three times: in Megatron, in the rollout engine (fused, SGLang's names),
-and as the Hugging Face tensors it is made of. Names may hold ``{layer}``, the global number of the decoder layer.
+and as the Hugging Face tensors it is made of. Names may hold ``{layer}``, the global number of the decoder layer, and
+``{expert}``, the number of a routed expert among all of its layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Split(Enum):
-    """How a parameter is divided over tensor-parallel ranks."""
+    """How a parameter is divided over tensor-parallel ranks; an expert's over the expert-tensor-parallel ones."""
 
     REPLICATED = "every rank holds the whole"
     COLUMN = "dimension 0 of each Hugging Face tensor is divided; a rank stacks its shards one under the other"
@@ -44,6 +45,11 @@ class Declaration(NamedTuple):
 
     ``rollout`` is None where the engine has no such parameter. ``tied_copy`` marks a second copy of a tensor that
     another declaration owns: present only where the owner lives on another pipeline stage, and never exported.
+    ``when`` tells whether a decoder layer of a model has the parameter; None = each has it. ``float32`` marks what is
+    kept in float32 whatever the number format of the weights, in files too, and is never trained.
+
+    A declaration whose Megatron name holds ``{expert}`` is of one expert. The experts are divided over the
+    expert-parallel ranks, neighbours together; the engine stacks all of a layer in one tensor, expert first.
     """
 
     megatron: str
@@ -52,11 +58,18 @@ class Declaration(NamedTuple):
     split: Split
     home: Home = Home.LAYER
     tied_copy: bool = False
+    when: Callable[[ModelConfig, int], bool] | None = None
+    float32: bool = False
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether this is a parameter of one routed expert."""
+        return "{expert}" in self.megatron
 
 
 def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
     """Number of elements behind each dimension name that a declaration may use."""
-    return {
+    sizes = {
         "hidden": config.hidden_size,
         "q": config.num_attention_heads * config.head_dim,
         "kv": config.num_key_value_heads * config.head_dim,
@@ -65,21 +78,124 @@ def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
         "vocab": config.vocab_size,
         "one": 1,
     }
+    if config.experts is not None:
+        sizes["experts"] = config.experts.count
+        sizes["expert_ffn"] = config.experts.ffn_hidden_size
+        sizes["shared_ffn"] = config.experts.shared_ffn_hidden_size
+    if config.latent is not None:
+        latent = config.latent
+        sizes["q_latent"] = latent.q_lora_rank
+        sizes["kv_latent"] = latent.kv_lora_rank
+        sizes["kv_latent_and_rope"] = latent.kv_lora_rank + latent.rope_dim
+        sizes["kv_unpacked"] = config.num_attention_heads * (latent.nope_dim + latent.v_dim)
+        sizes["v"] = config.num_attention_heads * latent.v_dim
+    return sizes
+
+
+def in_dense_layers(config: ModelConfig, layer: int) -> bool:
+    """For ``when``: layers without experts."""
+    return not config.has_experts(layer)
+
+
+def in_expert_layers(config: ModelConfig, layer: int) -> bool:
+    """For ``when``: layers with experts."""
+    return config.has_experts(layer)
+
+
+def with_query_latent(config: ModelConfig, layer: int) -> bool:
+    """For ``when``: queries come from a latent."""
+    return config.latent is not None and config.latent.q_lora_rank > 0
+
+
+def without_query_latent(config: ModelConfig, layer: int) -> bool:
+    """For ``when``: queries are projected directly."""
+    return not with_query_latent(config, layer)
 
 
 _HF_LAYER = "model.layers.{layer}."
 _MEGATRON_LAYER = "decoder.layers.{layer}."
 
 
-def _layer(
-    megatron: str, rollout: str, hf: Mapping[str, tuple[str, ...]], split: Split = Split.REPLICATED
+def layer_parameter(
+    megatron: str,
+    rollout: str,
+    hf: Mapping[str, tuple[str, ...]],
+    split: Split = Split.REPLICATED,
+    when: Callable[[ModelConfig, int], bool] | None = None,
+    float32: bool = False,
 ) -> Declaration:
+    """A parameter of a decoder layer; the names are those within it.
+
+    Args:
+        megatron: name after ``decoder.layers.{layer}.``.
+        rollout: the engine's name after ``model.layers.{layer}.``.
+        hf: the Hugging Face tensors, names after ``model.layers.{layer}.``, each with its dimensions by name.
+        split: how it is divided.
+        when: see :class:`Declaration`.
+        float32: see :class:`Declaration`.
+    """
     tensors = tuple(HFTensor(_HF_LAYER + name, dims) for name, dims in hf.items())
-    return Declaration(_MEGATRON_LAYER + megatron, _HF_LAYER + rollout, tensors, split)
+    megatron, rollout = _MEGATRON_LAYER + megatron, _HF_LAYER + rollout
+    return Declaration(megatron, rollout, tensors, split, when=when, float32=float32)
 
 
-INPUT_NORM = _layer("input_layernorm.weight", "input_layernorm.weight", {"input_layernorm.weight": ("hidden",)})
-QKV_WEIGHT = _layer(
+def experts_of(block: str, gate: str, up: str, down: str) -> tuple[Declaration, Declaration, Declaration]:
+    """Router and routed experts of a layer.
+
+    Args:
+        block: the Hugging Face module that holds ``gate`` and ``experts``, such as ``mlp``.
+        gate: Hugging Face's name of an expert's gate projection, such as ``gate_proj``.
+        up: of its up projection.
+        down: of its down projection.
+    """
+    router = layer_parameter(
+        "mlp.router.weight",
+        f"{block}.gate.weight",
+        {f"{block}.gate.weight": ("experts", "hidden")},
+        when=in_expert_layers,
+    )
+    expert = f"{block}.experts.{{expert}}."
+    gate_up = layer_parameter(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        f"{block}.experts.w13_weight",
+        {f"{expert}{gate}.weight": ("expert_ffn", "hidden"), f"{expert}{up}.weight": ("expert_ffn", "hidden")},
+        Split.COLUMN,
+        when=in_expert_layers,
+    )
+    output = layer_parameter(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        f"{block}.experts.w2_weight",
+        {f"{expert}{down}.weight": ("hidden", "expert_ffn")},
+        Split.ROW,
+        when=in_expert_layers,
+    )
+    return router, gate_up, output
+
+
+def shared_experts_of(block: str) -> tuple[Declaration, Declaration]:
+    """Experts that every token of a layer goes to, taken together; ``block`` is the Hugging Face module."""
+    shape = ("shared_ffn", "hidden")
+    gate_up = layer_parameter(
+        "mlp.shared_experts.linear_fc1.weight",
+        f"{block}.gate_up_proj.weight",
+        {f"{block}.gate_proj.weight": shape, f"{block}.up_proj.weight": shape},
+        Split.COLUMN,
+        when=in_expert_layers,
+    )
+    output = layer_parameter(
+        "mlp.shared_experts.linear_fc2.weight",
+        f"{block}.down_proj.weight",
+        {f"{block}.down_proj.weight": ("hidden", "shared_ffn")},
+        Split.ROW,
+        when=in_expert_layers,
+    )
+    return gate_up, output
+
+
+INPUT_NORM = layer_parameter(
+    "input_layernorm.weight", "input_layernorm.weight", {"input_layernorm.weight": ("hidden",)}
+)
+QKV_WEIGHT = layer_parameter(
     "self_attention.linear_qkv.weight",
     "self_attn.qkv_proj.weight",
     {
@@ -89,32 +205,107 @@ QKV_WEIGHT = _layer(
     },
     Split.GROUPED,
 )
-QKV_BIAS = _layer(
+QKV_BIAS = layer_parameter(
     "self_attention.linear_qkv.bias",
     "self_attn.qkv_proj.bias",
     {"self_attn.q_proj.bias": ("q",), "self_attn.k_proj.bias": ("kv",), "self_attn.v_proj.bias": ("kv",)},
     Split.GROUPED,
 )
-Q_NORM = _layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", {"self_attn.q_norm.weight": ("head",)})
-K_NORM = _layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", {"self_attn.k_norm.weight": ("head",)})
-ATTENTION_OUTPUT = _layer(
+Q_NORM = layer_parameter(
+    "self_attention.q_layernorm.weight", "self_attn.q_norm.weight", {"self_attn.q_norm.weight": ("head",)}
+)
+K_NORM = layer_parameter(
+    "self_attention.k_layernorm.weight", "self_attn.k_norm.weight", {"self_attn.k_norm.weight": ("head",)}
+)
+ATTENTION_OUTPUT = layer_parameter(
     "self_attention.linear_proj.weight",
     "self_attn.o_proj.weight",
     {"self_attn.o_proj.weight": ("hidden", "q")},
     Split.ROW,
 )
-MLP_NORM = _layer(
+MLP_NORM = layer_parameter(
     "pre_mlp_layernorm.weight",
     "post_attention_layernorm.weight",
     {"post_attention_layernorm.weight": ("hidden",)},
 )
-GATE_UP = _layer(
+GATE_UP = layer_parameter(
     "mlp.linear_fc1.weight",
     "mlp.gate_up_proj.weight",
     {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")},
     Split.COLUMN,
+    when=in_dense_layers,
 )
-DOWN = _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}, Split.ROW)
+DOWN = layer_parameter(
+    "mlp.linear_fc2.weight",
+    "mlp.down_proj.weight",
+    {"mlp.down_proj.weight": ("hidden", "ffn")},
+    Split.ROW,
+    when=in_dense_layers,
+)
+SHARED_EXPERT_GATE = layer_parameter(
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_expert_gate.weight",
+    {"mlp.shared_expert_gate.weight": ("one", "hidden")},
+    when=in_expert_layers,
+)
+CORRECTION_BIAS = layer_parameter(
+    "mlp.router.expert_bias",
+    "mlp.gate.e_score_correction_bias",
+    {"mlp.gate.e_score_correction_bias": ("experts",)},
+    when=in_expert_layers,
+    float32=True,
+)
+
+LATENT_ATTENTION = (
+    layer_parameter(
+        "self_attention.linear_q_proj.weight",
+        "self_attn.q_proj.weight",
+        {"self_attn.q_proj.weight": ("q", "hidden")},
+        Split.COLUMN,
+        when=without_query_latent,
+    ),
+    layer_parameter(
+        "self_attention.linear_q_down_proj.weight",
+        "self_attn.q_a_proj.weight",
+        {"self_attn.q_a_proj.weight": ("q_latent", "hidden")},
+        when=with_query_latent,
+    ),
+    layer_parameter(
+        "self_attention.q_layernorm.weight",
+        "self_attn.q_a_layernorm.weight",
+        {"self_attn.q_a_layernorm.weight": ("q_latent",)},
+        when=with_query_latent,
+    ),
+    layer_parameter(
+        "self_attention.linear_q_up_proj.weight",
+        "self_attn.q_b_proj.weight",
+        {"self_attn.q_b_proj.weight": ("q", "q_latent")},
+        Split.COLUMN,
+        when=with_query_latent,
+    ),
+    layer_parameter(
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        {"self_attn.kv_a_proj_with_mqa.weight": ("kv_latent_and_rope", "hidden")},
+    ),
+    layer_parameter(
+        "self_attention.kv_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight",
+        {"self_attn.kv_a_layernorm.weight": ("kv_latent",)},
+    ),
+    layer_parameter(
+        "self_attention.linear_kv_up_proj.weight",
+        "self_attn.kv_b_proj.weight",
+        {"self_attn.kv_b_proj.weight": ("kv_unpacked", "kv_latent")},
+        Split.COLUMN,
+    ),
+    layer_parameter(
+        "self_attention.linear_proj.weight",
+        "self_attn.o_proj.weight",
+        {"self_attn.o_proj.weight": ("hidden", "v")},
+        Split.ROW,
+    ),
+)
 
 _EMBEDDING_TENSOR = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 EMBEDDING = Declaration(
@@ -141,4 +332,7 @@ LM_HEAD = Declaration(
 TIED_LM_HEAD = Declaration("output_layer.weight", None, (_EMBEDDING_TENSOR,), Split.VOCAB, Home.LAST, tied_copy=True)
 VALUE_HEAD = Declaration(
     "output_layer.weight", None, (HFTensor("score.weight", ("one", "hidden")),), Split.REPLICATED, Home.LAST
+)
+VALUE_HEAD_BIAS = Declaration(
+    "output_layer.bias", None, (HFTensor("score.bias", ("one",)),), Split.REPLICATED, Home.LAST
 )

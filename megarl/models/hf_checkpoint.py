@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,18 @@ class HFReader:
         try:
             if entry.file not in self._open:
                 self._open[entry.file] = safe_open(str(entry.file), framework="pt", device="cpu")
-            view = self._open[entry.file].get_slice(piece.hf_name)
+            view = self._open[entry.file].get_slice(entry.stored_as or piece.hf_name)
             return view[tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))]
         except SafetensorError as error:
             raise ModelError(f"{entry.file}: cannot read tensor '{piece.hf_name}': {error}") from None
 
 
 def load_local(
-    reader: HFReader, params: Iterable[LocalParam], dtype: torch.dtype, optional: Collection[str] = ()
+    reader: HFReader,
+    params: Iterable[LocalParam],
+    dtype: torch.dtype,
+    optional: Collection[str] = (),
+    float32: Callable[[str], bool] = lambda hf_name: False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Reads one rank's parameters; nothing that belongs to another rank is read.
 
@@ -72,6 +76,7 @@ def load_local(
         dtype: dtype of the tensors returned.
         optional: Hugging Face tensors that may be absent (``score.weight`` of a critic made from a language model);
             a parameter made of them is then left out.
+        float32: tells by Hugging Face name which tensors are float32 instead (:meth:`WeightMap.is_float32`).
 
     Yields:
         Name and tensor on the CPU, vocabulary padding filled with zeros.
@@ -83,9 +88,10 @@ def load_local(
         absent = [p.hf_name for p in param.pieces if p.hf_name not in reader]
         if absent and all(name in optional for name in absent):
             continue
-        tensor = torch.zeros(param.shape, dtype=dtype)
+        exact = any(float32(piece.hf_name) for piece in param.pieces)
+        tensor = torch.zeros(param.shape, dtype=torch.float32 if exact else dtype)
         for piece in param.pieces:
-            region(tensor, piece.at, piece.shape).copy_(reader.read(piece))
+            region(tensor, piece.at, piece.local_shape).copy_(reader.read(piece).view(piece.local_shape))
         yield param.name, tensor
 
 

@@ -10,9 +10,20 @@ from typing import Any
 
 from megarl.errors import ConfigError, ModelError
 from megarl.models.layout import ParallelLayout
-from megarl.models.registry import family_of, known_architectures, refuse_settings
+from megarl.models.pipeline_fit import check_pipeline
+from megarl.models.registry import count, family_of, known_architectures, refuse_settings
+from megarl.models.traits import Experts, Latent
 
-ROPE_TYPES = ("default", "llama3")
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""Kinds of rotary scaling, and the numbers that each needs."""
+
+VALUE_MODELS = ("ForSequenceClassification", "ForTokenClassification")
+"""How the architecture names of models with a scalar head end; those of the latter kind have a bias on it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    """Width of one head; not always ``hidden_size / num_attention_heads``."""
+    """Width of one head's query and key; not always ``hidden_size / num_attention_heads``."""
     vocab_size: int
     """Rows of the embedding, before any padding."""
     max_position_embeddings: int
@@ -43,11 +54,24 @@ class ModelConfig:
     qk_norm: bool
     raw: dict[str, Any] = field(repr=False, compare=False)
     """The whole ``config.json``, written back unchanged on export."""
+    experts: Experts | None = None
+    """Mixture-of-experts layers; None for a dense model."""
+    latent: Latent | None = None
+    """Multi-head latent attention; None for plain attention."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a decoder layer, by its global number, has experts in place of its dense part."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def is_value_model(self) -> bool:
         """Whether the folder holds a scalar head (``score.weight``) in place of the output layer."""
-        return self.architecture.endswith("ForSequenceClassification")
+        return self.architecture.endswith(VALUE_MODELS)
+
+    @property
+    def has_head_bias(self) -> bool:
+        """Whether the scalar head has a bias (``score.bias``): transformers' heads of token classification do."""
+        return self.architecture.endswith(VALUE_MODELS[1]) and bool(self.raw.get("token_classification_bias", True))
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
@@ -78,25 +102,19 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     family = family_of(architectures[0])
     traits = family.traits(raw)
     refuse_settings(raw, quantization_config=None)
-    heads = _count(raw, "num_attention_heads")
-    kv_heads = _count(raw, "num_key_value_heads", heads)
-    hidden = _count(raw, "hidden_size")
-    if heads % kv_heads:
-        raise ModelError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-    if raw.get("head_dim") is None and hidden % heads:
-        raise ModelError(f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}")
+    heads = count(raw, "num_attention_heads")
     theta, scaling = _rope(raw)
     return ModelConfig(
         architecture=architectures[0],
         family=family.name,
-        num_layers=_count(raw, "num_hidden_layers"),
-        hidden_size=hidden,
-        ffn_hidden_size=_count(raw, "intermediate_size"),
+        num_layers=count(raw, "num_hidden_layers"),
+        hidden_size=count(raw, "hidden_size"),
+        ffn_hidden_size=count(raw, "intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=_count(raw, "head_dim", hidden // heads),
-        vocab_size=_count(raw, "vocab_size"),
-        max_position_embeddings=_count(raw, "max_position_embeddings"),
+        num_key_value_heads=heads if traits.latent else _key_value_heads(raw, heads),
+        head_dim=traits.latent.nope_dim + traits.latent.rope_dim if traits.latent else _head_dim(raw, heads),
+        vocab_size=count(raw, "vocab_size"),
+        max_position_embeddings=count(raw, "max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
@@ -104,6 +122,8 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=traits.qkv_bias,
         qk_norm=traits.qk_norm,
         raw=dict(raw),
+        experts=_checked(traits.experts),
+        latent=traits.latent,
     )
 
 
@@ -121,8 +141,11 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> Non
     divided_by_tp = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "intermediate_size": config.ffn_hidden_size,
     }
+    if config.experts is None or not all(config.experts.layers):
+        divided_by_tp["intermediate_size"] = config.ffn_hidden_size
+    if config.experts is not None and config.experts.shared_ffn_hidden_size:
+        divided_by_tp["width of the shared experts"] = config.experts.shared_ffn_hidden_size
     choices = _divisors(config.num_key_value_heads, lambda n: not any(v % n for v in divided_by_tp.values()))
     for name, size in divided_by_tp.items():
         if layout.tp < 1 or size % layout.tp:
@@ -130,11 +153,35 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> Non
                 f"{field}.tensor_model_parallel_size={layout.tp} must divide the model's {name}={size}; "
                 f"valid for this model: {choices}"
             )
-    if layout.pp < 1 or config.num_layers % layout.pp:
-        problem = "exceeds" if layout.pp > config.num_layers else "does not divide"
+    check_pipeline(config.num_layers, layout, field)
+    _check_experts(config, layout, field)
+
+
+def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
+    """The part of :func:`check_layout` about experts: which ranks of a stage share one, and which divide them."""
+    ep, etp, ranks = (
+        f"{field}.expert_model_parallel_size",
+        f"{field}.expert_tensor_parallel_size",
+        layout.ranks_per_stage,
+    )
+    experts = config.experts
+    if experts is None:
+        for key, size, plain in ((ep, layout.ep, (1,)), (etp, layout.etp, (0, 1, layout.tp))):
+            if size not in plain:
+                raise ConfigError(f"{key}={size}, but {config.architecture} has no experts; valid for this model: 1")
+        return
+    if layout.expert_tp < 1 or experts.ffn_hidden_size % layout.expert_tp or ranks % layout.expert_tp:
         raise ConfigError(
-            f"{field}.pipeline_model_parallel_size={layout.pp} {problem} the model's "
-            f"num_hidden_layers={config.num_layers}; valid for this model: {_divisors(config.num_layers)}"
+            f"{etp}={layout.expert_tp} must divide the width of an expert, {experts.ffn_hidden_size}, and the {ranks} "
+            f"ranks of a pipeline stage (tensor x context x data parallel); valid for this model: "
+            f"{_divisors(ranks, lambda n: not experts.ffn_hidden_size % n)}"
+        )
+    groups = ranks // layout.expert_tp
+    if layout.ep < 1 or experts.count % layout.ep or groups % layout.ep:
+        raise ConfigError(
+            f"{ep}={layout.ep} must divide the model's {experts.count} experts and the {groups} groups of "
+            f"{layout.expert_tp} ranks of a pipeline stage (expert_tensor_parallel_size={layout.expert_tp}); valid for "
+            f"this model: {_divisors(groups, lambda n: not experts.count % n)}"
         )
 
 
@@ -157,13 +204,41 @@ def _read_json(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _count(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {name}={value!r}, expected a positive integer")
-    return value
+def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
+    kv_heads = count(raw, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+    return kv_heads
+
+
+def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
+    hidden = count(raw, "hidden_size")
+    if raw.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}")
+    return count(raw, "head_dim", hidden // heads)
+
+
+def _checked(experts: Experts | None) -> Experts | None:
+    """The experts, if a token can choose as many as it is to; None where no layer has any."""
+    if experts is None or not any(experts.layers):
+        return None
+    if experts.count % experts.groups or experts.groups_per_token > experts.groups:
+        raise ModelError(
+            f"config.json: topk_group={experts.groups_per_token} of n_group={experts.groups} groups of "
+            f"{experts.count} experts: n_group must divide the experts, and topk_group not exceed it"
+        )
+    if experts.groups > 1 and experts.count // experts.groups < experts.group_best:
+        raise ModelError(
+            f"config.json: n_group={experts.groups} makes groups of {experts.count // experts.groups} of the "
+            f"{experts.count} experts, and a group is ranked by its {experts.group_best} best"
+        )
+    reachable = experts.count // experts.groups * experts.groups_per_token
+    if experts.per_token > reachable:
+        raise ModelError(
+            f"config.json: num_experts_per_tok={experts.per_token} exceeds the {reachable} experts that a token may "
+            f"choose from"
+        )
+    return experts
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -177,6 +252,14 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
         raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("config.json: partial_rotary_factor other than 1.0 is not supported")
+    missing = [name for name in ROPE_TYPES[kind] if not isinstance(parameters.get(name), int | float)]
+    if missing:
+        raise ModelError(f"config.json: rope_type={kind!r} needs a number for {', '.join(missing)}")
     if kind == "default":
         return float(theta), None
+    if kind != "linear":
+        # A length of its own beside the scaling comes first, as in transformers.
+        length = raw.get("original_max_position_embeddings")
+        if length is not None or parameters.get("original_max_position_embeddings") is None:
+            parameters["original_max_position_embeddings"] = length or raw.get("max_position_embeddings")
     return float(theta), {"rope_type": kind, **parameters}

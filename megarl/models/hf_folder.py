@@ -16,6 +16,8 @@ from megarl.models.weight_map import WeightMap
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SCORE = "score.weight"
+OTHER_HEADS = {"classifier.weight": SCORE, "classifier.bias": "score.bias"}
+"""Other names that checkpoints have for the scalar head, and the ones under which it is known here."""
 
 
 class TensorEntry(NamedTuple):
@@ -25,6 +27,8 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     """Safetensors' name, such as ``BF16``."""
+    stored_as: str = ""
+    """The tensor's name in the file, where it is another."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def check_model_folder(path: str | Path) -> ModelFolder:
     """
     folder = Path(path)
     config = read_model_config(folder)
-    tensors = _tensor_entries(folder)
+    tensors = _known_heads(_tensor_entries(folder))
     for name, shape in WeightMap(config, value_head=config.is_value_model).hf_shapes().items():
         if name not in tensors:
             raise ModelError(f"model folder {folder} lacks tensor '{name}' of shape {list(shape)}")
@@ -54,6 +58,14 @@ def check_model_folder(path: str | Path) -> ModelFolder:
     if SCORE in tensors:
         _check_shape(tensors[SCORE], SCORE, (1, config.hidden_size))
     return ModelFolder(folder, config, tensors)
+
+
+def _known_heads(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors with a scalar head under the names that the weight map has for it."""
+    for other, known in OTHER_HEADS.items():
+        if other in tensors and known not in tensors:
+            tensors[known] = tensors.pop(other)._replace(stored_as=other)
+    return tensors
 
 
 def _check_shape(entry: TensorEntry, name: str, shape: tuple[int, ...]) -> None:

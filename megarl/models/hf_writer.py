@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.errors import CheckpointError
 from megarl.models.hf_checkpoint import region
-from megarl.models.hf_config import ModelConfig
+from megarl.models.hf_config import VALUE_MODELS, ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SCORE, SINGLE_FILE
 from megarl.models.partition import LocalParam, Piece
 
@@ -67,6 +67,7 @@ class HFWriter:
         config: the model; its ``config.json`` is written back, with the dtype that the weights really have and, for a
             model with a scalar head, the architecture that loads it.
         shapes: the tensors to write, from :meth:`WeightMap.hf_shapes`.
+        float32: those of them that are float32 whatever the others are.
         max_shard_bytes: size above which another shard file is begun.
         copy_from: folder whose tokenizer, chat template and generation config are copied; None copies nothing.
         overwrite: replace ``path`` where it exists (absent for an instant while two folders are renamed).
@@ -82,6 +83,7 @@ class HFWriter:
         config: ModelConfig,
         shapes: Mapping[str, tuple[int, ...]],
         *,
+        float32: Collection[str] = (),
         max_shard_bytes: int = 5 << 30,
         copy_from: str | Path | None = None,
         overwrite: bool = False,
@@ -89,6 +91,7 @@ class HFWriter:
         self.path = Path(path)
         self._config = config
         self._shapes = dict(shapes)
+        self._float32 = frozenset(float32)
         self._max_shard_bytes = max_shard_bytes
         self._copy_from = Path(copy_from) if copy_from is not None else None
         self._overwrite = overwrite
@@ -149,9 +152,13 @@ class HFWriter:
             self._complete(piece.hf_name)
 
     def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
-        if self._dtype is None:
-            self._dtype = dtype
+        if not self._unwritten:
             self._assign_shards(dtype.itemsize)
+        if name in self._float32:
+            if dtype is not torch.float32:
+                raise CheckpointError(f"tensor '{name}' arrived as {dtype}, but is kept as {torch.float32}")
+            return
+        self._dtype = self._dtype or dtype
         if dtype != self._dtype:
             raise CheckpointError(f"tensor '{name}' arrived as {dtype}, the tensors before it as {self._dtype}")
 
@@ -196,7 +203,9 @@ class HFWriter:
 
     def _write_index(self) -> None:
         assert self._dtype is not None
-        total = sum(prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
+        total = sum(
+            prod(shape) * (4 if name in self._float32 else self._dtype.itemsize) for name, shape in self._shapes.items()
+        )
         placed = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
         self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": placed})
 
@@ -207,9 +216,11 @@ class HFWriter:
         raw = dict(self._config.raw)
         # transformers 4 reads torch_dtype, transformers 5 either.
         raw["dtype" if "dtype" in raw else "torch_dtype"] = str(self._dtype).removeprefix("torch.")
+        if "num_nextn_predict_layers" in raw:
+            raw["num_nextn_predict_layers"] = 0  # such layers are not part of the model
         if SCORE in self._shapes:
-            base = self._config.architecture.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
-            raw["architectures"] = [f"{base}ForSequenceClassification"]
+            if not self._config.is_value_model:
+                raw["architectures"] = [self._config.architecture.removesuffix("ForCausalLM") + VALUE_MODELS[0]]
             raw["id2label"], raw["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
         return raw
 
@@ -228,11 +239,6 @@ class HFWriter:
         os.rename(self._folder, self.path)
         _flush(self.path.parent)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _overlap(a: Piece, b: Piece) -> bool:
-    corners = zip(a.start, a.stop, b.start, b.stop, strict=True)
-    return all(start < other_stop and other_start < stop for start, stop, other_start, other_stop in corners)
 
 
 def _flush(path: Path) -> None:

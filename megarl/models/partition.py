@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """The rectangle ``[start, stop)`` of a Hugging Face tensor, found at offset ``at`` of the local tensor."""
+    """The rectangle ``[start, stop)`` of a Hugging Face tensor, found at offset ``at`` of the local tensor.
+
+    A local tensor that stacks several Hugging Face tensors has a dimension more, which comes first: ``at`` then has one
+    more number than ``start``, and the rectangle is one element thick there.
+    """
 
     hf_name: str
     start: tuple[int, ...]
@@ -16,8 +20,13 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent of the rectangle."""
+        """Extent of the rectangle in the Hugging Face tensor."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Extent of the rectangle in the local tensor."""
+        return (1,) * (len(self.at) - len(self.start)) + self.shape
 
 
 class LocalParam(NamedTuple):
@@ -90,6 +99,12 @@ def vocab_shard(name: str, tensor: FullTensor, padded: int, tp: int, tp_rank: in
     stop = min((tp_rank + 1) * height, vocab)
     pieces = stack_rows(name, [Rows(tensor.name, tensor.shape, start, stop)]).pieces if stop > start else ()
     return LocalParam(name, (height, *rest), pieces)
+
+
+def stacked(name: str, params: Sequence[LocalParam]) -> LocalParam:
+    """Parameters of equal shape one behind the other, along a new first dimension."""
+    pieces = [piece._replace(at=(n, *piece.at)) for n, param in enumerate(params) for piece in param.pieces]
+    return LocalParam(name, (len(params), *params[0].shape), tuple(pieces))
 
 
 def _shard(tensor: FullTensor, parts: int, index: int) -> Rows:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.errors import ModelError
+from megarl.models.traits import Traits
 
 if TYPE_CHECKING:
     from megarl.models.declaration import Declaration
-
-
-class AttentionTraits(NamedTuple):
-    """What distinguishes one family's attention from another's."""
-
-    qkv_bias: bool
-    qk_norm: bool
 
 
 class Family(Protocol):
@@ -23,10 +17,10 @@ class Family(Protocol):
 
     name: str
     layer: tuple[Declaration, ...]
-    """Parameters of one decoder layer, in the order in which Megatron holds them."""
+    """Parameters of a decoder layer, in the order in which Megatron holds them; each says which layers have it."""
 
-    def traits(self, raw: Mapping[str, Any]) -> AttentionTraits:
-        """Attention traits of a ``config.json``.
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Traits of a ``config.json``.
 
         Raises:
             ModelError: the file asks for a variant that has no weight map.
@@ -80,3 +74,43 @@ def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
     for field, value in supported.items():
         if raw.get(field) not in (None, value):
             raise ModelError(f"config.json: {field}={raw[field]!r} is not supported, only {value!r}")
+
+
+def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
+    """A whole number from ``config.json``.
+
+    Args:
+        raw: the whole file.
+        name: the field.
+        default: value of an absent or null field; None = the field is required.
+        least: smallest value allowed.
+
+    Raises:
+        ModelError: the field is missing, not a whole number, or too small.
+    """
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        expected = "a positive integer" if least == 1 else f"an integer >= {least}"
+        raise ModelError(f"config.json: {name}={value!r}, expected {expected}")
+    return value
+
+
+def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) -> None:
+    """Refuses attention that does not reach back to the beginning of the longest sequence.
+
+    Args:
+        raw: the whole ``config.json``.
+        default: the window of a file that does not say.
+
+    Raises:
+        ModelError: the window is shorter than ``max_position_embeddings``.
+    """
+    window = raw.get("sliding_window", default)
+    if window is not None and window < raw.get("max_position_embeddings", 0):
+        raise ModelError(
+            f"config.json: sliding_window={window!r} is less than max_position_embeddings="
+            f"{raw['max_position_embeddings']}, and attention over a window is not supported; if no sequence is "
+            f"longer than {window!r}, set max_position_embeddings to it: the model then computes the same"
+        )

@@ -6,7 +6,11 @@ export and weight sync all read this description; none has a reshape of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 from megarl.models import partition
 from megarl.models.declaration import (
@@ -15,6 +19,7 @@ from megarl.models.declaration import (
     LM_HEAD,
     TIED_LM_HEAD,
     VALUE_HEAD,
+    VALUE_HEAD_BIAS,
     Declaration,
     Split,
     dimension_sizes,
@@ -24,7 +29,7 @@ from megarl.models.layout import ParallelLayout
 from megarl.models.partition import FullTensor, LocalParam, Piece
 from megarl.models.registry import family_of
 
-__all__ = ["LocalParam", "Piece", "WeightMap", "canonical_name"]
+__all__ = ["Contribution", "LocalParam", "Piece", "WeightMap", "canonical_name"]
 
 VOCAB_MULTIPLE = 16
 """Megatron's vocabulary shards have a multiple of this many rows, for the benefit of matrix multiplication."""
@@ -33,18 +38,36 @@ _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
     ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
 }
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 def canonical_name(name: str) -> str:
     """The name under which the weight map knows a Megatron parameter.
 
     Transformer Engine's layer spec fuses the two norms of a layer into the linear layers that follow them and names
-    them after those; every other name is returned as it is.
+    them after those, and keeps the weights of all of a rank's experts in one layer that numbers them; every other name
+    is returned as it is.
     """
     for fused, local in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + local
-    return name
+    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+
+
+class Site(NamedTuple):
+    """One occurrence of a declaration; numbers that it does not use are 0."""
+
+    declared: Declaration
+    layer: int = 0
+    expert: int = 0
+
+
+class Contribution(NamedTuple):
+    """What a rank could contribute, as the ``replica``-th of ``replicas`` that hold the same."""
+
+    param: LocalParam
+    replica: int
+    replicas: int
 
 
 class WeightMap:
@@ -52,7 +75,8 @@ class WeightMap:
 
     Args:
         config: the model.
-        value_head: the output layer is a scalar head, ``score.weight`` of shape ``[1, hidden]`` (a critic).
+        value_head: the output layer is a scalar head, ``score.weight`` of shape ``[1, hidden]`` (a critic), with a
+            bias ``score.bias`` if the model's is one of token classification.
     """
 
     def __init__(self, config: ModelConfig, value_head: bool = False) -> None:
@@ -60,15 +84,16 @@ class WeightMap:
         self.value_head = value_head
         self._sizes = dimension_sizes(config)
         self._layer = family_of(config.architecture).layer
+        self._output: tuple[Declaration, ...]
         if value_head:
-            self._output = VALUE_HEAD
+            self._output = (VALUE_HEAD, VALUE_HEAD_BIAS) if config.has_head_bias else (VALUE_HEAD,)
         else:
-            self._output = TIED_LM_HEAD if config.tie_word_embeddings else LM_HEAD
+            self._output = (TIED_LM_HEAD if config.tie_word_embeddings else LM_HEAD,)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every Hugging Face tensor, in checkpoint order; a tied output layer is not listed."""
-        declared = self._declared(range(self.config.num_layers), first=True, last=True)
-        return {t.name: t.shape for d, layer in declared if not d.tied_copy for t in self._tensors(d, layer)}
+        sites = self._declared(range(self.config.num_layers), self._all_experts, first=True, last=True)
+        return {t.name: t.shape for site in sites if not site.declared.tied_copy for t in self._tensors(site)}
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's vocabulary: the smallest multiple of ``16 * tp`` that holds the model's."""
@@ -78,70 +103,116 @@ class WeightMap:
     def megatron_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:
         """What one training rank holds.
 
-        Names carry the global layer number (``decoder.layers.<n>...``) and are those of Megatron's local layer spec;
-        :func:`canonical_name` maps Transformer Engine's onto them. With tied embeddings and several stages the last
-        stage's ``output_layer.weight`` is a copy of the embedding.
+        Names carry the global layer number (``decoder.layers.<n>...``) and the expert's number among all of its layer
+        (``...local_experts.<n>...``), and are those of Megatron's local layer spec; :func:`canonical_name` maps
+        Transformer Engine's onto them. With tied embeddings and several stages the last stage's
+        ``output_layer.weight`` is a copy of the embedding.
         """
-        tp_rank = layout.coordinate(rank).tp
-        return [self._megatron_shard(d, layer, layout.tp, tp_rank) for d, layer in self._held(layout, rank)]
+        return [self._megatron_shard(site, layout, rank) for site in self._held(layout, rank)]
+
+    def contributions(self, layout: ParallelLayout, rank: int) -> list[Contribution]:
+        """The part of :meth:`megatron_params` that a rank could contribute to an export or a checkpoint.
+
+        Data- and context-parallel replicas (of experts: those that are left when tensor and expert parallelism have
+        taken theirs) are told apart by ``replica``. Over the ranks with one value of it each element of each Hugging
+        Face tensor occurs exactly once: unsplit parameters come from tensor-parallel rank 0, tied copies from nowhere.
+        """
+        where, among = layout.coordinate(rank), layout.expert_coordinate(rank)
+        result = []
+        for site in self._held(layout, rank):
+            if site.declared.is_expert:
+                replica, replicas = among.edp, layout.expert_dp
+            else:
+                replica, replicas = where.dp * layout.cp + where.cp, layout.dp * layout.cp
+                if site.declared.tied_copy or (where.tp and site.declared.split is Split.REPLICATED):
+                    continue
+            result.append(Contribution(self._megatron_shard(site, layout, rank), replica, replicas))
+        return result
 
     def export_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:
-        """The part of :meth:`megatron_params` that a rank contributes to an export.
+        """The :meth:`contributions` of the first replicas: over all ranks each element exactly once."""
+        return [contribution.param for contribution in self.contributions(layout, rank) if contribution.replica == 0]
 
-        Over all ranks each element of each Hugging Face tensor occurs exactly once: data-parallel rank 0 exports,
-        replicated parameters come from tensor-parallel rank 0, tied copies from nowhere.
-        """
-        where = layout.coordinate(rank)
-        if where.dp:
-            return []
-        return [
-            self._megatron_shard(d, layer, layout.tp, where.tp)
-            for d, layer in self._held(layout, rank)
-            if not d.tied_copy and (where.tp == 0 or d.split is not Split.REPLICATED)
-        ]
+    def shards(self, layout: ParallelLayout) -> Iterator[tuple[LocalParam, int, tuple[int, ...]]]:
+        """Every different shard of every parameter, its pipeline stage, and the ranks that hold it."""
+        for stage in range(layout.pp):
+            holders: dict[tuple[bool, tuple[int, ...]], list[int]] = defaultdict(list)
+            for rank in range(stage * layout.ranks_per_stage, (stage + 1) * layout.ranks_per_stage):
+                among = layout.expert_coordinate(rank)
+                holders[False, (layout.coordinate(rank).tp,)].append(rank)
+                holders[True, (among.etp, among.ep)].append(rank)
+            for (of_experts, _), ranks in sorted(holders.items()):
+                for site in self._held(layout, ranks[0]):
+                    if site.declared.is_expert == of_experts:
+                        yield self._megatron_shard(site, layout, ranks[0]), stage, tuple(ranks)
 
     def rollout_params(self, tp: int, tp_rank: int) -> list[LocalParam]:
         """What one rank of the rollout engine holds, under SGLang's fused names.
 
-        ``qkv_proj`` is this rank's rows of q, then k, then v; ``gate_up_proj`` likewise. The vocabulary is padded
-        only as far as ``tp`` must divide it. A tied output layer is absent.
+        ``qkv_proj`` is this rank's rows of q, then k, then v; ``gate_up_proj`` likewise. A layer's experts are stacked:
+        ``w13_weight`` is ``[experts, gate and up rows of this rank, hidden]``, ``w2_weight`` ``[experts, hidden,
+        columns of this rank]``. The vocabulary is padded only as far as ``tp`` must divide it. A tied output layer is
+        absent.
         """
         padded = -(-self.config.vocab_size // tp) * tp
-        params = []
-        for declared, layer in self._declared(range(self.config.num_layers), first=True, last=True):
-            if declared.rollout is not None:
-                name = declared.rollout.format(layer=layer)
-                params.append(self._shard(name, declared, layer, tp, tp_rank, padded))
-        return params
+        params: dict[str, list[LocalParam]] = defaultdict(list)
+        expert_names = set()
+        for site in self._declared(range(self.config.num_layers), self._all_experts, first=True, last=True):
+            if site.declared.rollout is not None:
+                name = site.declared.rollout.format(layer=site.layer)
+                params[name].append(self._shard(name, site, tp, tp_rank, padded))
+                if site.declared.is_expert:
+                    expert_names.add(name)
+        return [partition.stacked(n, parts) if n in expert_names else parts[0] for n, parts in params.items()]
 
-    def _declared(self, layers: range, first: bool, last: bool) -> Iterator[tuple[Declaration, int]]:
+    def is_float32(self, hf_name: str) -> bool:
+        """Whether a Hugging Face tensor is kept in float32 whatever the number format of the weights."""
+        return hf_name in self._float32
+
+    @cached_property
+    def _float32(self) -> frozenset[str]:
+        sites = self._declared(range(self.config.num_layers), range(0), first=False, last=False)
+        return frozenset(t.name for site in sites if site.declared.float32 for t in self._tensors(site))
+
+    @property
+    def _all_experts(self) -> range:
+        return range(self.config.experts.count if self.config.experts is not None else 0)
+
+    def _declared(self, layers: Iterable[int], experts: Sequence[int], first: bool, last: bool) -> Iterator[Site]:
         if first:
-            yield EMBEDDING, -1
+            yield Site(EMBEDDING)
         for layer in layers:
             for declared in self._layer:
-                yield declared, layer
+                if declared.when is None or declared.when(self.config, layer):
+                    numbers = experts if declared.is_expert else (0,)
+                    yield from (Site(declared, layer, number) for number in numbers)
         if last:
-            yield FINAL_NORM, -1
-            yield self._output, -1
+            yield Site(FINAL_NORM)
+            yield from (Site(declared) for declared in self._output)
 
-    def _held(self, layout: ParallelLayout, rank: int) -> Iterator[tuple[Declaration, int]]:
-        """Declarations of a training rank's pipeline stage."""
-        stage = layout.coordinate(rank).pp
+    def _held(self, layout: ParallelLayout, rank: int) -> Iterator[Site]:
+        """What is declared for a training rank's pipeline stage and its share of the experts."""
+        stage, among = layout.coordinate(rank).pp, layout.expert_coordinate(rank)
         first, last = stage == 0, stage == layout.pp - 1
-        for declared, layer in self._declared(layout.layers(self.config.num_layers, stage), first, last):
-            if not (declared.tied_copy and first):
-                yield declared, layer
+        share = len(self._all_experts) // layout.ep
+        experts = self._all_experts[among.ep * share : (among.ep + 1) * share]
+        for site in self._declared(layout.stage_layers(self.config.num_layers, stage), experts, first, last):
+            if not (site.declared.tied_copy and first):
+                yield site
 
-    def _megatron_shard(self, declared: Declaration, layer: int, tp: int, tp_rank: int) -> LocalParam:
-        name = declared.megatron.format(layer=layer)
-        if declared.split is Split.GROUPED:
+    def _megatron_shard(self, site: Site, layout: ParallelLayout, rank: int) -> LocalParam:
+        name = site.declared.megatron.format(layer=site.layer, expert=site.expert)
+        if site.declared.is_expert:
+            return self._shard(name, site, layout.expert_tp, layout.expert_coordinate(rank).etp, 0)
+        tp, tp_rank = layout.tp, layout.coordinate(rank).tp
+        if site.declared.split is Split.GROUPED:
             groups = self.config.num_key_value_heads
-            return partition.grouped_shard(name, self._tensors(declared, layer), groups, tp, tp_rank)
-        return self._shard(name, declared, layer, tp, tp_rank, self.padded_vocab(tp))
+            return partition.grouped_shard(name, self._tensors(site), groups, tp, tp_rank)
+        return self._shard(name, site, tp, tp_rank, self.padded_vocab(tp))
 
-    def _shard(self, name: str, declared: Declaration, layer: int, tp: int, tp_rank: int, padded: int) -> LocalParam:
-        tensors = self._tensors(declared, layer)
-        match declared.split:
+    def _shard(self, name: str, site: Site, tp: int, tp_rank: int, padded: int) -> LocalParam:
+        tensors = self._tensors(site)
+        match site.declared.split:
             case Split.REPLICATED:
                 return partition.replicated(name, tensors)
             case Split.COLUMN | Split.GROUPED:
@@ -151,5 +222,8 @@ class WeightMap:
             case Split.VOCAB:
                 return partition.vocab_shard(name, tensors[0], padded, tp, tp_rank)
 
-    def _tensors(self, declared: Declaration, layer: int) -> list[FullTensor]:
-        return [FullTensor(t.name.format(layer=layer), tuple(self._sizes[d] for d in t.dims)) for t in declared.hf]
+    def _tensors(self, site: Site) -> list[FullTensor]:
+        return [
+            FullTensor(t.name.format(layer=site.layer, expert=site.expert), tuple(self._sizes[d] for d in t.dims))
+            for t in site.declared.hf
+        ]

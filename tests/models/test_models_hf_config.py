@@ -24,7 +24,13 @@ QWEN25 = {  # Qwen2.5-0.5B as published, the fields that matter
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def write_config(folder, raw):
@@ -56,10 +62,11 @@ def test_head_width_and_key_value_heads_of_their_own():
         ({"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, 5e5, LLAMA3),
         ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
         (
-            {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0}},
+            {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 8.0}},
             5e5,
-            {"rope_type": "llama3", "factor": 8.0},
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32768},
         ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0, {"rope_type": "linear", "factor": 2.0}),
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
         ({}, 10000.0, None),
     ],
@@ -93,7 +100,8 @@ def test_agrees_with_the_config_that_transformers_writes(family, real_model_fold
         ({"num_hidden_layers": None}, ["num_hidden_layers=None"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=14"]),
         ({"hidden_size": 900}, ["num_attention_heads=14", "hidden_size=900"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["dynamic", "llama3"]),
+        ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, ["llama3", "low_freq_factor, high_freq_factor"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"use_sliding_window": True}, ["use_sliding_window=True"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),

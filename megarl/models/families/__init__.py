@@ -1,5 +1,5 @@
 """Model families. Importing this package registers them."""
 
-from megarl.models.families import llama, qwen2, qwen3
+from megarl.models.families import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen_moe
 
-__all__ = ["llama", "qwen2", "qwen3"]
+__all__ = ["deepseek", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen_moe"]

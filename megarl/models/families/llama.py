@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models import declaration as d
-from megarl.models.registry import AttentionTraits, refuse_settings, register_family
+from megarl.models.registry import refuse_settings, register_family
+from megarl.models.traits import Traits
 
 
-@register_family("LlamaForCausalLM", "LlamaForSequenceClassification")
+@register_family("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification")
 class Llama:
     """Llama 2, 3, 3.1, 3.2 (text), 3.3."""
 
     name = "llama"
     layer = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.MLP_NORM, d.GATE_UP, d.DOWN)
 
-    def traits(self, raw: Mapping[str, Any]) -> AttentionTraits:
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Neither biases nor norms in the attention."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False, mlp_bias=False)
-        return AttentionTraits(qkv_bias=False, qk_norm=False)
+        return Traits()

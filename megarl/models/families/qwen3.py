@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models import declaration as d
-from megarl.models.registry import AttentionTraits, refuse_settings, register_family
+from megarl.models.registry import refuse_settings, register_family
+from megarl.models.traits import Traits
 
 
-@register_family("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
+@register_family("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification")
 class Qwen3:
     """Qwen3 (dense)."""
 
     name = "qwen3"
     layer = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.Q_NORM, d.K_NORM, d.MLP_NORM, d.GATE_UP, d.DOWN)
 
-    def traits(self, raw: Mapping[str, Any]) -> AttentionTraits:
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Norms on q and k always."""
         refuse_settings(raw, hidden_act="silu", use_sliding_window=False, attention_bias=False)
-        return AttentionTraits(qkv_bias=False, qk_norm=True)
+        return Traits(qk_norm=True)

@@ -1,0 +1,96 @@
+"""DeepSeek-V2 and V3: latent attention, experts after the first layers, shared experts, choice limited to groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.errors import ModelError
+from megarl.models import declaration as d
+from megarl.models.registry import count, refuse_settings, register_family
+from megarl.models.traits import Experts, Latent, Traits
+
+_LAYER = (
+    d.INPUT_NORM,
+    *d.LATENT_ATTENTION,
+    d.MLP_NORM,
+    d.GATE_UP,
+    d.DOWN,
+    *d.experts_of("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    *d.shared_experts_of("mlp.shared_experts"),
+)
+
+
+@register_family("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification")
+class DeepseekV2:
+    """DeepSeek-V2 and V2-Lite: a softmax router; a group of experts is as good as its best one."""
+
+    name = "deepseek_v2"
+    layer = _LAYER
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Groups only where ``topk_method`` says so; weights are never normalised."""
+        refuse_settings(raw, hidden_act="silu", attention_bias=False, mlp_bias=False, norm_topk_prob=False)
+        refuse_settings(raw, scoring_func="softmax", moe_layer_freq=1)
+        method = raw.get("topk_method") or "greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ModelError(f"config.json: topk_method={method!r}, expected 'greedy' or 'group_limited_greedy'")
+        grouped = method == "group_limited_greedy"
+        experts = _experts(
+            raw,
+            normalize=False,
+            scaling=float(raw.get("routed_scaling_factor", 1.0)),
+            groups=count(raw, "n_group") if grouped else 1,
+            groups_per_token=count(raw, "topk_group") if grouped else 1,
+        )
+        return Traits(experts=experts, latent=_latent(raw, interleaved=True))
+
+
+@register_family("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3ForTokenClassification")
+class DeepseekV3:
+    """DeepSeek-V3 and R1: a sigmoid router with a bias that corrects the choice; a group counts by its two best.
+
+    The layers that predict further tokens (``num_nextn_predict_layers``) are neither read nor written.
+    """
+
+    name = "deepseek_v3"
+    layer = (*_LAYER, d.CORRECTION_BIAS)
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Groups always, of which there may be one."""
+        refuse_settings(raw, hidden_act="silu", attention_bias=False, scoring_func="sigmoid")
+        refuse_settings(raw, topk_method="noaux_tc", moe_layer_freq=1)
+        experts = _experts(
+            raw,
+            score="sigmoid",
+            normalize=bool(raw.get("norm_topk_prob", True)),
+            scaling=float(raw.get("routed_scaling_factor", 2.5)),
+            groups=count(raw, "n_group", 8),
+            groups_per_token=count(raw, "topk_group", 4),
+            group_best=2,
+            correction_bias=True,
+        )
+        return Traits(experts=experts, latent=_latent(raw, interleaved=bool(raw.get("rope_interleave", True))))
+
+
+def _experts(raw: Mapping[str, Any], **choice: Any) -> Experts:
+    ffn, dense = count(raw, "moe_intermediate_size"), count(raw, "first_k_dense_replace", 0, least=0)
+    return Experts(
+        count=count(raw, "n_routed_experts"),
+        per_token=count(raw, "num_experts_per_tok"),
+        ffn_hidden_size=ffn,
+        layers=tuple(n >= dense for n in range(count(raw, "num_hidden_layers"))),
+        shared_ffn_hidden_size=ffn * count(raw, "n_shared_experts"),
+        **choice,
+    )
+
+
+def _latent(raw: Mapping[str, Any], interleaved: bool) -> Latent:
+    return Latent(
+        q_lora_rank=count(raw, "q_lora_rank", 0, least=0),
+        kv_lora_rank=count(raw, "kv_lora_rank"),
+        nope_dim=count(raw, "qk_nope_head_dim"),
+        rope_dim=count(raw, "qk_rope_head_dim"),
+        v_dim=count(raw, "v_head_dim"),
+        interleaved=interleaved,
+    )

@@ -1,0 +1,72 @@
+"""Qwen2-MoE and Qwen3-MoE: the dense families' attention, and experts in the layers that the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.models import declaration as d
+from megarl.models.registry import count, refuse_settings, register_family
+from megarl.models.traits import Experts, Traits
+
+
+@register_family("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification")
+class Qwen2Moe:
+    """Qwen1.5-MoE and Qwen2-57B-A14B: besides its experts each token goes to one that is shared, through a gate."""
+
+    name = "qwen2_moe"
+    layer = (
+        d.INPUT_NORM,
+        d.ATTENTION_OUTPUT,
+        d.QKV_WEIGHT,
+        d.QKV_BIAS,
+        d.MLP_NORM,
+        d.GATE_UP,
+        d.DOWN,
+        *d.experts_of("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        *d.shared_experts_of("mlp.shared_expert"),
+        d.SHARED_EXPERT_GATE,
+    )
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Biases on q, k, v; a gated shared expert."""
+        refuse_settings(raw, hidden_act="silu", use_sliding_window=False, qkv_bias=True)
+        shared = count(raw, "shared_expert_intermediate_size", 5632)
+        experts = _experts(raw, default_per_token=4, default_ffn=1408, shared_ffn_hidden_size=shared, shared_gate=True)
+        return Traits(qkv_bias=True, experts=experts)
+
+
+@register_family("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeForTokenClassification")
+class Qwen3Moe:
+    """Qwen3-30B-A3B and Qwen3-235B-A22B."""
+
+    name = "qwen3_moe"
+    layer = (
+        d.INPUT_NORM,
+        d.ATTENTION_OUTPUT,
+        d.QKV_WEIGHT,
+        d.Q_NORM,
+        d.K_NORM,
+        d.MLP_NORM,
+        d.GATE_UP,
+        d.DOWN,
+        *d.experts_of("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    )
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Norms on q and k; no shared expert."""
+        refuse_settings(raw, hidden_act="silu", use_sliding_window=False, attention_bias=False)
+        return Traits(qk_norm=True, experts=_experts(raw, default_per_token=8, default_ffn=768))
+
+
+def _experts(raw: Mapping[str, Any], default_per_token: int, default_ffn: int, **shared: Any) -> Experts:
+    step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    number = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    return Experts(
+        count=count(raw, number),
+        per_token=count(raw, "num_experts_per_tok", default_per_token),
+        ffn_hidden_size=count(raw, "moe_intermediate_size", default_ffn),
+        layers=tuple((n + 1) % step == 0 and n not in dense for n in range(count(raw, "num_hidden_layers"))),
+        normalize=bool(raw.get("norm_topk_prob", False)),
+        **shared,
+    )

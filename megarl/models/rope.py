@@ -1,0 +1,86 @@
+"""Frequencies of rotary position embeddings (https://arxiv.org/abs/2104.09864), and how scaling bends them.
+
+Everything is in float32 and in transformers' order of operations: one rounding more is visible at large positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.models.hf_config import ModelConfig
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each rotated pair, float32 ``[rotated dimensions / 2]``.
+
+    ``linear`` scaling divides all frequencies by ``factor``. ``llama3`` divides low ones and medium ones in part, as in
+    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py (``apply_scaling``). ``yarn`` likewise,
+    with a ramp over the pairs themselves (https://arxiv.org/abs/2309.00071).
+    """
+    width = config.latent.rope_dim if config.latent is not None else config.head_dim
+    wavelengths = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return 1.0 / wavelengths
+    match scaling["rope_type"]:
+        case "linear":
+            return (1.0 / wavelengths) / scaling["factor"]
+        case "llama3":
+            return _llama3(1.0 / wavelengths, scaling)
+        case _:
+            return _yarn(wavelengths, config.rope_theta, scaling)
+
+
+def attention_factor(config: ModelConfig) -> float:
+    """Factor on rotated queries and on rotated keys: 1 except with ``yarn``, where attention is sharpened."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    factor, scale, all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scale and all_dim:
+        return _sharpening(factor, scale) / _sharpening(factor, all_dim)
+    return _sharpening(factor, 1.0)
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What products of queries and keys are multiplied by, beside :func:`attention_factor`."""
+    scale = config.head_dim**-0.5
+    scaling = config.rope_scaling
+    if config.latent is not None and scaling is not None and scaling.get("mscale_all_dim"):
+        scale *= _sharpening(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+    return scale
+
+
+def _sharpening(factor: float, strength: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = float(scaling["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - keep) * frequencies / factor + keep * frequencies
+
+
+def _yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    pairs, length = len(wavelengths), scaling["original_max_position_embeddings"]
+
+    def pair_that_turns(times: float) -> float:
+        """The pair that makes so many turns over the original length, as a real number."""
+        return 2 * pairs * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = pair_that_turns(scaling.get("beta_fast") or 32)
+    last = pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first if last != first else 0.001
+    keep = 1 - ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return 1.0 / (scaling["factor"] * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep

@@ -1,0 +1,71 @@
+"""What a sequence costs a model: work per token, and work per pair of tokens in attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megarl.models.hf_config import ModelConfig
+
+
+class SequenceCost(NamedTuple):
+    """Cost of a sequence of ``n`` tokens: ``linear * n + quadratic * n**2``.
+
+    Attributes:
+        linear: per token.
+        quadratic: per pair of tokens.
+    """
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def of(self, lengths: Sequence[int]) -> list[float]:
+        """Cost of sequences of ``lengths`` tokens."""
+        return [self.linear * length + self.quadratic * length**2 for length in lengths]
+
+
+TOKENS = SequenceCost()
+"""Every token costs 1."""
+
+
+def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceCost:
+    """Floating-point operations of a forward pass over one sequence; a backward pass has twice as many.
+
+    ``linear = 2 * weights``, where the weights are those of the matrices that a token is multiplied with: in every
+    layer the projections of attention and the three matrices of the gated MLP (of mixtures of experts the router and
+    the experts that a token goes to), and the output layer. For plain attention and a dense MLP that is
+    ``layers * hidden * (2 * (heads + kv_heads) * head_dim + 3 * ffn) + hidden * vocabulary``.
+    ``quadratic = layers * heads * (head_dim + value_dim)``: a query's products with the keys up to its own, half of all
+    pairs, and with as many values, two operations per element. Embedding, norms and softmax are left out. How a layout
+    divides the work does not matter here: it divides that of all sequences alike.
+
+    Args:
+        config: the model.
+        value_head: a scalar head stands in place of the output layer.
+    """
+    value_dim = config.latent.v_dim if config.latent else config.head_dim
+    outputs = 1 if value_head else config.vocab_size
+    weights = config.num_layers * _attention_weights(config) + _mlp_weights(config) + config.hidden_size * outputs
+    pairs = config.num_layers * config.num_attention_heads * (config.head_dim + value_dim)
+    return SequenceCost(2.0 * weights, float(pairs))
+
+
+def _attention_weights(config: ModelConfig) -> int:
+    """Of one layer."""
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
+    if latent is None:
+        return hidden * config.head_dim * 2 * (heads + config.num_key_value_heads)
+    queries = heads * config.head_dim * (latent.q_lora_rank or hidden) + hidden * latent.q_lora_rank
+    compressed = hidden * (latent.kv_lora_rank + latent.rope_dim)
+    expanded = latent.kv_lora_rank * heads * (latent.nope_dim + latent.v_dim)
+    return queries + compressed + expanded + heads * latent.v_dim * hidden
+
+
+def _mlp_weights(config: ModelConfig) -> int:
+    """Of all layers, as far as one token meets them."""
+    dense, experts = 3 * config.hidden_size * config.ffn_hidden_size, config.experts
+    if experts is None:
+        return config.num_layers * dense
+    inner = experts.per_token * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+    sparse = config.hidden_size * (3 * inner + experts.count)
+    return sum(sparse if has_experts else dense for has_experts in experts.layers)

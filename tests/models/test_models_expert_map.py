@@ -1,0 +1,209 @@
+"""Experts and latent attention in the weight map: who holds what, in any layout; and what is refused."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_weights import assemble, labelled_checkpoint
+
+from megarl.errors import ConfigError, ModelError
+from megarl.models import ParallelLayout, WeightMap, canonical_name, check_layout, parse_model_config
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+}
+LATENTS = {"kv_lora_rank": 5, "q_lora_rank": 7, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}
+MODELS = {
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 12,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [1]},
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        **LATENTS,
+    },
+}
+EXPERT_LAYERS = {"mixtral": {0, 1, 2, 3}, "qwen2_moe": {1, 3}, "qwen3_moe": {0, 2, 3}, "deepseek_v3": {1, 2, 3}}
+
+
+def config_of(model, **changes):
+    return parse_model_config(SIZES | MODELS[model] | changes)
+
+
+@st.composite
+def layouts(draw):
+    tp, dp, cp, pp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2], [1, 2]))
+    ranks = tp * dp * cp
+    etp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if ranks % n == 0]))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if ranks // etp % n == 0]))
+    return ParallelLayout(tp, pp, dp, cp, ep, etp)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(MODELS)), layouts())
+def test_each_rank_holds_its_part_of_its_experts(model, layout):
+    config = config_of(model)
+    check_layout(config, layout, "megatron")
+    weight_map = WeightMap(config)
+    checkpoint = labelled_checkpoint(weight_map.hf_shapes())
+    block, gate, up, down = ("mlp", "gate_proj", "up_proj", "down_proj")
+    if model == "mixtral":
+        block, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
+    for rank in range(layout.world_size):
+        among, stage = layout.expert_coordinate(rank), layout.coordinate(rank).pp
+        held = {p.name: assemble(p, checkpoint) for p in weight_map.megatron_params(layout, rank)}
+        expected = {}
+        for layer in EXPERT_LAYERS[model] & set(layout.stage_layers(4, stage)):
+            for expert in np.split(np.arange(8), layout.ep)[among.ep]:
+                theirs = f"model.layers.{layer}.{block}.experts.{expert}."
+                ours = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+                halves = [np.split(checkpoint[f"{theirs}{x}.weight"], layout.etp)[among.etp] for x in (gate, up)]
+                expected[f"{ours}linear_fc1.weight"] = np.concatenate(halves)
+                output = np.split(checkpoint[f"{theirs}{down}.weight"], layout.etp, axis=1)[among.etp]
+                expected[f"{ours}linear_fc2.weight"] = output
+        assert {name for name in held if ".experts." in name} == expected.keys()
+        for name, tensor in expected.items():
+            np.testing.assert_array_equal(held[name], tensor, err_msg=name)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(MODELS)), layouts())
+def test_replicas_contribute_each_element_once_and_shards_name_their_ranks(model, layout):
+    weight_map = WeightMap(config_of(model))
+    seen = defaultdict(lambda: {name: np.zeros(shape, int) for name, shape in weight_map.hf_shapes().items()})
+    held = [{p.name: p for p in weight_map.megatron_params(layout, rank)} for rank in range(layout.world_size)]
+    for rank in range(layout.world_size):
+        for param, replica, replicas in weight_map.contributions(layout, rank):
+            assert held[rank][param.name] == param and 0 <= replica < replicas
+            for piece in param.pieces:
+                box = tuple(map(slice, piece.start, piece.stop))
+                seen[replica][piece.hf_name][box] += 1
+        assert weight_map.export_params(layout, rank) == [
+            param for param, replica, _ in weight_map.contributions(layout, rank) if replica == 0
+        ]
+    # There may be fewer replicas of experts than of the rest; the first of each is a whole model.
+    for replica, counts in seen.items():
+        for name, count in counts.items():
+            assert (count == 1).all() or (replica and (count == 0).all()), name
+    holders = defaultdict(set)
+    for param, stage, ranks in weight_map.shards(layout):
+        for rank in ranks:
+            assert layout.coordinate(rank).pp == stage
+            assert held[rank][param.name] == param
+            holders[rank].add(param.name)
+    assert [holders[rank] for rank in range(layout.world_size)] == [set(params) for params in held]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_engine_stacks_the_experts_of_a_layer(model):
+    weight_map = WeightMap(config_of(model))
+    checkpoint = labelled_checkpoint(weight_map.hf_shapes())
+    block, names = ("block_sparse_moe", "w1 w3 w2") if model == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
+    gate, up, down = names.split()
+    width = 16 if model == "mixtral" else 8
+    for tp_rank in range(2):
+        params = {p.name: p for p in weight_map.rollout_params(2, tp_rank)}
+        first = params[f"model.layers.3.{block}.experts.w13_weight"]
+        assert first.shape == (8, width, 8)
+        for expert in range(8):
+            theirs = f"model.layers.3.{block}.experts.{expert}."
+            rows = [np.split(checkpoint[f"{theirs}{x}.weight"], 2)[tp_rank] for x in (gate, up)]
+            np.testing.assert_array_equal(stack(first, checkpoint)[expert], np.concatenate(rows))
+            second = stack(params[f"model.layers.3.{block}.experts.w2_weight"], checkpoint)[expert]
+            np.testing.assert_array_equal(second, np.split(checkpoint[f"{theirs}{down}.weight"], 2, axis=1)[tp_rank])
+    assert set(checkpoint) == {piece.hf_name for p in params.values() for piece in p.pieces}
+
+
+def stack(param, checkpoint):
+    local = np.zeros(param.shape, int)
+    for piece in param.pieces:
+        box = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))
+        local[box] = checkpoint[piece.hf_name][tuple(map(slice, piece.start, piece.stop))]
+    return local
+
+
+def test_only_the_correction_of_the_choice_stays_in_float32():
+    weight_map = WeightMap(config_of("deepseek_v3"))
+    exact = [name for name in weight_map.hf_shapes() if weight_map.is_float32(name)]
+    assert exact == [f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2, 3)]
+
+
+def test_grouped_experts_of_transformer_engine_are_known_by_their_numbers():
+    name = canonical_name("decoder.layers.2.mlp.experts.linear_fc1.weight11")
+    assert name == "decoder.layers.2.mlp.experts.local_experts.11.linear_fc1.weight"
+
+
+def test_the_sizes_of_latent_heads():
+    config = config_of("deepseek_v3", head_dim=2)  # transformers writes the rotated part's width there
+    assert (config.head_dim, config.num_key_value_heads, config.latent.v_dim) == (6, 4, 3)
+    shapes = WeightMap(config).hf_shapes()
+    assert shapes["model.layers.0.self_attn.kv_b_proj.weight"] == (4 * (4 + 3), 5)
+    assert shapes["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == (5 + 2, 8)
+    assert shapes["model.layers.0.self_attn.o_proj.weight"] == (8, 4 * 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "parts"),
+    [
+        ("mixtral", {"dp": 3, "ep": 3}, ["expert_model_parallel_size=3", "8 experts", "valid for this model: 1"]),
+        ("mixtral", {"dp": 4, "ep": 8}, ["expert_model_parallel_size=8", "4 groups", "valid for this model: 1, 2, 4"]),
+        ("qwen3_moe", {"dp": 3, "etp": 3}, ["expert_tensor_parallel_size=3", "width of an expert, 8"]),
+        ("qwen3_moe", {"tp": 2, "etp": 4}, ["expert_tensor_parallel_size=4", "2 ranks", "valid for this model: 1, 2"]),
+        ("qwen2_moe", {"tp": 4, "dp": 4, "ep": 8}, ["expert_model_parallel_size=8", "(expert_tensor_parallel_size=4)"]),
+        ("dense", {"dp": 2, "ep": 2}, ["expert_model_parallel_size=2", "no experts", "valid for this model: 1"]),
+        ("dense", {"dp": 2, "etp": 2}, ["expert_tensor_parallel_size=2", "no experts"]),
+    ],
+)
+def test_layouts_that_do_not_fit_the_experts(model, layout, parts):
+    config = config_of("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]) if model == "dense" else config_of(model)
+    with pytest.raises(ConfigError) as error:
+        check_layout(config, ParallelLayout(**layout), "critic.megatron")
+    for part in ["critic.megatron.", *parts]:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "parts"),
+    [
+        ("mixtral", {"num_local_experts": 0}, ["num_local_experts=0"]),
+        ("mixtral", {"num_experts_per_tok": 9}, ["num_experts_per_tok=9", "8 experts"]),
+        ("mixtral", {"sliding_window": 32}, ["sliding_window=32", "max_position_embeddings=64"]),
+        ("qwen3_moe", {"num_experts": None}, ["num_local_experts=None"]),
+        ("deepseek_v3", {"n_group": 3}, ["n_group=3"]),
+        ("deepseek_v3", {"topk_group": 3}, ["topk_group=3"]),
+        ("deepseek_v3", {"n_group": 8, "num_experts_per_tok": 1}, ["n_group=8", "groups of 1", "2 best"]),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, ["num_experts_per_tok=5", "4 experts"]),
+        ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func='softmax'"]),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank=None"]),
+        (
+            "deepseek_v3",
+            {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "random"},
+            ["topk_method='random'"],
+        ),
+    ],
+)
+def test_what_is_wrong_with_experts_in_the_config_is_named(model, change, parts):
+    with pytest.raises(ModelError) as error:
+        config_of(model, **change)
+    for part in parts:
+        assert part in str(error.value)

@@ -1,0 +1,53 @@
+"""Frequencies and factors are transformers' to the last bit."""
+
+import math
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl.models import parse_model_config
+from megarl.models.rope import attention_factor, inverse_frequencies, softmax_scale
+
+SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1, "max_position_embeddings": 4096}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+        YARN,
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": 2},
+        {**YARN, "truncate": False, "attention_factor": 1.3},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_scaled_frequencies_equal_those_of_transformers(scaling, family):
+    if family == "llama":
+        theirs, name = LlamaConfig(**SIZES, rope_parameters=dict(scaling)), "LlamaForCausalLM"
+    else:
+        theirs, name = DeepseekV3Config(**SIZES, rope_parameters=dict(scaling)), "DeepseekV3ForCausalLM"
+    ours = parse_model_config({**theirs.to_dict(), "architectures": [name]})
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
+    assert torch.equal(inverse_frequencies(ours), frequencies)
+    assert attention_factor(ours) == factor
+
+
+def test_latent_attention_is_sharpened_by_its_scale():
+    plain = DeepseekV3Config(**SIZES, rope_parameters=dict(YARN))
+    sharp = DeepseekV3Config(**SIZES, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0})
+    scales = [softmax_scale(parse_model_config({**c.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}))
+              for c in (plain, sharp)]  # fmt: skip
+    assert scales == pytest.approx([192**-0.5, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2])

@@ -1,0 +1,56 @@
+"""The cost of a sequence against torch's own count of operations in transformers' models."""
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.models import parse_model_config
+from megarl.models.sequence_cost import TOKENS, sequence_cost
+
+SIZES = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+MODELS = {
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 32},
+    "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [1]},
+    "DeepseekV2": {**EXPERTS, **LATENT, "q_lora_rank": 32, "n_routed_experts": 4, "n_shared_experts": 2,
+                   "first_k_dense_replace": 1, "num_key_value_heads": 4},
+}  # fmt: skip
+
+
+def counted(model, tokens):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(tokens)[None] % 100, use_cache=False)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_it_is_what_a_forward_pass_takes(family):
+    config = getattr(transformers, f"{family}Config")(
+        **{**SIZES, **MODELS[family]}, attn_implementation="eager", experts_implementation="eager"
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    parsed = parse_model_config({**config.to_dict(), "architectures": [f"{family}ForCausalLM"]})
+    cost = sequence_cost(parsed)
+    short, long = counted(model, 64), counted(model, 128)
+    # Plain attention computes all pairs of tokens, those that the causal mask hides included: twice as many.
+    quadratic = (long - 2 * short) / (128**2 - 2 * 64**2) / 2
+    assert cost.quadratic == pytest.approx(quadratic, rel=1e-6)
+    assert cost.linear == pytest.approx((short - 2 * quadratic * 64**2) / 64, rel=1e-3)
+    scalar_head = sequence_cost(parsed, value_head=True)
+    assert cost.linear - scalar_head.linear == 2 * 64 * (131 - 1) and cost.quadratic == scalar_head.quadratic
+
+
+def test_costs_of_sequences():
+    assert TOKENS.of([3, 5]) == [3, 5]
+    assert TOKENS._replace(quadratic=2).of([3, 5]) == [21, 55]
