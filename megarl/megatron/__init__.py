@@ -1,8 +1,9 @@
 """Everything that touches Megatron-Core: topology, models, forward and backward over packed micro-batches, weights."""
 
 from megarl.megatron.runtime import Runtime, init_runtime, shutdown_runtime  # isort: skip  (quiets Megatron's imports)
-from megarl.megatron.engine import EngineOptions, LossFunction, MegatronEngine, PolicyOutputs, ValueOutputs
+from megarl.megatron.engine import LossFunction, MegatronEngine, PolicyOutputs, ValueOutputs
 from megarl.megatron.optimizer import OptimizerOptions, StepResult, learning_rate
+from megarl.megatron.options import EngineOptions, OverlapOptions, RecomputeOptions
 from megarl.megatron.packed import PackedMicroBatch
 
 __all__ = [
@@ -10,8 +11,10 @@ __all__ = [
     "LossFunction",
     "MegatronEngine",
     "OptimizerOptions",
+    "OverlapOptions",
     "PackedMicroBatch",
     "PolicyOutputs",
+    "RecomputeOptions",
     "Runtime",
     "StepResult",
     "ValueOutputs",

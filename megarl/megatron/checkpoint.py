@@ -6,8 +6,9 @@
     <path>/state.json                       steps taken, number format, layout that saved
     <path>/random_<rank>.safetensors        generators of each rank
 
-Every rank writes and reads its own part, the data-parallel shards of the optimizer included: nothing is gathered. In
-the layout that saved, a restored role goes on bit for bit; in another one, with the same numbers in fresh generators.
+Every rank writes and reads its own part, its shard of the optimizer's state included, which is cut over data- and
+context-parallel ranks: nothing is gathered. In the layout that saved, a restored role goes on bit for bit; in another
+one, with the same numbers in fresh generators.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_blocks import blocks_of_range
 from megarl.megatron.checkpoint_format import Item, items_of, read_index, read_items, tensor_shapes, write_items
 from megarl.megatron.engine import MegatronEngine
+from megarl.megatron.offload import OPTIMIZER, PARAM
 from megarl.megatron.optimizer_state import (
     MASTER,
     MOMENTS,
@@ -63,6 +65,8 @@ class RoleState:
     """Layout that saved."""
     device: str
     """Kind of device that the random states are of: ``cpu`` or ``cuda``."""
+    skipped_in_a_row: int = 0
+    """Optimizer steps skipped since the last one taken."""
     megarl_version: str = megarl.__version__
 
 
@@ -78,11 +82,13 @@ def save_sharded(engine: MegatronEngine, path: str | Path) -> None:
     """
     folder, runtime = Path(path), engine.runtime
     optimizer = engine.optimizer
+    engine.residence.need(PARAM, OPTIMIZER)
     state = RoleState(
         dtype=_dtype_name(engine),
         steps=None if optimizer is None else optimizer.steps,
         layout=runtime.layout,
         device=runtime.device.type,
+        skipped_in_a_row=0 if optimizer is None else optimizer.skipped_in_a_row,
     )
 
     def prepare() -> None:
@@ -118,6 +124,7 @@ def load_sharded(engine: MegatronEngine, path: str | Path) -> None:
             model; names what. The engine is then not usable.
     """
     folder, runtime = Path(path), engine.runtime
+    engine.residence.need(PARAM, OPTIMIZER)
 
     def read_own() -> tuple[RoleState, Any]:
         state, index = _read_state(folder), read_index(folder)
@@ -130,6 +137,7 @@ def load_sharded(engine: MegatronEngine, path: str | Path) -> None:
     if engine.optimizer is not None:
         assert state.steps is not None
         set_steps(engine.optimizer, state.steps)
+        engine.optimizer.skipped_in_a_row = state.skipped_in_a_row
 
     def restore_random() -> None:
         with cuda_on_cpu.active():
@@ -150,16 +158,15 @@ def load_sharded(engine: MegatronEngine, path: str | Path) -> None:
 
 def _saved_items(engine: MegatronEngine) -> Iterator[Item]:
     """What this rank contributes: each element of each tensor comes from one rank."""
-    layout, where = engine.runtime.layout, engine.runtime.coordinate
-    exported = engine.weight_map.export_params(layout, layout.rank(tp=where.tp, pp=where.pp))
+    contributions = engine.weight_map.contributions(engine.runtime.layout, engine.runtime.rank)
     params = engine.weights.parameters()
     shapes = engine.weight_map.hf_shapes()
     states: Mapping[str, StateShard] = {}
     if engine.optimizer is not None:
         states = state_shards(engine.optimizer, params)
-    for number, param in enumerate(exported):
+    for number, (param, replica, replicas) in enumerate(contributions):
         # Replicas take turns, so that each writes its share.
-        mine = number % layout.dp == where.dp
+        mine = number % replicas == replica
         if mine:
             yield from _weight_items(param, params[param.name], shapes)
         if param.name in states and engine.optimizer is not None and (mine or is_sharded(engine.optimizer)):
@@ -204,8 +211,10 @@ def _check_fits(
         if state.steps is None:
             raise CheckpointError(f"checkpoint {folder} has no optimizer state: a model that only computes saved it")
         kinds += [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
-    expected = engine.weight_map.hf_shapes()
+    whole = engine.weight_map.hf_shapes()
+    trained = {name: shape for name, shape in whole.items() if not engine.weight_map.is_float32(name)}
     for kind in kinds:
+        expected = whole if kind == WEIGHT else trained
         shapes = found.get(kind, {})
         for name in sorted(expected.keys() | shapes.keys()):
             if expected.get(name) != shapes.get(name):
@@ -243,6 +252,7 @@ def _read_state(folder: Path) -> RoleState:
             steps=None if steps is None else int(steps),
             layout=ParallelLayout(**document["layout"]),
             device=str(document["device"]),
+            skipped_in_a_row=int(document.get("skipped_in_a_row", 0)),
             megarl_version=str(document["megarl_version"]),
         )
     except FileNotFoundError:

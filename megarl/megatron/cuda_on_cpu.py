@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.megatron.gloo import gather_uneven, reduce_scatter_uneven
+
 _CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -30,11 +32,29 @@ _installed = False
 _thread = threading.local()
 
 
+class _NoStream:
+    """Stands in for a CUDA stream and its events: on a CPU everything has happened when the call returns."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _NoStream:
+        """An event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+_NO_STREAM = _NoStream()
+
 REPLACED: dict[str, Any] = {
     "current_device": lambda: _CPU,
     "synchronize": lambda device=None: None,
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "manual_seed": torch.manual_seed,
+    "current_stream": lambda device=None: _NO_STREAM,
+    "stream": lambda stream: contextlib.nullcontext(),
 }
 """What stands in for functions of ``torch.cuda``, by name."""
 
@@ -107,8 +127,21 @@ def install() -> None:
     _replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     _replace(rng, "_get_cuda_rng_state", lambda device=None, clone=False, graph_safe=False: torch.get_rng_state())
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    _replace(mappings, "_gather_along_first_dim", gather_uneven(mappings._gather_along_first_dim))
+    _replace(
+        mappings, "_reduce_scatter_along_first_dim", reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
+    )
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    _replace(dispatcher, "maybe_move_tensor_to_cpu", _as_on_host)
+    _replace(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _NO_STREAM)
     _replace(rng, "_set_cuda_rng_state", lambda state, device=None, graph_safe=False: torch.set_rng_state(state))
     _installed = True
+
+
+def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron has after it moved the sizes of its dispatch to the host: where asked for, an array."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:

@@ -23,34 +23,24 @@ from torch import Tensor
 
 from megarl.errors import ConfigError
 from megarl.megatron import cuda_on_cpu
+from megarl.megatron.context_parallel import gather_outputs
+from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
+from megarl.megatron.kernels import kernels
 from megarl.megatron.logprobs import vocab_parallel_log_probs
 from megarl.megatron.model import build_model
+from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, Residence
 from megarl.megatron.optimizer import Optimizer, OptimizerOptions, StepResult
+from megarl.megatron.options import EngineOptions
 from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.pipeline import exchange_options
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.weights import RankWeights
+from megarl.megatron.zigzag import MicroBatchPart, cut
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
 from megarl.models.hf_writer import HFWriter
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How a model is held.
-
-    Attributes:
-        dtype: of weights and activations; with bfloat16 the optimizer keeps float32 weights.
-        sequence_parallel: split activations over tensor-parallel ranks by sequence too.
-        value_head: a scalar head (a critic) in place of the output layer.
-        optimizer: None for a model that only computes.
-    """
-
-    dtype: torch.dtype = torch.float32
-    sequence_parallel: bool = False
-    value_head: bool = False
-    optimizer: OptimizerOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -60,10 +50,12 @@ class PolicyOutputs:
     Attributes:
         log_probs: ``[response tokens]`` float32, at the temperature asked for.
         entropy: of the distribution each token was drawn from, in nats, ``[response tokens]``; None if not asked for.
+        leads: whether no other token is likelier, ``[response tokens]`` bool.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
+    leads: Tensor
 
 
 @dataclass(frozen=True)
@@ -114,6 +106,7 @@ class MegatronEngine:
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
         weights: this rank's weights.
         optimizer: None for a model that only computes.
+        residence: what of it is on the device; methods bring back what they need.
 
     Raises:
         ConfigError: the layout is not the runtime's, or does not fit the model.
@@ -130,30 +123,57 @@ class MegatronEngine:
         self.runtime = runtime
         self.options = options
         self.weight_map = WeightMap(model, options.value_head)
-        self._stage = build_model(
-            model,
-            runtime,
-            options.dtype,
-            sequence_parallel=options.sequence_parallel,
-            value_head=options.value_head,
-        )
-        self._config = self._stage.module.config
-        self.chunks: list[Any] = [self._stage.module]
+        self._stage = build_model(model, runtime, options)
+        self._config = self._stage.chunks[0].config
+        self.chunks: list[Any] = list(self._stage.chunks)
         self.optimizer: Optimizer | None = None
         if options.optimizer is None:
-            self._stage.module.requires_grad_(False)
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
         else:
-            self.chunks = [self._data_parallel(options.optimizer)]
+            self.chunks = self._data_parallel(options.optimizer)
             self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
-        self.weights = RankWeights(self._stage.module, self.weight_map, runtime)
+        self.residence = Residence(self.chunks, self.optimizer, options.offload, runtime.device)
+        self.weights = RankWeights(self._stage.chunks, self.weight_map, runtime, self._settle_weights)
         self._loss = torch.zeros(())
+        self._faults = FaultWatch()
+        self._weights_unsettled = False
 
-    def _data_parallel(self, options: OptimizerOptions) -> DistributedDataParallel:
+    def _data_parallel(self, options: OptimizerOptions) -> list[DistributedDataParallel]:
+        overlap = self.options.overlap
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=options.use_distributed_optimizer
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+            overlap_grad_reduce=overlap.grad_reduce,
+            overlap_param_gather=overlap.param_gather,
+            bucket_size=overlap.bucket_size,
         )
+        chunks = [
+            # The first chunk's backward is the last: only there does communication in buckets gain time.
+            DistributedDataParallel(self._config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self._stage.chunks)
+        ]
         self._config.finalize_model_grads_func = _sum_model_grads
-        return DistributedDataParallel(self._config, ddp, self._stage.module)
+        if overlap.grad_reduce:
+            scopes = [chunk.no_sync for chunk in chunks]
+            self._config.no_sync_func = scopes if len(scopes) > 1 else scopes[0]
+        return chunks
+
+    def _settle_weights(self) -> None:
+        """Gathers what the last step changed, where the next forward was to do that; communicates then."""
+        self.residence.need(PARAM)
+        if self._weights_unsettled:
+            with cuda_on_cpu.active():
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
+            self._weights_unsettled = False
+
+    def describe(self) -> str:
+        """One line: the layout, the number format, and what computes."""
+        options = self.options
+        used = kernels(self.runtime.device, options.dtype, trains=options.optimizer is not None)
+        name = str(options.dtype).removeprefix("torch.")
+        return f"{self.runtime.layout.describe()} on {self.runtime.device.type} in {name}; {used.describe()}"
 
     # ---- weights
 
@@ -166,6 +186,7 @@ class MegatronEngine:
         """
         self.weights.load_hf(path)
         if self.optimizer is not None:
+            self.residence.need(OPTIMIZER)
             self.optimizer.weights_changed()
 
     @_entry
@@ -184,15 +205,16 @@ class MegatronEngine:
             self.weights.export(lambda param, part: None)
             return
         shapes = self.weight_map.hf_shapes()
-        with HFWriter(path, self.model, shapes, copy_from=source, overwrite=overwrite) as writer:
+        exact = [name for name in shapes if self.weight_map.is_float32(name)]
+        with HFWriter(path, self.model, shapes, float32=exact, copy_from=source, overwrite=overwrite) as writer:
             self.weights.export(writer.add)
 
     def named_local_params(self) -> dict[str, Tensor]:
-        """This rank's weights, not copies, by their names in the weight map."""
+        """This rank's weights, not copies, by their names in the weight map; may communicate."""
         return self.weights.named()
 
     def weights_to_host(self) -> dict[str, Tensor]:
-        """A copy of this rank's weights in host memory, for :meth:`swapped_weights`."""
+        """A copy of this rank's weights in host memory, for :meth:`swapped_weights`; may communicate."""
         return self.weights.to_host()
 
     def swapped_weights(self, snapshot: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -248,10 +270,12 @@ class MegatronEngine:
             The sums of the metrics that ``loss`` returns; the same on every rank.
         """
         optimizer = self._need_optimizer()
+        self.residence.need(GRAD)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         self._loss = torch.zeros((), device=self.runtime.device)
+        self._faults = FaultWatch()
         metrics = self._run(
             micro_batches, partial(self._contribute, loss), temperature, with_entropy, forward_only=False
         )
@@ -260,7 +284,20 @@ class MegatronEngine:
     @_entry
     def optimizer_step(self) -> StepResult:
         """Clips the gradient and steps, or skips on every rank if a loss or gradient was not finite; communicates."""
-        return self._need_optimizer().step(self._loss)
+        assert GRAD not in self.residence.away, "the gradients were given up before they were used"
+        self.residence.need(PARAM, OPTIMIZER)
+        result = self._need_optimizer().step(self._loss)
+        self._weights_unsettled = self.options.overlap.param_gather
+        return result
+
+    @_entry
+    def explain_skip(self, describe: Callable[[int, int], str]) -> SkipReport:
+        """Why the last step was skipped, the same on every rank; communicates.
+
+        Args:
+            describe: names a sample by the number of its micro-batch, as they were given, and its row there.
+        """
+        return skip_report(self._faults.findings(self.weights.parameters(), describe))
 
     @property
     def learning_rate(self) -> float:
@@ -272,6 +309,12 @@ class MegatronEngine:
         total = tensor.to(self.runtime.device, copy=True)
         dist.all_reduce(total, group=self.runtime.dp_group)
         return total.to(tensor.device)
+
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Largest values over all ranks of the role, on the tensor's device; communicates."""
+        largest = tensor.to(self.runtime.device, copy=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.to(tensor.device)
 
     def _need_optimizer(self) -> Optimizer:
         if self.optimizer is None:
@@ -290,42 +333,64 @@ class MegatronEngine:
         """Runs Megatron's pipeline schedule; ``finish`` turns the last stage's outputs into what the schedule wants."""
 
         def step(batches: Iterator[PackedMicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
-            multiple = self.runtime.layout.tp if self._config.sequence_parallel else 1
-            micro_batch = next(batches).padded_to(multiple).to(self.runtime.device)
-            result = module(micro_batch, self._stage.sequences(micro_batch))
+            micro_batch = next(batches)
+            part = self._part(micro_batch)
+            result = module(part, self._stage.sequences(part))
 
             def conclude(output: Tensor, non_loss_data: bool = False) -> Any:
-                return finish(self._outputs(output, micro_batch, temperature, with_entropy), micro_batch)
+                outputs = self._outputs(output, part, temperature, with_entropy)
+                return finish(outputs, micro_batch.to(self.runtime.device))
 
             return result, conclude
 
-        if not micro_batches:
-            raise ConfigError("each data-parallel rank needs at least one micro-batch")
-        return get_forward_backward_func()(
+        self._check_number(len(micro_batches))
+        self.residence.need(PARAM)
+        # Each chunk of an interleaved schedule goes through the micro-batches by itself.
+        interleaved = len(self.chunks) > 1
+        result: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(micro_batches),
-            model=self.chunks[0],
+            data_iterator=[iter(micro_batches) for _ in self.chunks] if interleaved else iter(micro_batches),
+            model=self.chunks if interleaved else self.chunks[0],
             num_microbatches=len(micro_batches),
             seq_length=1,  # not read: each micro-batch has its own
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            **(exchange_options(self.runtime.pp_group, self._config) if interleaved else {}),
         )
+        self._weights_unsettled = False
+        return result
 
-    def _outputs(
-        self, output: Tensor, micro_batch: PackedMicroBatch, temperature: float, with_entropy: bool
-    ) -> Outputs:
+    def _check_number(self, micro_batches: int) -> None:
+        if not micro_batches:
+            raise ConfigError("each data-parallel rank needs at least one micro-batch")
+        layout = self.runtime.layout
+        if layout.vpp > 1 and micro_batches % layout.pp:
+            raise ConfigError(
+                f"{micro_batches} micro-batches with virtual_pipeline_model_parallel_size={layout.vpp}: the "
+                f"interleaved schedule needs a multiple of pipeline_model_parallel_size={layout.pp}"
+            )
+
+    def _part(self, micro_batch: PackedMicroBatch) -> MicroBatchPart:
+        """What this rank computes of a micro-batch."""
+        layout = self.runtime.layout
+        multiple = layout.tp if self._config.sequence_parallel else 1
+        return cut(micro_batch, layout.cp, self.runtime.coordinate.cp, multiple).to(self.runtime.device)
+
+    def _outputs(self, output: Tensor, part: MicroBatchPart, temperature: float, with_entropy: bool) -> Outputs:
+        """Outputs of the whole micro-batch from this rank's part of the last layer's; communicates."""
+        whole = partial(gather_outputs, part=part, group=self.runtime.cp_group)
         if self.options.value_head:
-            return ValueOutputs(output)
-        log_probs, entropy = vocab_parallel_log_probs(
+            return ValueOutputs(whole(output))
+        log_probs, entropy, leads = vocab_parallel_log_probs(
             output,
-            micro_batch.targets,
+            part.targets,
             vocab_size=self.model.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
             group=self.runtime.tp_group,
         )
-        return PolicyOutputs(log_probs, entropy)
+        return PolicyOutputs(whole(log_probs), None if entropy is None else whole(entropy), whole(leads.float()) > 0)
 
     def _contribute(
         self, loss: LossFunction, outputs: Outputs, micro_batch: PackedMicroBatch
@@ -333,6 +398,7 @@ class MegatronEngine:
         """What the schedule takes: the loss, a token count that nothing divides by, and data to keep."""
         value, metrics = loss(outputs, micro_batch)
         self._loss = self._loss + value.detach()
+        self._faults.watch(value, vars(outputs).values(), micro_batch.response_lengths)
         # The schedule frees the loss's memory, which must therefore not be shared with a metric.
         return value.clone(), torch.zeros((), dtype=torch.int), {k: v.detach().clone() for k, v in metrics.items()}
 

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megarl.megatron.context_parallel import attend
+from megarl.megatron.kernels import fits_packed_attention, packed_attention
 from megarl.megatron.rotary import rotate
 
 
@@ -19,12 +22,14 @@ class PackedSequences(PackedSeqParams):
     """What the layers need to know about a packed micro-batch; Transformer Engine reads the inherited fields.
 
     Attributes:
-        runs: neighbouring sequences of equal length: (number of sequences, their length).
-        rotation: cosine and sine of each token's rotary embedding, each ``[tokens, 1, head_dim / 2]``.
+        runs: neighbouring sequences of equal length: (number of sequences, their length), padding included.
+        rotation: cosine and sine of each token's rotary embedding, each ``[tokens (of this rank), 1, head_dim / 2]``.
+        sharers: the ranks that divide each sequence zig-zag; None if this rank has whole sequences.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
     rotation: tuple[Tensor, Tensor] | None = None
+    sharers: dist.ProcessGroup | None = None
 
 
 class RMSNorm(nn.Module):
@@ -63,8 +68,9 @@ class SwiGLU(nn.Module):
 class PackedAttention(nn.Module):
     """Causal attention within each of the packed sequences, rotary embedding included.
 
-    Sequences of equal length lie together and are attended to in one call per length, so many short sequences cost
-    no more calls than there are different lengths. The arguments of the constructor are Megatron's.
+    On a GPU, in half precision, one kernel computes all sequences. Elsewhere sequences of equal length, which lie
+    together, are attended to in one call per length, so many short sequences cost no more calls than there are
+    different lengths. The arguments of the constructor are Megatron's.
     """
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
@@ -86,20 +92,35 @@ class PackedAttention(nn.Module):
         Args:
             query: ``[tokens, heads, head_dim]``, before rotation.
             key: ``[tokens, key-value heads, head_dim]``, before rotation.
-            value: as ``key``.
+            value: as ``key``; its last dimension may be another.
             attention_mask: not read; causality and the sequences' ends are all that is masked.
-            packed_seq_params: where the sequences begin.
+            packed_seq_params: where the sequences begin; queries and keys are rotated unless it has no rotation.
         """
-        assert packed_seq_params.rotation is not None
-        query, key = (rotate(heads, *packed_seq_params.rotation) for heads in (query, key))
-        outputs, start = [], 0
-        for count, length in packed_seq_params.runs:
-            stop = start + count * length
-            q, k, v = (heads[start:stop].unflatten(0, (count, length)).transpose(1, 2) for heads in (query, key, value))
+        if packed_seq_params.rotation is not None:
+            query, key = (rotate(heads, *packed_seq_params.rotation) for heads in (query, key))
+        if packed_seq_params.sharers is not None:
+            return attend(query, key, value, packed_seq_params.runs, self.scale, packed_seq_params.sharers)
+        if fits_packed_attention(query, value):
+            return self._in_one_kernel(query, key, value, packed_seq_params)
+        runs = packed_seq_params.runs
+        # Splitting, unlike slicing, puts all runs' gradients together in one pass.
+        parts = zip(*(heads.split([n * length for n, length in runs]) for heads in (query, key, value)), strict=True)
+        outputs = []
+        for run, part in zip(runs, parts, strict=True):
+            q, k, v = (heads.unflatten(0, run).transpose(1, 2) for heads in part)
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            outputs.append(attended.transpose(1, 2).reshape(stop - start, -1))
-            start = stop
+            outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+        attention = packed_attention()
+        assert attention is not None
+        ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
+        causal = (-1, 0)  # every earlier token, no later one
+        attended: Tensor = attention(
+            query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=causal, enable_gqa=True
+        )
+        return attended.flatten(1)
 
 
 class ValueHead(nn.Module):
@@ -108,13 +129,15 @@ class ValueHead(nn.Module):
     It begins as zeros: the first values are zero in every layout, and advantages are then the returns themselves.
     """
 
-    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+    def __init__(self, config: TransformerConfig, device: torch.device, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values ``[n]`` float32 of ``hidden [n, hidden size]``."""
-        return F.linear(hidden.float(), self.weight.float())[:, 0]
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden.float(), self.weight.float(), bias)[:, 0]
 
 
 class _RMSNorm(torch.autograd.Function):

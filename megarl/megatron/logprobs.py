@@ -25,8 +25,8 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target, and the entropy of the distribution it is drawn from, in nats.
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probability of each target, the entropy of the distribution it is drawn from, in nats, and whether it leads.
 
     Args:
         logits: ``[n, padded vocabulary / group size]``, this rank's columns, in any float format.
@@ -37,16 +37,17 @@ def vocab_parallel_log_probs(
         group: the ranks that hold the other columns; None if this rank holds them all.
 
     Returns:
-        Log-probabilities ``[n]`` float32, and entropies ``[n]`` float32 or None. Equal on all ranks of the group,
-        and differentiable: a rank's backward gives the gradient of its own columns.
+        Log-probabilities ``[n]`` float32, entropies ``[n]`` float32 or None, and bool ``[n]``: no token is likelier
+        than the target. Equal on all ranks of the group; the first two are differentiable: a rank's backward gives
+        the gradient of its own columns.
 
     Raises:
         ValueError: the temperature is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive")
-    log_probs, entropy = _LogProbs.apply(logits, targets, vocab_size, temperature, with_entropy, group)
-    return log_probs, entropy
+    log_probs, entropy, leads = _LogProbs.apply(logits, targets, vocab_size, temperature, with_entropy, group)
+    return log_probs, entropy, leads
 
 
 class _LogProbs(torch.autograd.Function):
@@ -61,46 +62,56 @@ class _LogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         width = logits.shape[-1]
         first = width * (group.rank() if group is not None else 0)
         real = min(max(vocab_size - first, 0), width)
-        shifted = logits[:, :real].float() / temperature
+        shifted = logits[:, :real].float()
         maximum = shifted.amax(-1) if real else torch.full_like(targets, float("-inf"), dtype=torch.float32)
         _all_reduce(maximum, dist.ReduceOp.MAX, group)
-        shifted -= maximum[:, None]
+        shifted = shifted - maximum[:, None]
+        if temperature != 1:
+            shifted /= temperature
         column = (targets - first).clamp(0, max(real - 1, 0))
         mine = (targets >= first) & (targets < first + real)
         sums = shifted.new_zeros(3 if with_entropy else 2, len(targets))
         if real:
             sums[0] = shifted.gather(1, column[:, None])[:, 0] * mine
-        probs = shifted.exp()
+        probs = shifted.exp() if with_entropy else shifted.exp_()
         sums[1] = probs.sum(-1)
         if with_entropy:
             sums[2] = torch.linalg.vecdot(probs, shifted)
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         log_total = sums[1].log()
-        probs /= sums[1][:, None]
+        if ctx.needs_input_grad[0]:
+            probs /= sums[1][:, None]
         log_probs = sums[0] - log_total
         entropy = log_total - sums[2] / sums[1] if with_entropy else None
+        leads = sums[0] == 0  # the distance to the largest logit
+        ctx.mark_non_differentiable(leads)
         ctx.save_for_backward(probs, column, mine, entropy)
         ctx.temperature, ctx.width, ctx.dtype = temperature, width, logits.dtype
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return log_probs, entropy, leads
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_log_probs, grad_entropy = grads
+        grad_log_probs, grad_entropy, _ = grads
         probs, column, mine, entropy = ctx.saved_tensors
         n, real = probs.shape
-        grad = probs.new_zeros(n, ctx.width)
-        if grad_log_probs is not None and real:
-            torch.mul(probs, -grad_log_probs[:, None], out=grad[:, :real])
-            grad.scatter_add_(1, column[:, None], (grad_log_probs * mine)[:, None])
+        grad = probs.new_empty(n, ctx.width)
+        grad[:, real:] = 0
+        inner = grad[:, :real]
+        if grad_log_probs is None or not real:
+            inner.zero_()
+        else:
+            slope = grad_log_probs / ctx.temperature
+            torch.mul(probs, -slope[:, None], out=inner)
+            inner.scatter_add_(1, column[:, None], (slope * mine)[:, None])
         if grad_entropy is not None:
             slope = torch.xlogy(probs, probs) + probs * entropy[:, None]
-            grad[:, :real].addcmul_(slope, grad_entropy[:, None], value=-1)
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None, None
+            inner.addcmul_(slope, (grad_entropy / ctx.temperature)[:, None], value=-1)
+        return grad.to(ctx.dtype), None, None, None, None, None
 
 
 def _all_reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:

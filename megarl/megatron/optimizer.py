@@ -1,8 +1,7 @@
-"""Adam over Megatron's distributed optimizer, and the learning rate as a function of the step."""
+"""Adam over Megatron's distributed optimizer, with clipping, a learning-rate schedule and steps that are skipped."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,47 +12,26 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
-from megarl.errors import ConfigError
-
-DECAY_STYLES = ("constant", "linear", "cosine")
+from megarl.algorithms import LearningRateSchedule, learning_rate
 
 
-@dataclass(frozen=True)
-class OptimizerOptions:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(LearningRateSchedule):
     """Adam with decoupled weight decay (none on norms and biases), clipping, and the learning-rate schedule.
 
     Attributes:
-        lr: peak learning rate.
-        min_lr: learning rate at the end of the decay; not below it afterwards.
         betas: decay of the two running means.
         eps: added to the denominator.
         weight_decay: decoupled decay of matrices.
         clip_grad: largest global gradient norm; 0 = no clipping.
-        decay_style: ``constant``, ``linear`` or ``cosine``.
-        warmup_steps: optimizer steps over which the rate rises linearly from zero.
-        total_steps: optimizer steps over which the schedule runs; read unless it is constant.
         use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
     """
 
-    lr: float = 1e-6
-    min_lr: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip_grad: float = 1.0
-    decay_style: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
     use_distributed_optimizer: bool = True
-
-    def __post_init__(self) -> None:
-        if self.decay_style not in DECAY_STYLES:
-            raise ConfigError(f"decay_style={self.decay_style!r} must be one of {', '.join(DECAY_STYLES)}")
-        if self.decay_style != "constant" and self.total_steps <= self.warmup_steps:
-            raise ConfigError(
-                f"total_steps={self.total_steps} must exceed warmup_steps={self.warmup_steps} "
-                f"for decay_style={self.decay_style!r}"
-            )
 
 
 class StepResult(NamedTuple):
@@ -70,26 +48,6 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
-def learning_rate(step: int, options: OptimizerOptions) -> float:
-    """Learning rate of an optimizer step.
-
-    Args:
-        step: number of steps taken before it.
-        options: the schedule.
-
-    Returns:
-        ``lr * (step + 1) / warmup_steps`` during warm-up; then ``lr``, or ``min_lr + (lr - min_lr) * d`` where ``d``
-        falls from 1 to 0 between the end of the warm-up and ``total_steps``, linearly or as half a cosine.
-    """
-    if step < options.warmup_steps:
-        return options.lr * (step + 1) / options.warmup_steps
-    if options.decay_style == "constant":
-        return options.lr
-    progress = min(1.0, (step - options.warmup_steps) / (options.total_steps - options.warmup_steps))
-    left = 1.0 - progress if options.decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return options.min_lr + (options.lr - options.min_lr) * left
-
-
 class Optimizer:
     """Megarl's view of Megatron's optimizer.
 
@@ -101,11 +59,13 @@ class Optimizer:
     Attributes:
         megatron: Megatron's optimizer, for checkpoints.
         steps: optimizer steps taken; the whole state of the schedule.
+        skipped_in_a_row: optimizer steps skipped since the last one taken.
     """
 
     def __init__(self, chunks: Sequence[Any], options: OptimizerOptions, dtype: torch.dtype) -> None:
         self.options = options
         self.steps = 0
+        self.skipped_in_a_row = 0
         config = OptimizerConfig(
             optimizer="adam",
             lr=options.lr,
@@ -146,6 +106,7 @@ class Optimizer:
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
         if not _finite_on_all_ranks(torch.stack([loss.new_tensor(grad_norm), loss])):
+            self.skipped_in_a_row += 1
             return StepResult(grad_norm, lr, True)
         for group in self.megatron.param_groups:
             # Megatron leaves both to a scheduler of its own; the multiplier is 0 for norms and biases.
@@ -157,6 +118,7 @@ class Optimizer:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self.options.clip_grad, grad_norm)
         self.megatron.step_with_ready_grads()
         self.steps += 1
+        self.skipped_in_a_row = 0
         return StepResult(grad_norm, lr, False)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ class PackedMicroBatch:
         lengths = [p + r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
         stored = sorted(range(len(rows)), key=lengths.__getitem__)
         first_token = _starts(lengths, stored)
-        predictors = _ranges([f + p - 1 for f, p in zip(first_token, prompt_lengths, strict=True)], response_lengths)
+        predictors = ranges([f + p - 1 for f, p in zip(first_token, prompt_lengths, strict=True)], response_lengths)
         for name, column in (columns or {}).items():
             if len(column) != len(predictors):
                 raise DataError(f"column '{name}' has {len(column)} entries for {len(predictors)} response tokens")
@@ -100,21 +99,12 @@ class PackedMicroBatch:
             columns={name: column.to(device) for name, column in self.columns.items()},
         )
 
-    def padded_to(self, multiple: int) -> PackedMicroBatch:
-        """The same with a last sequence of zeros that fills ``tokens`` up to a multiple; it is nobody's response."""
-        missing = -self.num_tokens % multiple
-        if not missing:
-            return self
-        tokens = torch.cat([self.tokens, self.tokens.new_zeros(missing)])
-        return replace(self, tokens=tokens, lengths=(*self.lengths, missing))
 
-    def positions(self) -> Tensor:
-        """Position of each token in its sequence, ``[tokens]`` int64."""
-        return _ranges([0] * len(self.lengths), self.lengths).to(self.tokens.device)
-
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """Runs of neighbouring sequences of equal length: (number of sequences, their length)."""
-        return tuple((len(list(run)), length) for length, run in groupby(self.lengths))
+def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """``start, start + 1, ..., start + length - 1`` for each pair, one after the other, int64."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    before = torch.tensor(starts, dtype=torch.int64) - (counts.cumsum(0) - counts)
+    return torch.arange(int(counts.sum())) + before.repeat_interleave(counts)
 
 
 def _starts(lengths: Sequence[int], stored: Sequence[int]) -> list[int]:
@@ -124,10 +114,3 @@ def _starts(lengths: Sequence[int], stored: Sequence[int]) -> list[int]:
         starts[row] = offset
         offset += lengths[row]
     return starts
-
-
-def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """``start, start + 1, ..., start + length - 1`` for each pair, one after the other."""
-    counts = torch.tensor(lengths, dtype=torch.int64)
-    before = torch.tensor(starts, dtype=torch.int64) - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + before.repeat_interleave(counts)

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.models import ModelConfig
+from megarl.models.rope import inverse_frequencies
 
-
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each rotated pair, float32 ``[head_dim / 2]``.
-
-    With ``rope_type: llama3`` long wavelengths are stretched by ``factor`` and medium ones in part, as defined in
-    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py (``apply_scaling``).
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    # In the order of operations of transformers: one rounding more is visible at large positions.
-    turns = float(scaling["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 - keep) * frequencies / factor + keep * frequencies
+__all__ = ["inverse_frequencies", "rotate", "rotation_table"]
 
 
 def rotation_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megarl.errors import ConfigError, ResourceError
 from megarl.megatron import cuda_on_cpu
+from megarl.megatron.host_memory import keep_freed_memory
 from megarl.models import ParallelLayout, RankCoordinate
 
 # What Megatron makes torch and itself say in every run and nobody can act on. That GPU libraries are absent is told
@@ -42,7 +44,12 @@ class Runtime:
         device: where tensors of this process live.
         tp_group: the ranks that share each layer with this one.
         pp_group: the pipeline that this rank is a stage of.
-        dp_group: the ranks that hold the same weights as this one.
+        dp_group: the ranks that hold the same weights as this one and see other data.
+        cp_group: the ranks that share each sequence with this one.
+        dp_cp_group: the ranks that hold the same weights as this one, whatever they see.
+        ep_group: the ranks that divide the experts with this one.
+        etp_group: the ranks that share each expert with this one.
+        edp_group: the ranks that hold the same experts as this one.
     """
 
     layout: ParallelLayout
@@ -51,10 +58,15 @@ class Runtime:
     tp_group: dist.ProcessGroup = field(repr=False)
     pp_group: dist.ProcessGroup = field(repr=False)
     dp_group: dist.ProcessGroup = field(repr=False)
+    cp_group: dist.ProcessGroup = field(repr=False)
+    dp_cp_group: dist.ProcessGroup = field(repr=False)
+    ep_group: dist.ProcessGroup = field(repr=False)
+    etp_group: dist.ProcessGroup = field(repr=False)
+    edp_group: dist.ProcessGroup = field(repr=False)
 
     @property
     def coordinate(self) -> RankCoordinate:
-        """Ranks within the tensor-, data- and pipeline-parallel groups."""
+        """Ranks within the tensor-, data-, pipeline- and context-parallel groups."""
         return self.layout.coordinate(self.rank)
 
     @property
@@ -108,6 +120,7 @@ def init_runtime(
     else:
         # More threads than processes' cores make small matrices slower, not faster.
         torch.set_num_threads(1)
+        keep_freed_memory()
         cuda_on_cpu.install()
         backend = "gloo"
     dist.init_process_group(
@@ -121,6 +134,10 @@ def init_runtime(
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         )
         stage_seed = seed + 100 * layout.coordinate(rank).pp  # as Megatron's own training script does
@@ -131,9 +148,14 @@ def init_runtime(
         layout,
         rank,
         chosen,
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_data_parallel_group(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
+        edp_group=parallel_state.get_expert_data_parallel_group(),
     )
 
 
@@ -142,6 +164,8 @@ def shutdown_runtime() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        # A model's cycles keep its groups alive, and each group's threads with it.
+        gc.collect()
 
 
 def _choose_device(device: str, rank: int) -> torch.device:

@@ -2,41 +2,68 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-from typing import Any
+import importlib
+from collections.abc import Iterable
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.megatron.layers import PackedAttention, RMSNorm, SwiGLU
-
-logger = logging.getLogger(__name__)
-
-
-def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Transformer Engine computes the layers: it needs CUDA, and packs sequences in half precision only."""
-    chosen = (
-        device.type == "cuda" and dtype is torch.bfloat16 and importlib.util.find_spec("transformer_engine") is not None
-    )
-    logger.info("decoder layers on %s in %s: %s", device, dtype, "Transformer Engine" if chosen else "torch")
-    return chosen
+from megarl.megatron.mla import latent_attention_spec
+from megarl.megatron.moe import expert_layer_spec
+from megarl.megatron.versions import submodules_of
+from megarl.models import ModelConfig
 
 
-def decoder_spec(config: TransformerConfig, transformer_engine: bool) -> Any:
-    """Specification of this pipeline stage's decoder, for ``GPTModel``."""
-    if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+def decoder_spec(model: ModelConfig, layers: Iterable[int], *, fused: bool) -> TransformerBlockSubmodules:
+    """Specification of one chunk of the decoder, for ``GPTModel``.
+
+    Args:
+        model: the model.
+        layers: global numbers of the chunk's layers.
+        fused: build it of Transformer Engine's layers.
+    """
+    build = _fused_layer if fused else _torch_layer
+    kinds = {has_experts: build(model, has_experts) for has_experts in {model.has_experts(n) for n in layers}}
+    norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm if fused else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[kinds[model.has_experts(n)] for n in layers], layer_norm=norm)
+
+
+def _torch_layer(model: ModelConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.mlp.submodules.activation_func = SwiGLU
+    submodules_of(layer.submodules.mlp).activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    if model.latent is not None:
+        layer.submodules.self_attention = latent_attention_spec(
+            model, layer.submodules.self_attention, attention.linear_qkv
+        )
+    if has_experts:
+        assert model.experts is not None
+        layer.submodules.mlp = expert_layer_spec(model.experts, fused=False)
+    return layer
+
+
+def _fused_layer(model: ModelConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=model.qk_norm,
+        num_experts=model.experts.count if has_experts and model.experts is not None else None,
+        moe_grouped_gemm=has_experts,
+    )
+    if model.latent is not None:
+        engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+        layer.submodules.input_layernorm = engine.TENorm
+        layer.submodules.self_attention = latent_attention_spec(
+            model, layer.submodules.self_attention, engine.TEColumnParallelLinear
+        )
+    if has_experts:
+        assert model.experts is not None
+        layer.submodules.mlp = expert_layer_spec(model.experts, fused=True)
+    return layer

@@ -2,70 +2,121 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.megatron.moe import expert_settings
+from megarl.megatron.options import EngineOptions, RecomputeOptions
+from megarl.megatron.versions import fill_gaps, known_arguments
 from megarl.models import ModelConfig, ParallelLayout
+from megarl.models.rope import attention_factor, softmax_scale
 
 
 def build_transformer_config(
-    model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype, *, sequence_parallel: bool, fused: bool
+    model: ModelConfig, layout: ParallelLayout, options: EngineOptions, *, fused: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of a dense decoder.
+    """Megatron's configuration of a decoder.
 
     Args:
         model: the model.
         layout: the role's layout; it must fit the model (:func:`megarl.models.check_layout`).
-        dtype: of weights and activations.
-        sequence_parallel: split activations over tensor-parallel ranks by sequence; without effect at one rank.
+        options: number format, sequence parallelism, recomputation.
         fused: use Transformer Engine's fused kernels.
     """
-    return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_key_value_heads,
-        kv_channels=model.head_dim,
-        qk_layernorm=model.qk_norm,
-        add_qkv_bias=model.qkv_bias,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        layernorm_epsilon=model.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=sequence_parallel and layout.tp > 1,
+    fill_gaps()
+    arguments = {
+        **_shape(model),
+        **_division(model.num_layers, layout, options.sequence_parallel),
+        **_execution(options.dtype, fused),
+        **_recomputation(options.recompute),
+        **expert_settings(model, layout, fused=fused),
+    }
+    return TransformerConfig(**known_arguments(TransformerConfig, arguments))
+
+
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_dim,
+        "qk_layernorm": model.qk_norm,
+        "add_qkv_bias": model.qkv_bias,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        # Yarn's factor on both queries and keys comes to the same; latent attention sets its own.
+        "softmax_scale": softmax_scale(model) * attention_factor(model) ** 2,
+    }
+
+
+def _division(num_layers: int, layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]:
+    """What of the model this process computes, and how it talks to the others."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _pipeline(layout.chunk_sizes(num_layers)) if layout.pp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": sequence_parallel and layout.tp > 1,
         # Every micro-batch has its own number of tokens; Megatron asks for this dispatcher then, even without experts.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _pipeline(chunks: list[int]) -> list[list[str]]:
+    """Megarl's cut of the layers in Megatron's words: what each chunk holds, in the order of the pipeline."""
+    pipeline = [["decoder"] * size for size in chunks]
+    return [["embedding", *pipeline[0]], *pipeline[1:-1], [*pipeline[-1], "loss"]]
+
+
+def _execution(dtype: torch.dtype, fused: bool) -> dict[str, Any]:
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
         # Weights are always loaded, so they are only allocated. Initialisation itself must stay on: with it Megatron
         # marks which parameters are split, without which their gradients would be left out of the norm.
-        init_method=_leave_unset,
-        output_layer_init_method=_leave_unset,
-        embedding_init_method=_leave_unset,
+        "init_method": _leave_unset,
+        "output_layer_init_method": _leave_unset,
+        "embedding_init_method": _leave_unset,
         # Losses come normalised by global counts, so gradients are summed and never divided.
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=fused,
-        bias_activation_fusion=fused,
-        use_te_activation_func=not fused,  # Megatron's name for taking the activation from the layer specification
-        bias_dropout_fusion=fused,
-        apply_rope_fusion=fused,
-        batch_p2p_comm=False,
-        deallocate_pipeline_outputs=True,
-        cuda_graph_scope=[],
-    )
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": fused,
+        "bias_activation_fusion": fused,
+        "use_te_activation_func": not fused,  # Megatron's name for taking the activation from the layer specification
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": fused,
+        "cuda_graph_scope": [],
+    }
+
+
+def _recomputation(recompute: RecomputeOptions | None) -> dict[str, Any]:
+    if recompute is None:
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers,
+    }
 
 
 def _leave_unset(weight: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,21 +15,28 @@ from torch import Tensor, nn
 
 from megarl.errors import ModelError
 from megarl.megatron.runtime import Runtime
-from megarl.models import LocalParam, WeightMap, canonical_name
+from megarl.models import LocalParam, ParallelLayout, WeightMap, canonical_name
 from megarl.models.hf_checkpoint import HFReader, load_local
 
-VALUE_HEAD = "score.weight"
+VALUE_HEAD = ("score.weight", "score.bias")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
-def global_names(module: GPTModel) -> dict[str, nn.Parameter]:
-    """Parameters of a stage's model by their name in the weight map, which has the global layer number."""
+def global_names(module: GPTModel, first_expert: int = 0) -> dict[str, nn.Parameter]:
+    """Parameters of a chunk of the model by their name in the weight map.
+
+    Args:
+        module: the chunk; it numbers its layers, and the rank's experts, from 0.
+        first_expert: number, among all experts of a layer, of the first that this rank holds.
+    """
     names = {}
     layers = [f"decoder.layers.{layer.layer_number - 1}" for layer in module.decoder.layers]
     for name, param in module.named_parameters():
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
             name = f"{layers[int(local)]}.{rest}"
-        names[canonical_name(name)] = param
+        name = _EXPERT.sub(lambda local: str(int(local[0]) + first_expert), canonical_name(name))
+        names[name] = param
     return names
 
 
@@ -35,23 +44,32 @@ class RankWeights:
     """The weights of one rank.
 
     Args:
-        module: the stage's model.
+        chunks: the stage's model.
         weight_map: how its parameters come about from Hugging Face tensors.
         runtime: the rank's place.
+        settle: called before weights are read or set: makes them those of the last step, which may take
+            communication that all data-parallel ranks join.
     """
 
-    def __init__(self, module: GPTModel, weight_map: WeightMap, runtime: Runtime) -> None:
-        self._params = global_names(module)
-        self._dtype = module.config.params_dtype
+    def __init__(
+        self, chunks: Sequence[GPTModel], weight_map: WeightMap, runtime: Runtime, settle: Callable[[], None]
+    ) -> None:
+        experts, layout = weight_map.config.experts, runtime.layout
+        first = layout.expert_coordinate(runtime.rank).ep * (experts.count // layout.ep) if experts is not None else 0
+        self._params = {name: param for chunk in chunks for name, param in global_names(chunk, first).items()}
+        self._dtype = chunks[0].config.params_dtype
         self._map = weight_map
         self._runtime = runtime
+        self._settle = settle
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by their names in the weight map."""
+        self._settle()
         return dict(self._params)
 
     def named(self) -> dict[str, Tensor]:
         """The weights themselves, not copies, detached from autograd."""
+        self._settle()
         return {name: param.detach() for name, param in self._params.items()}
 
     @torch.no_grad()
@@ -63,17 +81,19 @@ class RankWeights:
         Raises:
             ModelError: a tensor is missing or has another shape than the model's.
         """
+        self._settle()
         reader = HFReader(path)
         wanted = self._map.megatron_params(self._runtime.layout, self._runtime.rank)
         loaded = set()
-        for name, tensor in load_local(reader, wanted, self._dtype, optional=(VALUE_HEAD,)):
+        for name, tensor in load_local(reader, wanted, self._dtype, VALUE_HEAD, self._map.is_float32):
             param = self._params.get(name)
             if param is None or param.shape != tensor.shape:
                 has = "no such parameter" if param is None else f"shape {list(param.shape)}"
                 raise ModelError(f"weight map: '{name}' has shape {list(tensor.shape)}, the model has {has}")
             param.copy_(tensor)
             loaded.add(name)
-        absent = set(self._params) - loaded - ({"output_layer.weight"} if self._map.value_head else set())
+        heads = {"output_layer.weight", "output_layer.bias"} if self._map.value_head else set()
+        absent = set(self._params) - loaded - heads
         if absent:
             raise ModelError(f"weight map has no entry for the model's parameters {sorted(absent)}")
 
@@ -81,13 +101,14 @@ class RankWeights:
         """Brings every part of the model to rank 0, one at a time; all ranks call this together.
 
         Args:
-            consume: called on rank 0 with each part and its values on the CPU. Tensor-parallel parts of one parameter
+            consume: called on rank 0 with each part and its values on the CPU. The parts of one parameter
                 follow one another, so that whole tensors can be written early.
         """
+        self._settle()
         for owner, param in self._export_order():
             if self._runtime.rank == 0:
                 mine = owner == 0
-                part = self._params[param.name].detach() if mine else self._empty(param.shape)
+                part = self._params[param.name].detach() if mine else self._empty(param)
                 if not mine:
                     dist.recv(part, src=owner)
                 consume(param, part.cpu())
@@ -96,6 +117,7 @@ class RankWeights:
 
     def to_host(self) -> dict[str, Tensor]:
         """A copy in host memory."""
+        self._settle()
         return {
             name: param.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, param in self._params.items()
@@ -124,15 +146,18 @@ class RankWeights:
         for name, param in self._params.items():
             param.copy_(values[name])
 
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._runtime.device)
+    def _empty(self, param: LocalParam) -> Tensor:
+        exact = any(self._map.is_float32(piece.hf_name) for piece in param.pieces)
+        dtype = torch.float32 if exact else self._dtype
+        return torch.empty(param.shape, dtype=dtype, device=self._runtime.device)
 
     def _export_order(self) -> Iterator[tuple[int, LocalParam]]:
         layout = self._runtime.layout
+        whole = [param.name for param in self._map.megatron_params(ParallelLayout(), 0)]
         for stage in range(layout.pp):
-            ranks = [layout.rank(tp=tp, pp=stage) for tp in range(layout.tp)]
-            parts = {rank: {p.name: p for p in self._map.export_params(layout, rank)} for rank in ranks}
-            for name in parts[ranks[0]]:
-                for rank in ranks:
-                    if name in parts[rank]:
-                        yield rank, parts[rank][name]
+            parts: dict[str, list[tuple[int, LocalParam]]] = defaultdict(list)
+            for rank in range(stage * layout.ranks_per_stage, (stage + 1) * layout.ranks_per_stage):
+                for param in self._map.export_params(layout, rank):
+                    parts[param.name].append((rank, param))
+            for name in whole:
+                yield from parts.get(name, ())

@@ -11,20 +11,23 @@ import torch
 from distributed import Place
 from tiny_models import TEMPERATURE, Row
 from torch import Tensor
+from whole_tensors import whole_tensors
 
 from megarl.errors import MegarlError
 from megarl.megatron import (
     EngineOptions,
     MegatronEngine,
     OptimizerOptions,
+    OverlapOptions,
     PackedMicroBatch,
     PolicyOutputs,
+    RecomputeOptions,
     StepResult,
     ValueOutputs,
     init_runtime,
     shutdown_runtime,
 )
-from megarl.models import ParallelLayout, WeightMap, read_model_config
+from megarl.models import ParallelLayout, read_model_config
 
 
 class Setup(NamedTuple):
@@ -36,6 +39,8 @@ class Setup(NamedTuple):
     dtype: torch.dtype = torch.float32
     rows_per_micro_batch: int = 3
     optimizer: OptimizerOptions | None = None
+    recompute: RecomputeOptions | None = None
+    overlap: OverlapOptions = OverlapOptions()
 
 
 @contextmanager
@@ -53,6 +58,8 @@ def engine(place: Place, path: Path, setup: Setup) -> Iterator[MegatronEngine]:
                 sequence_parallel=setup.sequence_parallel,
                 value_head=setup.value_head,
                 optimizer=setup.optimizer,
+                recompute=setup.recompute,
+                overlap=setup.overlap,
             ),
         )
         built.load_hf(path)
@@ -124,25 +131,8 @@ def train(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> T
 
 
 def assemble(path: Path, setup: Setup, local: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Hugging Face tensors from what each rank holds; replicas must agree and vocabulary padding must be zero."""
-    weight_map = WeightMap(read_model_config(path), setup.value_head)
-    whole = {name: torch.full(shape, torch.nan) for name, shape in weight_map.hf_shapes().items()}
-    for rank, tensors in enumerate(local):
-        params = weight_map.megatron_params(setup.layout, rank)
-        assert {param.name for param in params} == set(tensors)
-        for param in params:
-            covered = torch.zeros(param.shape, dtype=torch.bool)
-            for piece in param.pieces:
-                here = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))
-                there = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
-                part, known = tensors[param.name][here].float(), whole[piece.hf_name][there]
-                if not known.isnan().any():
-                    torch.testing.assert_close(part, known, rtol=1e-5, atol=1e-7)
-                whole[piece.hf_name][there] = part
-                covered[here] = True
-            assert not tensors[param.name][~covered].any(), f"padding of {param.name} is not zero"
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
+    """Hugging Face tensors from what each rank holds."""
+    return whole_tensors(path, setup.layout, local, value_head=setup.value_head)
 
 
 def refusal(place: Place, case: Callable[..., Any], *args: Any) -> str:

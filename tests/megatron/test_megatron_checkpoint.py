@@ -22,6 +22,7 @@ from megarl.megatron import (
     EngineOptions,
     MegatronEngine,
     OptimizerOptions,
+    OverlapOptions,
     PackedMicroBatch,
     cuda_on_cpu,
     init_runtime,
@@ -78,6 +79,7 @@ def build(place: Place, layout: ParallelLayout, options: dict[str, Any], seed: i
             dtype=getattr(torch, options.get("dtype", "float32")),
             value_head=options.get("value_head", False),
             optimizer=adam if options.get("optimizer", True) else None,
+            overlap=OverlapOptions(options.get("overlap", False), options.get("overlap", False), bucket_size=3000),
         ),
     )
     with torch.no_grad():
@@ -247,10 +249,10 @@ def break_writing(patch: pytest.MonkeyPatch, how: str) -> None:
 
 
 def assembled(
-    results: list[dict[str, torch.Tensor]], layout: ParallelLayout, **options: Any
+    results: list[dict[str, torch.Tensor]], layout: ParallelLayout, layers: int = 2
 ) -> dict[str, torch.Tensor]:
     """Hugging Face tensors from the local ones of all ranks, which must agree where they overlap."""
-    weight_map = WeightMap(model_config())
+    weight_map = WeightMap(model_config(layers=layers))
     full = {name: torch.full(shape, float("nan")) for name, shape in weight_map.hf_shapes().items()}
     for rank, local in enumerate(results):
         for param in weight_map.megatron_params(layout, rank):
@@ -305,6 +307,8 @@ def test_resume_is_bit_exact_in_fresh_processes(saved: tuple[Path, list[dict[str
         (ParallelLayout(tp=2, dp=2), {"dtype": "bfloat16", "tied": False}),
         (ParallelLayout(dp=2), {"dtype": "bfloat16", "distributed": False}),
         (ParallelLayout(pp=2, dp=2), {}),
+        (ParallelLayout(cp=2, dp=2), {}),
+        (ParallelLayout(pp=2, dp=2, vpp=2), {"layers": 4, "overlap": True}),
     ],
     ids=str,
 )
@@ -318,7 +322,13 @@ def test_resume_is_bit_exact(
 
 @pytest.mark.parametrize(
     "layout",
-    [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(dp=2), ParallelLayout(pp=2, dp=2), ParallelLayout(2, 1, 2)],
+    [
+        ParallelLayout(),
+        ParallelLayout(tp=2),
+        ParallelLayout(dp=2),
+        ParallelLayout(pp=2, dp=2),
+        ParallelLayout(tp=2, cp=2),
+    ],
     ids=ParallelLayout.describe,
 )
 def test_another_layout_goes_on_the_same(
@@ -333,13 +343,37 @@ def test_another_layout_goes_on_the_same(
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", [{"value_head": True}, {"distributed": False}], ids=str)
-def test_from_data_parallel_shards_to_tensor_parallel(
-    options: dict[str, Any], pool: ProcessPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (ParallelLayout(dp=2), {"value_head": True}),
+        (ParallelLayout(cp=2), {"value_head": True}),
+        (ParallelLayout(cp=2), {"distributed": False}),
+    ],
+    ids=str,
+)
+def test_from_shards_of_replicas_to_tensor_parallel(
+    layout: ParallelLayout, options: dict[str, Any], pool: ProcessPool, tmp_path: Path
 ) -> None:
-    uninterrupted = pool.run(train_and_save, 2, ParallelLayout(dp=2), str(tmp_path / "role"), options)
+    uninterrupted = pool.run(train_and_save, 2, layout, str(tmp_path / "role"), options)
     resumed = pool.run(load_and_train, 4, TP2PP2, str(tmp_path / "role"), {**options, "distributed": True})
     assert_close(resumed, uninterrupted)
+
+
+@pytest.mark.parametrize("interleaved_first", [True, False])
+def test_interleaved_chunks_and_one_process_exchange_checkpoints(
+    interleaved_first: bool, pool: ProcessPool, tmp_path: Path
+) -> None:
+    layouts = [ParallelLayout(pp=2, vpp=2), ParallelLayout()]
+    first, second = layouts if interleaved_first else reversed(layouts)
+    folder, options = str(tmp_path / "role"), {"layers": 4}
+    uninterrupted = pool.run(train_and_save, first.world_size, first, folder, options)
+    resumed = pool.run(load_and_train, second.world_size, second, folder, options)
+    assert_close(resumed, uninterrupted)
+    for key, tolerance in (("before", 0.0), ("weights", 1e-5)):
+        expected = assembled([rank[key] for rank in uninterrupted], first, layers=4)
+        for name, tensor in assembled([rank[key] for rank in resumed], second, layers=4).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance)
 
 
 def test_an_engine_without_optimizer_takes_the_weights(

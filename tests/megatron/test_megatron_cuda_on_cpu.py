@@ -16,7 +16,7 @@ from megarl.megatron import cuda_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 
-# Parts of Megatron that a dense model's training runs through.
+# Parts of Megatron that training runs through.
 ON_OUR_WAY = [
     "parallel_state.py",
     "distributed",
@@ -30,6 +30,10 @@ ON_OUR_WAY = [
     "transformer/attention.py",
     "transformer/mlp.py",
     "transformer/module.py",
+    "transformer/moe/experts.py",
+    "transformer/moe/moe_layer.py",
+    "transformer/moe/shared_experts.py",
+    "transformer/moe/token_dispatcher.py",
     "transformer/transformer_block.py",
     "transformer/transformer_layer.py",
     "transformer/utils.py",
@@ -38,6 +42,7 @@ ON_OUR_WAY = [
 OFF_OUR_WAY = {
     "BFloat16Tensor",
     "CUDAGraph",
+    "Event",
     "FloatTensor",
     "HalfTensor",
     "OutOfMemoryError",
@@ -49,9 +54,11 @@ OFF_OUR_WAY = {
     "default_stream",
     "device",
     "empty_cache",
+    "get_device_capability",
     "get_device_properties",
+    "graph",
+    "is_current_stream_capturing",
     "random",
-    "stream",
 }
 
 

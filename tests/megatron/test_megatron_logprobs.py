@@ -17,7 +17,9 @@ def sample(width: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(N, width, generator=generator, dtype=torch.float64) * scale
     logits[:, VOCAB:] = 50.0
-    return logits, torch.randint(0, VOCAB, (N,), generator=generator), torch.randn(2, N, generator=generator)
+    targets = torch.randint(0, VOCAB, (N,), generator=generator)
+    targets[:2] = logits[:2, :VOCAB].argmax(-1)
+    return logits, targets, torch.randn(2, N, generator=generator)
 
 
 def expected(logits: Tensor, targets: Tensor, weights: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,14 +32,14 @@ def expected(logits: Tensor, targets: Tensor, weights: Tensor, temperature: floa
     return chosen.detach(), entropy.detach(), leaf.grad
 
 
-def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.world_size
     )
     try:
         logits, targets, weights = sample(width)
         local = logits.float().chunk(place.world_size, dim=1)[place.rank].clone().requires_grad_()
-        log_probs, entropy = vocab_parallel_log_probs(
+        log_probs, entropy, leads = vocab_parallel_log_probs(
             local,
             targets,
             vocab_size=VOCAB,
@@ -46,7 +48,7 @@ def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor,
             group=torch.distributed.group.WORLD,
         )
         ((log_probs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
-        return log_probs.detach(), entropy.detach(), local.grad
+        return log_probs.detach(), entropy.detach(), local.grad, leads
     finally:
         torch.distributed.destroy_process_group()
 
@@ -58,14 +60,17 @@ def test_shards_agree_with_the_whole(pool: ProcessPool, ranks: int, width: int, 
     logits, targets, weights = sample(width)
     log_probs, entropy, grad = expected(logits, targets, weights.double(), temperature)
     answers = pool.run(shard_outputs, ranks, width, temperature)
-    for ours, theirs, _ in answers:
+    likeliest = logits[:, :VOCAB].argmax(-1) == targets
+    assert likeliest.any() and not likeliest.all()
+    for ours, theirs, _, leads in answers:
+        assert torch.equal(leads, likeliest)
         torch.testing.assert_close(ours.double(), log_probs, rtol=0, atol=2e-6)
         torch.testing.assert_close(theirs.double(), entropy, rtol=0, atol=2e-6)
-    torch.testing.assert_close(torch.cat([g for _, _, g in answers], dim=1).double(), grad, rtol=0, atol=2e-6)
+    torch.testing.assert_close(torch.cat([g for _, _, g, _ in answers], dim=1).double(), grad, rtol=0, atol=2e-6)
 
 
 def one_rank(logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    return vocab_parallel_log_probs(logits, targets, vocab_size=VOCAB, **options)
+    return vocab_parallel_log_probs(logits, targets, vocab_size=VOCAB, **options)[:2]
 
 
 def test_huge_logits_stay_finite() -> None:

@@ -2,85 +2,159 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches, policy_loss
+from family_cases import MODELS
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tiny_models import rows, save_model
 from torch import Tensor
 
-from megarl.errors import ConfigError
-from megarl.megatron import OptimizerOptions, PackedMicroBatch, PolicyOutputs, learning_rate
+from megarl.algorithms import LearningRateSchedule, learning_rate
+from megarl.megatron import OptimizerOptions, PackedMicroBatch, PolicyOutputs, StepResult
+from megarl.megatron.faults import SkipReport
 from megarl.models import ParallelLayout
 
 
-def rates(options: OptimizerOptions, steps: int) -> list[float]:
-    return [learning_rate(step, options) for step in range(steps)]
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD linear", "WSD cosine", "WSD exponential"])
+def test_learning_rates_are_megatrons(style: str) -> None:
+    """Step by step after the warm-up; during it a step ahead, since Megatron's first step has a rate of zero."""
+    decay_style, _, wsd_style = style.partition(" ")
+    ours = LearningRateSchedule(
+        lr=3.0,
+        min_lr=0.5,
+        decay_style=decay_style.lower(),
+        warmup_steps=4,
+        total_steps=20,
+        wsd_decay_steps=7,
+        wsd_decay_style=wsd_style or "linear",
+    )
+    theirs = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[]), 0.0, 3.0, 0.5, 4, 20, decay_style, 0.0, 0.0, 1, "constant",
+        wsd_decay_steps=7, lr_wsd_decay_style=wsd_style or None,
+    )  # fmt: skip
+    expected = []
+    for step in range(24):
+        theirs.num_steps = step
+        expected.append(theirs.get_lr({}))
+    mine = [learning_rate(step, ours) for step in range(24)]
+    assert mine[:4] == pytest.approx(expected[1:5])
+    assert mine[4:] == pytest.approx(expected[4:])
 
 
-def test_warm_up_rises_linearly_then_stays() -> None:
-    assert rates(OptimizerOptions(lr=4.0, warmup_steps=4), 6) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+def decayed(place: Place, path: Path, setup: Setup) -> dict[str, tuple[float, float, bool]]:
+    """Weight decay and learning rate of each of Adam's groups after a step, by the parameters in it."""
+    with engine(place, path, setup) as built:
+        built.forward_backward(micro_batches(rows(), setup), policy_loss, with_entropy=True)
+        built.optimizer_step()
+        assert built.optimizer is not None
+        groups = {}
+        for part in built.optimizer.megatron.chained_optimizers:
+            for group in part.param_groups:
+                for held in group["params"]:
+                    groups[held.untyped_storage()._cdata, held.storage_offset()] = (group["weight_decay"], group["lr"])
+        result = {}
+        for name, param in built.weights.parameters().items():
+            if not param.requires_grad:  # the correction of a router's choice
+                continue
+            key = (param.untyped_storage()._cdata, param.storage_offset())
+            result[name] = (*groups[key], param.dim() > 1)
+        assert len(result) == len(groups)
+        return result
 
 
-def test_linear_decay_ends_at_the_minimum_and_stays_there() -> None:
-    options = OptimizerOptions(lr=5.0, min_lr=1.0, decay_style="linear", warmup_steps=1, total_steps=5)
-    assert rates(options, 7) == pytest.approx([5.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "deepseek_v3"])
+def test_matrices_decay_and_norms_and_biases_do_not(pool: ProcessPool, tmp_path: Path, family: str) -> None:
+    """Biases of queries, norms of queries and keys, routers, experts and compressed attention among them."""
+    save_model(tmp_path, **MODELS.get(family, {"family": family}))
+    options = OptimizerOptions(lr=1e-3, weight_decay=0.25, use_distributed_optimizer=family != "qwen2")
+    (groups,) = pool.run(decayed, 1, tmp_path, Setup(ParallelLayout(), optimizer=options))
+    for name, (decay, lr, is_matrix) in groups.items():
+        assert decay == (0.25 if is_matrix else 0.0) and lr == 1e-3, name
+        assert is_matrix == (not name.endswith("bias") and "norm" not in name), name
+    kinds = {"qwen2": "linear_qkv.bias", "qwen3": "q_layernorm.weight", "deepseek_v3": "router.weight"}
+    assert any(name.endswith(kinds[family]) for name in groups)
 
 
-def test_cosine_decay_is_half_a_cosine() -> None:
-    options = OptimizerOptions(lr=3.0, min_lr=1.0, decay_style="cosine", total_steps=4)
-    expected = [1.0 + (math.cos(math.pi * step / 4) + 1.0) for step in range(5)]
-    assert rates(options, 6) == pytest.approx([*expected, 1.0])
+class Faulty(NamedTuple):
+    """What a rank saw of three optimizer steps, the second of which was skipped."""
+
+    results: list[StepResult]
+    changed: list[bool]
+    next_lr: float
+    report: SkipReport
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"decay_style": "cosin"}, "decay_style='cosin' must be one of constant, linear, cosine"),
-        ({"decay_style": "linear", "total_steps": 3, "warmup_steps": 3}, "total_steps=3 must exceed warmup_steps=3"),
-    ],
-)
-def test_impossible_schedules_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        OptimizerOptions(**settings)
-
-
-def steps_with_one_bad_rank(place: Place, path: Path, setup: Setup, fault: str) -> dict[str, Any]:
-    """Three optimizer steps; in the second, data-parallel rank 1 has a loss or a gradient that is not finite."""
+def steps_with_a_fault(place: Place, path: Path, setup: Setup, fault: str, param: str) -> Faulty:
+    """Three optimizer steps; in the second, the last rank has a loss or a gradient that is not finite."""
 
     def faulty(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = policy_loss(outputs, micro_batch)
         if fault == "loss":
             return loss * torch.inf, metrics
-        # A finite loss whose gradient is 0 * inf.
-        return loss + (outputs.log_probs * 0.0).abs().sqrt().sum(), metrics
+        # A finite loss whose gradient is 0 * inf, in the micro-batch's first row.
+        first = outputs.log_probs[: micro_batch.response_lengths[0]]
+        return loss + (first * 0.0).abs().sqrt().sum(), metrics
 
     with engine(place, path, setup) as built:
-        mine = micro_batches(rows(), setup, built.runtime.coordinate.dp, setup.layout.dp)
-        results, snapshots = [], []
+        where, layout = built.runtime.coordinate, setup.layout
+        mine = micro_batches(rows(), setup, where.dp, layout.dp)
+        results, changed = [], []
         for step in range(3):
-            bad = step == 1 and built.runtime.coordinate.dp == 1
-            built.forward_backward(mine, faulty if bad else policy_loss, with_entropy=True)
+            bad = step == 1 and where.dp == layout.dp - 1
+            in_loss = bad and fault != "parameter"
+            built.forward_backward(mine, faulty if in_loss else policy_loss, with_entropy=True)
+            if step == 1 and fault == "parameter" and place.rank == place.world_size - 1:
+                built.weights.parameters()[param].main_grad.view(-1)[-1] = torch.nan
             before = built.weights_to_host()
             results.append(built.optimizer_step())
-            snapshots.append(any((before[name] != now).any() for name, now in built.named_local_params().items()))
-        return {"results": results, "changed": snapshots, "next_lr": built.learning_rate}
+            if results[-1].skipped:
+                report = built.explain_skip(lambda number, row: f"{where.dp}/{number}/{row}")
+            changed.append(any((before[name] != now).any() for name, now in built.named_local_params().items()))
+        return Faulty(results, changed, built.learning_rate, report)
 
 
-@pytest.mark.parametrize("fault", ["loss", "gradient"])
-@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(pp=2, dp=2)])
+EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
+FAULTS = [
+    # A loss or a gradient of an output is bad on one data-parallel rank.
+    (ParallelLayout(dp=2), "llama", "loss", ""),
+    (ParallelLayout(pp=2, dp=2), "llama", "gradient", ""),
+    (ParallelLayout(cp=2), "llama", "gradient", ""),
+    # The gradient of one parameter is bad on the last rank, which alone holds that part of it.
+    (ParallelLayout(tp=2), "llama", "parameter", "decoder.layers.0.mlp.linear_fc1.weight"),
+    (ParallelLayout(pp=2), "llama", "parameter", "decoder.layers.1.mlp.linear_fc2.weight"),
+    (ParallelLayout(dp=2, ep=2), "qwen3_moe", "parameter", EXPERT),
+]
+
+
+@pytest.mark.parametrize(("layout", "family", "fault", "param"), FAULTS)
 def test_a_fault_on_one_rank_skips_the_step_on_all(
-    pool: ProcessPool, tmp_path: Path, layout: ParallelLayout, fault: str
+    pool: ProcessPool, tmp_path: Path, layout: ParallelLayout, family: str, fault: str, param: str
 ) -> None:
-    save_model(tmp_path, "llama")
+    save_model(tmp_path, **MODELS.get(family, {"family": family}))
     setup = Setup(layout, optimizer=OptimizerOptions(lr=1e-3, warmup_steps=8))
-    for answer in pool.run(steps_with_one_bad_rank, layout.world_size, tmp_path, setup, fault):
-        assert [result.skipped for result in answer["results"]] == [False, True, False]
-        assert answer["changed"] == [True, False, True]
-        assert not math.isfinite(answer["results"][1].grad_norm)
-        assert math.isfinite(answer["results"][2].grad_norm)
+    answers = pool.run(steps_with_a_fault, layout.world_size, tmp_path, setup, fault, param)
+    for answer in answers:
+        assert [result.skipped for result in answer.results] == [False, True, False]
+        assert answer.changed == [True, False, True]
+        assert not math.isfinite(answer.results[1].grad_norm)
+        assert math.isfinite(answer.results[2].grad_norm)
         # The skipped step used up no learning rate.
-        assert [result.lr * 8e3 for result in answer["results"]] == pytest.approx([1, 2, 2])
-        assert answer["next_lr"] * 8e3 == pytest.approx(3)
+        assert [result.lr * 8e3 for result in answer.results] == pytest.approx([1, 2, 2])
+        assert answer.next_lr * 8e3 == pytest.approx(3)
+        assert answer.report == answers[0].report
+    report = answers[0].report
+    if fault == "parameter":
+        assert not report.samples
+        assert (report.parameter, report.ranks, report.parameters) == (param, (layout.world_size - 1,), 1)
+    else:
+        assert report.parameter == "output_layer.weight" and report.parameters > 10
+        # Of the rows of the last data-parallel rank: all of them, or the first of each micro-batch.
+        numbers = [sample.split("/") for sample in report.samples]
+        assert {dp for dp, _, _ in numbers} == {str(layout.dp - 1)}
+        assert ({row for _, _, row in numbers} == {"0"}) == (fault == "gradient")
+        assert set(report.samples.values()) == {"gradient of its log-probs or values"}

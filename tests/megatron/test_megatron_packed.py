@@ -46,18 +46,6 @@ def test_sequences_lie_whole_in_order_of_length(lengths: list[tuple[int, int]]) 
     stored = [tuple(part.tolist()) for part in packed.tokens.split(packed.lengths)]
     assert set(stored) == whole
     assert [len(sequence) for sequence in stored] == sorted(p + r for p, r in lengths)
-    assert packed.positions().tolist() == [i for sequence in stored for i in range(len(sequence))]
-    assert [length for count, length in packed.runs() for _ in range(count)] == list(packed.lengths)
-    assert len({length for _, length in packed.runs()}) == len(packed.runs())
-
-
-def test_padding_is_a_sequence_of_its_own_at_the_end() -> None:
-    packed = PackedMicroBatch.from_rows(make_rows([(3, 2), (1, 1)]))
-    padded = packed.padded_to(4)
-    assert padded.tokens.tolist() == [*packed.tokens.tolist(), 0]
-    assert padded.lengths == (2, 5, 1)
-    assert padded.predictors is packed.predictors
-    assert packed.padded_to(7) is packed
 
 
 def test_columns_go_along() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,33 +29,48 @@ def test_cuda_where_there_is_none_is_refused() -> None:
         init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", 1, device="cuda")
 
 
-def describe(place: Place, layouts: list[ParallelLayout]) -> list[tuple[object, ...]]:
-    """Joins one layout after the other in the same process."""
-    seen = []
-    for index, layout in enumerate(layouts):
-        runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port + index, device="cpu")
-        groups = [runtime.tp_group, runtime.dp_group, runtime.pp_group]
-        ranks = [torch.distributed.get_process_group_ranks(group) for group in groups]
-        seen.append((tuple(runtime.coordinate), runtime.is_first_stage, runtime.is_last_stage, ranks))
-        shutdown_runtime()
+def describe(place: Place, layout: ParallelLayout) -> tuple[object, ...]:
+    """Joins a layout and leaves it."""
+    runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu")
+    ranks = {name: torch.distributed.get_process_group_ranks(getattr(runtime, f"{name}_group")) for name in GROUPS}
+    seen = (tuple(runtime.coordinate), runtime.is_first_stage, runtime.is_last_stage, ranks)
+    shutdown_runtime()
     return seen
 
 
+GROUPS = ("tp", "dp", "pp", "cp", "dp_cp", "ep", "etp", "edp")
+
+
+def expected_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
+    """The ranks that differ from ``rank`` in the axes of each group only."""
+
+    def same(coordinate: Callable[[int], Any], *free: str) -> list[int]:
+        fixed = [axis for axis in coordinate(rank)._fields if axis not in free]
+        stage = layout.coordinate(rank).pp
+        return [
+            other
+            for other in range(layout.world_size)
+            if all(getattr(coordinate(other), axis) == getattr(coordinate(rank), axis) for axis in fixed)
+            and (layout.coordinate(other).pp == stage or "pp" in free)
+        ]
+
+    dense = {name: same(layout.coordinate, *name.split("_")) for name in ("tp", "dp", "pp", "cp", "dp_cp")}
+    return dense | {name: same(layout.expert_coordinate, name) for name in ("ep", "etp", "edp")}
+
+
 def test_groups_follow_the_layout_and_a_process_can_join_another(pool: ProcessPool) -> None:
-    layouts = [ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, dp=2)]
-    answers = pool.run(describe, 4, layouts)
-    assert [answer[0] for answer in answers] == [
-        ((0, 0, 0), True, False, [[0, 1], [0], [0, 2]]),
-        ((1, 0, 0), True, False, [[0, 1], [1], [1, 3]]),
-        ((0, 0, 1), False, True, [[2, 3], [2], [0, 2]]),
-        ((1, 0, 1), False, True, [[2, 3], [3], [1, 3]]),
+    layouts = [
+        ParallelLayout(tp=2, pp=2),
+        ParallelLayout(pp=2, dp=2, vpp=2),
+        ParallelLayout(tp=2, cp=2, ep=4, etp=1),
+        ParallelLayout(cp=2, dp=2, ep=2),
+        ParallelLayout(cp=2, pp=2, ep=2),
     ]
-    assert [answer[1] for answer in answers] == [
-        ((0, 0, 0), True, False, [[0], [0, 1], [0, 2]]),
-        ((0, 1, 0), True, False, [[1], [0, 1], [1, 3]]),
-        ((0, 0, 1), False, True, [[2], [2, 3], [0, 2]]),
-        ((0, 1, 1), False, True, [[3], [2, 3], [1, 3]]),
-    ]
+    for layout in layouts:
+        for rank, (coordinate, first, last, groups) in enumerate(pool.run(describe, 4, layout)):
+            where = layout.coordinate(rank)
+            assert (coordinate, first, last) == (tuple(where), where.pp == 0, where.pp == layout.pp - 1)
+            assert groups == expected_groups(layout, rank), layout.describe()
 
 
 def join_in_a_thread(place: Place) -> str:

@@ -20,11 +20,15 @@ class Row(NamedTuple):
     returns: Tensor  # that a critic is to predict
 
 
-def save_model(path: Path, family: str, *, tied: bool = False, critic: bool = False, **changes: Any) -> Any:
-    """Writes a model with large random weights (so that errors show) and returns it."""
+def save_model(path: Path, family: str, *, tied: bool = False, critic: bool | str = False, **changes: Any) -> Any:
+    """Writes a model with large random weights (so that errors show) and returns it.
+
+    ``critic`` is the kind of its head, such as ``TokenClassification``, or true for ``SequenceClassification``.
+    """
     import transformers
 
-    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
+    name = "".join(word.capitalize() for word in family.split("_"))
+    head = critic if isinstance(critic, str) else "SequenceClassification" if critic else "CausalLM"
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -42,9 +46,9 @@ def save_model(path: Path, family: str, *, tied: bool = False, critic: bool = Fa
     }
     torch.manual_seed(5)
     config = getattr(transformers, f"{name}Config")(**settings)
-    model = getattr(transformers, name + ("ForSequenceClassification" if critic else "ForCausalLM"))(config).float()
+    model = getattr(transformers, f"{name}For{head}")(config).float()
     with torch.no_grad():
-        for key, param in model.named_parameters():
+        for key, param in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or "bias" in key:
                 param.add_(0.1 * torch.randn_like(param))
     model.save_pretrained(path)

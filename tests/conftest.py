@@ -1,3 +1,5 @@
+"""Processes that several rooms' tests share."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from distributed import ProcessPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
-    """Up to four processes, warm for all tests that ask for them."""
-    processes = ProcessPool(4)
+    """Up to eight processes, started as tests ask for more of them, and warm for all that follow."""
+    processes = ProcessPool(8)
     yield processes
     processes.close()

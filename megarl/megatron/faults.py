@@ -1,0 +1,174 @@
+"""Why a step was skipped: which samples, and which parameter, were not finite."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SHOWN = 8
+"""Samples that a message names before it counts the rest."""
+
+Describe = Callable[[int, int], str]
+"""What to call a sample, by its micro-batch and its row there."""
+
+
+@dataclass
+class _Seen:
+    """What came out of one micro-batch; the tensors over response tokens are ``[n]``, row after row."""
+
+    loss: Tensor
+    outputs: tuple[Tensor, ...]
+    rows: tuple[int, ...]  # response tokens of each
+    grads: list[Tensor] = field(default_factory=list)
+
+
+class FaultWatch:
+    """Keeps losses, outputs and the outputs' gradients of a step until it is known whether it is skipped.
+
+    Nothing waits for the device before :meth:`findings`.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+
+    def watch(self, loss: Tensor, outputs: Iterable[Tensor | None], rows: Sequence[int]) -> None:
+        """Notes a micro-batch; they come in order.
+
+        Args:
+            loss: of the micro-batch, a scalar.
+            outputs: of the model, ``[response tokens]`` each.
+            rows: response tokens of each row.
+        """
+        tensors = [output for output in outputs if output is not None and output.is_floating_point()]
+        seen = _Seen(loss.detach(), tuple(tensor.detach() for tensor in tensors), tuple(rows))
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_keep, seen.grads))
+        self._seen.append(seen)
+
+    def findings(self, params: Mapping[str, nn.Parameter], describe: Describe) -> Findings:
+        """What this rank knows of a step that was skipped.
+
+        Args:
+            params: by global name, in the order of the forward pass, with reduced gradients in ``main_grad``.
+            describe: names a sample.
+        """
+        samples: dict[str, str] = {}
+        largest = (0.0, "")
+        for number, seen in enumerate(self._seen):
+            bad_outputs, bad_grads = _rows_with(seen.outputs, seen.rows), _rows_with(seen.grads, seen.rows)
+            samples |= {describe(number, row): "gradient of its log-probs or values" for row in bad_grads}
+            samples |= {describe(number, row): "log-probs or values" for row in bad_outputs}
+            if not seen.loss.isfinite() and not bad_outputs + bad_grads:
+                samples |= {describe(number, row): "loss of its micro-batch" for row in range(len(seen.rows))}
+            if not samples:
+                size, row = _largest(seen)
+                largest = max(largest, (size, describe(number, row)))
+        names = [name for name, param in params.items() if not _finite(getattr(param, "main_grad", None))]
+        return Findings(samples, largest, names)
+
+
+class Findings(NamedTuple):
+    """What one rank knows of a skipped step.
+
+    Attributes:
+        samples: what was not finite, by the sample's description.
+        largest: largest absolute gradient of a log-prob or value, and whose it was.
+        parameters: those with a non-finite gradient, in the order of the forward pass.
+    """
+
+    samples: dict[str, str]
+    largest: tuple[float, str]
+    parameters: list[str]
+
+
+class SkipReport(NamedTuple):
+    """What all ranks together know of a skipped step; the same on each.
+
+    Attributes:
+        samples: what was not finite, by the sample's description.
+        largest: largest absolute gradient of a log-prob or value, and whose it was; read where there are no samples.
+        parameter: the first in the backward pass with a non-finite gradient; empty if none has.
+        ranks: those that hold such a part of it.
+        parameters: how many have one.
+    """
+
+    samples: dict[str, str]
+    largest: tuple[float, str]
+    parameter: str
+    ranks: tuple[int, ...]
+    parameters: int
+
+    def describe(self) -> str:
+        """The report in two sentences."""
+        if self.samples:
+            shown = [f"{sample} ({what})" for sample, what in list(self.samples.items())[:SHOWN]]
+            rest = len(self.samples) - len(shown)
+            text = (
+                f"not finite for {len(self.samples)} samples: {', '.join(shown)}{f' and {rest} more' if rest else ''}."
+            )
+        else:
+            size, sample = self.largest
+            text = "every loss, log-prob and value, and their gradients, were finite"
+            text += f"; the largest gradient, {size:.3g}, is that of {sample}." if sample else "."
+        if not self.parameter:
+            return f"{text} The gradient of every parameter is finite; their norm is not."
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        others = f", the first in the backward pass of {self.parameters} parameters" if self.parameters > 1 else ""
+        return f"{text} The gradient of '{self.parameter}' is not finite on {ranks}{others}."
+
+
+def skip_report(findings: Findings) -> SkipReport:
+    """Puts the findings of all ranks together; communicates."""
+    all_findings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_findings, findings)
+    samples: dict[str, str] = {}
+    holders: dict[str, list[int]] = defaultdict(list)
+    order: dict[str, tuple[int, int]] = {}
+    for rank, found in enumerate(all_findings):
+        samples = found.samples | samples
+        for place, name in enumerate(found.parameters):
+            holders[name].append(rank)
+            order[name] = (_depth(name), place)
+    first = max(order, key=order.__getitem__, default="")
+    largest = max(found.largest for found in all_findings)
+    return SkipReport(samples, largest, first, tuple(holders.get(first, ())), len(holders))
+
+
+def _keep(grads: list[Tensor], grad: Tensor) -> None:
+    grads.append(grad.detach())
+
+
+def _rows_with(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
+    """Rows in which some tensor is not finite."""
+    bad = torch.zeros(sum(rows), dtype=torch.bool)
+    for tensor in tensors:
+        bad |= ~tensor.isfinite().cpu()
+    return [row for row, part in enumerate(bad.split(list(rows))) if part.any()]
+
+
+def _largest(seen: _Seen) -> tuple[float, int]:
+    """Largest absolute gradient of a micro-batch's outputs, and its row."""
+    sizes = torch.zeros(sum(seen.rows))
+    for grad in seen.grads:
+        sizes = torch.maximum(sizes, grad.float().abs().cpu())
+    per_row = [float(part.max()) if len(part) else 0.0 for part in sizes.split(list(seen.rows))]
+    return max((size, row) for row, size in enumerate(per_row))
+
+
+def _finite(grad: Tensor | None) -> bool:
+    return grad is None or bool(grad.isfinite().all())
+
+
+def _depth(name: str) -> int:
+    """Where in the forward pass a parameter is used: embedding, layer by layer, what follows them."""
+    if name.startswith("decoder.layers."):
+        return int(name.split(".")[2])
+    return -1 if name.startswith("embedding.") else 1_000_000

@@ -1,0 +1,77 @@
+"""What computes on this machine: Transformer Engine's kernels, Apex's or torch's, as far as they are installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import __version__ as megatron_version
+from megatron.core import optimizer as megatron_optimizer
+from torch import Tensor
+
+
+class Kernels(NamedTuple):
+    """What an engine computes with.
+
+    Attributes:
+        layers: of the decoder.
+        attention: within the layers.
+        adam: the optimizer; empty for a model that only computes.
+    """
+
+    layers: str
+    attention: str
+    adam: str
+
+    def describe(self) -> str:
+        """One line, such as ``layers: torch, attention: torch's, Adam: torch's, Megatron-Core 0.16.1``."""
+        adam = f", Adam: {self.adam}" if self.adam else ""
+        return f"layers: {self.layers}, attention: {self.attention}{adam}, Megatron-Core {megatron_version}"
+
+
+def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Transformer Engine computes the layers: it needs CUDA, and packs sequences in half precision only."""
+    return (
+        device.type == "cuda" and dtype is torch.bfloat16 and importlib.util.find_spec("transformer_engine") is not None
+    )
+
+
+def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool) -> Kernels:
+    """What will compute a model of this number format on this device."""
+    adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
+    if uses_transformer_engine(device, dtype):
+        return Kernels("Transformer Engine", "Transformer Engine's", adam)
+    packed = device.type == "cuda" and dtype is torch.bfloat16 and packed_attention() is not None
+    return Kernels("torch", "torch's varlen_attn" if packed else "torch's, length by length", adam)
+
+
+def adam_kernel(adam: type) -> str:
+    """In whose package Megatron found its Adam: it takes Transformer Engine's, else Apex's, else torch's."""
+    owners = {"transformer_engine": "Transformer Engine's (fused)", "apex": "Apex's (fused)"}
+    return owners.get(adam.__module__.partition(".")[0], "torch's")
+
+
+@functools.cache
+def packed_attention() -> Callable[..., Any] | None:
+    """Torch's attention over packed sequences; None where this torch has none that takes grouped queries."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    function: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    wanted = {"scale", "window_size", "enable_gqa"}
+    return function if wanted <= set(inspect.signature(function).parameters) else None
+
+
+def fits_packed_attention(query: Tensor, value: Tensor) -> bool:
+    """Whether :func:`packed_attention` can compute this: flash attention, so half precision and heads of one width."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and packed_attention() is not None
+    )

@@ -1,0 +1,156 @@
+"""Mixture-of-experts layers: Megatron's, with a router that chooses and weighs as Hugging Face's models do.
+
+Every token reaches all the experts it chose: no expert has a capacity. There is no loss that balances experts, nor is
+the correction bias of DeepSeek-V3 moved: reinforcement learning trains on what the policy does, and both would pull it
+elsewhere. The router computes in float32 whatever the number format.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megarl.megatron.layers import SwiGLU
+from megarl.megatron.versions import submodules_of
+from megarl.models import ModelConfig, ParallelLayout
+from megarl.models.traits import Experts
+
+
+def expert_settings(model: ModelConfig, layout: ParallelLayout, *, fused: bool) -> dict[str, Any]:
+    """The part of ``TransformerConfig`` that is about experts; empty for a dense model.
+
+    With experts, activations are always split by sequence over tensor-parallel ranks: Megatron would otherwise send
+    every token to its experts once per rank.
+
+    Args:
+        model: the model.
+        layout: the role's layout.
+        fused: compute all experts of a rank in one kernel of Transformer Engine.
+    """
+    experts = model.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_layer_freq": [int(has_experts) for has_experts in experts.layers],
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_expert_capacity_factor": None,
+        "moe_grouped_gemm": fused,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "sequence_parallel": layout.tp > 1,
+    }
+
+
+def expert_layer_spec(experts: Experts, *, fused: bool) -> ModuleSpec:
+    """Specification of a layer's experts, to stand in place of its dense part.
+
+    Without Transformer Engine a rank computes its experts one after the other.
+    """
+    spec = get_moe_module_spec(use_te=fused, num_experts=experts.count, moe_grouped_gemm=fused)
+    parts = submodules_of(spec)
+    parts.router = partial(Router, experts=experts)
+    if not fused:
+        for part in (parts.experts, parts.shared_experts):
+            submodules_of(part).activation_func = SwiGLU
+    return spec
+
+
+def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
+    """Tells Megatron which weights have replicas elsewhere than a dense weight of the same rank.
+
+    Megatron itself tells them only where experts are divided, not where ranks share an expert and a dense layer in
+    different numbers; without the mark it would sum gradients over the wrong ranks.
+
+    Args:
+        module: a chunk of the model, before it is wrapped for data parallelism.
+        layout: the role's layout.
+    """
+    if layout.expert_tp != layout.tp:
+        for name, param in module.named_parameters():
+            if ".mlp.experts." in name:
+                setattr(param, "allreduce", False)  # noqa: B010  (Megatron's mark)
+
+
+def choose_experts(logits: Tensor, experts: Experts, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token.
+
+    Args:
+        logits: ``[tokens, experts]`` float32.
+        experts: how to choose; see there.
+        correction: ``[experts]``, added to the scores for the choice only.
+
+    Returns:
+        Weights ``[tokens, per token]``, differentiable, and the experts' numbers ``[tokens, per token]``.
+    """
+    scores = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
+    with torch.no_grad():
+        ranking = scores if correction is None else scores + correction
+        if experts.groups_per_token < experts.groups:
+            grouped = ranking.unflatten(-1, (experts.groups, -1))
+            best = (
+                grouped.topk(experts.group_best, dim=-1).values.sum(-1).topk(experts.groups_per_token, dim=-1).indices
+            )
+            others = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter(1, best, False)
+            ranking = grouped.masked_fill(others[..., None], -torch.inf).flatten(1)
+        chosen = ranking.topk(experts.per_token, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if experts.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * experts.scaling, chosen
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token. Stands where Megatron has its own router; the arguments are its.
+
+    Attributes:
+        weight: ``[experts, hidden]``, on every rank.
+        expert_bias: ``[experts]`` float32 where the family has a correction of the choice; never trained.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None, *, experts: Experts, **_: Any) -> None:
+        super().__init__()
+        self.experts = experts
+        self.layer_number: int | None = None
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(
+            torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
+        self.expert_bias: nn.Parameter | None = None
+        if experts.correction_bias:
+            self.expert_bias = nn.Parameter(torch.zeros(experts.count, device=device), requires_grad=False)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Takes the layer's number, counted from 1."""
+        self.layer_number = layer_number
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, *_: Any) -> tuple[Tensor, Tensor]:
+        """What Megatron dispatches by.
+
+        Args:
+            hidden: ``[tokens, 1, hidden]``.
+            padding_mask: not read: there is no padding.
+
+        Returns:
+            Weights ``[tokens, experts]`` float32, 0 for experts that were not chosen, and whether each was.
+        """
+        logits = F.linear(hidden.flatten(0, -2).float(), self.weight.float())
+        weights, chosen = choose_experts(logits, self.experts, self.expert_bias)
+        routing = torch.zeros_like(logits).scatter(1, chosen, weights)
+        return routing, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)

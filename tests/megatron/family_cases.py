@@ -1,0 +1,153 @@
+"""Tiny models of each family, what transformers says of them, and what the engine says in each process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from distributed import Place
+from engine_cases import Setup, engine, micro_batches, policy_loss, value_loss
+from tiny_models import TEMPERATURE, Row, policy_reference, save_model, value_reference
+from torch import Tensor
+
+from megarl.megatron import PolicyOutputs
+from megarl.megatron.moe import Router
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    **EXPERTS,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "mistral": {"family": "mistral", "head_dim": 12},
+    "llama_yarn": {"family": "llama", "rope_parameters": YARN},
+    "mixtral": {"family": "mixtral", "num_local_experts": 4},
+    "qwen2_moe": {
+        "family": "qwen2_moe",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        **EXPERTS,
+    },
+    "qwen3_moe": {"family": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, **EXPERTS},
+    "deepseek_v2": {
+        "family": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+        **LATENTS,
+        "num_experts_per_tok": 3,
+        "q_lora_rank": None,
+    },
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **LATENTS,
+    },
+    "deepseek_dense": {"family": "deepseek_v3", **LATENTS, "first_k_dense_replace": 2},
+    "token_critic": {"family": "mistral", "critic": "TokenClassification"},
+    "expert_critic": {"family": "qwen3_moe", "num_experts": 4, **EXPERTS, "critic": "SequenceClassification"},
+}
+
+
+class Study(NamedTuple):
+    """What is known of a model and some rows.
+
+    ``outputs`` are log-probs and entropies, or values, row after row; ``routing`` the weights ``[tokens, experts]`` of
+    each layer with experts, 0 for experts that were not chosen, tokens in the order in which they were computed.
+    """
+
+    outputs: list[tuple[Tensor, ...]]
+    routing: list[Tensor]
+    grads: dict[str, Tensor]
+    metrics: dict[str, float]
+
+
+def reference(path: Path, settings: dict[str, Any], rows: list[Row]) -> Study:
+    """The same from transformers and autograd, the gradients under the names of the checkpoint."""
+    model, critic = save_model(path, **settings), "critic" in settings
+    routing: dict[Any, list[Tensor]] = {}
+
+    def note(module: Any, inputs: Any, outputs: Any) -> None:
+        _, weights, chosen = outputs
+        dense = torch.zeros(len(chosen), module.num_experts).scatter(1, chosen, weights)
+        routing.setdefault(module, []).append(dense.detach())
+
+    for module in model.modules():
+        if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
+            module.register_forward_hook(note)
+    outputs, loss, metrics = [], torch.zeros(()), {"nll": 0.0, "entropy": 0.0}
+    for row in rows:
+        if critic:
+            values = value_reference(model, row)
+            outputs.append((values.detach(),))
+            loss = loss + ((values - row.returns).square() * row.weights).sum()
+        else:
+            log_probs, entropy = policy_reference(model, row)
+            outputs.append((log_probs.detach(), entropy.detach()))
+            parts = {"nll": -(log_probs * row.weights).sum(), "entropy": (entropy * row.weights).sum()}
+            loss = loss + parts["nll"] - 0.3 * parts["entropy"]
+            metrics = {name: metrics[name] + part.item() for name, part in parts.items()}
+    loss.backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    layers = [torch.cat(parts) for parts in routing.values()]
+    return Study(
+        outputs, layers, in_checkpoint_names(grads, settings["family"]), {"loss": loss.item()} if critic else metrics
+    )
+
+
+def in_checkpoint_names(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """transformers keeps all experts of a layer in two tensors; its files, and ours, have three per expert."""
+    block, gate, up, down = ("mlp", "gate_proj", "up_proj", "down_proj")
+    if family == "mixtral":
+        block, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
+    result = {}
+    for name, tensor in tensors.items():
+        name = name.replace(".mlp.", f".{block}.")
+        base, last = name.rsplit(".", 1)
+        if not base.endswith(".experts"):
+            result[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = zip((gate, up), expert.chunk(2), strict=True) if last == "gate_up_proj" else [(down, expert)]
+            result |= {f"{base}.{number}.{part}.weight": values for part, values in parts}
+    return result
+
+
+def study(place: Place, path: Path, setup: Setup, rows: list[Row]) -> Study | None:
+    """What one rank's engine says of the rows of its data-parallel rank; outputs are empty before the last stage."""
+    with engine(place, path, setup) as built:
+        routing: dict[Any, list[Tensor]] = {}
+        handles = []
+        for chunk in built.chunks:
+            for module in chunk.modules():
+                if isinstance(module, Router):
+                    handles.append(module.register_forward_hook(lambda m, i, o: routing.setdefault(m, []).append(o[0])))
+        dp = built.runtime.coordinate.dp
+        mine = micro_batches(rows, setup, dp, setup.layout.dp)
+        answers = built.forward(mine, temperature=TEMPERATURE, with_entropy=not setup.value_head) or []
+        for handle in handles:
+            handle.remove()
+        outputs = []
+        for micro_batch, answer in zip(mine, answers, strict=bool(answers)):
+            flat = (answer.log_probs, answer.entropy) if isinstance(answer, PolicyOutputs) else (answer.values,)
+            outputs += zip(*(micro_batch.split(values) for values in flat), strict=True)
+        options = {} if setup.value_head else {"temperature": TEMPERATURE, "with_entropy": True}
+        metrics = built.forward_backward(mine, value_loss if setup.value_head else policy_loss, **options)
+        params = built.weights.parameters()
+        grads = {n: p.main_grad.clone() if p.requires_grad else torch.zeros_like(p) for n, p in params.items()}
+        return Study(outputs, [torch.cat(parts) for parts in routing.values()], grads, metrics)

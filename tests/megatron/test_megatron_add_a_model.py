@@ -1,0 +1,29 @@
+"""The page on adding a family tells the truth: its code runs, and its model equals transformers'."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from distributed import Place, ProcessPool
+
+from megarl.models import declaration
+
+PAGE = Path(__file__).parents[2] / "docs" / "add_a_model.md"
+
+
+def run_page(place: Place, text: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 2
+    names = {"PORT": place.port}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    return names["config"].family
+
+
+def test_the_code_of_the_page_runs(pool: ProcessPool) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert pool.run(run_page, 1, text) == ["dots1"]
+    for names in re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*) \|", text, flags=re.MULTILINE):
+        for name in re.findall(r"`(\w+)", names):
+            assert hasattr(declaration, name) or name == "megarl", name

@@ -1,0 +1,120 @@
+"""Experts divided over ranks: training state resumes bit for bit, weights go in and out of files bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import Place, ProcessPool
+from engine_cases import Setup, assemble, engine, micro_batches, policy_loss, refusal
+from family_cases import MODELS
+from safetensors.torch import load_file, save_file
+from tiny_models import TEMPERATURE, rows, save_model
+from torch import Tensor
+
+from megarl.megatron import MegatronEngine, OptimizerOptions
+from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.models import ParallelLayout
+
+# Two replicas of each expert, whose optimizer state is divided over them; four ranks divide that of the rest.
+EXPERTS_OVER_TP = ParallelLayout(tp=2, dp=2, ep=2, etp=1)
+EXPERTS_OVER_DP = ParallelLayout(dp=2, ep=2)
+ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1)
+
+
+def take_steps(built: MegatronEngine, setup: Setup, seeds: range) -> None:
+    for seed in seeds:
+        mine = micro_batches(rows(seed), setup, built.runtime.coordinate.dp, setup.layout.dp)
+        built.forward_backward(mine, policy_loss, temperature=TEMPERATURE, with_entropy=True)
+        assert not built.optimizer_step().skipped
+
+
+def train(
+    place: Place, path: Path, setup: Setup, seeds: range, load: Path | None = None, save: Path | None = None
+) -> dict[str, Tensor]:
+    """Weights after some steps; with ``save`` a checkpoint lies one step before the end."""
+    with engine(place, path, setup) as built:
+        if load is not None:
+            with torch.no_grad():
+                for param in built.named_local_params().values():
+                    param.fill_(torch.nan)  # whatever is not loaded shows
+            load_sharded(built, load)
+        take_steps(built, setup, seeds[:-1])
+        if save is not None:
+            save_sharded(built, save)
+        take_steps(built, setup, seeds[-1:])
+        return built.weights_to_host()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resumed_training_goes_on_bit_for_bit(pool: ProcessPool, tmp_path: Path, dtype: torch.dtype) -> None:
+    save_model(tmp_path / "in", **MODELS["deepseek_v3"])
+    setup = Setup(EXPERTS_OVER_TP, dtype=dtype, optimizer=ADAM)
+    arguments = (4, tmp_path / "in", setup)
+    through = pool.run(train, *arguments, range(3), None, tmp_path / "state")
+    resumed = pool.run(train, *arguments, range(2, 3), tmp_path / "state")
+    for rank, (ours, theirs) in enumerate(zip(resumed, through, strict=True)):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), (rank, name)
+    if dtype is torch.float32:
+        check_other_layout(pool, tmp_path, assemble(tmp_path / "in", setup, through))
+
+
+def check_other_layout(pool: ProcessPool, tmp_path: Path, expected: dict[str, Tensor]) -> None:
+    """The same, resumed in another layout and trained in one process from the beginning."""
+    elsewhere = Setup(EXPERTS_OVER_DP, optimizer=ADAM)
+    resumed = pool.run(train, 2, tmp_path / "in", elsewhere, range(2, 3), tmp_path / "state")
+    alone = Setup(ParallelLayout(), optimizer=ADAM)
+    single = pool.run(train, 1, tmp_path / "in", alone, range(3))
+    start = load_file(tmp_path / "in" / "model.safetensors")
+    for setup, weights in ((elsewhere, resumed), (alone, single)):
+        for name, tensor in assemble(tmp_path / "in", setup, weights).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, start[name]) == name.endswith("e_score_correction_bias"), name
+
+
+def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
+    with engine(place, path, setup) as built:
+        built.export_hf(target, source=path)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("mixtral", EXPERTS_OVER_DP),
+        ("qwen2_moe", EXPERTS_OVER_TP),
+        ("deepseek_v2", ParallelLayout(pp=2, dp=2, ep=2)),
+        ("deepseek_v3", EXPERTS_OVER_TP),
+        ("token_critic", ParallelLayout(tp=2)),
+    ],
+)
+def test_round_trip_is_bit_exact(pool: ProcessPool, tmp_path: Path, model: str, layout: ParallelLayout) -> None:
+    original = save_model(tmp_path / "in", **MODELS[model])
+    file = tmp_path / "in" / "model.safetensors"
+    before = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        for name, tensor in load_file(file).items()
+    }
+    save_file(before, file, metadata={"format": "pt"})
+    setup = Setup(layout, value_head="critic" in MODELS[model], dtype=torch.bfloat16)
+    pool.run(export, layout.world_size, tmp_path / "in", setup, tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype is tensor.dtype and torch.equal(after[name], tensor), name
+    again = type(original).from_pretrained(tmp_path / "out")
+    assert again.config.to_dict().keys() == original.config.to_dict().keys()
+
+
+def build(place: Place, path: Path, setup: Setup) -> None:
+    with engine(place, path, setup):
+        pass
+
+
+def test_experts_on_a_dense_model_are_refused(pool: ProcessPool, tmp_path: Path) -> None:
+    save_model(tmp_path, **MODELS["mistral"])
+    for message in pool.run(refusal, 2, build, tmp_path, Setup(EXPERTS_OVER_DP)):
+        assert message.startswith("ConfigError") and "expert_model_parallel_size=2" in message

@@ -1,0 +1,114 @@
+"""Each family computes what transformers computes, chooses the same experts, and learns the same, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import ProcessPool
+from engine_cases import Setup, assemble
+from family_cases import MODELS, Study, reference, study
+from tiny_models import rows
+from torch import Tensor
+
+from megarl.megatron import OptimizerOptions
+from megarl.models import ParallelLayout
+
+LAYOUTS = {
+    "tp1": ParallelLayout(),
+    "tp2": ParallelLayout(tp=2),
+    "ep2": ParallelLayout(dp=2, ep=2),
+    "tp2ep2etp1": ParallelLayout(tp=2, ep=2, etp=1),
+    "tp2ep2dp2": ParallelLayout(tp=2, dp=2, ep=2),
+    "pp2ep2dp2": ParallelLayout(pp=2, dp=2, ep=2),
+    "cp2ep2": ParallelLayout(cp=2, ep=2),
+    "dp4ep2etp2": ParallelLayout(dp=4, ep=2, etp=2),
+}
+CASES = [
+    ("mistral", "tp1"),
+    ("mistral", "tp2"),
+    ("llama_yarn", "tp1"),
+    ("llama_yarn", "tp2"),
+    ("mixtral", "tp1"),
+    ("mixtral", "ep2"),
+    ("mixtral", "tp2ep2etp1"),
+    ("mixtral", "dp4ep2etp2"),
+    ("qwen2_moe", "tp1"),
+    ("qwen2_moe", "ep2"),
+    ("qwen2_moe", "tp2ep2dp2"),
+    ("qwen3_moe", "tp1"),
+    ("qwen3_moe", "ep2"),
+    ("qwen3_moe", "pp2ep2dp2"),
+    ("deepseek_v2", "tp1"),
+    ("deepseek_v2", "ep2"),
+    ("deepseek_v2", "tp2ep2etp1"),
+    ("deepseek_v3", "tp1"),
+    ("deepseek_v3", "ep2"),
+    ("deepseek_v3", "cp2ep2"),
+    ("deepseek_dense", "tp2"),
+    ("token_critic", "tp1"),
+    ("token_critic", "tp2"),
+    ("expert_critic", "ep2"),
+]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Study]]:
+    built = {}
+    for name, settings in MODELS.items():
+        path = tmp_path_factory.mktemp(name)
+        built[name] = path, reference(path, settings, rows())
+    return built
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_family_equals_transformers(
+    pool: ProcessPool, references: dict[str, tuple[Path, Study]], model: str, layout: str
+) -> None:
+    path, theirs = references[model]
+    sizes = LAYOUTS[layout]
+    # Without the distributed optimizer each data-parallel rank has the whole gradient.
+    optimizer = OptimizerOptions(use_distributed_optimizer=False)
+    one_by_one = sizes.tp == sizes.cp == 1
+    setup = Setup(
+        sizes, value_head="critic" in MODELS[model], rows_per_micro_batch=1 if one_by_one else 3, optimizer=optimizer
+    )
+    ours = pool.run(study, sizes.world_size, path, setup, rows())
+    check_outputs(sizes, ours, theirs)
+    if one_by_one and sizes.pp == 1:
+        check_routing(sizes, ours, theirs)
+    for answer in ours:
+        assert answer.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+    check_gradients(assemble(path, setup, [answer.grads for answer in ours]), theirs.grads)
+
+
+def check_outputs(sizes: ParallelLayout, ours: list[Study], theirs: Study) -> None:
+    for rank, answer in enumerate(ours):
+        where = sizes.coordinate(rank)
+        expected = theirs.outputs[where.dp :: sizes.dp] if where.pp == sizes.pp - 1 else []
+        assert len(answer.outputs) == len(expected)
+        for mine, reference_row in zip(answer.outputs, expected, strict=True):
+            for values, reference_values in zip(mine, reference_row, strict=True):
+                assert (values - reference_values).abs().max() < 1e-5
+
+
+def check_routing(sizes: ParallelLayout, ours: list[Study], theirs: Study) -> None:
+    """Token by token the same experts with the same weights."""
+    lengths = [len(row.prompt) + len(row.response) for row in rows()]
+    for rank, answer in enumerate(ours):
+        assert len(answer.routing) == len(theirs.routing)
+        for mine, whole in zip(answer.routing, theirs.routing, strict=True):
+            expected = torch.cat(whole.split(lengths)[sizes.coordinate(rank).dp :: sizes.dp])
+            assert torch.equal(mine != 0, expected != 0)
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def check_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    scale = max(grad.abs().max().item() for grad in theirs.values())
+    untrained = {name for name in ours if name.endswith("e_score_correction_bias")}
+    assert ours.keys() - untrained == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(
+            ours[name], expected, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,131 @@
+"""Interleaved and uneven pipelines, recomputation and overlapped communication: the numbers of a single process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from distributed import Place, ProcessPool
+from engine_cases import Setup, assemble, engine, in_parts, micro_batches, policy_loss, refusal
+from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
+from torch import Tensor
+
+from megarl.megatron import OptimizerOptions, OverlapOptions, RecomputeOptions, StepResult
+from megarl.models import ParallelLayout
+
+ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1, clip_grad=0.5, eps=1e-3)
+# Small buckets, so that a model of this size has several.
+OVERLAP = OverlapOptions(grad_reduce=True, param_gather=True, bucket_size=3000)
+SINGLE = Setup(ParallelLayout(), optimizer=ADAM)
+SETUPS = {
+    "pp2vpp3": Setup(ParallelLayout(pp=2, vpp=3)),
+    "tp2pp2vpp4_ends_without_layers_full_recompute": Setup(
+        ParallelLayout(tp=2, pp=2, vpp=4, embedding_as_layer=True, loss_as_layer=True),
+        sequence_parallel=True,
+        recompute=RecomputeOptions(),
+    ),
+    "pp2_uneven_selective_recompute": Setup(
+        ParallelLayout(pp=2, first_stage_layers=4, last_stage_layers=2),
+        recompute=RecomputeOptions("selective", modules=("core_attn", "mlp", "layernorm")),
+    ),
+    "pp2dp2vpp2_uneven_overlap": Setup(
+        ParallelLayout(pp=2, dp=2, vpp=2, first_stage_layers=4, last_stage_layers=2), overlap=OVERLAP
+    ),
+    "tp2dp2_overlap_block_recompute": Setup(
+        ParallelLayout(tp=2, dp=2), sequence_parallel=True, overlap=OVERLAP, recompute=RecomputeOptions(method="block")
+    ),
+    "dp2_gradient_overlap": Setup(
+        ParallelLayout(dp=2),
+        overlap=OverlapOptions(grad_reduce=True, bucket_size=3000),
+        optimizer=replace(ADAM, use_distributed_optimizer=False),
+    ),
+}
+
+
+class Run(NamedTuple):
+    """What one rank saw: outputs before and after two optimizer steps, and what changed."""
+
+    before: Tensor | None
+    metrics: list[dict[str, float]]
+    steps: list[StepResult]
+    grads: dict[str, Tensor]  # of the second step, before clipping; a shard only, with the distributed optimizer
+    weights: dict[str, Tensor]
+    after: Tensor | None
+
+
+def run(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> Run:
+    """Outputs, two steps, outputs again."""
+    with engine(place, path, setup) as built:
+
+        def outputs() -> Tensor | None:
+            answers = built.forward(micro_batches(batches[0], setup), temperature=TEMPERATURE)
+            return None if answers is None else torch.cat([answer.log_probs for answer in answers])
+
+        before, metrics, steps = outputs(), [], []
+        for batch in batches:
+            mine = micro_batches(batch, setup, built.runtime.coordinate.dp, setup.layout.dp)
+            metrics.append(built.forward_backward(mine, policy_loss, temperature=TEMPERATURE, with_entropy=True))
+            grads = {name: param.main_grad.clone() for name, param in built.weights.parameters().items()}
+            steps.append(built.optimizer_step())
+        # Whichever reads the weights first has to wait until the last step's changes are gathered.
+        weights = built.weights_to_host() if setup.layout.pp > 1 else None
+        after = outputs()
+        return Run(before, metrics, steps, grads, weights or built.weights_to_host(), after)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("six_layers")
+    return path, save_model(path, "qwen3", tied=True, num_hidden_layers=6)
+
+
+BATCHES = [rows(1), rows(2)]
+
+
+@pytest.fixture(scope="module")
+def single(pool: ProcessPool, model: tuple[Path, Any]) -> Run:
+    return pool.run(run, 1, model[0], SINGLE, BATCHES)[0]
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_numbers_are_those_of_a_single_process(
+    pool: ProcessPool, model: tuple[Path, Any], single: Run, name: str
+) -> None:
+    path, reference = model
+    setup = SETUPS[name]._replace(rows_per_micro_batch=2, optimizer=SETUPS[name].optimizer or ADAM)
+    results = pool.run(run, setup.layout.world_size, path, setup, BATCHES)
+    last = results[-1]
+    for ours, row in zip(in_parts(last.before, BATCHES[0]), BATCHES[0], strict=True):
+        assert (ours - policy_reference(reference, row)[0].detach()).abs().max() < 1e-5
+    assert (last.after - single.after).abs().max() < 1e-5
+    for result in results:
+        assert result.metrics == last.metrics and result.steps == last.steps
+    for ours, theirs in zip(last.metrics, single.metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    for ours, theirs in zip(last.steps, single.steps, strict=True):
+        assert tuple(ours)[:2] == pytest.approx(tuple(theirs)[:2], rel=1e-5)
+    check_same(assemble(path, setup, [result.weights for result in results]), assemble(path, SINGLE, [single.weights]))
+    if setup.layout.dp == 1 or not setup.optimizer.use_distributed_optimizer:
+        check_same(assemble(path, setup, [result.grads for result in results]), assemble(path, SINGLE, [single.grads]))
+
+
+def check_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    scale = max(tensor.abs().max().item() for tensor in theirs.values())
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def odd_number(place: Place, path: Path, setup: Setup) -> None:
+    with engine(place, path, setup) as built:
+        built.forward(micro_batches(rows(), setup))
+
+
+def test_an_interleaved_schedule_refuses_a_number_that_stages_do_not_divide(
+    pool: ProcessPool, model: tuple[Path, Any]
+) -> None:
+    for message in pool.run(refusal, 2, odd_number, model[0], SETUPS["pp2vpp3"]):
+        assert "3 micro-batches with virtual_pipeline_model_parallel_size=3" in message
+        assert "a multiple of pipeline_model_parallel_size=2" in message

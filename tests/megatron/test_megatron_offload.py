@@ -1,0 +1,138 @@
+"""What leaves the device between phases comes back bit for bit, and training goes on as if it had stayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import Place, ProcessPool
+from engine_cases import Setup, engine, micro_batches, policy_loss
+from family_cases import MODELS
+from tiny_models import rows, save_model
+from torch import Tensor
+
+from megarl.megatron import OptimizerOptions, StepResult
+from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, Residence
+from megarl.megatron.optimizer_state import state_shards
+from megarl.megatron.options import OverlapOptions
+from megarl.models import ParallelLayout
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 64, 2**20])
+def test_views_and_names_survive_and_every_byte_comes_back(chunk_bytes: int) -> None:
+    base = torch.randn(11)
+    view, half, alone = base[3:8].view(5, 1), torch.randn(5).bfloat16(), torch.randn(3, requires_grad=True)
+    before = [tensor.detach().clone() for tensor in (base, half, alone)]
+    offloader = Offloader(lambda: [view, half, base, alone], CPU, chunk_bytes=chunk_bytes)
+    for _ in range(2):
+        assert offloader.offload() == offloader.offload() == 44 + 10 + 12  # a storage that two share counts once
+        assert offloader.is_away and not any(tensor.untyped_storage().nbytes() for tensor in (base, half, alone))
+        offloader.onload()
+        offloader.onload()
+        assert all(torch.equal(a, b) for a, b in zip((base, half, alone), before, strict=True))
+        view.fill_(7.0)  # still a view; and the next round takes what is there then
+        assert (base[3:8] == 7.0).all()
+        before[0] = base.clone()
+
+
+def test_what_is_not_kept_comes_back_as_zeros() -> None:
+    buffer = torch.ones(4)
+    offloader = Offloader(lambda: [buffer], CPU, keep=False)
+    assert offloader.offload() == 16
+    offloader.onload()
+    assert torch.equal(buffer, torch.zeros(4))
+
+
+def test_memory_that_numpy_points_into_stays() -> None:
+    free, pinned = torch.ones(4), torch.ones(4)
+    array = pinned.numpy()
+    offloader = Offloader(lambda: [free, pinned], CPU)
+    assert offloader.offload() == 16 and array.tolist() == [1.0] * 4
+    offloader.onload()
+    assert torch.equal(free, pinned)
+
+
+def test_a_model_that_only_computes_has_only_weights_to_offload() -> None:
+    layer = torch.nn.Linear(2, 2)
+    residence = Residence([layer], None, PARTS, CPU)
+    assert residence.rest() == {PARAM: 24}
+    assert residence.away == (PARAM,)
+    residence.need(*PARTS)
+    assert residence.away == ()
+
+
+def steps(place: Place, path: Path, setup: Setup, parts: tuple[str, ...]) -> tuple[list[StepResult], dict[str, Tensor]]:
+    """Forward, three steps and an export, with a pause wherever a worker would make one, and before each call."""
+    with engine(place, path, setup) as built:
+        # Chunks so small that every storage is spread over several.
+        built.residence = Residence(built.chunks, built.optimizer, parts, CPU, chunk_bytes=1000)
+        mine = micro_batches(rows(), setup, built.runtime.coordinate.dp, setup.layout.dp)
+        results = []
+        for _ in range(3):
+            built.residence.rest()
+            built.forward(mine)
+            built.residence.rest()
+            assert built.residence.away == tuple(part for part in PARTS if part in parts)
+            built.forward_backward(mine, policy_loss, with_entropy=True)
+            results.append(built.optimizer_step())
+        freed = built.residence.rest()
+        assert built.optimizer is not None
+        weights = built.weights_to_host()
+        check_bytes(built, freed, weights)
+        built.residence.need(*PARTS)
+        shards = state_shards(built.optimizer, built.weights.parameters())
+        state = {f"{name}/{kind}": t.clone() for name, shard in shards.items() for kind, t in shard.tensors.items()}
+        return results, weights | state
+
+
+def check_bytes(built: Any, freed: dict[str, int], weights: dict[str, Tensor]) -> None:
+    """What was freed is what arithmetic says, up to the padding of Megatron's buffers."""
+    count = sum(weight.numel() for weight in weights.values())
+    width = built.options.dtype.itemsize
+    adam = 8 if width == 4 else 12  # two moments, and float32 weights beside half-precision ones
+    if PARAM in freed:
+        assert count * width <= freed[PARAM] < 1.2 * count * width
+    if GRAD in freed:
+        assert 4 * count <= freed[GRAD] < 1.2 * 4 * count
+    if OPTIMIZER in freed:
+        # Data-parallel ranks hold shards of different sizes; together they hold all, of experts each rank its own.
+        replicas = 1 if built.options.optimizer.use_distributed_optimizer else built.runtime.layout.dp
+        experts = sum(weight.numel() for name, weight in weights.items() if ".experts." in name)
+        total = built.all_reduce_dp(torch.tensor([freed[OPTIMIZER], experts])).tolist()
+        assert total[0] == adam * replicas * (count - experts + total[1])
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "dtype", "distributed", "overlap"),
+    [
+        (ParallelLayout(dp=2), "llama", torch.float32, True, OverlapOptions()),
+        (ParallelLayout(dp=2), "llama", torch.bfloat16, True, OverlapOptions(grad_reduce=True, param_gather=True)),
+        (ParallelLayout(tp=2), "llama", torch.bfloat16, False, OverlapOptions()),
+        (ParallelLayout(pp=2), "llama", torch.float32, True, OverlapOptions()),
+        (ParallelLayout(dp=2, ep=2), "qwen3_moe", torch.float32, True, OverlapOptions()),
+    ],
+)
+def test_training_goes_on_bit_for_bit(
+    pool: ProcessPool,
+    tmp_path: Path,
+    layout: ParallelLayout,
+    family: str,
+    dtype: torch.dtype,
+    distributed: bool,
+    overlap: OverlapOptions,
+) -> None:
+    save_model(tmp_path, **MODELS.get(family, {"family": family}))
+    adam = OptimizerOptions(lr=1e-2, use_distributed_optimizer=distributed)
+    setup = Setup(layout, dtype=dtype, optimizer=adam, overlap=overlap)
+    plain = pool.run(steps, layout.world_size, tmp_path, setup, ())
+    for parts in (PARTS, (OPTIMIZER,), (PARAM,)):
+        for (steps_here, held), (steps_there, kept) in zip(
+            pool.run(steps, layout.world_size, tmp_path, setup, parts), plain, strict=True
+        ):
+            assert steps_here == steps_there
+            assert held.keys() == kept.keys() and len(held) > 10
+            assert all(torch.equal(held[name], kept[name]) for name in kept)

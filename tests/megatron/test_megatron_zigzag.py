@@ -1,0 +1,111 @@
+"""The cut of packed sequences over context-parallel ranks: nothing lost, nothing twice, and everything found again."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_megatron_packed import ROWS, make_rows
+
+from megarl.megatron import PackedMicroBatch
+from megarl.megatron.zigzag import MicroBatchPart, cut, padded_lengths, rank_indices
+
+RANKS = st.integers(1, 5)
+MULTIPLES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def parts_of(packed: PackedMicroBatch, ranks: int, multiple: int) -> list[MicroBatchPart]:
+    return [cut(packed, ranks, rank, multiple) for rank in range(ranks)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), RANKS, MULTIPLES)
+def test_sequences_are_padded_no_further_than_the_cut_needs(lengths: list[int], ranks: int, multiple: int) -> None:
+    padded = padded_lengths(lengths, ranks, multiple)
+    unit = 2 * ranks if ranks > 1 else 1
+    assert all(0 <= p - n < unit and p % unit == 0 for n, p in zip(lengths, padded, strict=False))
+    share, rest = divmod(sum(padded), ranks)
+    assert rest == 0
+    assert share % multiple == 0
+    assert padded_lengths(padded, ranks, multiple) == padded
+    filler = padded[len(lengths) :]
+    assert len(filler) <= 1
+    # Any shorter filler would leave tokens that do not divide.
+    assert all((sum(padded) - filler[0] + n) % (ranks * multiple) or n % unit for n in range(sum(filler)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), RANKS)
+def test_zigzag_gives_each_rank_the_same_tokens_and_the_same_attention(chunks: list[int], ranks: int) -> None:
+    lengths = [2 * ranks * chunk for chunk in chunks]
+    held = [rank_indices(lengths, ranks, rank) for rank in range(ranks)]
+    assert torch.equal(torch.cat(held).sort().values, torch.arange(sum(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    assert len({len(indices) for indices in held}) == 1
+    assert len({int((positions[indices] + 1).sum()) for indices in held}) == 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(ROWS, RANKS, MULTIPLES)
+def test_parts_hold_every_token_once_at_its_position(lengths: list[tuple[int, int]], ranks: int, multiple: int) -> None:
+    packed = PackedMicroBatch.from_rows(make_rows(lengths))
+    parts = parts_of(packed, ranks, multiple)
+    whole: list[list[int]] = [[-1] * length for length in parts[0].lengths]
+    for rank, part in enumerate(parts):
+        assert part.num_tokens == sum(part.lengths) // ranks
+        assert part.num_tokens % multiple == 0
+        start = 0
+        for sequence, length in zip(whole, part.lengths, strict=True):
+            here = slice(start, start + length // ranks)
+            pairs = list(zip(part.positions[here].tolist(), part.tokens[here].tolist(), strict=True))
+            if ranks > 1:
+                chunk = length // (2 * ranks)
+                firsts = (rank * chunk, (2 * ranks - 1 - rank) * chunk)
+                assert [p for p, _ in pairs] == [first + i for first in firsts for i in range(chunk)]
+            for position, token in pairs:
+                assert sequence[position] == -1
+                sequence[position] = token
+            start = here.stop
+    real = [list(tokens) for tokens in (part.tolist() for part in packed.tokens.split(packed.lengths))]
+    padded = [tokens + [0] * (len(sequence) - len(tokens)) for tokens, sequence in zip(real, whole, strict=False)]
+    assert whole[: len(real)] == padded
+    assert not any(token for sequence in whole[len(real) :] for token in sequence)
+    # Tokens that are not real: fewer than two per rank and sequence, beside the filler.
+    computed = sum(part.num_tokens for part in parts) - sum(len(sequence) for sequence in whole[len(real) :])
+    assert 0 <= computed - packed.num_tokens <= (len(real) * (2 * ranks - 1) if ranks > 1 else 0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(ROWS, RANKS, MULTIPLES)
+def test_outputs_of_all_parts_are_found_again_in_row_order(
+    lengths: list[tuple[int, int]], ranks: int, multiple: int
+) -> None:
+    packed = PackedMicroBatch.from_rows(make_rows(lengths))
+    parts = parts_of(packed, ranks, multiple)
+    before, targets = packed.tokens[packed.predictors], packed.targets
+    gathered = torch.full((ranks * parts[0].widest,), -1)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part.tokens[part.predictors], before[part.own])
+        assert torch.equal(part.targets, targets[part.own])
+        assert part.own.tolist() == sorted(part.own.tolist())
+        start = rank * part.widest
+        gathered[start : start + len(part.own)] = part.targets
+    assert sorted(torch.cat([part.own for part in parts]).tolist()) == list(range(len(targets)))
+    for part in parts:
+        assert torch.equal(gathered[part.sources], targets)
+
+
+def test_one_rank_computes_no_token_that_is_not_real() -> None:
+    packed = PackedMicroBatch.from_rows(make_rows([(3, 2), (1, 1), (2, 3)]))
+    part = cut(packed)
+    assert torch.equal(part.tokens, packed.tokens)
+    assert torch.equal(part.predictors, packed.predictors)
+    assert part.lengths == packed.lengths == (2, 5, 5)
+    assert part.runs() == ((1, 2), (2, 5))
+
+
+def test_a_filler_is_a_sequence_of_its_own_at_the_end() -> None:
+    packed = PackedMicroBatch.from_rows(make_rows([(3, 2), (1, 1)]))
+    assert cut(packed, multiple=4).lengths == (2, 5, 1)
+    assert cut(packed, 2, 0, 4).lengths == (4, 8, 4)
+    assert cut(packed, 2, 0).runs() == ((1, 4), (1, 8))
