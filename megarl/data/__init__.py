@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.data.balance import balance_mini_batches, balanced_partition
+    from megarl.data.balance import alike_mini_batches, balance_mini_batches, balanced_partition
     from megarl.data.columns import COLUMNS, NON_TENSOR_COLUMNS, Column, declare_column
     from megarl.data.dataset import RLHFDataset, SFTDataset
     from megarl.data.loader import StatefulLoader
-    from megarl.data.packing import plan_micro_batches
+    from megarl.data.packing import check_longest, common_count, fewest_micro_batches, plan_micro_batches
     from megarl.data.parquet import check_parquet
     from megarl.data.protocol import DataProto
     from megarl.data.sequences import attention_mask_of, pad_left, pad_right, sequence_lengths
@@ -26,11 +26,15 @@ _HOME = {
     "RLHFDataset": "dataset",
     "SFTDataset": "dataset",
     "StatefulLoader": "loader",
+    "alike_mini_batches": "balance",
     "attention_mask_of": "sequences",
     "balance_mini_batches": "balance",
     "balanced_partition": "balance",
+    "check_longest": "packing",
     "check_parquet": "parquet",
+    "common_count": "packing",
     "declare_column": "columns",
+    "fewest_micro_batches": "packing",
     "pad_left": "sequences",
     "pad_right": "sequences",
     "plan_micro_batches": "packing",
@@ -45,11 +49,15 @@ __all__ = [
     "RLHFDataset",
     "SFTDataset",
     "StatefulLoader",
+    "alike_mini_batches",
     "attention_mask_of",
     "balance_mini_batches",
     "balanced_partition",
+    "check_longest",
     "check_parquet",
+    "common_count",
     "declare_column",
+    "fewest_micro_batches",
     "pad_left",
     "pad_right",
     "plan_micro_batches",
