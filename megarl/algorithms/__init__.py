@@ -1,4 +1,4 @@
-"""Advantages, losses and KL: pure functions on tensors, on rectangles and packed tokens alike.
+"""Advantages, losses, KL and learning rate: pure functions, on rectangles and packed tokens alike.
 
 Nothing here knows of processes, models or config objects. What an algorithm is called in a config is in a registry.
 """
@@ -22,6 +22,7 @@ from megarl.algorithms.kl import (
     kl_penalty,
     make_kl_controller,
 )
+from megarl.algorithms.learning_rate import LearningRateSchedule, learning_rate
 from megarl.algorithms.masked import explained_variance, masked_mean, masked_sum, masked_variance, masked_whiten
 from megarl.algorithms.policy_loss import (
     POLICY_LOSSES,
@@ -43,6 +44,7 @@ __all__ = [
     "AdvantageInputs",
     "FixedKLController",
     "KLController",
+    "LearningRateSchedule",
     "LossCounts",
     "PolicyLossInputs",
     "TokenLoss",
@@ -55,6 +57,7 @@ __all__ = [
     "generalized_advantages",
     "grpo",
     "kl_penalty",
+    "learning_rate",
     "loss_counts",
     "make_kl_controller",
     "masked_mean",

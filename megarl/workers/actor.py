@@ -15,9 +15,10 @@ from megarl.megatron import PolicyOutputs
 from megarl.sharding import ReshardPlan
 from megarl.sharding.sender import BucketSender, Shipment
 from megarl.sharding.transport import create_transport
-from megarl.workers.base import MegatronWorker, OutputOptions, TokenLosses
+from megarl.workers.base import MegatronWorker, OutputOptions, TokenLosses, ends_phase
 from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.rows import SEQUENCES, PackedRows
+from megarl.workers.place import WorkerPlace
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, RoleSettings, UpdatePlan
 
 
@@ -27,7 +28,7 @@ class PolicyWorker(MegatronWorker):
     def log_probs(self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool) -> dict[str, Tensor] | None:
         """Log-probs and entropies of the response tokens, ``[b, R]`` each; None where this rank owns no result."""
         rows = PackedRows(batch)
-        groups = rows.micro_batches(settings.budget)
+        groups = rows.micro_batches(settings.budget, agree=self.counts_over_dp)
         outputs = self.engine.forward(
             [rows.pack(group) for group in groups], temperature=settings.temperature, with_entropy=with_entropy
         )
@@ -43,6 +44,7 @@ class ActorWorker(PolicyWorker):
     """Trains the policy, tells log-probs, and sends its weights to the rollout engines.
 
     Args:
+        place: of this process in the role.
         settings: model, layout, optimizer.
         config: loss and clip ranges.
         plan: mini-batches and epochs of an update.
@@ -55,21 +57,16 @@ class ActorWorker(PolicyWorker):
 
     def __init__(
         self,
+        place: WorkerPlace,
         *,
-        rank: int,
-        world_size: int,
-        master_addr: str,
-        master_port: int,
         settings: RoleSettings,
         config: ActorConfig,
         plan: UpdatePlan,
         log_prob: LogProbSettings,
         reference: LogProbSettings | None,
     ) -> None:
-        super().__init__(
-            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, settings=settings
-        )
-        self.rank = rank
+        super().__init__(place, settings=settings)
+        self.rank = place.rank
         self.config = config
         self.plan = plan
         self.log_prob = log_prob
@@ -77,12 +74,14 @@ class ActorWorker(PolicyWorker):
         self._sender: BucketSender
 
     @verb(Dispatch.ALL)
+    @ends_phase
     def init_model(self) -> None:
         """Build the model; where the reference shares it, keep its initial weights in host memory."""
         super().init_model()
         self._reference_weights = self.engine.weights_to_host() if self.reference else None
 
     @verb(Dispatch.SPLIT, phase="old_log_prob", columns=SEQUENCES)
+    @ends_phase
     def compute_log_prob(self, batch: DataProto) -> DataProto | None:
         """``old_log_probs`` of the response tokens under the current weights, and their ``entropys``; ``[b, R]``."""
         result = self.log_probs(batch, self.log_prob, with_entropy=True)
@@ -91,6 +90,7 @@ class ActorWorker(PolicyWorker):
         return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"]})
 
     @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
+    @ends_phase
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
         """``ref_log_prob`` of the response tokens, ``[b, R]``, with the reference's weights swapped in."""
         assert self.reference is not None and self._reference_weights is not None, "no reference lives in the actor"
@@ -102,7 +102,7 @@ class ActorWorker(PolicyWorker):
         Dispatch.SPLIT,
         mini_batches="actor_mini_batch_rows",
         phase="update_actor",
-        columns=(*SEQUENCES, "response_mask", "old_log_probs", "advantages", "ref_log_prob"),
+        columns=(*SEQUENCES, "response_mask", "old_log_probs", "advantages", "ref_log_prob", *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """PPO's updates: ``ppo_epochs`` passes over the mini-batches."""
@@ -118,6 +118,7 @@ class ActorWorker(PolicyWorker):
         """Get ready to send weights by a plan, in the engines' number format."""
         params, carrier = self.engine.named_local_params, create_transport(transport)
         self._sender = BucketSender(plan, self.rank, params, carrier, verify, getattr(torch, dtype))
+        self._last_bucket = len(plan.buckets) - 1
 
     @verb(Dispatch.ALL, phase="update_weights")
     def export_bucket(self, index: int) -> dict[int, Shipment]:
@@ -128,6 +129,8 @@ class ActorWorker(PolicyWorker):
     def release_bucket(self, index: int) -> None:
         """Free what was packed for a bucket."""
         self._sender.release_bucket(index)
+        if index == self._last_bucket:
+            self.engine.residence.rest()
 
 
 def policy_loss(config: ActorConfig, outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenLosses:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +19,22 @@ from megarl.algorithms import LossCounts, loss_counts, token_weights
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data import DataProto
 from megarl.errors import MegarlError
-from megarl.megatron import EngineOptions, MegatronEngine, OptimizerOptions, PackedMicroBatch, init_runtime
+from megarl.megatron import (
+    EngineOptions,
+    MegatronEngine,
+    OptimizerOptions,
+    OverlapOptions,
+    PackedMicroBatch,
+    RecomputeOptions,
+    init_runtime,
+)
 from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM
 from megarl.models import read_model_config
-from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, verb
+from megarl.workers.place import WorkerPlace
 from megarl.workers.rows import PackedRows
+from megarl.workers.schedule import schedule_of
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
@@ -30,11 +45,13 @@ class TokenLosses(NamedTuple):
         loss: what is minimised, aggregated as the configuration says.
         parts: metrics aggregated like the loss.
         facts: metrics that are means over the trained tokens.
+        answers: metrics that are shares of rows: those in which every trained token is true.
     """
 
     loss: Tensor
     parts: Mapping[str, Tensor]
     facts: Mapping[str, Tensor]
+    answers: Mapping[str, Tensor] = {}
 
 
 TokenLossFunction = Callable[[Any, Mapping[str, Tensor]], TokenLosses]
@@ -47,8 +64,26 @@ class OutputOptions(NamedTuple):
     with_entropy: bool = False
 
 
+logger = logging.getLogger(__name__)
+
+_Worker = TypeVar("_Worker", bound="MegatronWorker")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 DEFAULT_OUTPUTS = OutputOptions()
 LOSS_WEIGHT, FACT_WEIGHT = "loss_weight", "fact_weight"
+
+
+def ends_phase(method: Callable[Concatenate[_Worker, _Arguments], _Result]) -> Callable[..., _Result]:
+    """After a worker's method, what its configuration keeps in host memory between phases goes there."""
+
+    @functools.wraps(method)
+    def wrapped(self: _Worker, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        result = method(self, *args, **kwargs)
+        self.engine.residence.rest()
+        return result
+
+    return wrapped
 
 
 class SkippedStepsError(MegarlError):
@@ -59,10 +94,7 @@ class MegatronWorker:
     """One rank of a role: a plain class, usable under Ray, torchrun and pytest alike.
 
     Args:
-        rank: this process's rank in the role.
-        world_size: processes of the role.
-        master_addr: address of the role's rank 0.
-        master_port: port there for the process group.
+        place: of this process in the role.
         settings: what the role is built from.
     """
 
@@ -71,23 +103,19 @@ class MegatronWorker:
     value_head = False
     """Whether the model ends in a scalar head instead of the vocabulary."""
 
-    def __init__(
-        self, *, rank: int, world_size: int, master_addr: str, master_port: int, settings: RoleSettings
-    ) -> None:
+    def __init__(self, place: WorkerPlace, *, settings: RoleSettings) -> None:
         self.settings = settings
         self.runtime = init_runtime(
             settings.layout,
-            rank=rank,
-            world_size=world_size,
-            master_addr=master_addr,
-            master_port=master_port,
+            **place._asdict(),
             device=settings.device,
             seed=settings.seed,
         )
         self.engine: MegatronEngine
-        self._skipped_in_a_row = 0
+        self._skips: list[str] = []
 
     @verb(Dispatch.ALL)
+    @ends_phase
     def init_model(self) -> None:
         """Build the model in this role's layout and read this rank's slices of the initial weights."""
         settings = self.settings
@@ -96,12 +124,19 @@ class MegatronWorker:
         )
         self.engine.load_hf(settings.model_path)
 
+    @verb(Dispatch.ONE)
+    def describe(self) -> str:
+        """One line: the layout, the number format, and whose kernels compute."""
+        return self.engine.describe()
+
     @verb(Dispatch.ALL)
+    @ends_phase
     def save_checkpoint(self, path: str) -> None:
         """Write weights, optimizer, schedule and random state into a folder that all ranks share."""
         save_sharded(self.engine, Path(path))
 
     @verb(Dispatch.ALL)
+    @ends_phase
     def load_checkpoint(self, path: str) -> None:
         """Read what :meth:`save_checkpoint` wrote, also in another layout.
 
@@ -111,6 +146,7 @@ class MegatronWorker:
         load_sharded(self.engine, Path(path))
 
     @verb(Dispatch.ALL)
+    @ends_phase
     def export_hf(self, path: str) -> None:
         """Write the model as a Hugging Face folder with the initial one's tokenizer, in place of what is there."""
         self.engine.export_hf(Path(path), source=Path(self.settings.model_path), overwrite=True)
@@ -126,7 +162,8 @@ class MegatronWorker:
         """Optimizer steps over the mini-batches of this rank's rows.
 
         Args:
-            batch: rows of this data-parallel rank, mini-batch after mini-batch, with ``response_mask``.
+            batch: rows of this data-parallel rank, mini-batch after mini-batch, with ``response_mask``; equally many of
+                each unless ``meta_info`` has :data:`MINI_BATCH_SIZES`.
             plan: mini-batches, epochs, budget, aggregation.
             columns: response-aligned columns that the loss reads.
             loss: the model's outputs and those columns, packed, to losses per token.
@@ -137,17 +174,18 @@ class MegatronWorker:
         """
         rows = PackedRows(batch)
         share = plan.mini_batch_rows // self.settings.layout.dp
+        sizes = batch.meta_info.get(MINI_BATCH_SIZES, [share] * (len(rows) // share))
         totals: dict[str, float] = defaultdict(float)
         steps = 0
         for _ in range(plan.epochs):
-            for start in range(0, len(rows), share):
-                mini_batch = range(start, min(start + share, len(rows)))
+            for start, stop in pairwise(accumulate(sizes, initial=0)):
+                mini_batch = range(start, stop)
                 for name, value in self._step(rows, mini_batch, plan, columns, loss, outputs).items():
                     totals[name] += value
                 steps += 1
         metrics = {f"{self.prefix}/{name}": value / steps for name, value in totals.items()}
         metrics[f"{self.prefix}/skipped_steps"] = totals["skipped_steps"]
-        return metrics
+        return metrics | self._memory_metrics()
 
     def _step(
         self,
@@ -167,33 +205,60 @@ class MegatronWorker:
             LOSS_WEIGHT: weigh(plan.loss_agg_mode, lengths=lengths, horizon=plan.horizon).split(lengths.tolist()),
             FACT_WEIGHT: weigh("token-mean", lengths=lengths).split(lengths.tolist()),
         }
-        micro_batches = []
-        for group in rows.micro_batches(plan.budget, mini_batch):
+        micro_batches, groups = [], rows.micro_batches(plan.budget, mini_batch, self.counts_over_dp)
+        for group in groups:
             packed = {name: rows.column(name, group) for name in columns}
             for name, per_row in weights.items():
                 packed[name] = torch.cat([per_row[row - mini_batch.start] for row in group])
             micro_batches.append(rows.pack(group, packed))
         metrics = self.engine.forward_backward(
             micro_batches,
-            partial(weighted_sums, loss),
+            partial(weighted_sums, loss, counts.sequences),
             temperature=options.temperature,
             with_entropy=options.with_entropy,
         )
         result = self.engine.optimizer_step()
-        self._count_skipped(result.skipped)
+        if result.skipped:
+            self._tell_skip(rows, groups)
         return {**metrics, "grad_norm": result.grad_norm, "lr": result.lr, "skipped_steps": float(result.skipped)}
+
+    def counts_over_dp(self, count: int) -> list[int]:
+        """A number of every data-parallel rank, from this rank's; communicates."""
+        mine = torch.zeros(self.settings.layout.dp, dtype=torch.int64)
+        mine[self.runtime.coordinate.dp] = count
+        return self.engine.all_reduce_dp(mine).tolist()
+
+    def _memory_metrics(self) -> dict[str, float]:
+        """Ends the phase; peak memory since the last call, and what leaving parts free, each of the rank with most."""
+        device, gigabytes = self.runtime.device, {}
+        if device.type == "cuda":
+            gigabytes["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
+            torch.cuda.reset_peak_memory_stats(device)
+        freed = self.engine.residence.rest()
+        gigabytes |= {f"offloaded_gb/{part}": size / 2**30 for part, size in freed.items()}
+        if not gigabytes:
+            return {}
+        most = self.engine.max_over_ranks(torch.tensor(list(gigabytes.values()), dtype=torch.float64)).tolist()
+        names = [f"perf/{name}" if self.prefix != "critic" else f"perf/critic/{name}" for name in gigabytes]
+        return dict(zip(names, most, strict=True))
 
     def _global_counts(self, counts: LossCounts) -> LossCounts:
         total = self.engine.all_reduce_dp(torch.tensor(counts, dtype=torch.int64))
         return LossCounts(*total.tolist())
 
-    def _count_skipped(self, skipped: bool) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        optim = self.settings.optim
-        if optim is not None and self._skipped_in_a_row > optim.max_skipped_steps:
+    def _tell_skip(self, rows: PackedRows, groups: Sequence[Sequence[int]]) -> None:
+        """Tells why the step over micro-batches of rows ``groups`` was skipped; stops where too many in a row were."""
+        assert self.settings.optim is not None and self.engine.optimizer is not None
+        report = self.engine.explain_skip(lambda number, row: rows.describe(groups[number][row])).describe()
+        count, allowed = self.engine.optimizer.skipped_in_a_row, self.settings.optim.max_skipped_steps
+        self._skips = [*self._skips[max(0, len(self._skips) - count + 1) :], f"{count}. {report}"]
+        if self.runtime.rank == 0:
+            logger.warning("%s: optimizer step skipped, %d in a row. %s", self.prefix, count, report)
+        if count > allowed:
+            evidence = "\n".join(self._skips)
             raise SkippedStepsError(
-                f"{self.prefix}: {self._skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient "
-                f"and were skipped; optim.max_skipped_steps={optim.max_skipped_steps} allows no more"
+                f"{self.prefix}: {count} optimizer steps in a row had a non-finite loss or gradient and were skipped; "
+                f"optim.max_skipped_steps={allowed} allows no more\n{evidence}"
             )
 
     def _engine_options(self) -> EngineOptions:
@@ -203,34 +268,60 @@ class MegatronWorker:
             sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
             value_head=self.value_head,
             optimizer=None if optim is None else optimizer_options(optim, megatron, self.settings.total_updates),
+            recompute=recompute_options(megatron),
+            overlap=OverlapOptions(megatron.overlap_grad_reduce, megatron.overlap_param_gather),
+            offload=offloaded_parts(megatron),
         )
 
 
 def weighted_sums(
-    loss: TokenLossFunction, outputs: object, micro_batch: PackedMicroBatch
+    loss: TokenLossFunction, rows: int, outputs: object, micro_batch: PackedMicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of the mini-batch's loss and metrics: sums of numbers per token times their weights."""
+    """A micro-batch's share of the loss and metrics of a mini-batch of ``rows`` rows with a trained token.
+
+    Sums over tokens of numbers times their weights; over rows for what is true of whole rows.
+    """
     columns = micro_batch.columns
     losses = loss(outputs, columns)
     total = (losses.loss * columns[LOSS_WEIGHT]).sum()
     parts = {name: (part.detach() * columns[LOSS_WEIGHT]).sum() for name, part in losses.parts.items()}
     facts = {name: (fact.detach() * columns[FACT_WEIGHT]).sum() for name, fact in losses.facts.items()}
-    return total, {"loss": total.detach(), **parts, **facts}
+    trained = columns[FACT_WEIGHT] > 0
+    answers = {name: _rows_all_true(flags, trained, micro_batch) / rows for name, flags in losses.answers.items()}
+    return total, {"loss": total.detach(), **parts, **facts, **answers}
+
+
+def _rows_all_true(flags: Tensor, trained: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
+    """Rows with a trained token in which every trained token's flag is set."""
+    parts = zip(micro_batch.split(flags | ~trained), micro_batch.split(trained), strict=True)
+    return torch.stack([all_set.all() & some.any() for all_set, some in parts]).sum()
+
+
+def recompute_options(megatron: MegatronConfig) -> RecomputeOptions | None:
+    """What the backward computes again, with every "null = ..." resolved."""
+    if megatron.recompute_granularity is None:
+        return None
+    return RecomputeOptions(
+        granularity=megatron.recompute_granularity,
+        method=megatron.recompute_method or "uniform",
+        num_layers=megatron.recompute_num_layers or 1,
+        modules=tuple(megatron.recompute_modules),
+    )
+
+
+def offloaded_parts(megatron: MegatronConfig) -> tuple[str, ...]:
+    """What leaves the device between a role's phases."""
+    chosen = {PARAM: megatron.param_offload, GRAD: megatron.grad_offload, OPTIMIZER: megatron.optimizer_offload}
+    return tuple(part for part, on in chosen.items() if on)
 
 
 def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_updates: int) -> OptimizerOptions:
     """The engine's optimizer from its configuration, with every "null = ..." resolved."""
-    total = optim.total_training_steps or total_updates
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total)
     return OptimizerOptions(
-        lr=optim.lr,
+        **asdict(schedule_of(optim, total_updates)),
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         clip_grad=optim.clip_grad,
-        warmup_steps=warmup,
-        total_steps=total,
-        decay_style=optim.lr_decay_style,
-        min_lr=optim.min_lr,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
     )

@@ -11,9 +11,10 @@ from megarl.algorithms import clipped_value_loss
 from megarl.config import CriticConfig
 from megarl.data import DataProto
 from megarl.megatron import ValueOutputs
-from megarl.workers.base import MegatronWorker, TokenLosses
+from megarl.workers.base import MegatronWorker, TokenLosses, ends_phase
 from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.rows import SEQUENCES, PackedRows
+from megarl.workers.place import WorkerPlace
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
@@ -21,6 +22,7 @@ class CriticWorker(MegatronWorker):
     """Estimates and learns values: a language model whose output layer is a scalar head.
 
     Args:
+        place: of this process in the role.
         settings: model, layout, optimizer.
         config: clip range.
         plan: mini-batches and epochs of an update; its budget is that of :meth:`compute_values` too.
@@ -31,26 +33,22 @@ class CriticWorker(MegatronWorker):
 
     def __init__(
         self,
+        place: WorkerPlace,
         *,
-        rank: int,
-        world_size: int,
-        master_addr: str,
-        master_port: int,
         settings: RoleSettings,
         config: CriticConfig,
         plan: UpdatePlan,
     ) -> None:
-        super().__init__(
-            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, settings=settings
-        )
+        super().__init__(place, settings=settings)
         self.config = config
         self.plan = plan
 
     @verb(Dispatch.SPLIT, phase="values", columns=SEQUENCES)
+    @ends_phase
     def compute_values(self, batch: DataProto) -> DataProto | None:
         """``values`` of the state before each response token, ``[b, R]``; None where this rank owns no result."""
         rows = PackedRows(batch)
-        groups = rows.micro_batches(self.plan.budget)
+        groups = rows.micro_batches(self.plan.budget, agree=self.counts_over_dp)
         outputs = self.engine.forward([rows.pack(group) for group in groups])
         if outputs is None:
             return None
@@ -60,7 +58,7 @@ class CriticWorker(MegatronWorker):
         Dispatch.SPLIT,
         mini_batches="critic_mini_batch_rows",
         phase="update_critic",
-        columns=(*SEQUENCES, "response_mask", "values", "returns"),
+        columns=(*SEQUENCES, "response_mask", "values", "returns", *SAMPLE_IDS),
     )
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         """Regression of the values on the returns, clipped around the old values."""

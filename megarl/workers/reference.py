@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megarl.data import DataProto
 from megarl.workers.actor import PolicyWorker
+from megarl.workers.base import ends_phase
 from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.place import WorkerPlace
 from megarl.workers.rows import SEQUENCES
 from megarl.workers.settings import LogProbSettings, RoleSettings
 
@@ -13,6 +15,7 @@ class ReferenceWorker(PolicyWorker):
     """Tells the initial policy's log-probs.
 
     Args:
+        place: of this process in the role.
         settings: model and layout; without optimizer.
         log_prob: how log-probs are computed.
     """
@@ -21,20 +24,16 @@ class ReferenceWorker(PolicyWorker):
 
     def __init__(
         self,
+        place: WorkerPlace,
         *,
-        rank: int,
-        world_size: int,
-        master_addr: str,
-        master_port: int,
         settings: RoleSettings,
         log_prob: LogProbSettings,
     ) -> None:
-        super().__init__(
-            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, settings=settings
-        )
+        super().__init__(place, settings=settings)
         self.log_prob = log_prob
 
     @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
+    @ends_phase
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
         """``ref_log_prob`` of the response tokens, ``[b, R]``."""
         result = self.log_probs(batch, self.log_prob, with_entropy=False)

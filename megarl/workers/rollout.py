@@ -15,6 +15,7 @@ from megarl.sharding import ReshardPlan
 from megarl.sharding.receiver import BucketReceiver, Shipment
 from megarl.sharding.transport import create_transport
 from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.place import WorkerPlace
 from megarl.workers.settings import RolloutSettings
 
 
@@ -22,17 +23,12 @@ class RolloutWorker:
     """Holds an engine, turns batches into requests and answers into batches. Weights come from the actor only.
 
     Args:
-        rank: rollout rank, ``replica * tensor parallel + tensor-parallel rank``.
-        world_size: rollout processes.
-        master_addr: unused by an engine of one process.
-        master_port: likewise.
+        place: its rank is ``replica * tensor parallel + tensor-parallel rank``; an engine of one process meets nobody.
         settings: what the replica is built from.
     """
 
-    def __init__(
-        self, *, rank: int, world_size: int, master_addr: str, master_port: int, settings: RolloutSettings
-    ) -> None:
-        self.rank = rank
+    def __init__(self, place: WorkerPlace, *, settings: RolloutSettings) -> None:
+        self.rank = place.rank
         self.settings = settings
         self._receiver: BucketReceiver
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megarl.data import DataProto, plan_micro_batches, sequence_lengths
+from megarl.data import (
+    DataProto,
+    check_longest,
+    common_count,
+    fewest_micro_batches,
+    plan_micro_batches,
+    sequence_lengths,
+)
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.workers.settings import MicroBatchBudget
 
 SEQUENCES = ("prompts", "responses", "attention_mask")
 """Columns without which rows cannot be packed."""
+SAMPLE_IDS = ("uid", "index")
+"""Non-tensor columns by which a user finds a sample again."""
+
+Agree = Callable[[int], list[int]]
 
 
 class PackedRows:
@@ -29,11 +40,28 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self.batch)
 
-    def micro_batches(self, budget: MicroBatchBudget, rows: Sequence[int] | None = None) -> list[list[int]]:
-        """Row indices of each micro-batch over ``rows`` (default: all), cut by ``budget``."""
+    def micro_batches(
+        self, budget: MicroBatchBudget, rows: Sequence[int] | None = None, agree: Agree | None = None
+    ) -> list[list[int]]:
+        """Row indices of each micro-batch over ``rows`` (default: all), cut by ``budget``.
+
+        Args:
+            budget: what a micro-batch may hold.
+            rows: the rows to cut.
+            agree: from the number of micro-batches that these rows need to those that the rows of all data-parallel
+                ranks do. None: there are no other ranks.
+
+        Raises:
+            DataError: a row is above the budget, or the rows are fewer than the micro-batches that all ranks make.
+        """
         chosen = list(range(len(self)) if rows is None else rows)
         lengths = [self.prompt_lengths[row] + self.response_lengths[row] for row in chosen]
-        plan = plan_micro_batches(lengths, max_tokens=budget.max_tokens, size=budget.size)
+        if budget.max_tokens is not None:
+            check_longest(lengths, budget.max_tokens, lambda index: self.describe(chosen[index]))
+        limits = {"max_tokens": budget.max_tokens, "size": budget.size}
+        needed = fewest_micro_batches(lengths, **limits)
+        count = common_count(agree(needed) if agree else [needed], budget.multiple)
+        plan = plan_micro_batches(lengths, **limits, count=count, costs=budget.cost.of(lengths))
         return [[chosen[index] for index in group] for group in plan]
 
     def pack(self, rows: Sequence[int], columns: Mapping[str, Tensor] | None = None) -> PackedMicroBatch:
@@ -57,6 +85,11 @@ class PackedRows:
         """A response-aligned column of the rows, packed: ``[sum of response lengths]``."""
         values = self.batch.tensors[name]
         return torch.cat([values[row, : self.response_lengths[row]] for row in rows])
+
+    def describe(self, row: int) -> str:
+        """A row as messages name it: by those of :data:`SAMPLE_IDS` that the batch has, else by its place."""
+        known = self.batch.non_tensor_batch
+        return " ".join(f"{name}={known[name][row]}" for name in SAMPLE_IDS if name in known) or f"row={row}"
 
     def unpack(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
         """Values over response tokens, one packed tensor per micro-batch, as a rectangle ``[batch, R]`` of float32.

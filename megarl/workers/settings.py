@@ -6,14 +6,25 @@ from dataclasses import dataclass
 
 from megarl.config import MegatronConfig, OptimConfig, RolloutConfig
 from megarl.models import ParallelLayout
+from megarl.models.sequence_cost import TOKENS, SequenceCost
 
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
-    """How many rows a micro-batch may hold: a token budget (``max_tokens``) or a fixed number of rows (``size``)."""
+    """How many rows a micro-batch may hold: a token budget (``max_tokens``) or a fixed number of rows (``size``).
+
+    Attributes:
+        max_tokens: tokens of all its rows.
+        size: rows.
+        multiple: the number of micro-batches of a rank is a multiple of this: of the pipeline's stages, where their
+            schedule is interleaved.
+        cost: work of a row by its tokens, which micro-batches and ranks are to have equally much of.
+    """
 
     max_tokens: int | None = None
     size: int | None = None
+    multiple: int = 1
+    cost: SequenceCost = TOKENS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from megarl.data import DataProto
 from megarl.megatron import PolicyOutputs
 from megarl.workers.base import MegatronWorker, TokenLosses
 from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.rows import SEQUENCES
+from megarl.workers.place import WorkerPlace
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
@@ -18,6 +19,7 @@ class SFTWorker(MegatronWorker):
     """Maximises the likelihood of given responses.
 
     Args:
+        place: of this process in the role.
         settings: model, layout, optimizer.
         plan: rows and micro-batches of an optimizer step.
     """
@@ -26,25 +28,20 @@ class SFTWorker(MegatronWorker):
 
     def __init__(
         self,
+        place: WorkerPlace,
         *,
-        rank: int,
-        world_size: int,
-        master_addr: str,
-        master_port: int,
         settings: RoleSettings,
         plan: UpdatePlan,
     ) -> None:
-        super().__init__(
-            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, settings=settings
-        )
+        super().__init__(place, settings=settings)
         self.plan = plan
 
-    @verb(Dispatch.SPLIT, mini_batches="sft_mini_batch_rows", phase="update", columns=(*SEQUENCES, "response_mask"))
+    @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*SEQUENCES, "response_mask", *SAMPLE_IDS))
     def update_sft(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on the batch's responses."""
         return self.update(batch, self.plan, [], negative_log_likelihood)
 
 
 def negative_log_likelihood(outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenLosses:
-    """``-log p`` of each response token, packed ``[n]``."""
-    return TokenLosses(-outputs.log_probs, {}, {})
+    """``-log p`` of each response token, packed ``[n]``; ``accuracy``: the share of rows that greedy decoding gives."""
+    return TokenLosses(-outputs.log_probs, {}, {}, {"accuracy": outputs.leads})

@@ -1,8 +1,6 @@
-"""Two warm processes, and models with a batch, shared by all tests of the room."""
+"""Warm processes, and models with a batch, shared by all tests of the room."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 from distributed import ProcessPool
@@ -10,10 +8,8 @@ from tiny_policies import Models, save_model, training_batch
 
 
 @pytest.fixture(scope="session")
-def role_pool() -> Iterator[ProcessPool]:
-    processes = ProcessPool(2)
-    yield processes
-    processes.close()
+def role_pool(pool: ProcessPool) -> ProcessPool:
+    return pool
 
 
 @pytest.fixture(scope="session")

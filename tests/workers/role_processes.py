@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from distributed import Place, ProcessPool
 from tiny_policies import CLIP_GRAD, EPS, LR, RESPONSE_WIDTH, TEMPERATURE, WARMUP, WEIGHT_DECAY
 
-from megarl.cluster.split import collect, plan_split, row_costs, split
+from megarl.cluster.split import Plan, collect, plan_split, row_costs, split
 from megarl.config import ActorConfig, CriticConfig, MegatronConfig, OptimConfig
 from megarl.data import DataProto
 from megarl.megatron import shutdown_runtime
+from megarl.megatron.offload import PARTS
 from megarl.models import ParallelLayout
 from megarl.workers.dispatch import read_marks
+from megarl.workers.place import WorkerPlace
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
 
 LAYOUTS = {
@@ -24,6 +26,7 @@ LAYOUTS = {
     "tp2": ParallelLayout(tp=2),
     "pp2": ParallelLayout(pp=2),
     "dp2": ParallelLayout(dp=2),
+    "cp2": ParallelLayout(cp=2),
 }
 BUDGETS = {
     "one row": MicroBatchBudget(size=1),
@@ -43,14 +46,19 @@ CRITIC = CriticConfig(cliprange_value=0.4)
 MINI_BATCH_ROWS = 4
 
 _held: list[Any] = []
+_counts: list[int] = []
+_hooks: list[Any] = []
 
 
-def role_settings(path: Path, layout: ParallelLayout, *, learns: bool = True, **optim: Any) -> RoleSettings:
-    megatron = MegatronConfig(
+def role_settings(
+    path: Path, layout: ParallelLayout, *, learns: bool = True, megatron: dict[str, Any] | None = None, **optim: Any
+) -> RoleSettings:
+    config = MegatronConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         data_parallel_size=layout.dp,
         dtype="float32",
+        **(megatron or {}),
     )
     options = {
         "lr": LR,
@@ -63,7 +71,7 @@ def role_settings(path: Path, layout: ParallelLayout, *, learns: bool = True, **
     return RoleSettings(
         model_path=str(path),
         layout=layout,
-        megatron=megatron,
+        megatron=config,
         optim=OptimConfig(**options) if learns else None,
         total_updates=10,
         device="cpu",
@@ -89,6 +97,13 @@ def actor_arguments(path: Path, layout: ParallelLayout, *, reference: bool = Fal
         "log_prob": log_prob_settings(),
         "reference": log_prob_settings("one row") if reference else None,
     }
+
+
+def resting(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same role with everything in host memory between its phases."""
+    settings = arguments["settings"]
+    megatron = replace(settings.megatron, **{f"{part}_offload": True for part in PARTS})
+    return {**arguments, "settings": replace(settings, megatron=megatron)}
 
 
 @dataclass(frozen=True)
@@ -123,13 +138,20 @@ class Role:
         return self._run(_call, verb, [args] * self.layout.world_size)
 
     def split(
-        self, verb: str, batch: DataProto, mini_batch_rows: int | None = None, attempt: bool = False
+        self,
+        verb: str,
+        batch: DataProto,
+        mini_batch_rows: int | None = None,
+        attempt: bool = False,
+        plan: Plan | None = None,
     ) -> list[Any]:
-        """The verb with each data-parallel rank's rows, as the driver deals them out; results by rank."""
+        """The verb with each data-parallel rank's rows, as the driver deals them out; results by rank.
+
+        With ``plan`` ranks may have different counts of rows of a mini-batch, and are told them.
+        """
         mark = self.marks[verb]
-        plan = self._plan(verb, batch, mini_batch_rows)
-        read = batch.select([name for name in mark.columns if name in batch.tensors]) if mark.columns else batch
-        chunks = split(read, plan)
+        told = None if plan is None else mini_batch_rows
+        chunks = split(mark.read(batch), plan or self._plan(verb, batch, mini_batch_rows), told)
         args = [(chunks[self.layout.coordinate(rank).dp],) for rank in range(self.layout.world_size)]
         return self._run(_attempt if attempt else _call, verb, args)
 
@@ -156,13 +178,27 @@ class Role:
         """Copies of each rank's own weights."""
         return self._run(_local_weights)
 
+    def count_tokens(self) -> None:
+        """Start anew to count the tokens that the model is given; see :meth:`counted_tokens`."""
+        self._run(_count_tokens)
+
+    def counted_tokens(self) -> list[list[int]]:
+        """By rank, the tokens of each micro-batch since :meth:`count_tokens`."""
+        return self._run(_counted_tokens)
+
+    def parts_away(self) -> tuple[str, ...]:
+        """What is not on the devices now, on which the ranks agree."""
+        (parts,) = set(self._run(_parts_away))
+        return parts
+
     def next_lr(self) -> float:
         """Learning rate of the next optimizer step, on which the ranks agree."""
         (rate,) = set(self._run(_next_lr))
         return rate
 
     def _plan(self, verb: str, batch: DataProto, mini_batch_rows: int | None) -> list[list[int]]:
-        equal = self.marks[verb].mini_batches is not None
+        # Equal counts, where they come out, suit every budget; counts by work alone have a test of their own.
+        equal = self.marks[verb].equal_rows or len(batch) % self.layout.dp == 0
         return plan_split(row_costs(batch), self.layout.dp, mini_batch_rows, equal=equal)
 
     def _run(self, function: Any, *args: Any) -> list[Any]:
@@ -170,11 +206,7 @@ class Role:
 
 
 def _start(place: Place, worker_cls: type, arguments: dict[str, Any]) -> None:
-    _held.append(
-        worker_cls(
-            rank=place.rank, world_size=place.world_size, master_addr="127.0.0.1", master_port=place.port, **arguments
-        )
-    )
+    _held.append(worker_cls(WorkerPlace(place.rank, place.world_size, "127.0.0.1", place.port), **arguments))
 
 
 def _stop(place: Place) -> None:
@@ -202,6 +234,31 @@ def _rebuild(place: Place, attributes: dict[str, Any]) -> None:
 
 def _local_weights(place: Place) -> dict[str, torch.Tensor]:
     return _held[0].engine.weights_to_host()
+
+
+def _count_tokens(place: Place) -> None:
+    _counts.clear()
+    for hook in _hooks:
+        hook.remove()
+    embeddings = [
+        module
+        for chunk in _held[0].engine.chunks
+        for module in chunk.modules()
+        if type(module).__name__ == "VocabParallelEmbedding"
+    ]
+    _hooks[:] = [module.register_forward_pre_hook(_count) for module in embeddings]
+
+
+def _count(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    _counts.append(args[0].numel())
+
+
+def _counted_tokens(place: Place) -> list[int]:
+    return list(_counts)
+
+
+def _parts_away(place: Place) -> tuple[str, ...]:
+    return _held[0].engine.residence.away
 
 
 def _next_lr(place: Place) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.workers.actor import ActorWorker
-from megarl.workers.base import optimizer_options
+from megarl.workers.base import offloaded_parts, optimizer_options
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import Dispatch, read_marks
 from megarl.workers.reference import ReferenceWorker
@@ -27,6 +27,27 @@ from megarl.workers.sft import SFTWorker
 def test_lengths_of_the_schedule(optim: dict, warmup: int, total: int) -> None:
     options = optimizer_options(OptimConfig(**optim), MegatronConfig(), total_updates=40)
     assert (options.warmup_steps, options.total_steps) == (warmup, total)
+
+
+@pytest.mark.parametrize(
+    ("optim", "decay"),
+    [
+        ({}, 4),
+        ({"lr_wsd_decay_steps_ratio": 0.5, "total_training_steps": 20}, 10),
+        ({"lr_wsd_decay_steps_ratio": 0.01}, 1),
+        ({"lr_wsd_decay_steps": 7, "lr_wsd_decay_steps_ratio": 0.5}, 7),
+    ],
+)
+def test_lengths_of_the_decay(optim: dict, decay: int) -> None:
+    config = OptimConfig(lr_decay_style="wsd", lr_wsd_decay_style="cosine", **optim)
+    options = optimizer_options(config, MegatronConfig(), total_updates=40)
+    assert (options.wsd_decay_steps, options.wsd_decay_style) == (decay, "cosine")
+
+
+def test_only_what_is_asked_for_leaves_the_device() -> None:
+    assert offloaded_parts(MegatronConfig()) == ()
+    for part in ("param", "grad", "optimizer"):
+        assert offloaded_parts(MegatronConfig(**{f"{part}_offload": True})) == (part,)
 
 
 def test_every_setting_arrives() -> None:
@@ -52,8 +73,8 @@ def test_split_verbs_of_models_name_the_columns_they_read(worker: type) -> None:
     assert marks
     for mark in marks:
         assert mark.columns is not None and {"prompts", "responses", "attention_mask"} <= set(mark.columns)
-        assert (mark.mini_batches is not None) == mark.phase.startswith("update")
-        assert mark.mini_batches is None or "response_mask" in mark.columns
+        assert mark.equal_rows == mark.phase.startswith("update")
+        assert not mark.equal_rows or {"response_mask", "uid", "index"} <= set(mark.columns)
 
 
 def test_generation_is_split_by_rows() -> None:

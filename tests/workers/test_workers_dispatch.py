@@ -1,5 +1,7 @@
 import pytest
+import torch
 
+from megarl.data import DataProto
 from megarl.workers.dispatch import Dispatch, VerbMark, read_marks, verb
 
 
@@ -36,7 +38,7 @@ def test_mark_changes_nothing_about_the_call():
 
 def test_marks_by_name_and_phase_defaults_to_the_name():
     assert read_marks(Base) == {
-        "update": VerbMark(Dispatch.SPLIT, "mini_batch_rows", "update_actor"),
+        "update": VerbMark(Dispatch.SPLIT, "mini_batch_rows", "update_actor", equal_rows=True),
         "answer": VerbMark(Dispatch.SPLIT, None, "answer", ("prompts",)),
         "save": VerbMark(Dispatch.ONE, None, "save"),
     }
@@ -51,3 +53,15 @@ def test_override_keeps_the_mark_unless_it_has_its_own():
 def test_mini_batches_need_split():
     with pytest.raises(ValueError, match="needs Dispatch"):
         verb(Dispatch.ALL, mini_batches="mini_batch_rows")
+    with pytest.raises(ValueError, match="needs Dispatch"):
+        verb(Dispatch.ALL, equal_rows=True)
+
+
+def test_a_verb_is_sent_the_columns_it_reads_of_those_there_are():
+    batch = DataProto.from_dict(
+        {"prompts": torch.zeros(1, 2, dtype=torch.int64), "values": torch.zeros(1, 3)}, {"uid": ["a"], "raw": ["b"]}
+    )
+    read = verb(Dispatch.SPLIT, columns=("prompts", "uid", "absent"))(lambda self: None)
+    (mark,) = vars(read).values()
+    assert set(mark.read(batch).tensors) == {"prompts"} and set(mark.read(batch).non_tensor_batch) == {"uid"}
+    assert read_marks(Base)["update"].read(batch) is batch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import ProcessPool
-from role_processes import LAYOUTS, Role, actor_arguments
+from role_processes import LAYOUTS, Role, actor_arguments, resting
 from safetensors.torch import load_file
 from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
 from torch import Tensor
@@ -18,11 +18,13 @@ from megarl.cluster.split import collect, plan_split, split
 from megarl.config import RolloutConfig
 from megarl.data import DataProto
 from megarl.errors import WeightSyncError
+from megarl.megatron.offload import PARTS
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import SamplingParams
 from megarl.sharding import ReshardPlan, ShardingManager, build_plan
 from megarl.sharding.receiver import route_shipments
 from megarl.workers.actor import ActorWorker
+from megarl.workers.place import WorkerPlace
 from megarl.workers.rollout import RolloutWorker, derive_seed
 from megarl.workers.settings import RolloutSettings
 
@@ -32,7 +34,7 @@ REPLICAS = 2
 
 def rollout_worker(path: Path, rank: int = 0, world_size: int = 1, **config: Any) -> RolloutWorker:
     settings = RolloutSettings(str(path), PAD, "cpu", RolloutConfig(dtype="float32", **config))
-    worker = RolloutWorker(rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=0, settings=settings)
+    worker = RolloutWorker(WorkerPlace(rank, world_size, "127.0.0.1", 0), settings=settings)
     worker.init_model()
     return worker
 
@@ -201,9 +203,10 @@ def fused(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def learned(role_pool: ProcessPool, models: Models, request: pytest.FixtureRequest) -> Iterator[tuple[str, Role]]:
-    """An actor that has moved away from the folder's weights."""
+    """An actor that has moved away from the folder's weights; under ``dp2`` it rests between phases."""
     layout = LAYOUTS[request.param]
-    with Role(role_pool, ActorWorker, layout, actor_arguments(models.policy_path, layout)) as actor:
+    arguments = actor_arguments(models.policy_path, layout)
+    with Role(role_pool, ActorWorker, layout, resting(arguments) if layout.dp > 1 else arguments) as actor:
         actor.update("update_actor", models.batch)
         yield request.param, actor
 
@@ -223,6 +226,7 @@ def test_replicas_have_the_actors_weights_to_the_last_bit(
     manager = ShardingManager(plan, ends, ends)
     for version in (1, 2):
         metrics = manager.sync_weights()
+        assert actor.parts_away() == (PARTS if layout == "dp2" else ())
         assert metrics["weight_sync/buckets"] == len(plan.buckets)
         assert [worker.weight_version() for worker in ends.workers] == [version, version]
         actor.call("export_hf", str(tmp_path / "hf"))

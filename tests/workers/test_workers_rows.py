@@ -57,5 +57,14 @@ def test_unpacked_values_are_float32_whatever_the_model_computes_in() -> None:
 
 
 def test_a_row_longer_than_the_budget_is_named() -> None:
-    with pytest.raises(DataError, match="row 1 has 9 tokens"):
+    with pytest.raises(DataError, match="row=1 has 9 tokens, a micro-batch may hold 8"):
         PackedRows(numbered()).micro_batches(MicroBatchBudget(max_tokens=8))
+
+
+@pytest.mark.parametrize(("budget", "others", "count"), [("max_tokens", 5, 5), ("size", 3, 3), ("multiple", 1, 4)])
+def test_as_many_micro_batches_as_the_other_ranks_make(budget: str, others: int, count: int) -> None:
+    limits = {"max_tokens": MicroBatchBudget(max_tokens=60), "size": MicroBatchBudget(size=8)}
+    limits["multiple"] = MicroBatchBudget(max_tokens=60, multiple=4)
+    groups = PackedRows(numbered()).micro_batches(limits[budget], agree=lambda mine: [mine, others])
+    assert len(groups) == count and all(groups)
+    assert sorted(row for group in groups for row in group) == list(range(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,14 +73,38 @@ def test_one_bad_mini_batch_of_two(role_pool: ProcessPool, models: Models) -> No
         assert same(weights, actor.local_weights())
 
 
-def test_too_many_in_a_row_stop_every_rank(role_pool: ProcessPool, models: Models) -> None:
-    bad, good = poisoned(models.batch, 1, math.nan)[:4], models.batch[:4]
+def test_too_many_in_a_row_stop_every_rank_with_the_evidence(
+    role_pool: ProcessPool, models: Models, tmp_path: Path
+) -> None:
+    named = models.batch.with_columns({}, {"uid": [f"prompt-{row}" for row in range(8)], "index": list(range(40, 48))})
+    bad, good = poisoned(named, 1, math.nan)[:4], named[:4]
     with start(role_pool, models, "dp2", allowed=2) as actor:
         for batch, skipped in ((bad, 1), (bad, 1), (good, 0), (bad, 1), (bad, 1)):
             assert actor.update("update_actor", batch)["actor/skipped_steps"] == skipped
-        results = actor.split("update_actor", bad, 4, attempt=True)
-        assert all(isinstance(result, Raised) and result.kind == "SkippedStepsError" for result in results)
-        assert "optim.max_skipped_steps=2" in results[0].text and "3 optimizer steps in a row" in results[0].text
+        actor.call("save_checkpoint", str(tmp_path / "actor"))
+        other = poisoned(poisoned(named, 0, math.inf), 3, 1e30)[:4]
+        (text,) = stopped(actor, other)
+        assert "optim.max_skipped_steps=2" in text and "3 optimizer steps in a row" in text
+        first, second, third = text.splitlines()[1:]
+        for line in (first, second):
+            assert "not finite for 1 samples: uid=prompt-1 index=41 (gradient of its log-probs" in line
+        assert "1 samples: uid=prompt-0 index=40" in third
+        # With a bad loss every parameter has a bad gradient; the output layer's is the first.
+        assert all("'output_layer.weight' is not finite on rank" in line for line in (first, second, third))
+
+        # The count is a part of the checkpoint.
+        actor.rebuild()
+        actor.call("load_checkpoint", str(tmp_path / "actor"))
+        (text,) = stopped(actor, poisoned(named, 3, 1e30)[:4])
+        # A finite gradient whose norm is not: the sample with the largest is named.
+        assert "3 optimizer steps in a row" in text and "is that of uid=prompt-3 index=43" in text
+
+
+def stopped(actor: Role, batch: DataProto) -> set[str]:
+    """What an update that is not survived says; all ranks the same."""
+    results = actor.split("update_actor", batch, 4, attempt=True)
+    assert all(isinstance(result, Raised) and result.kind == "SkippedStepsError" for result in results)
+    return {result.text for result in results}
 
 
 def test_no_skip_is_allowed_where_the_limit_is_zero(role_pool: ProcessPool, models: Models) -> None:

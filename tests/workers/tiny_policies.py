@@ -22,27 +22,29 @@ UNTRAINED_ROW = 2  # its whole response is masked, as where a reward failed
 LR, WARMUP, CLIP_GRAD, EPS, WEIGHT_DECAY = 1e-2, 3, 0.5, 1e-3, 0.1
 
 
-def save_model(path: Path, *, critic: bool = False) -> Any:
-    """Writes a Qwen2 with large random weights (so that errors show) and returns it."""
+def save_model(path: Path, family: str = "qwen2", *, critic: bool = False, **changes: Any) -> Any:
+    """Writes a model with large random weights (so that errors show) and returns it."""
     import transformers
 
-    torch.manual_seed(5)
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
+    name = "".join(word.capitalize() for word in family.split("_"))
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
         **({"num_labels": 1} if critic else {}),
-    )
-    cls = transformers.Qwen2ForSequenceClassification if critic else transformers.Qwen2ForCausalLM
-    model = cls(config).float()
+        **changes,
+    }
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = getattr(transformers, f"{name}For{'SequenceClassification' if critic else 'CausalLM'}")(config).float()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "norm" in name or "bias" in name:
@@ -113,12 +115,16 @@ def answers(seed: int = 0) -> DataProto:
 
 
 def training_batch(policy: Any, critic: Any, seed: int = 0) -> DataProto:
-    """Answers with the columns of an update, far enough from the models' own numbers that every clip is met."""
+    """Answers with the columns of an update, far enough from the models' own numbers that every clip is met.
+
+    The columns of a model that is None are zero but for their noise.
+    """
     batch = answers(seed)
     generator = torch.Generator().manual_seed(seed + 100)
     with torch.no_grad():
-        log_probs = rectangle([policy_tokens(policy, row)[0] for row in rows_of(batch)])
-        values = rectangle([value_tokens(critic, row) for row in rows_of(batch)])
+        zeros = [torch.zeros(len(row.response)) for row in rows_of(batch)]
+        log_probs = rectangle([policy_tokens(policy, row)[0] for row in rows_of(batch)] if policy else zeros)
+        values = rectangle([value_tokens(critic, row) for row in rows_of(batch)] if critic else zeros)
 
     def noise(scale: float) -> Tensor:
         return scale * torch.randn(log_probs.shape, generator=generator)
@@ -195,12 +201,20 @@ def critic_tokens(model: Any, row: Row) -> list[Token]:
 
 
 def sft_tokens(model: Any, row: Row) -> list[Token]:
-    return [(-log_prob, {}, {}) for log_prob in policy_tokens(model, row, temperature=1.0)[0]]
+    """A row counts as accurate if every trained token is what greedy decoding gives."""
+    logits = model(torch.cat([row.prompt, row.response])[None]).logits[0, len(row.prompt) - 1 : -1]
+    log_probs, greedy = logits.log_softmax(-1), logits.argmax(-1)
+    return [
+        (-log_probs[index, token], {}, {"accuracy": float(token == greedy[index])})
+        for index, token in enumerate(row.response)
+    ]
 
 
 def aggregate(per_row: list[list[Any]], mode: str, horizon: int) -> Any:
     """One number of numbers per trained token, by the definition of each mode."""
     per_row = [numbers for numbers in per_row if numbers]
+    if mode == "all-of-row":
+        return sum(map(min, per_row)) / len(per_row)
     if mode == "token-mean":
         return sum(number for numbers in per_row for number in numbers) / sum(map(len, per_row))
     divisor = {
@@ -214,6 +228,7 @@ def aggregate(per_row: list[list[Any]], mode: str, horizon: int) -> Any:
 class Trained(NamedTuple):
     metrics: dict[str, float]
     weights: dict[str, Tensor]
+    grads: list[dict[str, Tensor]]  # of each step, before clipping
 
 
 def train(
@@ -228,6 +243,7 @@ def train(
     rows = rows_of(batch)
     starts = range(0, len(rows), mini_batch_rows)
     totals: dict[str, float] = defaultdict(float)
+    grads = []
     for step, start in enumerate(starts):
         of_rows = [
             [token for token, trained in zip(tokens(model, row), row.mask.tolist(), strict=True) if trained]
@@ -241,7 +257,9 @@ def train(
         for name in first[1]:
             totals[name] += aggregate([[t[1][name].item() for t in row] for row in of_rows], mode, RESPONSE_WIDTH)
         for name in first[2]:
-            totals[name] += aggregate([[t[2][name] for t in row] for row in of_rows], "token-mean", 0)
+            how = "all-of-row" if name == "accuracy" else "token-mean"
+            totals[name] += aggregate([[t[2][name] for t in row] for row in of_rows], how, 0)
+        grads.append({name: param.grad.clone() for name, param in model.named_parameters()})
         totals["grad_norm"] += torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
         lr = LR * min(1.0, (step + 1) / WARMUP)
         totals["lr"] += lr
@@ -252,4 +270,5 @@ def train(
     return Trained(
         {name: total / len(starts) for name, total in totals.items()},
         {name: param.detach().clone() for name, param in model.named_parameters()},
+        grads,
     )

@@ -1,0 +1,92 @@
+"""Whatever the layout, the cut into micro-batches and the order of rows: an update's numbers are the same.
+
+Cases are drawn by their number, so that a number that fails fails again.
+``MEGARL_EXACTNESS_CASES=500 pytest tests/workers/test_workers_exactness.py`` draws more than CI does.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from distributed import ProcessPool
+from exactness_cases import MODELS, Case, Subject, draw, run, whole
+from role_processes import ACTOR
+from torch import Tensor
+
+from megarl.models import ParallelLayout
+from megarl.workers.settings import MicroBatchBudget
+
+CASES = int(os.environ.get("MEGARL_EXACTNESS_CASES", "24"))
+PREFIXES = {"actor": "actor", "critic": "critic", "sft": "train"}
+
+TWICE = {
+    "dense": Case(
+        kind="actor",
+        experts=False,
+        mode="token-mean",
+        layout=ParallelLayout(tp=2, pp=2, vpp=3),
+        budget=MicroBatchBudget(max_tokens=30, multiple=2),
+        order=1,
+        megatron={"sequence_parallel": True, "recompute_granularity": "full"},
+        rests=True,
+    ),
+    "experts": Case(
+        kind="sft",
+        experts=True,
+        mode="seq-mean-token-mean",
+        layout=ParallelLayout(dp=2, cp=2, ep=2),
+        budget=MicroBatchBudget(size=2),
+        order=1,
+        megatron={"overlap_grad_reduce": True, "overlap_param_gather": True},
+        rests=False,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Subject]:
+    return {key: Subject(tmp_path_factory.mktemp(key[0]), *key) for key in MODELS}
+
+
+@pytest.mark.parametrize("number", range(CASES))
+def test_any_layout_gives_the_numbers_of_plain_transformers(
+    pool: ProcessPool, subjects: dict[tuple[str, bool], Subject], number: int
+) -> None:
+    case = draw(number, subjects)
+    print(case)
+    subject = subjects[case.kind, case.experts]
+    ours, theirs = whole(subject, case, run(pool, subject, case)), subject.reference(case.mode)
+    metrics = {name: value for name, value in ours.metrics.items() if not name.startswith("perf/")}
+    prefix = PREFIXES[case.kind]
+    expected = {f"{prefix}/{name}": value for name, value in theirs.metrics.items()} | {f"{prefix}/skipped_steps": 0.0}
+    if case.kind == "actor":
+        expected["actor/kl_coef"] = ACTOR.kl_loss_coef
+    for step, (mine, others) in enumerate(zip(ours.grads, theirs.grads, strict=True)):
+        check_same(mine, others, f"gradient of step {step}")
+    check_same(ours.weights, theirs.weights, "weight")
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def check_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
+    """Each tensor within 1e-5 of its scale."""
+    assert ours.keys() == theirs.keys()
+    worst = {n: ((ours[n] - t).abs().max() / t.abs().max()).item() for n, t in theirs.items()}
+    name = max(worst, key=worst.__getitem__)
+    assert worst[name] < 1e-5, f"{what} {name}: {worst[name]:.1e} of its scale {theirs[name].abs().max():.1e}"
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_the_same_run_twice_gives_the_same_bits(
+    pool: ProcessPool, subjects: dict[tuple[str, bool], Subject], name: str
+) -> None:
+    case = TWICE[name]
+    once, again = (run(pool, subjects[case.kind, case.experts], case) for _ in range(2))
+    for first, second in zip(once, again, strict=True):
+        assert first.metrics == second.metrics
+        for ours, others in zip((*first.grads, first.weights), (*second.grads, second.weights), strict=True):
+            assert ours.keys() == others.keys()
+            assert all(
+                torch.equal(tensor.view(torch.int32), others[name].view(torch.int32)) for name, tensor in ours.items()
+            )

@@ -1,0 +1,49 @@
+"""What the model computes of a batch whose rows ranks share by work: every real token once, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed import ProcessPool
+from role_processes import ACTOR, LAYOUTS, Role, actor_arguments
+from tiny_policies import RESPONSE_WIDTH, ROW_LENGTHS, Models, actor_tokens, load_model, train
+
+from megarl.workers.actor import ActorWorker
+from megarl.workers.settings import MicroBatchBudget, UpdatePlan
+
+# Tokens per row: 8, 9, 8, 9, 8, 8, 8, 4. The first rank could do with one micro-batch of 24 tokens, the second cannot.
+PLAN = [[0, 2, 4], [1, 3, 5, 6, 7]]
+
+
+def test_ranks_with_different_rows_make_equally_many_micro_batches(role_pool: ProcessPool, models: Models) -> None:
+    layout, budget = LAYOUTS["dp2"], MicroBatchBudget(max_tokens=24)
+    arguments = actor_arguments(models.policy_path, layout)
+    arguments["plan"] = UpdatePlan(len(ROW_LENGTHS), 1, budget, "seq-mean-token-mean", RESPONSE_WIDTH)
+    mask = models.batch.tensors["attention_mask"]
+    with Role(role_pool, ActorWorker, layout, arguments) as actor:
+        actor.count_tokens()
+        results = actor.split("update_actor", models.batch, len(ROW_LENGTHS), plan=PLAN)
+        counted = actor.counted_tokens()
+        weights = actor.local_weights()
+    assert [len(micro_batches) for micro_batches in counted] == [2, 2]
+    assert [sum(tokens) for tokens in counted] == [int(mask[rows].sum()) for rows in PLAN]
+    assert max(map(max, counted)) <= 24
+    expected = train(
+        load_model(models.policy_path), models.batch, actor_tokens, "seq-mean-token-mean", len(ROW_LENGTHS)
+    )
+    for metrics in results:
+        assert metrics.pop("actor/kl_coef") == ACTOR.kl_loss_coef
+        wanted = {f"actor/{name}": value for name, value in expected.metrics.items()} | {"actor/skipped_steps": 0.0}
+        assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    for name, ours in weights[0].items():
+        assert torch.equal(ours, weights[1][name])
+
+
+@pytest.mark.parametrize("layout", ["tp1", "pp2"])
+def test_log_probs_compute_real_tokens_only(role_pool: ProcessPool, models: Models, layout: str) -> None:
+    with Role(role_pool, ActorWorker, LAYOUTS[layout], actor_arguments(models.policy_path, LAYOUTS[layout])) as actor:
+        actor.count_tokens()
+        actor.map("compute_log_prob", models.batch)
+        counted = actor.counted_tokens()
+    assert sum(counted[0]) == int(models.batch.tensors["attention_mask"].sum()) == sum(map(sum, ROW_LENGTHS))
+    assert layout == "tp1" or not counted[1], "later stages are given hidden states"
