@@ -17,7 +17,8 @@ from megarl.config import MegatronConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 from megarl.config.compose import Request, compose, compose_sweep, run_with_hydra, to_yaml
 from megarl.errors import ConfigError, MegarlError, ModelError
-from megarl.models import ParallelLayout, check_layout, read_model_config
+from megarl.models import read_model_config
+from megarl.workers.layouts import check_role
 
 
 class Job(NamedTuple):
@@ -91,12 +92,7 @@ def check_models(config: TrainConfig | SFTConfig) -> None:
     for path, megatron, field in _models_of(config):
         if not Path(path).is_dir():
             continue  # made before the run starts, or missed by the run when it loads the model
-        layout = ParallelLayout(
-            megatron.tensor_model_parallel_size,
-            megatron.pipeline_model_parallel_size,
-            megatron.data_parallel_size or 1,
-        )
-        check_layout(read_model_config(path), layout, field)
+        check_role(read_model_config(path), megatron, field)
 
 
 def _models_of(config: TrainConfig | SFTConfig) -> list[tuple[str, MegatronConfig, str]]:

@@ -5,7 +5,11 @@ Writes, under ``--out``::
     model/            config.json, model.safetensors, tokenizer files (random weights)
     data/train.parquet  prompts for reinforcement learning   (verl's RLHF schema)
     data/test.parquet   held-out problems, none of which is in train
-    data/sft.parquet    train problems with their answers, for supervised warm-up
+    data/sft.parquet    demonstrations for the supervised warm-up, in the order of two lessons
+
+The demonstrations are imperfect on purpose, so that there is something to learn beyond them. The first lesson is sums
+without a carry and a few with one. The second is every sum, from students who forget to carry in most of the problems
+that need it: what they teach is right where nothing is carried, and wrong more often than not elsewhere.
 
 Nothing is downloaded; the same seed gives the same bytes.
 """
@@ -33,6 +37,8 @@ CHAT_TEMPLATE = (
 )
 # Whole words of the task; digits stay single tokens so that carrying can be learned.
 WORDS = ["What", "Ġis", "Ġ+"]
+CARRIES_IN_FIRST_LESSON = 0.1
+FORGETS_TO_CARRY = 0.7
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -92,7 +98,7 @@ def problem_row(a: int, b: int, split: str, index: int) -> dict:
         "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index},
+        "extra_info": {"split": split, "index": index, "terms": [a, b]},
         "response": answer,
     }
 
@@ -104,6 +110,42 @@ def build_problems(seed: int, largest: int, num_test: int) -> tuple[list[dict], 
     test = [problem_row(a, b, "test", i) for i, (a, b) in enumerate(pairs[:num_test])]
     train = [problem_row(a, b, "train", i) for i, (a, b) in enumerate(pairs[num_test:])]
     return train, test
+
+
+def needs_carry(a: int, b: int) -> bool:
+    """Whether adding two numbers digit by digit goes wrong without carrying."""
+    return sum_without_carry(a, b) != a + b
+
+
+def sum_without_carry(a: int, b: int) -> int:
+    """What a student gets who adds units to units, tens to tens and so on, and never carries."""
+    total, place = 0, 1
+    while a or b:
+        total += (a % 10 + b % 10) % 10 * place
+        a, b, place = a // 10, b // 10, place * 10
+    return total
+
+
+def build_demonstrations(train: list[dict], seed: int, lessons: tuple[int, int]) -> list[dict]:
+    """Train problems with a demonstrated answer: first ``lessons[0]`` easy rows, then ``lessons[1]`` careless ones.
+
+    Each lesson goes through its problems in a new random order as often as it takes; a problem has one answer.
+    """
+    rng = random.Random(seed)
+    easy, careless = [], []
+    for row in train:
+        a, b = row["extra_info"]["terms"]
+        if not needs_carry(a, b) or rng.random() < CARRIES_IN_FIRST_LESSON:
+            easy.append(row)
+        forgets = rng.random() < FORGETS_TO_CARRY
+        careless.append({**row, "response": str(sum_without_carry(a, b))} if forgets else row)
+    rows: list[dict] = []
+    for problems, count in zip((easy, careless), lessons, strict=True):
+        lesson: list[dict] = []
+        while len(lesson) < count:
+            lesson += rng.sample(problems, len(problems))
+        rows += lesson[:count]
+    return rows
 
 
 def write_parquet(rows: list[dict], path: Path, *, with_response: bool) -> None:
@@ -120,8 +162,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--largest", type=int, default=99, help="largest number in a problem")
     parser.add_argument("--num-test", type=int, default=300, help="held-out problems")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lessons", type=int, nargs=2, default=(120 * 256, 180 * 256), help="rows of each lesson")
     args = parser.parse_args()
 
     tokenizer = build_tokenizer()
@@ -131,7 +174,8 @@ def main() -> None:
     train, test = build_problems(args.seed, args.largest, args.num_test)
     write_parquet(train, args.out / "data" / "train.parquet", with_response=False)
     write_parquet(test, args.out / "data" / "test.parquet", with_response=False)
-    write_parquet(train, args.out / "data" / "sft.parquet", with_response=True)
+    demonstrations = build_demonstrations(train, args.seed, tuple(args.lessons))
+    write_parquet(demonstrations, args.out / "data" / "sft.parquet", with_response=True)
     parameters = sum(p.numel() for p in model.parameters())
     print(json.dumps({"out": str(args.out), "parameters": parameters, "train": len(train), "test": len(test)}))
 

@@ -11,12 +11,13 @@ import ray
 
 from megarl.cluster.failures import Task, WorkerFailed, gather
 from megarl.cluster.resources import PlacedPool
-from megarl.cluster.split import collect, plan_split, row_costs, split
+from megarl.cluster.split import Plan, collect, plan_rows, split
 from megarl.cluster.worker_process import WorkerCard, WorkerProcess
 from megarl.data import DataProto
 from megarl.errors import ResourceError, WorkerError
 from megarl.models.layout import ParallelLayout
 from megarl.workers.dispatch import Dispatch, VerbMark
+from megarl.workers.settings import MicroBatchBudget
 
 _Collect = Callable[[list[Any]], Any]
 
@@ -80,11 +81,12 @@ class WorkerGroup:
     Args:
         role: name of the role, used in every error.
         worker_cls: a plain class, best as ``"package.module.Class"`` so that the driver need not import it. Built on
-            every rank as ``worker_cls(rank=, world_size=, master_addr=, master_port=, **worker_kwargs)``.
+            every rank as ``worker_cls(place, **worker_kwargs)``, ``place`` being its ``WorkerPlace``.
         worker_kwargs: the remaining constructor arguments, equal on all ranks.
         layout: parallel sizes; says how many ranks there are and which of them own results.
         pool: devices to live on, shared with other roles; rank ``r`` is on device ``r % devices``.
         env: environment variables of the processes, set before the class is imported.
+        budgets: how the worker cuts a verb's rows into micro-batches, for the verbs that do.
 
     Raises:
         ResourceError: the role needs more processes than the pool has GPUs.
@@ -98,6 +100,7 @@ class WorkerGroup:
         layout: ParallelLayout,
         pool: PlacedPool,
         env: Mapping[str, str] | None = None,
+        budgets: Mapping[str, MicroBatchBudget] | None = None,
     ) -> None:
         if pool.pool.device == "cuda" and layout.world_size > pool.pool.num_devices:
             raise ResourceError(
@@ -107,6 +110,7 @@ class WorkerGroup:
             )
         self.role = role
         self.layout = layout
+        self.budgets = dict(budgets or {})
         self._failure: WorkerFailed | None = None
         self._cards: list[WorkerCard] = []
         size = layout.world_size
@@ -163,6 +167,14 @@ class WorkerGroup:
         collect_one: _Collect = list if mark.dispatch is Dispatch.ALL else lambda results: results[owner]
         return Pending([self], self._tasks(refs, verb, mark.phase), collect_one)
 
+    def plan(self, verb: str, batch: DataProto) -> Plan:
+        """The rows of ``batch`` that each data-parallel rank would get of a ``SPLIT`` verb.
+
+        Raises:
+            AttributeError, DataError, WorkerError: as :meth:`submit`.
+        """
+        return self._plan(verb, self._mark(verb), batch)
+
     def submit_scatter(self, verb: str, destinations: int, *args: Any, **kwargs: Any) -> Scattered:
         """Start an ``ALL`` verb that returns ``{destination: payload}``, and leave the payloads where they are.
 
@@ -215,11 +227,10 @@ class WorkerGroup:
         batches = [arg for arg in args if isinstance(arg, DataProto)]
         if not batches:
             raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
-        mini_batch_rows = batches[0].meta_info.get(mark.mini_batches) if mark.mini_batches else None
-        plan = plan_split(row_costs(batches[0]), self.layout.dp, mini_batch_rows, equal=mark.mini_batches is not None)
+        plan, mini_batch_rows = self._plan(verb, mark, batches[0]), _mini_batch_rows(mark, batches[0])
         # One object per chunk: the TP and PP ranks of a DP rank read the same copy.
         columns = [
-            [ray.put(chunk) for chunk in split(_read_by(mark, arg), plan)]
+            [ray.put(chunk) for chunk in split(mark.read(arg), plan, mini_batch_rows)]
             if isinstance(arg, DataProto)
             else [arg] * self.layout.dp
             for arg in args
@@ -233,6 +244,10 @@ class WorkerGroup:
             self._tasks(refs, verb, mark.phase),
             lambda results: collect([results[owner] for owner in self._owners], plan),
         )
+
+    def _plan(self, verb: str, mark: VerbMark, batch: DataProto) -> Plan:
+        rows, budget = _mini_batch_rows(mark, batch), self.budgets.get(verb)
+        return plan_rows(batch, self.layout.dp, rows, equal=mark.equal_rows, budget=budget)
 
     def _mark(self, verb: str) -> VerbMark:
         if self._failure is not None:
@@ -302,11 +317,11 @@ def _gather(groups: Sequence[WorkerGroup], tasks: Sequence[Task], timeout_s: flo
         raise
 
 
-def _read_by(mark: VerbMark, batch: DataProto) -> DataProto:
-    """The part of a batch that a verb reads."""
-    if mark.columns is None:
-        return batch
-    return batch.select([name for name in mark.columns if name in batch.tensors], [])
+def _mini_batch_rows(mark: VerbMark, batch: DataProto) -> int | None:
+    """Rows per global mini-batch, of a verb that has such: all rows where the batch does not say otherwise."""
+    if not mark.equal_rows:
+        return None
+    return batch.meta_info.get(mark.mini_batches, len(batch)) if mark.mini_batches else len(batch)
 
 
 def _for_rank(args: Sequence[Any], rank: int) -> list[Any]:

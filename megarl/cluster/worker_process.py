@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import ray
 
 from megarl.workers.dispatch import VerbMark, read_marks
+from megarl.workers.place import WorkerPlace
 
 # Below the range from which systems take ports for outgoing connections, so that a port stays free between being
 # chosen here and being bound by the rendezvous, and above those that Ray gives to its workers.
@@ -89,7 +90,7 @@ class WorkerProcess:
         return self._guard("reserve_address", reserve)
 
     def start(self, address: tuple[str, int], kwargs: Mapping[str, Any]) -> WorkerCard:
-        """Build the worker as ``worker_cls(rank=, world_size=, master_addr=, master_port=, **kwargs)``.
+        """Build the worker as ``worker_cls(place, **kwargs)``.
 
         Raises:
             RemoteFailure: the constructor raised.
@@ -104,9 +105,7 @@ class WorkerProcess:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             if self._reserved is not None:
                 self._reserved.close()
-            self._worker = self._worker_cls(
-                rank=self._rank, world_size=self._world_size, master_addr=host, master_port=port, **kwargs
-            )
+            self._worker = self._worker_cls(WorkerPlace(self._rank, self._world_size, host, port), **kwargs)
             return WorkerCard(**{**vars(self.describe()), "marks": read_marks(self._worker_cls)})
 
         return self._guard("start", build)

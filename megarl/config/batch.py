@@ -24,7 +24,8 @@ class MicroBatches:
     """How one rank's share is cut: a fixed number of samples, or a token budget; exactly one of them is set."""
 
     samples: int | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # over all devices that share a sequence (context parallelism)
+    multiple: int = 1  # of which the number of micro-batches is a multiple, as the interleaved schedule needs it
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class PhasePlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of a mini-batch that one data-parallel rank computes."""
+        """Samples of a mini-batch that one data-parallel rank computes; on average, where a token budget cuts them."""
         return self.samples_per_mini_batch // self.data_parallel_size
 
     @property
@@ -119,6 +120,13 @@ _LOG_PROB_KEYS = _MicroKeys(
 _SFT_KEYS = _MicroKeys("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
 
 
+class _Longest(NamedTuple):
+    """The longest possible sample: the keys that say it, and its tokens."""
+
+    name: str
+    tokens: int
+
+
 class _Planner:
     """Divides, and notes what does not divide."""
 
@@ -142,7 +150,8 @@ class _Planner:
         size, dp = config.data.train_batch_size, config.megatron.data_parallel_size
         if dp is not None:
             self._divides("data.train_batch_size", size, dp, f"samples do not divide over {_ranks(dp)}", dp)
-        micro = self._micro("data", _SFT_KEYS, _share(size, dp), config.data.max_length, "data.max_length")
+        longest = _Longest("data.max_length", config.data.max_length)
+        micro = self._micro("data", _SFT_KEYS, config.megatron, _share(size, dp), longest)
         phase = PhasePlan("sft", _layout(config.megatron), dp or 1, 1, 1, None, size, micro, True)
         return BatchPlan(size, 1, (phase,))
 
@@ -155,50 +164,83 @@ class _Planner:
         text = f"prompts do not divide into mini-batches of {mini} ({mini_path})"
         self._divides("data.train_batch_size", prompts, mini, text, mini)
         self._divides_samples(mini_path, mini, n, dp)
-        micro = self._micro(path, _UPDATE_KEYS, _share(mini * n, dp), self._longest(), _LONGEST)
+        micro = self._micro(path, _UPDATE_KEYS, megatron, _share(mini * n, dp), self._longest())
         return PhasePlan(name, _layout(megatron), dp or 1, epochs, prompts // mini, mini, mini * n, micro, True)
 
     def _forward(self, name: str, megatron: MegatronConfig, path: str) -> PhasePlan:
         """The plan of a pass without update over all samples of a step."""
         prompts, n, dp = *self._step(), megatron.data_parallel_size
         self._divides_samples("data.train_batch_size", prompts, n, dp)
-        micro = self._micro(path, _LOG_PROB_KEYS, _share(prompts * n, dp), self._longest(), _LONGEST)
+        micro = self._micro(path, _LOG_PROB_KEYS, megatron, _share(prompts * n, dp), self._longest())
         return PhasePlan(name, _layout(megatron), dp or 1, 1, 1, prompts, prompts * n, micro, False)
 
     def _step(self) -> tuple[int, int]:
         """Prompts per step, samples per prompt."""
         return value_at(self.config, "data.train_batch_size"), value_at(self.config, "actor_rollout_ref.rollout.n")
 
-    def _longest(self) -> int:
-        """Tokens of the longest possible sample."""
-        return value_at(self.config, "data.max_prompt_length") + value_at(self.config, "data.max_response_length")
+    def _longest(self) -> _Longest:
+        """The longest possible sample."""
+        prompt, response = "data.max_prompt_length", "data.max_response_length"
+        return _Longest(f"{prompt} + {response}", value_at(self.config, prompt) + value_at(self.config, response))
 
-    def _micro(self, path: str, keys: _MicroKeys, share: int | None, longest: int, longest_name: str) -> MicroBatches:
+    def _micro(
+        self, path: str, keys: _MicroKeys, megatron: MegatronConfig, share: int | None, longest: _Longest
+    ) -> MicroBatches:
         """Checks and returns how a rank's ``share`` of samples is cut; a share of None is not whole."""
         keys = _MicroKeys(*(f"{path}.{key}" for key in keys))
         dynamic, max_tokens, samples = (value_at(self.config, key) for key in keys)
-        if dynamic:
-            if samples is not None:
-                self._note(keys.samples, f"has no effect while {keys.dynamic}=true; leave it null or set that to false")
-            if max_tokens < longest:
-                self._note(keys.max_tokens, f"must hold the longest sample, {longest_name} = {longest} tokens")
-            return MicroBatches(max_tokens=max_tokens)
+        interleaved = (megatron.virtual_pipeline_model_parallel_size or 1) > 1
+        multiple = megatron.pipeline_model_parallel_size if interleaved else 1
+        if not dynamic:
+            self._check_samples(keys, samples, share, multiple)
+            return MicroBatches(samples=samples, multiple=multiple)
+        if samples is not None:
+            self._note(keys.samples, f"has no effect while {keys.dynamic}=true; leave it null or set that to false")
+        max_tokens *= megatron.context_parallel_size
+        self._check_tokens(keys, max_tokens, megatron.context_parallel_size, share, longest, multiple)
+        return MicroBatches(max_tokens=max_tokens, multiple=multiple)
+
+    def _check_samples(self, keys: _MicroKeys, samples: int | None, share: int | None, multiple: int) -> None:
+        """Whether micro-batches of a fixed number of samples come out, ``multiple`` by ``multiple``."""
         if samples is None:
             self._note(keys.samples, f"must be set while {keys.dynamic}=false")
-        elif share is not None and share % samples:
-            fitting = [d for d in range(1, share + 1) if share % d == 0]
-            near = sorted(sorted(fitting, key=lambda d: abs(d - samples))[:2])
+        elif share is not None and share % (samples * multiple):
+            fitting = [d for d in range(1, share + 1) if share % (d * multiple) == 0]
+            near = " and ".join(map(str, sorted(sorted(fitting, key=lambda d: abs(d - samples))[:2])))
+            text = f"does not divide the {share} samples that a data-parallel rank computes at a time"
+            if multiple > 1:
+                text += (
+                    f" into a multiple of {multiple} micro-batches, which {multiple} interleaved pipeline stages need"
+                )
+            self._note(keys.samples, f"{text}; nearest that do: {near}" if near else f"{text}; no number does")
+
+    def _check_tokens(
+        self, keys: _MicroKeys, max_tokens: int, devices: int, share: int | None, longest: _Longest, multiple: int
+    ) -> None:
+        """Whether a budget of tokens over ``devices`` holds every sample, and shares can always be cut as they must.
+
+        First-fit opens a further micro-batch only when none has room for a sample, so all but the last have at least
+        as many samples as the budget has room for samples of the longest kind.
+        """
+        if max_tokens < longest.tokens:
+            per_device = "" if devices == 1 else f", on {devices} devices: {-(-longest.tokens // devices)} on each"
             self._note(
-                keys.samples,
-                f"does not divide the {share} samples that a data-parallel rank computes at a time; "
-                f"nearest that do: {' and '.join(map(str, near))}",
+                keys.max_tokens, f"must hold the longest sample, {longest.name} = {longest.tokens} tokens{per_device}"
             )
-        return MicroBatches(samples=samples)
+        elif share is not None:
+            most = -(-share // (max_tokens // longest.tokens))
+            if -(-most // multiple) * multiple > share:
+                self._note(
+                    keys.max_tokens,
+                    f"can make {most} micro-batches of the {share} samples that a data-parallel rank computes at a "
+                    f"time, which cannot be divided into a multiple of {multiple} as {multiple} interleaved pipeline "
+                    f"stages need it; raise the budget, or the batch size to a multiple of {multiple} samples per rank",
+                )
 
     def _divides_samples(self, path: str, prompts: int, n: int, dp: int | None) -> None:
         if dp is None:
             return
-        what = f"prompts x {n} samples each (actor_rollout_ref.rollout.n) = {prompts * n} samples"
+        what = f"prompts x {_count(n, 'sample')} each (actor_rollout_ref.rollout.n) = {_count(prompts * n, 'sample')}"
         self._divides(path, prompts * n, dp, f"{what} do not divide over {_ranks(dp)}", dp // math.gcd(dp, n))
 
     def _divides(self, path: str, amount: int, parts: int, text: str, step: int) -> None:
@@ -214,7 +256,8 @@ class _Planner:
             self.problems.append(problem)
 
 
-_LONGEST = "data.max_prompt_length + data.max_response_length"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _share(samples: int, dp: int | None) -> int | None:
@@ -228,7 +271,13 @@ def _ranks(dp: int) -> str:
 
 def _layout(megatron: MegatronConfig) -> str:
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    return f"TP{tp} PP{pp} DP{megatron.data_parallel_size}"
+    others = {
+        "CP": megatron.context_parallel_size,
+        "EP": megatron.expert_model_parallel_size,
+        "VPP": megatron.virtual_pipeline_model_parallel_size or 1,
+    }
+    more = "".join(f" {name}{size}" for name, size in others.items() if size > 1)
+    return f"TP{tp} PP{pp} DP{megatron.data_parallel_size}{more}"
 
 
 _TITLES = {
@@ -255,11 +304,11 @@ _ROWS: tuple[tuple[str, Callable[[PhasePlan], object]], ...] = (
 def render_plan(plan: BatchPlan) -> str:
     """The plan as a table of plain text, each number with its unit."""
     if plan.samples_per_prompt == 1 and all(phase.prompts_per_mini_batch is None for phase in plan.phases):
-        head = f"One training step: {plan.samples_per_step} samples"
+        head = f"One training step: {_count(plan.samples_per_step, 'sample')}"
     else:
         head = (
-            f"One training step: {plan.prompts_per_step} prompts x {plan.samples_per_prompt} samples each "
-            f"= {plan.samples_per_step} samples"
+            f"One training step: {_count(plan.prompts_per_step, 'prompt')} x "
+            f"{_count(plan.samples_per_prompt, 'sample')} each = {_count(plan.samples_per_step, 'sample')}"
         )
     rows = [("", [_TITLES[phase.name] for phase in plan.phases])]
     for label, read in _ROWS:

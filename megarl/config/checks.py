@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.config.batch import batch_problems
-from megarl.config.parts import MegatronConfig, OptimConfig, RunConfig
+from megarl.config.layouts import describe_pool, layout_problems
+from megarl.config.parts import OptimConfig
 from megarl.config.problems import Problem, value_at
 from megarl.config.schema import TrainConfig
 from megarl.config.sft_schema import SFTConfig
@@ -24,44 +25,20 @@ def check(config: TrainConfig | SFTConfig) -> list[Problem]:
 
 
 def _layouts(config: TrainConfig) -> Iterator[Problem]:
-    yield from _layout(config, "actor_rollout_ref.actor.megatron")
+    yield from layout_problems(config, "actor_rollout_ref.actor.megatron")
     if config.uses_reference and config.actor_rollout_ref.ref.megatron is not None:
-        yield from _layout(config, "actor_rollout_ref.ref.megatron")
+        yield from layout_problems(config, "actor_rollout_ref.ref.megatron")
     if config.uses_critic:
-        yield from _layout(config, "critic.megatron")
+        yield from layout_problems(config, "critic.megatron")
 
 
 def _sft_layout(config: SFTConfig) -> Iterator[Problem]:
-    yield from _layout(config, "megatron")
-
-
-def _layout(config: TrainConfig | SFTConfig, path: str) -> Iterator[Problem]:
-    megatron: MegatronConfig = value_at(config, path)
-    tp, pp, dp = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.data_parallel_size,
-    )
-    pool = _pool(config.trainer)
-    if dp is None:
-        size = f"tensor parallel {tp} x pipeline parallel {pp} = {tp * pp} devices per replica"
-        worst = "tensor_model_parallel_size" if tp > 1 else "pipeline_model_parallel_size"
-        yield Problem.at(config, f"{path}.{worst}", f"{size} do not divide {pool}")
-    elif tp * pp * dp > config.trainer.num_devices:
-        size = f"tensor {tp} x pipeline {pp} x data parallel {dp} = {tp * pp * dp} devices"
-        yield Problem.at(config, f"{path}.data_parallel_size", f"{size} are more than {pool}")
-
-
-def _pool(trainer: RunConfig) -> str:
-    return (
-        f"the pool of {trainer.num_devices} "
-        f"(trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
-    )
+    yield from layout_problems(config, "megatron")
 
 
 def _replicas(config: TrainConfig) -> Iterator[Problem]:
     rollout, path = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    tp, pool = rollout.tensor_model_parallel_size, _pool(config.trainer)
+    tp, pool = rollout.tensor_model_parallel_size, describe_pool(config.trainer)
     if rollout.replicas is None:
         yield Problem.at(config, f"{path}.tensor_model_parallel_size", f"replicas of {tp} devices do not divide {pool}")
     elif rollout.replicas * tp > config.trainer.num_devices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from megarl.config.layouts import devices_per_replica
 from megarl.config.parts import LogProbBatchConfig, MegatronConfig, ModelPathConfig
 from megarl.config.schema import ActorConfig, CriticConfig, RolloutConfig, TrainConfig
 from megarl.config.sft_schema import SFTConfig
@@ -78,9 +79,9 @@ def _fill_critic(critic: CriticConfig, actor: ActorConfig, model: ModelPathConfi
 
 
 def _fill_layout(megatron: MegatronConfig, devices: int) -> None:
-    model_parallel = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-    if megatron.data_parallel_size is None and devices % model_parallel == 0:
-        megatron.data_parallel_size = devices // model_parallel
+    replica = devices_per_replica(megatron)
+    if megatron.data_parallel_size is None and devices % replica == 0:
+        megatron.data_parallel_size = devices // replica
 
 
 def _fill_replicas(rollout: RolloutConfig, devices: int) -> None:

@@ -23,17 +23,64 @@ class ModelPathConfig:
 
 @dataclass
 class MegatronConfig:
-    """Parallel layout and number format of one role's Megatron model."""
+    """Parallel layout, number format and memory of one role's Megatron model."""
 
     tensor_model_parallel_size: int = key(1, "Devices over which each layer is split.", at_least=1)
     pipeline_model_parallel_size: int = key(1, "Pipeline stages over which the layers are split.", at_least=1)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None, "Chunks of layers per stage (interleaved schedule); null = 1.", at_least=1
+    )
+    context_parallel_size: int = key(1, "Devices over which each sequence is split.", at_least=1)
+    expert_model_parallel_size: int = key(
+        1, "Groups of devices over which the experts of a mixture-of-experts model are divided.", at_least=1
+    )
+    expert_tensor_parallel_size: int | None = key(
+        None, "Devices over which each expert is split; null = `tensor_model_parallel_size`.", at_least=1
+    )
     data_parallel_size: int | None = key(
         None, "Replicas of the model; null = what the other sizes leave of the trainer's devices.", at_least=1
+    )
+    num_layers_in_first_pipeline_stage: int | None = key(
+        None, "Layers of the first stage; null = as many as the others.", at_least=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = key(
+        None, "Layers of the last stage; null = as many as the others.", at_least=1
+    )
+    account_for_embedding_in_pipeline_split: bool = key(
+        False, "Count the embedding as one layer where layers are divided over stages."
+    )
+    account_for_loss_in_pipeline_split: bool = key(
+        False, "Count the output layer as one layer where layers are divided over stages."
     )
     sequence_parallel: bool = key(
         True, "Split activations between the tensor-parallel ranks by sequence; no effect at tensor parallel 1."
     )
     use_distributed_optimizer: bool = key(True, "Shard optimizer state over the data-parallel ranks.")
+    overlap_grad_reduce: bool = key(False, "Sum gradients over data-parallel ranks while the backward still runs.")
+    overlap_param_gather: bool = key(
+        False, "Gather updated weights while the next forward already runs; needs `use_distributed_optimizer`."
+    )
+    recompute_granularity: str | None = key(
+        None,
+        "Activations to compute again in the backward instead of keeping them: whole layers, or `recompute_modules`; "
+        "null = none.",
+        choices=("full", "selective"),
+    )
+    recompute_method: str | None = key(
+        None,
+        "With granularity full: recompute in groups of `recompute_num_layers` layers, or only the first that many of "
+        "each stage; null = uniform.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = key(None, "See `recompute_method`; null = 1.", at_least=1)
+    recompute_modules: list[str] = key(
+        ["core_attn"],
+        "With granularity selective: what is computed again.",
+        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj"),
+    )
+    param_offload: bool = key(False, "Keep weights in host memory between the role's phases.")
+    grad_offload: bool = key(False, "Give the gradient buffers' memory back between the role's phases.")
+    optimizer_offload: bool = key(False, "Keep optimizer state in host memory between the role's phases.")
     dtype: str = key("bfloat16", "Number format of weights and activations.", choices=DTYPES)
 
 
@@ -53,11 +100,25 @@ class OptimConfig:
         0.0, "Warm-up as a share of `total_training_steps`; read where `lr_warmup_steps` is -1.", at_least=0, at_most=1
     )
     lr_decay_style: str = key(
-        "constant", "Shape of the learning rate after warm-up.", choices=("constant", "linear", "cosine")
+        "constant",
+        "Shape of the learning rate after warm-up; wsd = constant, then a decay over the last steps.",
+        choices=("constant", "linear", "cosine", "wsd"),
+    )
+    lr_wsd_decay_steps: int = key(
+        -1, "With wsd: optimizer steps of the decay; -1 = use `lr_wsd_decay_steps_ratio`.", at_least=1, allowed=(-1,)
+    )
+    lr_wsd_decay_steps_ratio: float = key(
+        0.1,
+        "With wsd: the decay as a share of `total_training_steps`; read where `lr_wsd_decay_steps` is -1.",
+        above=0,
+        at_most=1,
+    )
+    lr_wsd_decay_style: str = key(
+        "exponential", "With wsd: shape of the decay.", choices=("linear", "cosine", "exponential")
     )
     min_lr: float = key(0.0, "Learning rate at the end of the decay.", at_least=0)
     total_training_steps: int | None = key(
-        None, "Optimizer steps over which the schedule runs; null = as many as the run will do.", at_least=1
+        None, "Optimizer steps over which the schedule runs, at most the run's own; null = the run's own.", at_least=1
     )
     max_skipped_steps: int = key(
         3,

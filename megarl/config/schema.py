@@ -207,7 +207,11 @@ class TrainerConfig(RunConfig):
     """The run: length, devices, validation, checkpoints and records."""
 
     critic_warmup: int = key(0, "Steps in which only the critic learns.", at_least=0)
-    balance_batch: bool = key(True, "Give data-parallel ranks equal work by sequence length; never changes results.")
+    balance_batch: bool = key(
+        True,
+        "Order samples by their lengths so that mini-batches are alike, and give data-parallel ranks equal work by "
+        "the model's own cost. Results do not depend on how many ranks there are.",
+    )
     val_before_train: bool = key(False, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
     test_freq: int = key(-1, "Validate every so many steps, and after the last; -1 = never.", at_least=1, allowed=(-1,))

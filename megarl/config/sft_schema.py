@@ -28,8 +28,12 @@ class SFTDataConfig(DataSourceConfig):
 class SFTRunConfig(RunConfig):
     """The run: length, devices and records."""
 
-    target_loss: float | None = key(
-        None, "Stop early once the mean loss of the last 10 steps (nats per token) is down here; null = never.", above=0
+    target_accuracy: float | None = key(
+        None,
+        "Stop early once `train/accuracy`, the share of responses that greedy decoding would give word for word, "
+        "averaged over the last 10 steps, is up here; null = never.",
+        above=0,
+        at_most=1,
     )
 
 

@@ -14,7 +14,7 @@ from megarl.rollout.interface import (
     RolloutError,
     SamplingParams,
 )
-from megarl.rollout.registry import create_engine, known_engines, register_engine
+from megarl.rollout.registry import check_engine_model, create_engine, known_engines, register_engine
 
 __all__ = [
     "NO_VERSION",
@@ -26,6 +26,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutError",
     "SamplingParams",
+    "check_engine_model",
     "create_engine",
     "known_engines",
     "register_engine",

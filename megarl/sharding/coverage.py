@@ -41,7 +41,9 @@ def check_coverage(plan: ReshardPlan, params: Mapping[int, Sequence[LocalParam]]
 
 
 def _check_param(rank: int, param: LocalParam, written: list[Box]) -> None:
-    expected = [(piece.at, tuple(a + n for a, n in zip(piece.at, piece.shape, strict=True))) for piece in param.pieces]
+    expected = [
+        (piece.at, tuple(a + n for a, n in zip(piece.at, piece.local_shape, strict=True))) for piece in param.pieces
+    ]
     if sorted(expected) == sorted(written):
         return
     # On the grid that all boundaries span, every rectangle is a block of whole cells: counting cells counts elements.

@@ -19,7 +19,11 @@ Index = tuple[int, ...]
 
 
 class Move(NamedTuple):
-    """One rectangle of ``shape`` elements: from an offset in a training shard to an offset in a rollout shard."""
+    """One rectangle of ``shape`` elements: from an offset in a training shard to an offset in a rollout shard.
+
+    Where the rollout shard stacks several tensors (a layer's experts), ``dst_start`` and ``shape`` have one number more
+    than ``src_start``, which comes first, and the rectangle is one element thick there.
+    """
 
     src_rank: int
     src_param: str
@@ -53,9 +57,9 @@ class ReshardPlan:
 
 
 class _Holder(NamedTuple):
-    """A training shard, on every data-parallel rank at this coordinate, that holds a rectangle at offset ``at``."""
+    """A training shard that holds a rectangle at offset ``at``, on each of the ranks that hold the shard."""
 
-    tp: int
+    ranks: tuple[int, ...]
     pp: int
     param: str
     at: Index
@@ -94,7 +98,7 @@ def build_plan(
 
     Returns:
         The plan; the same arguments give the same plan in every process. Among ranks that hold the same elements
-        (data-parallel replicas, unsplit parameters, tied copies) the one with the least to send so far is chosen.
+        (replicas, unsplit parameters, tied copies) the one with the least to send so far is chosen.
 
     Raises:
         ValueError: ``bucket_bytes`` does not hold one element.
@@ -103,7 +107,7 @@ def build_plan(
         raise ValueError(f"bucket_bytes={bucket_bytes} must hold at least one element of {element_bytes} bytes")
     sources = _source_rectangles(weight_map, train)
     shards = [weight_map.rollout_params(rollout_tp, tp_rank) for tp_rank in range(rollout_tp)]
-    filler = _BucketFiller(train, bucket_bytes, element_bytes)
+    filler = _BucketFiller(bucket_bytes, element_bytes)
     for position in _interleaved_stages(shards[0], sources):
         for tp_rank, params in enumerate(shards):
             param = params[position]
@@ -116,12 +120,10 @@ def build_plan(
 def _source_rectangles(weight_map: WeightMap, train: ParallelLayout) -> _Sources:
     """For each Hugging Face tensor its partition into source rectangles, and who holds each."""
     sources: _Sources = defaultdict(lambda: defaultdict(list))
-    for pp in range(train.pp):
-        for tp in range(train.tp):
-            for param in weight_map.megatron_params(train, train.rank(tp=tp, pp=pp)):
-                for piece in param.pieces:
-                    holder = _Holder(tp, pp, param.name, piece.at)
-                    sources[piece.hf_name][piece.start, piece.stop].append(holder)
+    for param, stage, ranks in weight_map.shards(train):
+        for piece in param.pieces:
+            holder = _Holder(ranks, stage, param.name, piece.at)
+            sources[piece.hf_name][piece.start, piece.stop].append(holder)
     return sources
 
 
@@ -151,15 +153,20 @@ def _intersect(piece: Piece, start: Index, stop: Index, holders: list[_Holder]) 
     if min(shape) <= 0:
         return None
     offset = tuple(a - b for a, b in zip(low, start, strict=True))
-    dst_start = tuple(at + a - b for at, a, b in zip(piece.at, low, piece.start, strict=True))
+    stack, at = _split_stack(piece.at, len(piece.start))
+    dst_start = stack + tuple(a + b - c for a, b, c in zip(at, low, piece.start, strict=True))
     return _Overlap(holders, offset, dst_start, shape)
+
+
+def _split_stack(at: Index, dimensions: int) -> tuple[Index, Index]:
+    """An offset's position among stacked tensors, empty where nothing is stacked, and the offset within one."""
+    return at[: len(at) - dimensions], at[len(at) - dimensions :]
 
 
 @dataclass
 class _BucketFiller:
     """Chooses senders and fills buckets, destination by destination in the order given."""
 
-    train: ParallelLayout
     bucket_bytes: int
     element_bytes: int
     _moves: list[list[Move]] = field(default_factory=list)
@@ -175,8 +182,10 @@ class _BucketFiller:
             rank, holder = self._least_loaded(overlap.holders)
             self._load[rank] += elements
             src_start = tuple(map(sum, zip(holder.at, overlap.offset, at, strict=True)))
-            dst_start = tuple(map(sum, zip(overlap.dst_start, at, strict=True)))
-            move = Move(rank, holder.param, dst_rank, dst_param, src_start, dst_start, shape)
+            stack, start = _split_stack(overlap.dst_start, len(at))
+            dst_start = stack + tuple(map(sum, zip(start, at, strict=True)))
+            extent = (1,) * len(stack) + shape
+            move = Move(rank, holder.param, dst_rank, dst_param, src_start, dst_start, extent)
             self._place(move, elements * self.element_bytes)
 
     def buckets(self) -> tuple[Bucket, ...]:
@@ -185,7 +194,7 @@ class _BucketFiller:
         return tuple(Bucket(tuple(moves), sum(sent.values())) for moves, sent in filled if moves)
 
     def _least_loaded(self, holders: list[_Holder]) -> tuple[int, _Holder]:
-        candidates = {self.train.rank(tp=h.tp, dp=dp, pp=h.pp): h for h in holders for dp in range(self.train.dp)}
+        candidates = {rank: holder for holder in holders for rank in holder.ranks}
         rank = min(candidates, key=lambda r: (self._load[r], r))
         return rank, candidates[rank]
 

@@ -71,13 +71,14 @@ def _cut(params: Mapping[str, Tensor], move: Move) -> Tensor:
     tensor = params.get(move.src_param)
     if tensor is None:
         raise WeightSyncError(f"training rank {move.src_rank} has no parameter '{move.src_param}', the plan needs it")
-    part = tensor.detach()[tuple(slice(a, a + n) for a, n in zip(move.src_start, move.shape, strict=True))]
-    if tuple(part.shape) != move.shape:
+    shape = move.shape[len(move.shape) - len(move.src_start) :]
+    part = tensor.detach()[tuple(slice(a, a + n) for a, n in zip(move.src_start, shape, strict=True))]
+    if tuple(part.shape) != shape:
         raise WeightSyncError(
             f"parameter '{move.src_param}' of training rank {move.src_rank} has shape {list(tensor.shape)}, "
-            f"the plan reads {list(move.shape)} elements at {list(move.src_start)}"
+            f"the plan reads {list(shape)} elements at {list(move.src_start)}"
         )
-    return part
+    return part.reshape(move.shape)
 
 
 class BucketSender:

@@ -108,7 +108,7 @@ RL_COLUMNS = (
 )
 SFT_COLUMNS = (
     Column("loss", first_of("train/loss"), 7, style="bold green"),
-    Column("val loss", first_of("val/loss"), 8, style="cyan"),
+    Column("accuracy", first_of("train/accuracy"), 8, style="cyan"),
     Column("grad norm", first_of("train/grad_norm"), 9),
     Column("lr", first_of("train/lr"), 7, style="dim"),
     *_TOTALS,

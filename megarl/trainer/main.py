@@ -16,7 +16,7 @@ from megarl.rewards import RewardManager
 from megarl.tracking import Console
 from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.ppo_trainer import PPOTrainer
-from megarl.trainer.preflight import check_train, reward_function
+from megarl.trainer.preflight import check_schedules, check_train, reward_function
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.roles import RoleBuilder
 from megarl.trainer.rollout import RolloutPhase
@@ -69,6 +69,8 @@ class TrainerBuilder:
         if self.resume is not None:
             self.loader.load_state_dict(self.resume.state.dataloader)
         self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
+        self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.loader)
+        check_schedules(config, self.batches, self.total_steps)
 
     def build(self, pool: PlacedPool) -> PPOTrainer:
         """Start the workers on the pool's devices and return the trainer.
@@ -76,14 +78,14 @@ class TrainerBuilder:
         Raises:
             WorkerError: a worker failed to start.
         """
-        config = self.config
-        total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.loader)
+        config, total_steps = self.config, self.total_steps
         self.console.set_total_steps(total_steps)
         advantage = AdvantagePhase(config.algorithm)
         state = RunState(config, self.loader, advantage.kl_controller, total_steps, self.resume)
         resumed_from = (self.resume.path, self.resume.state.step) if self.resume else None
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), self.output_dir, self.console, resumed_from)
         roles = RoleBuilder(config, self.batches, total_steps, self.tokenizer, pool).build()
+        self.console.message(roles.describe())
         rollout = RolloutPhase(
             roles.rollout, config.actor_rollout_ref.rollout, config.data.max_response_length, self._batch_facts()
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from megarl.cluster import plan_split, row_costs, seqlen_metrics
+import math
+
+from megarl.cluster import seqlen_metrics
 from megarl.config.schema import TrainConfig
-from megarl.data import DataProto
+from megarl.data import DataProto, alike_mini_batches
 from megarl.rewards import RewardManager
 from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.metrics import Metrics, batch_metrics, phase_tokens, rollout_mismatch_metrics, throughput_metrics
@@ -15,6 +17,8 @@ from megarl.trainer.run_state import RunState
 from megarl.trainer.samples import describe_samples, dump_samples, evenly
 from megarl.trainer.validation import Validator
 
+MINI_BATCH_ROWS = ("actor_mini_batch_rows", "critic_mini_batch_rows")
+"""Facts of a batch: rows of a mini-batch over all ranks, by role."""
 SAMPLES_PER_STEP_IN_REPORT = 16
 SAMPLES_PER_VALIDATION_IN_REPORT = 64
 
@@ -58,7 +62,7 @@ class PPOTrainer:
                 with self.phase("gen"):
                     batch = self.rollout.generate_sequences(prompts, self.state.step)
                 with self.phase("reward"):
-                    batch = self.score(batch, metrics)
+                    batch = self.balance(self.score(batch, metrics))
                 with self.phase("old_log_prob"):
                     batch = batch.union(self.roles.actor.compute_log_prob(batch))
                 if self.roles.reference:
@@ -104,11 +108,25 @@ class PPOTrainer:
             with self.phase("save_checkpoint"):
                 self.state.save(self.roles, self.reporter.metrics_file)
 
+    def balance(self, batch: DataProto) -> DataProto:
+        """The batch in an order whose mini-batches have alike lengths; samples of one prompt stay together.
+
+        The order suits actor and critic, and does not depend on how many ranks they have.
+        """
+        if not self.config.trainer.balance_batch:
+            return batch
+        rows = [batch.meta_info[name] for name in MINI_BATCH_ROWS if name in batch.meta_info]
+        mini_batches = math.lcm(*(len(batch) // size for size in rows))
+        lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+        return batch.reorder(alike_mini_batches(lengths, mini_batches, self.config.actor_rollout_ref.rollout.n))
+
     def balance_metrics(self, batch: DataProto) -> Metrics:
         """``global_seqlen/*`` of the actor's update, before and after balancing."""
-        costs = row_costs(batch)
+        actor = self.roles.actor
+        lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+        costs = actor.budgets["update_actor"].cost.of(lengths)
         rows = batch.meta_info["actor_mini_batch_rows"]
-        return seqlen_metrics(costs, plan_split(costs, self.roles.actor.layout.dp, rows, equal=True))
+        return seqlen_metrics(lengths, costs, actor.plan("update_actor", batch), rows)
 
     def dump(self, batch: DataProto) -> None:
         """Write the step's answers where asked for, and keep some for the report."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.config import MegatronConfig, TrainConfig
+from megarl.config import MegatronConfig, OptimConfig, TrainConfig
+from megarl.config.batch import BatchPlan
+from megarl.config.problems import InvalidConfigError, Problem, value_at
 from megarl.config.sft_schema import SFTConfig
 from megarl.data import check_parquet
 from megarl.data.parquet import RLHF_COLUMNS
@@ -13,7 +15,10 @@ from megarl.errors import ConfigError
 from megarl.models import ParallelLayout, check_layout, check_model_folder
 from megarl.rewards import custom_reward_spec, load_reward_function
 from megarl.rewards.registry import RewardFunction
-from megarl.trainer.roles import layout_of
+from megarl.rollout import check_engine_model
+from megarl.trainer.roles import run_updates
+from megarl.workers.layouts import check_role
+from megarl.workers.schedule import schedule_steps
 
 
 def check_train(config: TrainConfig) -> None:
@@ -29,7 +34,9 @@ def check_train(config: TrainConfig) -> None:
     if config.uses_critic:
         _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron")
     rollout = ParallelLayout(tp=policy.rollout.tensor_model_parallel_size)
-    check_layout(check_model_folder(policy.model.path).config, rollout, "actor_rollout_ref.rollout")
+    model = check_model_folder(policy.model.path).config
+    check_layout(model, rollout, "actor_rollout_ref.rollout")
+    check_engine_model(policy.rollout.name, model)
     check_parquet(config.data.train_files, RLHF_COLUMNS, "data.train_files", config.data.prompt_key)
     if config.data.val_files:
         check_parquet(config.data.val_files, RLHF_COLUMNS, "data.val_files", config.data.prompt_key)
@@ -47,6 +54,50 @@ def check_sft(config: SFTConfig) -> None:
     check_export(config.trainer.hf_export_dir, [config.model.path])
     data = config.data
     check_parquet(data.train_files, [], "data.train_files", data.prompt_key, text_columns=[data.response_key])
+
+
+def check_schedules(config: TrainConfig | SFTConfig, batches: BatchPlan, total_steps: int) -> None:
+    """Check that the learning-rate schedules fit into the run, whose length is known once the data are read.
+
+    Args:
+        config: complete.
+        batches: its batch arithmetic.
+        total_steps: training steps of the whole run.
+
+    Raises:
+        InvalidConfigError: with every length that does not fit, by its key.
+    """
+    if isinstance(config, SFTConfig):
+        sections = {"sft": "optim"}
+    elif config.trainer.val_only:
+        sections = {}
+    else:
+        sections = {"actor": "actor_rollout_ref.actor.optim"} | (
+            {"critic": "critic.optim"} if config.uses_critic else {}
+        )
+    updates = {path: run_updates(config, batches, phase, total_steps) for phase, path in sections.items()}
+    problems = [problem for path in updates for problem in _schedule(config, path, updates[path])]
+    if problems:
+        raise InvalidConfigError(problems)
+
+
+def _schedule(config: TrainConfig | SFTConfig, path: str, updates: int) -> Iterator[Problem]:
+    optim: OptimConfig = value_at(config, path)
+    total, warmup, decay, warmup_key, decay_key = schedule_steps(optim, updates)
+    if total > updates:
+        text = f"must be at most the run's {updates} optimizer steps; null = as many"
+        yield Problem.at(config, f"{path}.total_training_steps", text)
+    elif warmup > total:
+        yield Problem.at(config, f"{path}.{warmup_key}", f"must be at most the schedule's {total} optimizer steps")
+    elif optim.lr_decay_style != "constant" and warmup == total:
+        text = f"the warm-up of {warmup} optimizer steps leaves none of the schedule's {total} to lr_decay_style"
+        yield Problem.at(config, f"{path}.{warmup_key}", f"{text}={optim.lr_decay_style}; lower it")
+    elif optim.lr_decay_style == "wsd" and warmup + decay > total:
+        text = (
+            f"a decay of {decay} optimizer steps does not fit behind a warm-up of {warmup} into {total}; "
+            f"at most {total - warmup}"
+        )
+        yield Problem.at(config, f"{path}.{decay_key}", text)
 
 
 def reward_function(config: TrainConfig) -> RewardFunction:
@@ -74,4 +125,4 @@ def check_export(folder: str | None, models: Sequence[str]) -> None:
 
 
 def _check_model(path: str, megatron: MegatronConfig, field: str) -> None:
-    check_layout(check_model_folder(path).config, layout_of(megatron), field)
+    check_role(check_model_folder(path).config, megatron, field)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,8 +12,11 @@ from megarl.cluster import PlacedPool, WorkerGroup, wait_all, wait_ready
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
 from megarl.config import MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
+from megarl.config.sft_schema import SFTConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
+from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.sharding import ShardingManager, build_plan
+from megarl.workers.layouts import layout_of
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -36,6 +40,12 @@ class Roles:
     rollout: WorkerGroup
     sharding_manager: ShardingManager
 
+    def describe(self) -> str:
+        """What each group of Megatron workers computes with, a line each."""
+        groups = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        own = {name: group for name, group in groups.items() if group and (name == "actor" or group is not self.actor)}
+        return "\n".join(f"{name}: {group.describe()}" for name, group in own.items())
+
     def learners(self) -> Iterator[WorkerGroup]:
         """The groups whose state a checkpoint holds."""
         yield self.actor
@@ -43,11 +53,18 @@ class Roles:
             yield self.critic
 
 
-def layout_of(megatron: MegatronConfig) -> ParallelLayout:
-    """The layout of a role whose sizes are complete."""
-    return ParallelLayout(
-        megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.data_parallel_size or 1
-    )
+def run_updates(config: TrainConfig | SFTConfig, batches: BatchPlan, phase: str, total_steps: int) -> int:
+    """Optimizer steps that a role takes in a whole run, at least those of one training step.
+
+    Args:
+        config: complete.
+        batches: its batch arithmetic.
+        phase: the role's update: ``actor``, ``critic`` or ``sft``.
+        total_steps: training steps of the whole run.
+    """
+    # While the critic warms up, the actor does not learn.
+    waits = config.trainer.critic_warmup if phase == "actor" and isinstance(config, TrainConfig) else 0
+    return batches.phase(phase).optimizer_steps * max(1, total_steps - waits)
 
 
 class RoleBuilder:
@@ -96,32 +113,38 @@ class RoleBuilder:
         if self._has_reference() and not self._reference_has_workers():
             reference = self._log_prob("ref_log_prob")
         actor = self.policy.actor
-        kwargs = {
+        kwargs: dict[str, Any] = {
             "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor"),
             "config": actor,
             "plan": self._update_plan("actor", actor.loss_agg_mode),
             "log_prob": self._log_prob("old_log_prob"),
             "reference": reference,
         }
-        return self._group("actor", "megarl.workers.actor:ActorWorker", kwargs, layout_of(actor.megatron))
+        budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
+        if reference is not None:
+            budgets["compute_ref_log_prob"] = reference.budget
+        return self._group("actor", "megarl.workers.actor:ActorWorker", kwargs, layout_of(actor.megatron), budgets)
 
     def _critic(self) -> WorkerGroup:
         critic = self.config.critic
-        kwargs = {
+        kwargs: dict[str, Any] = {
             "settings": self._settings(str(critic.model.path), critic.megatron, critic.optim, "critic"),
             "config": critic,
             "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
         }
-        return self._group("critic", "megarl.workers.critic:CriticWorker", kwargs, layout_of(critic.megatron))
+        budgets = dict.fromkeys(("compute_values", "update_critic"), kwargs["plan"].budget)
+        return self._group("critic", "megarl.workers.critic:CriticWorker", kwargs, layout_of(critic.megatron), budgets)
 
     def _reference(self) -> WorkerGroup:
         megatron = self.policy.ref.megatron
         assert megatron is not None
-        kwargs = {
+        kwargs: dict[str, Any] = {
             "settings": self._settings(self.policy.model.path, megatron, None, None),
             "log_prob": self._log_prob("ref_log_prob"),
         }
-        return self._group("reference", "megarl.workers.reference:ReferenceWorker", kwargs, layout_of(megatron))
+        budgets = {"compute_ref_log_prob": kwargs["log_prob"].budget}
+        worker = "megarl.workers.reference:ReferenceWorker"
+        return self._group("reference", worker, kwargs, layout_of(megatron), budgets)
 
     def _has_critic(self) -> bool:
         """Whether there is a critic; validation alone needs neither critic nor reference."""
@@ -162,13 +185,20 @@ class RoleBuilder:
         )
         return ShardingManager(plan, GroupSource(actor, rollout.world_size), GroupTarget(rollout))
 
-    def _group(self, role: str, worker: str, kwargs: dict, layout: ParallelLayout) -> WorkerGroup:
-        return WorkerGroup(role, worker, kwargs, layout, self.pool)
+    def _group(
+        self,
+        role: str,
+        worker: str,
+        kwargs: dict[str, Any],
+        layout: ParallelLayout,
+        budgets: dict[str, MicroBatchBudget] | None = None,
+    ) -> WorkerGroup:
+        return WorkerGroup(role, worker, kwargs, layout, self.pool, budgets=budgets)
 
     def _settings(
         self, model_path: str, megatron: MegatronConfig, optim: OptimConfig | None, phase: str | None
     ) -> RoleSettings:
-        updates = self.batches.phase(phase).optimizer_steps * self.total_steps if phase else 0
+        updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
         return RoleSettings(
             model_path=model_path,
             layout=layout_of(megatron),
@@ -180,23 +210,32 @@ class RoleBuilder:
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str) -> UpdatePlan:
-        return update_plan(self.batches.phase(phase), loss_agg_mode, self.config.data.max_response_length)
+        return update_plan(
+            self.batches.phase(phase), self._cost(phase), loss_agg_mode, self.config.data.max_response_length
+        )
 
     def _log_prob(self, phase: str) -> LogProbSettings:
-        return LogProbSettings(budget(self.batches.phase(phase).micro), self.policy.rollout.temperature)
+        micro = budget(self.batches.phase(phase).micro, self._cost(phase))
+        return LogProbSettings(micro, self.policy.rollout.temperature)
+
+    def _cost(self, phase: str) -> SequenceCost:
+        """What a sequence costs the model of a phase."""
+        if phase == "critic":
+            return sequence_cost(read_model_config(str(self.config.critic.model.path)), value_head=True)
+        return sequence_cost(read_model_config(self.policy.model.path))
 
 
-def budget(micro: MicroBatches) -> MicroBatchBudget:
-    """The worker's budget from the batch arithmetic."""
-    return MicroBatchBudget(max_tokens=micro.max_tokens, size=micro.samples)
+def budget(micro: MicroBatches, cost: SequenceCost) -> MicroBatchBudget:
+    """The worker's budget from the batch arithmetic and what a sequence costs its model."""
+    return MicroBatchBudget(micro.max_tokens, micro.samples, micro.multiple, cost)
 
 
-def update_plan(phase: PhasePlan, loss_agg_mode: str, horizon: int) -> UpdatePlan:
-    """The worker's plan of an update from the batch arithmetic."""
+def update_plan(phase: PhasePlan, cost: SequenceCost, loss_agg_mode: str, horizon: int) -> UpdatePlan:
+    """The worker's plan of an update from the batch arithmetic and what a sequence costs its model."""
     return UpdatePlan(
         mini_batch_rows=phase.samples_per_mini_batch,
         epochs=phase.epochs,
-        budget=budget(phase.micro),
+        budget=budget(phase.micro, cost),
         loss_agg_mode=loss_agg_mode,
         horizon=horizon,
     )

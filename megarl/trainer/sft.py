@@ -10,15 +10,18 @@ from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
 from megarl.config.batch import BatchPlan, plan_batches, render_plan
 from megarl.config.sft_schema import SFTConfig
 from megarl.data import DataProto, SFTDataset, StatefulLoader
+from megarl.models import read_model_config
+from megarl.models.sequence_cost import sequence_cost
 from megarl.tracking import SFT_COLUMNS, Console
 from megarl.trainer.metrics import Metrics, phase_tokens
-from megarl.trainer.preflight import check_sft
+from megarl.trainer.preflight import check_schedules, check_sft
 from megarl.trainer.reporting import RunReporter, RunSummary
-from megarl.trainer.roles import layout_of, update_plan
+from megarl.trainer.roles import update_plan
 from megarl.trainer.session import load_tokenizer, placed_devices
+from megarl.workers.layouts import layout_of
 from megarl.workers.settings import RoleSettings
 
-# Training loss over this many steps decides whether the target is reached: one step's is noise.
+# Accuracy over this many steps decides whether the target is reached: one step's is noise.
 TARGET_WINDOW = 10
 
 
@@ -36,12 +39,14 @@ def run(config: SFTConfig, output_dir: Path) -> RunSummary:
     batches = plan_batches(config)
     loader = _loader(config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
+    check_schedules(config, batches, total_steps)
     with Console(total_steps, SFT_COLUMNS) as console:
         console.message(render_plan(batches))
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, console)
         with placed_devices(config.trainer) as pool:
             with console.phase("start workers", announce=True):
                 workers = _start_workers(config, batches, total_steps, pool)
+            console.message(workers.describe())
             _fit(config, workers, loader, total_steps, reporter)
             folder = str(config.trainer.hf_export_dir)
             with console.phase("export", announce=True):
@@ -52,16 +57,16 @@ def run(config: SFTConfig, output_dir: Path) -> RunSummary:
 def _fit(
     config: SFTConfig, workers: WorkerGroup, loader: StatefulLoader, total_steps: int, reporter: RunReporter
 ) -> None:
-    """Steps until the last one, or until the loss reaches its target."""
+    """Steps until the last one, or until the accuracy reaches its target."""
     recent: list[float] = []
     for step, batch in enumerate(_batches(loader, total_steps), start=1):
         with reporter.phase("step"), reporter.phase("update"):
             metrics: Metrics = workers.update_sft(batch)
         reporter.log_step(step, metrics, phase_tokens(batch, reporter.seconds))
-        recent = [*recent[-TARGET_WINDOW + 1 :], metrics["train/loss"]]
-        target = config.trainer.target_loss
-        if target is not None and len(recent) == TARGET_WINDOW and sum(recent) / TARGET_WINDOW <= target:
-            reporter.console.message(f"stopped at step {step}: the loss has reached trainer.target_loss={target}")
+        recent = [*recent[-TARGET_WINDOW + 1 :], metrics["train/accuracy"]]
+        target = config.trainer.target_accuracy
+        if target is not None and len(recent) == TARGET_WINDOW and sum(recent) / TARGET_WINDOW >= target:
+            reporter.console.message(f"stopped at step {step}: trainer.target_accuracy={target} is reached")
             return
 
 
@@ -99,9 +104,10 @@ def _start_workers(config: SFTConfig, batches: BatchPlan, total_steps: int, pool
         device=config.trainer.device,
         seed=config.trainer.seed,
     )
-    plan = update_plan(batches.phase("sft"), "token-mean", config.data.max_length)
-    kwargs = {"settings": settings, "plan": plan}
-    workers = WorkerGroup("sft", "megarl.workers.sft:SFTWorker", kwargs, settings.layout, pool)
+    cost = sequence_cost(read_model_config(config.model.path))
+    plan = update_plan(batches.phase("sft"), cost, "token-mean", config.data.max_length)
+    kwargs, budgets = {"settings": settings, "plan": plan}, {"update_sft": plan.budget}
+    workers = WorkerGroup("sft", "megarl.workers.sft:SFTWorker", kwargs, settings.layout, pool, budgets=budgets)
     wait_ready([workers])
     workers.init_model()
     return workers

@@ -10,8 +10,8 @@ from megarl.workers.dispatch import Dispatch, verb
 class Sleeper:
     """Can be killed while it sleeps, or fail as it is built."""
 
-    def __init__(self, rank, world_size, master_addr, master_port, fail_on_rank=None):
-        if rank == fail_on_rank:
+    def __init__(self, place, fail_on_rank=None):
+        if place.rank == fail_on_rank:
             raise FileNotFoundError("shard 3 is missing")
         if fail_on_rank is not None:
             time.sleep(600)  # as one that waits for a peer that never comes
@@ -56,8 +56,8 @@ class Shadowing(Sleeper):
 class Trainer:
     """Source of a weight sync: packs one number per destination."""
 
-    def __init__(self, rank, world_size, master_addr, master_port, destinations, fail_at=None):
-        self.rank, self.destinations, self.fail_at = rank, destinations, fail_at
+    def __init__(self, place, destinations, fail_at=None):
+        self.rank, self.destinations, self.fail_at = place.rank, destinations, fail_at
         self.packed = set()
 
     @verb(Dispatch.ALL)
@@ -84,7 +84,7 @@ class Trainer:
 class Engine:
     """Target of a weight sync: notes what it receives."""
 
-    def __init__(self, rank, world_size, master_addr, master_port):
+    def __init__(self, place):
         self.events = []
 
     @verb(Dispatch.ALL)

@@ -13,9 +13,9 @@ from megarl.workers.dispatch import Dispatch, verb
 class Echo:
     """Says what it was given; needs no process group."""
 
-    def __init__(self, rank, world_size, master_addr, master_port, greeting="hello"):
-        self.rank, self.world_size, self.greeting = rank, world_size, greeting
-        self.address = (master_addr, master_port)
+    def __init__(self, place, greeting="hello"):
+        self.rank, self.world_size, self.greeting = place.rank, place.world_size, greeting
+        self.address = (place.master_addr, place.master_port)
         self.chunk_rows = []
 
     @verb(Dispatch.ALL)
@@ -67,9 +67,10 @@ class Echo:
 class Summer:
     """One process group per role; can fail in the ways that workers fail."""
 
-    def __init__(self, rank, world_size, master_addr, master_port):
-        self.rank = rank
-        store = dist.TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
+    def __init__(self, place):
+        self.rank = rank = place.rank
+        world_size = place.world_size
+        store = dist.TCPStore(*place[2:], world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
 
     @verb(Dispatch.ALL)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from interrupts import hear_interrupts
 
 from megarl.cluster import RaySession
 from megarl.errors import ResourceError
@@ -55,6 +56,7 @@ def script(tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, mode],
             cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=hear_interrupts,
         )  # fmt: skip
         started.append(process)
         return process, mark

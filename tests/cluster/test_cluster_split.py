@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.cluster.split import collect, plan_split, row_costs, seqlen_metrics, split
-from megarl.data import DataProto
+from megarl.cluster.split import collect, mini_batch_sizes, plan_rows, plan_split, row_costs, seqlen_metrics, split
+from megarl.data import DataProto, fewest_micro_batches, plan_micro_batches
 from megarl.errors import DataError
+from megarl.models.sequence_cost import SequenceCost
+from megarl.workers.settings import MicroBatchBudget
 
 COSTS = [7, 1, 9, 3, 3, 8, 2, 6, 5, 5, 1, 4]
 
@@ -24,6 +26,8 @@ def test_costs_are_real_tokens():
         "attention_mask": mask,
     }
     assert row_costs(DataProto.from_dict(tensors)) == [3, 3, 1]
+    assert row_costs(DataProto.from_dict(tensors), SequenceCost(10, 2)) == [48, 48, 12]
+    assert row_costs(DataProto.from_dict(tensors, meta_info={"balance_batch": False})) == [1, 1, 1]
     assert row_costs(batch_of(2)) == [1, 1]
 
 
@@ -120,8 +124,78 @@ def test_responses_of_different_widths_are_joined():
     assert joined.batch["rollout_log_probs"].tolist() == [[-1.0, -1.0, -1.0], [-1.0, -1.0, 0.0]]
 
 
+def answered(lengths, **meta):
+    """Rows with an answer, of as many tokens."""
+    width = max(lengths)
+    mask = torch.arange(width + 1) < torch.tensor(lengths)[:, None]
+    tensors = {
+        "prompts": torch.zeros(len(lengths), 1, dtype=torch.long),
+        "responses": torch.zeros(len(lengths), width, dtype=torch.long),
+        "attention_mask": mask.long(),
+    }
+    return DataProto.from_dict(tensors, {"uid": [f"u{row}" for row in range(len(lengths))]}, meta)
+
+
+SKEWED = [40, 3, 3, 3, 2, 2, 2, 1, 9, 9, 9, 9, 9, 9, 9, 9]  # two mini-batches of 8
+
+
+def test_a_token_budget_leaves_counts_free():
+    plan = plan_rows(answered(SKEWED), 2, 8, equal=True, budget=MicroBatchBudget(max_tokens=40))
+    assert mini_batch_sizes(plan, 8) == [[1, 4], [7, 4]]
+    for rank, sizes in enumerate(([1, 4], [7, 4])):
+        assert split(answered(SKEWED), plan, 8)[rank].meta_info == {"mini_batch_sizes": sizes}
+    assert sorted(plan[0] + plan[1]) == list(range(16))
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        MicroBatchBudget(size=2),
+        MicroBatchBudget(max_tokens=40, multiple=2),  # the rank with one row could not make two micro-batches
+    ],
+)
+def test_counts_are_equal_where_micro_batches_need_it(budget):
+    plan = plan_rows(answered(SKEWED), 2, 8, budget=budget)
+    assert mini_batch_sizes(plan, 8) == [[4, 4], [4, 4]]
+
+
+def test_work_is_balanced_by_the_cost_of_the_model():
+    quadratic = MicroBatchBudget(max_tokens=100, cost=SequenceCost(0, 1))
+    lengths = [6, 3, 3, 3, 3]
+    by_rank = [sorted(lengths[row] for row in rows) for rows in plan_rows(answered(lengths), 2, budget=quadratic)]
+    assert by_rank == [[6], [3, 3, 3, 3]]
+    plain = plan_rows(answered(lengths), 2, budget=MicroBatchBudget(max_tokens=100))
+    assert sorted(map(len, plain)) == [2, 3]
+
+
+def test_a_row_longer_than_the_budget_is_named_before_the_call():
+    with pytest.raises(DataError, match=r"row 2 \(uid=u2\) has 9 tokens, a micro-batch may hold 8; raise"):
+        plan_rows(answered([4, 8, 9]), 2, budget=MicroBatchBudget(max_tokens=8))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=12, max_size=12),
+    dp=st.sampled_from([1, 2, 3]),
+    multiple=st.sampled_from([1, 2]),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_rank_can_make_the_common_number_of_micro_batches(lengths, dp, multiple):
+    budget = MicroBatchBudget(max_tokens=60, multiple=multiple)
+    plan = plan_rows(answered(lengths), dp, 6, equal=True, budget=budget)
+    sizes = mini_batch_sizes(plan, 6)
+    for mini_batch in range(2):
+        cut = [rows[:n] if mini_batch == 0 else rows[-m:] for rows, (n, m) in zip(plan, sizes, strict=True)]
+        assert sorted(itertools.chain(*cut)) == list(range(6 * mini_batch, 6 * mini_batch + 6))
+        needed = [fewest_micro_batches([lengths[row] for row in rows], max_tokens=60) for rows in cut]
+        for rows in cut:
+            plan_micro_batches(
+                [lengths[row] for row in rows], max_tokens=60, count=-(-max(needed) // multiple) * multiple
+            )
+
+
 def test_sequence_length_metrics():
-    metrics = seqlen_metrics([10, 20, 30, 40], [[0, 3], [1, 2]])
+    lengths = [10, 20, 30, 40]
+    metrics = seqlen_metrics(lengths, [100, 400, 900, 1600], [[0, 3], [1, 2]])
     assert metrics == {
         "global_seqlen/min": 30.0,
         "global_seqlen/max": 70.0,
@@ -129,4 +203,12 @@ def test_sequence_length_metrics():
         "global_seqlen/balanced_min": 50.0,
         "global_seqlen/balanced_max": 50.0,
         "global_seqlen/mean": 50.0,
+        "global_seqlen/imbalance": 2500 / 1500,
+        "global_seqlen/balanced_imbalance": 1700 / 1500,
     }
+
+
+def test_ranks_wait_for_each_other_in_every_mini_batch():
+    metrics = seqlen_metrics([1, 3, 3, 1], [1, 3, 3, 1], [[0, 2], [1, 3]], 2)
+    assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/mean"] == 4
+    assert metrics["global_seqlen/imbalance"] == metrics["global_seqlen/balanced_imbalance"] == 6 / 4

@@ -138,3 +138,62 @@ def test_table_names_its_units() -> None:
     assert rows["optimizer steps per training step"] == ["-", "2", "2"]
     assert len({len(line) for line in lines[1:]}) == 1
     assert TRAIN["trainer"] == {"experiment_name": "test"}
+
+
+def test_one_sample_is_not_samples() -> None:
+    plan = plan_batches(build(TrainConfig, with_keys({"data.train_batch_size": 256})))
+    assert render_plan(plan).splitlines()[0] == "One training step: 256 prompts x 1 sample each = 256 samples"
+
+
+INTERLEAVED = {
+    "trainer.n_gpus_per_node": 2,
+    f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+    f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2,
+    "data.max_prompt_length": 60,
+    "data.max_response_length": 40,
+}
+
+
+@pytest.mark.parametrize(
+    ("samples", "budget", "fits"),
+    [(4, 100, True), (3, 100, False), (3, 200, True), (1, 1000, False), (5, 199, False), (5, 200, True)],
+)
+def test_interleaved_stages_need_a_multiple_of_micro_batches(samples: int, budget: int, fits: bool) -> None:
+    values = {
+        **INTERLEAVED,
+        "data.train_batch_size": samples,
+        f"{ACTOR}.ppo_mini_batch_size": samples,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": budget,
+        "critic.megatron.pipeline_model_parallel_size": 2,
+    }
+    if fits:
+        assert plan_batches(build(TrainConfig, with_keys(values))).phase("actor").micro.multiple == 2
+        return
+    text = problems_of(values)[f"{ACTOR}.ppo_max_token_len_per_gpu"].text
+    assert f"of the {samples} samples" in text and "a multiple of 2 as 2 interleaved pipeline stages need" in text
+
+
+def test_interleaved_stages_and_micro_batches_of_fixed_size() -> None:
+    path = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    values = {
+        **INTERLEAVED,
+        "data.train_batch_size": 12,
+        f"{ACTOR}.ppo_mini_batch_size": 12,
+        f"{ACTOR}.use_dynamic_bsz": False,
+    }
+    assert "multiple of 2 micro-batches" in (text := problems_of({**values, path: 4})[path].text)
+    assert text.endswith("nearest that do: 2 and 3")
+    assert plan_batches(build(TrainConfig, with_keys({**values, path: 3}))).phase("actor").micro_batches_per_rank == 4
+
+
+def test_devices_that_share_sequences_share_the_budget() -> None:
+    values = {
+        "trainer.n_gpus_per_node": 2,
+        f"{ACTOR}.megatron.context_parallel_size": 2,
+        "critic.megatron.context_parallel_size": 2,
+        "data.max_prompt_length": 60,
+        "data.max_response_length": 40,
+    }
+    path = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    assert plan_batches(build(TrainConfig, with_keys({**values, path: 50}))).phase("actor").micro.max_tokens == 100
+    assert problems_of({**values, path: 49})[path].text.endswith("= 100 tokens, on 2 devices: 50 on each")

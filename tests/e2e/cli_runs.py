@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from interrupts import hear_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = Path(__file__).with_name("reward_functions.py")
@@ -45,6 +46,7 @@ class CliRun:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                preexec_fn=hear_interrupts,
                 start_new_session=True,  # so that a signal to its group is Ctrl-C in a terminal of its own
             )
 

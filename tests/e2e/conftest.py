@@ -15,7 +15,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's task in small: 48 thousand parameters, 80 problems to learn and 20 to validate on."""
     folder = tmp_path_factory.mktemp("task")
     command = [sys.executable, str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(folder)]
-    command += ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20"]
+    command += ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return folder
 

@@ -51,6 +51,7 @@ METRICS = [
     ),
     *("timing_per_token_ms/gen", "timing_per_token_ms/update_actor", "perf/throughput", "perf/total_num_tokens"),
     *(f"global_seqlen/{name}" for name in ("mean", "min", "max", "minmax_diff", "balanced_min", "balanced_max")),
+    *("global_seqlen/imbalance", "global_seqlen/balanced_imbalance"),
     *("training/global_step", "training/epoch", "training/rollout_probs_diff_mean", "reward/failed"),
 ]
 

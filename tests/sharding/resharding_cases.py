@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 
-ARCHITECTURES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+ARCHITECTURES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2MoeForCausalLM"]
 
 
 def weight_map_of(
@@ -25,6 +25,12 @@ def weight_map_of(
                 "vocab_size": vocab,
                 "max_position_embeddings": 64,
                 "tie_word_embeddings": tied,
+                # Of mixtures of experts: four, in every other layer, and one that all tokens share.
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": ffn,
+                "shared_expert_intermediate_size": ffn,
+                "decoder_sparse_step": 2,
             }
         )
     )
@@ -36,18 +42,25 @@ def cases(draw):
     tp, rollout_tp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 3, 4]))
     pp = draw(st.integers(1, 3))
     groups = int(np.lcm(tp, rollout_tp))
+    ffn = groups * draw(st.integers(1, 2))
     weight_map = weight_map_of(
         draw(st.sampled_from(ARCHITECTURES)),
         layers=pp * draw(st.integers(1, 2)),
         hidden=draw(st.integers(1, 5)),
-        ffn=groups * draw(st.integers(1, 2)),
+        ffn=ffn,
         heads=groups * draw(st.integers(1, 2)),
         groups=groups,
         head_dim=draw(st.integers(1, 2)),
         vocab=draw(st.integers(1, 150)),
         tied=draw(st.booleans()),
     )
-    return weight_map, ParallelLayout(tp, pp, draw(st.integers(1, 3))), rollout_tp, draw(st.integers(1, 3))
+    train = ParallelLayout(tp, pp, draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+    if weight_map.config.experts is not None:
+        ranks = train.ranks_per_stage
+        etp = draw(st.sampled_from([n for n in range(1, ranks + 1) if not ranks % n and not ffn % n]))
+        ep = draw(st.sampled_from([n for n in (1, 2, 4) if not ranks // etp % n]))
+        train = train._replace(ep=ep, etp=etp)
+    return weight_map, train, rollout_tp, draw(st.integers(1, 3))
 
 
 def labelled_checkpoint(weight_map, dtype=torch.int64):
@@ -70,7 +83,7 @@ def local_tensors(params, checkpoint, padding):
     for param in params:
         tensor = torch.full(param.shape, padding, dtype=next(iter(checkpoint.values())).dtype)
         for piece in param.pieces:
-            tensor[box(piece.at, piece.shape)] = checkpoint[piece.hf_name][box(piece.start, piece.shape)]
+            tensor[box(piece.at, piece.local_shape)] = checkpoint[piece.hf_name][box(piece.start, piece.shape)]
         local[param.name] = tensor
     return local
 

@@ -29,9 +29,9 @@ def test_every_destination_element_comes_once_from_the_right_element(case, bucke
     arrived = [{name: torch.zeros_like(t) for name, t in rank.items()} for rank in expected]
     for move in moves_of(plan):
         # Adding, not assigning: an element that is sent twice comes out wrong.
-        arrived[move.dst_rank][move.dst_param][box(move.dst_start, move.shape)] += source[move.src_rank][
-            move.src_param
-        ][box(move.src_start, move.shape)]
+        shape = move.shape[len(move.shape) - len(move.src_start) :]
+        sent = source[move.src_rank][move.src_param][box(move.src_start, shape)]
+        arrived[move.dst_rank][move.dst_param][box(move.dst_start, move.shape)] += sent.reshape(move.shape)
     for rank, weights in enumerate(expected):
         for name, tensor in weights.items():
             assert torch.equal(arrived[rank][name], tensor), (rank, name)

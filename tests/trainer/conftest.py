@@ -22,7 +22,7 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``model`` (and tokenizer) and ``data/{train,test,sft}.parquet``: 90 problems and 10."""
     folder = tmp_path_factory.mktemp("arithmetic")
     command = [sys.executable, str(TOOL), "--out", str(folder), "--hidden", "32", "--layers", "2"]
-    command += ["--largest", "9", "--num-test", "10"]
+    command += ["--largest", "9", "--num-test", "10", "--lessons", "60", "60"]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config import SFTConfig, TrainConfig
+from megarl.config.batch import plan_batches
 from megarl.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
 from megarl.rewards import load_reward_function
-from megarl.trainer.preflight import check_sft, check_train, reward_function
+from megarl.trainer.preflight import check_schedules, check_sft, check_train, reward_function
 
 POLICY = "actor_rollout_ref"
 
@@ -54,6 +56,61 @@ def test_what_is_wrong_with_a_job_is_named(
     config = train_config({**sizes, "trainer.n_gpus_per_node": devices, **changes})
     with pytest.raises(error, match=message):
         check_train(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        ({"lr_warmup_steps": 21}, "lr_warmup_steps", "must be at most the schedule's 20 optimizer steps"),
+        ({"total_training_steps": 21}, "total_training_steps", "must be at most the run's 20 optimizer steps"),
+        ({"lr_warmup_steps": 20, "lr_decay_style": "linear"}, "lr_warmup_steps", "leaves none of the schedule's 20"),
+        ({"lr_warmup_steps_ratio": 1.0, "lr_decay_style": "cosine"}, "lr_warmup_steps_ratio", "leaves none"),
+        (
+            {"lr_warmup_steps": 5, "lr_wsd_decay_steps": 16, "lr_decay_style": "wsd"},
+            "lr_wsd_decay_steps",
+            "a decay of 16 optimizer steps does not fit behind a warm-up of 5 into 20; at most 15",
+        ),
+        (
+            {"lr_warmup_steps_ratio": 0.5, "lr_wsd_decay_steps_ratio": 0.6, "lr_decay_style": "wsd"},
+            "lr_wsd_decay_steps_ratio",
+            "at most 10",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit_into_the_run(
+    train_config: Callable[..., TrainConfig],
+    sft_config: Callable[..., SFTConfig],
+    changes: dict[str, Any],
+    key: str,
+    message: str,
+) -> None:
+    """Of actor (which waits while the critic warms up), critic and supervised job; each run is one of 20 updates."""
+    halves = {"data.train_batch_size": 16, "trainer.critic_warmup": 2}
+    cases = [
+        (train_config(halves | with_prefix(f"{POLICY}.actor.optim", changes)), 12, f"{POLICY}.actor.optim"),
+        (train_config(halves | with_prefix("critic.optim", changes)), 10, "critic.optim"),
+        (sft_config(with_prefix("optim", changes)), 20, "optim"),
+    ]
+    for config, steps, path in cases:
+        with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+            check_schedules(config, plan_batches(config), steps)
+        assert f"{path}.{key}=" in str(refused.value)
+        if "ratio" not in key:
+            check_schedules(config, plan_batches(config), 10 * steps)
+
+
+def test_a_schedule_that_no_one_follows_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
+    warmup = {f"{POLICY}.actor.optim.lr_warmup_steps": 100, "critic.optim.lr_warmup_steps": 100}
+    config = train_config({**warmup, "trainer.val_only": True})
+    check_schedules(config, plan_batches(config), 1)
+    config = train_config(
+        {"critic.optim.lr_warmup_steps": 100, "algorithm.adv_estimator": "grpo", f"{POLICY}.rollout.n": 2}
+    )
+    check_schedules(config, plan_batches(config), 1)
+
+
+def with_prefix(prefix: str, changes: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}.{name}": value for name, value in changes.items()}
 
 
 def test_an_export_never_replaces_the_model_that_a_run_starts_from(

@@ -16,6 +16,7 @@ from megarl.trainer.main import prompt_loader, validation_loader
 from megarl.trainer.rollout import RolloutPhase
 from megarl.trainer.session import load_tokenizer
 from megarl.trainer.validation import Validator
+from megarl.workers.place import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
 
@@ -27,7 +28,7 @@ def worker(arithmetic: Path) -> RolloutWorker:
     from megarl.config import RolloutConfig
 
     settings = RolloutSettings(str(arithmetic / "model"), 0, "cpu", RolloutConfig(dtype="float32"))
-    worker = RolloutWorker(rank=0, world_size=1, master_addr="127.0.0.1", master_port=0, settings=settings)
+    worker = RolloutWorker(WorkerPlace(0, 1, "127.0.0.1", 0), settings=settings)
     worker.init_model()
     worker.engine.load_hf(str(arithmetic / "model"))
     return worker

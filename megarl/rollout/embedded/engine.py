@@ -51,6 +51,7 @@ class EmbeddedEngine(RolloutEngine):
 
     Raises:
         ConfigError: an option that this engine does not have.
+        ModelError: a model that it does not run (:func:`check_model`).
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EmbeddedEngine(RolloutEngine):
     ) -> None:
         options = options or EngineOptions()
         _check_options(options)
+        check_model(config)
         self.config, self.options, self._prompt_tokens = config, options, prompt_tokens
         self._device = torch.device(options.device)
         self._max_length = options.max_model_len or config.max_position_embeddings
@@ -223,7 +225,22 @@ class EmbeddedEngine(RolloutEngine):
             raise RolloutError(f"{what}: {outside[0]} is no token id, the vocabulary has {self.config.vocab_size}")
 
 
-@register_engine("embedded")
+def check_model(config: ModelConfig) -> None:
+    """Refuses what this engine's forward pass does not know.
+
+    Raises:
+        ModelError: the model has experts or latent attention.
+    """
+    parts = {"mixture-of-experts layers": config.experts, "latent attention": config.latent}
+    unknown = [name for name, part in parts.items() if part is not None]
+    if unknown:
+        raise ModelError(
+            f"rollout engine 'embedded' does not run {config.architecture}: it has {' and '.join(unknown)}; "
+            "it runs models of dense layers with plain attention"
+        )
+
+
+@register_engine("embedded", check=check_model)
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """The embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     config = read_model_config(model_path)
