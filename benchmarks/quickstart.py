@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from machine import processor
+
 from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,14 +32,9 @@ PHASES = (
 
 def machine() -> str:
     """Processor, cores and memory."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        fields = dict(map(str.strip, line.split(":", 1)) for line in cpuinfo.read_text().splitlines() if ":" in line)
-        name = fields.get("model name", name)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0]
-    return f"{name}, {cores} cores, {platform.system()} {platform.release()}, load {load:.1f} at start"
+    return f"{processor()}, {cores} cores, {platform.system()} {platform.release()}, load {load:.1f} at start"
 
 
 def run(steps: int, overrides: Sequence[str], folder: Path) -> list[dict[str, float]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pyarrow.parquet as pq
 import torch
 import transformers
+from machine import processor
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
 from megarl.rollout import EngineOptions, Request, SamplingParams, create_engine
@@ -114,9 +114,9 @@ def engine_runner(folder: Path, mix: Mix, max_num_seqs: int) -> Callable[[], Non
 
 def build_mixes(task: Path, prompts: int, samples: int, seed: int) -> list[Mix]:
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
-    rows = pq.read_table(task / "data" / "sft.parquet").to_pylist()[: prompts * samples]
+    rows = pq.read_table(task / "data" / "train.parquet").to_pylist()[: prompts * samples]
     encoded = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
-    answers = [len(tokenizer(row["response"])["input_ids"]) + 1 for row in rows]
+    answers = [len(tokenizer(row["reward_model"]["ground_truth"])["input_ids"]) + 1 for row in rows]
     rng = random.Random(seed)
     spread = 0.8
     log_normal = [round(rng.lognormvariate(math.log(32) - spread**2 / 2, spread)) for _ in rows]
@@ -160,17 +160,12 @@ def report(mix: Mix, seconds: dict[str, Seconds]) -> None:
         print(f"{name:<36}{rate:>10,.0f}{wall:>8.2f}{cpu:>11.2f}{mark}", flush=True)
 
 
-def processor() -> str:
-    """The processor's name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=4, help="answers per prompt in the n>1 mixes")
+    parser.add_argument("--prompts", type=int, default=128, help="what one of the quickstart's two replicas gets")
+    parser.add_argument(
+        "--samples", type=int, default=2, help="answers per prompt in the n>1 mixes; the quickstart has 2"
+    )
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 64, 128, 256], help="of generate")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of the embedded engine")
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,0 +1,193 @@
+"""TRL's half of ``grpo_step.py``, for an interpreter that has TRL and need not have megarl."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import trl
+from grpo_workload import (
+    EOS,
+    LEARNING_RATE,
+    MARK,
+    MIXES,
+    PAD,
+    PROMPT_TOKENS,
+    ROWS,
+    SAMPLES,
+    Mix,
+    Taken,
+    clock,
+    distinct_words,
+    prompt_ids,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+
+def run_peer(folder: Path, mix: Mix, steps: int, batch_size: int) -> None:
+    """Trains with TRL's ``GRPOTrainer``, a step for each line of the standard input."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    prompts = [" ".join(f"w{i}" for i in ids) for step in range(steps) for ids in prompt_ids(step)]
+    config = trl.GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=ROWS // world // batch_size,
+        num_generations=SAMPLES,
+        max_completion_length=mix.longest,
+        max_steps=steps,
+        beta=0.0,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        shuffle_dataset=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=config,
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+        reward_funcs=lambda completions, **_: [distinct_words(text) for text in completions],
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+    )
+    watch = PeerWatch(trainer, mix)
+    trainer.add_callback(StepCallback(watch))
+    if watch.rank == 0:
+        names = ("trl", "accelerate", "transformers", "torch")
+        tell({"versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)})
+    trainer.train()
+
+
+class PeerWatch:
+    """Forces lengths in a ``GRPOTrainer`` and takes the times of its steps."""
+
+    def __init__(self, trainer: Any, mix: Mix) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.mix, self.number = mix, -1
+        self.seconds: dict[str, float] = defaultdict(float)
+        model = trainer.model
+        model.generate = self._timed("generate", self._forced(model.generate))
+        trainer._generate_and_score_completions = self._timed("prepare", trainer._generate_and_score_completions)
+
+    def begin(self) -> None:
+        """Waits for the word."""
+        if self.rank == 0 and not sys.stdin.readline():
+            os._exit(0)
+        self._meet()
+        self.number += 1
+        self.seconds.clear()
+        self.start, self.cpu = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        """Tells the times."""
+        step, cpu = time.perf_counter() - self.start, self._sum(time.process_time() - self.cpu)
+        generate, update = self.seconds["generate"], step - self.seconds["prepare"]
+        if self.rank == 0:
+            tell(Taken(generate, update, step, cpu)._asdict())
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with clock(self.seconds, name):
+                return function(*args, **kwargs)
+
+        return timed
+
+    def _forced(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """``generate`` with the rule on the logits."""
+
+        def forced(*args: Any, **kwargs: Any) -> Any:
+            share = ROWS // self.world
+            lengths = self.mix.lengths(self.number)[self.rank * share : (self.rank + 1) * share]
+            rule = EndAt(lengths if self.mix.name != "equal" else [self.mix.longest + 1] * share)
+            output = generate(*args, **kwargs, logits_processor=LogitsProcessorList([rule]))
+            answers = output[:, PROMPT_TOKENS:]
+            assert (answers != PAD).sum(-1).tolist() == lengths, "an answer has another length than was drawn"
+            return output
+
+        return forced
+
+    def _meet(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def _sum(self, value: float) -> float:
+        if self.world == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item()
+
+
+class EndAt(LogitsProcessor):
+    """Each row ends after its number of tokens, and no earlier; padding never comes."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The logits ``[rows, vocabulary]`` with what may not come at minus infinity."""
+        last = self.lengths == input_ids.shape[1] - PROMPT_TOKENS + 1
+        scores[:, [PAD, EOS]] = float("-inf")
+        scores[last] = float("-inf")
+        scores[last, EOS] = 0
+        return scores
+
+
+class StepCallback(TrainerCallback):
+    """Tells the watch where steps begin and end."""
+
+    def __init__(self, watch: PeerWatch) -> None:
+        self.watch = watch
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """See the base class."""
+        self.watch.begin()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """See the base class."""
+        self.watch.end()
+
+
+def tell(answer: Mapping[str, Any]) -> None:
+    """A line for the other side."""
+    print(MARK + json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the model")
+    parser.add_argument("--lengths", choices=list(MIXES), required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--batch-size", type=int, required=True, help="rows of a process's micro-batch")
+    args = parser.parse_args()
+    run_peer(args.folder, MIXES[args.lengths], args.steps, args.batch_size)
+
+
+if __name__ == "__main__":
+    main()

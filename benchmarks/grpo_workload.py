@@ -1,0 +1,76 @@
+"""What both halves of ``grpo_step.py`` work on; imported in either interpreter."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PROMPTS, SAMPLES, PROMPT_TOKENS = 64, 4, 32
+ROWS = PROMPTS * SAMPLES
+PAD, EOS, FIRST_WORD, VOCAB = 0, 1, 2, 2048
+LEARNING_RATE = 1e-5
+SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4,
+         "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 1024,
+         "tie_word_embeddings": True, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}  # fmt: skip
+
+
+class Taken(NamedTuple):
+    """Seconds of one step; ``cpu`` is processor time of all its processes."""
+
+    generate: float
+    update: float
+    step: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How long answers are.
+
+    Attributes:
+        name: ``equal`` or ``log-normal``.
+        longest: most tokens of an answer.
+    """
+
+    name: str
+    longest: int
+
+    def lengths(self, step: int) -> list[int]:
+        """Tokens of each answer of a step, those to one prompt side by side; the same in every process."""
+        if self.name == "equal":
+            return [self.longest] * ROWS
+        rng = random.Random(step)
+        return [min(self.longest, max(1, round(32 * rng.lognormvariate(0, 1)))) for _ in range(ROWS)]
+
+
+MIXES = {mix.name: mix for mix in (Mix("equal", 64), Mix("log-normal", 256))}
+
+
+def prompt_ids(step: int) -> list[list[int]]:
+    """The prompts of a step."""
+    rng = random.Random(f"prompts of step {step}")
+    return [[rng.randrange(FIRST_WORD, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+
+
+def distinct_words(text: str) -> float:
+    """The reward: the share of different words."""
+    words = text.split()
+    return len(set(words)) / max(1, len(words))
+
+
+@contextmanager
+def clock(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the scope's wall time to ``seconds[name]``."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - start
+
+
+MARK = "peer: "
+"""Begins the lines that the peer's half answers with."""
