@@ -185,7 +185,7 @@ def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any
             ]
 
     place, layout = WorkerPlace(rank, 2, "127.0.0.1", port), ParallelLayout(dp=2)
-    budget = MicroBatchBudget(max_tokens=2048)
+    budget = MicroBatchBudget(max_tokens=2048, share_prompts=True)
     settings = RoleSettings(
         model_path=str(folder),
         layout=layout,
@@ -254,11 +254,13 @@ class Megarl:
 
         from megarl.models import ParallelLayout, WeightMap, read_model_config
         from megarl.rewards.manager import RewardManager
-        from megarl.sharding import ShardingManager, build_plan
+        from megarl.sharding import RolloutLayout, ShardingManager, build_plan
 
         self.mix, self.recompute = mix, recompute
         self.processes = Processes(folder, mix, free_port())
-        plan = build_plan(WeightMap(read_model_config(folder)), ParallelLayout(dp=2), 1, 2, 2**28, 4)
+        plan = build_plan(
+            WeightMap(read_model_config(folder)), ParallelLayout(dp=2), RolloutLayout(replicas=2), 2**28, 4
+        )
         for role, given in (
             ("actor", (plan, "shared_memory", False, "float32")),
             ("rollout", (plan, "shared_memory", False)),

@@ -146,21 +146,36 @@ class WeightMap:
                     if site.declared.is_expert == of_experts:
                         yield self._megatron_shard(site, layout, ranks[0]), stage, tuple(ranks)
 
-    def rollout_params(self, tp: int, tp_rank: int) -> list[LocalParam]:
+    def rollout_params(self, tp: int, tp_rank: int, ep: int = 1) -> list[LocalParam]:
         """What one rank of the rollout engine holds, under SGLang's fused names.
 
-        ``qkv_proj`` is this rank's rows of q, then k, then v; ``gate_up_proj`` likewise. A layer's experts are stacked:
-        ``w13_weight`` is ``[experts, gate and up rows of this rank, hidden]``, ``w2_weight`` ``[experts, hidden,
-        columns of this rank]``. The vocabulary is padded only as far as ``tp`` must divide it. A tied output layer is
-        absent.
+        ``qkv_proj`` is this rank's rows of q, then k, then v; ``gate_up_proj`` likewise. The rank's experts of a layer
+        are stacked: ``w13_weight`` is ``[experts, gate and up rows of this rank, hidden]``, ``w2_weight`` ``[experts,
+        hidden, columns of this rank]``. The vocabulary is padded only as far as ``tp`` must divide it. A tied output
+        layer is absent.
+
+        Args:
+            tp: tensor-parallel size of the engine.
+            tp_rank: the rank.
+            ep: expert-parallel size: as many groups of ``tp / ep`` neighbouring ranks divide a layer's experts, and
+                the ranks of a group split each of theirs.
+
+        Raises:
+            ValueError: ``ep`` does not divide ``tp`` or the number of experts.
         """
         padded = -(-self.config.vocab_size // tp) * tp
+        expert_tp, share = self._rollout_experts(tp, ep)
+        mine = self._all_experts[tp_rank // expert_tp * share :][:share]
         params: dict[str, list[LocalParam]] = defaultdict(list)
         expert_names = set()
-        for site in self._declared(range(self.config.num_layers), self._all_experts, first=True, last=True):
+        for site in self._declared(range(self.config.num_layers), mine, first=True, last=True):
             if site.declared.rollout is not None:
                 name = site.declared.rollout.format(layer=site.layer)
-                params[name].append(self._shard(name, site, tp, tp_rank, padded))
+                if site.declared.is_expert:
+                    shard = self._shard(name, site, expert_tp, tp_rank % expert_tp, 0)
+                else:
+                    shard = self._shard(name, site, tp, tp_rank, padded)
+                params[name].append(shard)
                 if site.declared.is_expert:
                     expert_names.add(name)
         return [partition.stacked(n, parts) if n in expert_names else parts[0] for n, parts in params.items()]
@@ -173,6 +188,16 @@ class WeightMap:
     def _float32(self) -> frozenset[str]:
         sites = self._declared(range(self.config.num_layers), range(0), first=False, last=False)
         return frozenset(t.name for site in sites if site.declared.float32 for t in self._tensors(site))
+
+    def _rollout_experts(self, tp: int, ep: int) -> tuple[int, int]:
+        """Ranks that share an expert in the engine, and experts per rank."""
+        experts = len(self._all_experts)
+        if tp % ep or experts % ep:
+            raise ValueError(
+                f"rollout expert parallelism ep={ep} must divide tensor parallelism tp={tp} and the number of experts "
+                f"{experts}"
+            )
+        return tp // ep, experts // ep
 
     @property
     def _all_experts(self) -> range:

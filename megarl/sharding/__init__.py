@@ -5,14 +5,18 @@ Tensors move in :mod:`sender`, :mod:`receiver` and :mod:`transport`; what is exp
 
 from megarl.sharding.coverage import check_coverage
 from megarl.sharding.manager import Pending, ShardingManager, SyncSource, SyncTarget
+from megarl.sharding.placement import Placement, RolloutLayout, Slot
 from megarl.sharding.plan import Bucket, Move, ReshardPlan, build_plan
 
 __all__ = [
     "Bucket",
     "Move",
     "Pending",
+    "Placement",
     "ReshardPlan",
+    "RolloutLayout",
     "ShardingManager",
+    "Slot",
     "SyncSource",
     "SyncTarget",
     "build_plan",

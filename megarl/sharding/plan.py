@@ -14,6 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap
+from megarl.sharding.placement import Placement, RolloutLayout
 
 Index = tuple[int, ...]
 
@@ -49,11 +50,21 @@ class ReshardPlan:
     """
 
     buckets: tuple[Bucket, ...]
+    float32_params: frozenset[str] = frozenset()
+    """Names, at both ends, of parameters that travel in float32 whatever the number format of the others."""
 
     @property
     def nbytes(self) -> int:
         """Bytes moved by one sync, over all ranks."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    def sent_by(self, rank: int) -> list[Bucket]:
+        """What a training rank sends: one bucket per number, with this rank's moves; ``nbytes`` is over all ranks."""
+        return [Bucket(tuple(m for m in b.moves if m.src_rank == rank), b.nbytes) for b in self.buckets]
+
+    def received_by(self, rank: int) -> list[Bucket]:
+        """What a rollout rank receives; as :meth:`sent_by`. Both list the moves between two ranks in one order."""
+        return [Bucket(tuple(m for m in b.moves if m.dst_rank == rank), b.nbytes) for b in self.buckets]
 
 
 class _Holder(NamedTuple):
@@ -81,20 +92,20 @@ class _Overlap(NamedTuple):
 def build_plan(
     weight_map: WeightMap,
     train: ParallelLayout,
-    rollout_tp: int,
-    replicas: int,
+    rollout: RolloutLayout,
     bucket_bytes: int,
     element_bytes: int,
+    placement: Placement | None = None,
 ) -> ReshardPlan:
     """Plans the sync of one model.
 
     Args:
         weight_map: the model.
         train: layout of the ranks that send.
-        rollout_tp: tensor-parallel size of one engine replica.
-        replicas: number of engine replicas; replica ``r`` has ranks ``r * rollout_tp`` and up.
+        rollout: layout of the ranks that receive.
         bucket_bytes: the most that one rank may send, and the most that one may receive, in one bucket.
-        element_bytes: size of one element on the wire.
+        element_bytes: size of one element on the wire; of parameters that are kept in float32 it is 4 whatever this.
+        placement: where every rank lives; None: all on one node, no two on one device.
 
     Returns:
         The plan; the same arguments give the same plan in every process. Among ranks that hold the same elements
@@ -106,7 +117,8 @@ def build_plan(
     if bucket_bytes < element_bytes:
         raise ValueError(f"bucket_bytes={bucket_bytes} must hold at least one element of {element_bytes} bytes")
     sources = _source_rectangles(weight_map, train)
-    shards = [weight_map.rollout_params(rollout_tp, tp_rank) for tp_rank in range(rollout_tp)]
+    rollout_tp, replicas = rollout.tp, rollout.replicas
+    shards = [weight_map.rollout_params(rollout_tp, tp_rank, rollout.ep) for tp_rank in range(rollout_tp)]
     filler = _BucketFiller(bucket_bytes, element_bytes)
     for position in _interleaved_stages(shards[0], sources):
         for tp_rank, params in enumerate(shards):
@@ -114,7 +126,9 @@ def build_plan(
             for overlap in _overlaps(param, sources):
                 for replica in range(replicas):
                     filler.add(overlap, replica * rollout_tp + tp_rank, param.name)
-    return ReshardPlan(filler.buckets())
+    held = [*(param for param, _, _ in weight_map.shards(train)), *(param for shard in shards for param in shard)]
+    float32 = {p.name for p in held if any(weight_map.is_float32(piece.hf_name) for piece in p.pieces)}
+    return ReshardPlan(filler.buckets(), frozenset(float32))
 
 
 def _source_rectangles(weight_map: WeightMap, train: ParallelLayout) -> _Sources:

@@ -15,7 +15,7 @@ from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
 from megarl.config.sft_schema import SFTConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
-from megarl.sharding import ShardingManager, build_plan
+from megarl.sharding import RolloutLayout, ShardingManager, build_plan
 from megarl.workers.layouts import layout_of
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan
 
@@ -172,8 +172,7 @@ class RoleBuilder:
         plan = build_plan(
             WeightMap(read_model_config(config.model.path)),
             actor.layout,
-            rollout.layout.tp,
-            rollout.layout.dp,
+            RolloutLayout(tp=rollout.layout.tp, replicas=rollout.layout.dp),
             sync.bucket_megabytes * 2**20,
             ELEMENT_BYTES[config.rollout.dtype],
         )
@@ -227,7 +226,7 @@ class RoleBuilder:
 
 def budget(micro: MicroBatches, cost: SequenceCost) -> MicroBatchBudget:
     """The worker's budget from the batch arithmetic and what a sequence costs its model."""
-    return MicroBatchBudget(micro.max_tokens, micro.samples, micro.multiple, cost)
+    return MicroBatchBudget(micro.max_tokens, micro.samples, micro.multiple, cost, micro.share_prompts)
 
 
 def update_plan(phase: PhasePlan, cost: SequenceCost, loss_agg_mode: str, horizon: int) -> UpdatePlan:

@@ -5,7 +5,7 @@ from resharding_cases import cases, weight_map_of
 
 from megarl.errors import WeightSyncError
 from megarl.models import LocalParam, ParallelLayout, Piece
-from megarl.sharding import Bucket, Move, ReshardPlan, build_plan, check_coverage
+from megarl.sharding import Bucket, Move, ReshardPlan, RolloutLayout, build_plan, check_coverage
 
 
 def plan_of(*moves):
@@ -49,7 +49,7 @@ def test_ranks_that_are_not_asked_for_are_not_checked():
 @given(cases(), st.data())
 def test_a_plan_that_loses_repeats_or_shifts_a_move_is_refused(case, data):
     weight_map, train, rollout_tp, replicas = case
-    plan = build_plan(weight_map, train, rollout_tp, replicas, 1 << 20, 4)
+    plan = build_plan(weight_map, train, RolloutLayout(rollout_tp, 1, replicas), 1 << 20, 4)
     params = {r: weight_map.rollout_params(rollout_tp, r % rollout_tp) for r in range(rollout_tp * replicas)}
     check_coverage(plan, params)
     moves = [m for bucket in plan.buckets for m in bucket.moves]
@@ -63,6 +63,6 @@ def test_a_plan_that_loses_repeats_or_shifts_a_move_is_refused(case, data):
 
 
 def test_a_plan_for_another_model_is_refused():
-    plan = build_plan(weight_map_of(layers=2), ParallelLayout(), 1, 1, 1 << 20, 4)
+    plan = build_plan(weight_map_of(layers=2), ParallelLayout(), RolloutLayout(), 1 << 20, 4)
     with pytest.raises(WeightSyncError, match=r"model\.layers\.2\."):
         check_coverage(plan, {0: weight_map_of(layers=3).rollout_params(1, 0)})

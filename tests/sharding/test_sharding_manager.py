@@ -13,7 +13,7 @@ from resharding_cases import box, cases, labelled_checkpoint, rollout_tensors, t
 
 from megarl.errors import WeightSyncError
 from megarl.models import ParallelLayout
-from megarl.sharding import ShardingManager, build_plan
+from megarl.sharding import RolloutLayout, ShardingManager, build_plan
 from megarl.sharding.receiver import BucketReceiver, route_shipments
 from megarl.sharding.sender import BucketSender
 from megarl.sharding.transport import create_transport
@@ -111,7 +111,7 @@ class Setup:
         self, weight_map, train, tp, replicas, transport="inline", bucket=400, verify=False, dtype=torch.float32
     ):
         self.weight_map, self.train, self.tp, self.replicas, self.dtype = weight_map, train, tp, replicas, dtype
-        self.plan = build_plan(weight_map, train, tp, replicas, bucket, dtype.itemsize)
+        self.plan = build_plan(weight_map, train, RolloutLayout(tp, 1, replicas), bucket, dtype.itemsize)
         self.source = Source(self.plan, self.trainer(0), transport, verify)
         self.engines = [Engine(w) for w in self.expected(0)]
         self.target = Target(self.plan, weight_map, tp, self.engines, transport, verify)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from resharding_cases import box, cases, labelled_checkpoint, rollout_tensors, training_tensors, weight_map_of
 
 from megarl.models import ParallelLayout
-from megarl.sharding import build_plan, check_coverage
+from megarl.sharding import RolloutLayout, build_plan, check_coverage
 
 ELEMENT = 4
 
@@ -23,7 +23,7 @@ def moves_of(plan):
 def test_every_destination_element_comes_once_from_the_right_element(case, bucket_bytes):
     weight_map, train, rollout_tp, replicas = case
     checkpoint = labelled_checkpoint(weight_map)
-    plan = build_plan(weight_map, train, rollout_tp, replicas, bucket_bytes, ELEMENT)
+    plan = build_plan(weight_map, train, RolloutLayout(rollout_tp, 1, replicas), bucket_bytes, ELEMENT)
     source = training_tensors(weight_map, train, checkpoint)
     expected = rollout_tensors(weight_map, rollout_tp, replicas, checkpoint)
     arrived = [{name: torch.zeros_like(t) for name, t in rank.items()} for rank in expected]
@@ -44,7 +44,7 @@ def test_every_destination_element_comes_once_from_the_right_element(case, bucke
 @given(cases(), st.sampled_from([4, 20, 100, 1000]))
 def test_no_rank_sends_or_receives_more_than_a_bucket(case, bucket_bytes):
     weight_map, train, rollout_tp, replicas = case
-    plan = build_plan(weight_map, train, rollout_tp, replicas, bucket_bytes, ELEMENT)
+    plan = build_plan(weight_map, train, RolloutLayout(rollout_tp, 1, replicas), bucket_bytes, ELEMENT)
     for bucket in plan.buckets:
         sent, received = Counter(), Counter()
         for move in bucket.moves:
@@ -58,7 +58,7 @@ def test_no_rank_sends_or_receives_more_than_a_bucket(case, bucket_bytes):
 @given(cases())
 def test_bytes_moved_are_those_of_the_weights_without_padding(case):
     weight_map, train, rollout_tp, replicas = case
-    plan = build_plan(weight_map, train, rollout_tp, replicas, 1000, ELEMENT)
+    plan = build_plan(weight_map, train, RolloutLayout(rollout_tp, 1, replicas), 1000, ELEMENT)
     # Unsplit parameters go to every rank of a replica, all others to one.
     held = sum(
         prod(p.shape)
@@ -70,7 +70,7 @@ def test_bytes_moved_are_those_of_the_weights_without_padding(case):
 
 
 def test_the_same_arguments_give_the_same_plan():
-    arguments = (ParallelLayout(2, 2, 2), 4, 3, 200, ELEMENT)
+    arguments = (ParallelLayout(2, 2, 2), RolloutLayout(4, 1, 3), 200, ELEMENT)
     assert build_plan(weight_map_of(), *arguments) == build_plan(weight_map_of(), *arguments)
 
 
@@ -78,7 +78,7 @@ def test_the_same_arguments_give_the_same_plan():
 def test_the_load_is_spread_over_data_parallel_ranks(replicas):
     train = ParallelLayout(tp=2, pp=1, dp=4)
     weight_map = weight_map_of(layers=8, hidden=8, ffn=16)
-    plan = build_plan(weight_map, train, 1, replicas, 1 << 20, ELEMENT)
+    plan = build_plan(weight_map, train, RolloutLayout(1, 1, replicas), 1 << 20, ELEMENT)
     sent = Counter()
     for move in moves_of(plan):
         sent[move.src_rank] += prod(move.shape)
@@ -91,7 +91,7 @@ def test_the_load_is_spread_over_data_parallel_ranks(replicas):
 
 def test_all_pipeline_stages_send_in_the_first_bucket():
     weight_map, train = weight_map_of(layers=12), ParallelLayout(tp=1, pp=4)
-    plan = build_plan(weight_map, train, 1, 1, plan_quarter(weight_map), ELEMENT)
+    plan = build_plan(weight_map, train, RolloutLayout(), plan_quarter(weight_map), ELEMENT)
     assert len(plan.buckets) >= 4
     assert {move.src_rank for move in plan.buckets[0].moves} == {0, 1, 2, 3}
 
@@ -102,7 +102,7 @@ def plan_quarter(weight_map):
 
 def test_a_bucket_must_hold_an_element():
     with pytest.raises(ValueError, match="bucket_bytes=3 must hold"):
-        build_plan(weight_map_of(), ParallelLayout(), 1, 1, 3, ELEMENT)
+        build_plan(weight_map_of(), ParallelLayout(), RolloutLayout(), 3, ELEMENT)
 
 
 def test_a_70b_model_on_a_thousand_ranks_is_planned_in_seconds():
@@ -110,7 +110,7 @@ def test_a_70b_model_on_a_thousand_ranks_is_planned_in_seconds():
         "LlamaForCausalLM", layers=80, hidden=8192, ffn=28672, heads=64, groups=8, head_dim=128, vocab=128256
     )
     started = time.process_time()
-    plan = build_plan(weight_map, ParallelLayout(tp=8, pp=8, dp=16), 4, 8, 1 << 29, 2)
+    plan = build_plan(weight_map, ParallelLayout(tp=8, pp=8, dp=16), RolloutLayout(4, 1, 8), 1 << 29, 2)
     check_coverage(plan, {31: weight_map.rollout_params(4, 3)})
     assert time.process_time() - started < 20
     assert len({move.src_rank for move in moves_of(plan)}) == 1024

@@ -7,7 +7,7 @@ from megarl.errors import WeightSyncError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout.embedded.engine import EmbeddedEngine
-from megarl.sharding import build_plan
+from megarl.sharding import RolloutLayout, build_plan
 from megarl.sharding.receiver import BucketReceiver
 from megarl.sharding.sender import BucketSender
 from megarl.sharding.transport import create_transport
@@ -37,7 +37,7 @@ def folder(request, tmp_path_factory):
 def test_every_parameter_has_the_checksum_of_the_folders(folder, layout):
     reader = HFReader(folder)
     weight_map = WeightMap(reader.config)
-    plan = build_plan(weight_map, layout, 1, 1, 1000, 4)
+    plan = build_plan(weight_map, layout, RolloutLayout(), 1000, 4)
     ranks = [
         dict(load_local(reader, weight_map.megatron_params(layout, rank), torch.float32))
         for rank in range(layout.world_size)
@@ -64,7 +64,7 @@ def test_every_parameter_has_the_checksum_of_the_folders(folder, layout):
 def test_an_engine_of_another_model_refuses(folder):
     reader = HFReader(folder)
     weight_map = WeightMap(reader.config)
-    plan = build_plan(weight_map, ParallelLayout(), 1, 1, 1 << 20, 4)
+    plan = build_plan(weight_map, ParallelLayout(), RolloutLayout(), 1 << 20, 4)
     params = dict(load_local(reader, weight_map.megatron_params(ParallelLayout(), 0), torch.float32))
     transport = create_transport("inline")
     shipment = BucketSender(plan, 0, lambda: params, transport).export_bucket(0)[0]

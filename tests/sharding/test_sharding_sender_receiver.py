@@ -4,7 +4,7 @@ from resharding_cases import labelled_checkpoint, training_tensors, weight_map_o
 
 from megarl.errors import WeightSyncError
 from megarl.models import ParallelLayout
-from megarl.sharding import Bucket, Move, ReshardPlan, build_plan
+from megarl.sharding import Bucket, Move, ReshardPlan, RolloutLayout, build_plan
 from megarl.sharding.receiver import BucketReceiver, apply_bucket, route_shipments
 from megarl.sharding.sender import BucketSender, export_bucket
 from megarl.sharding.transport import create_transport
@@ -124,7 +124,7 @@ def test_shipments_are_regrouped_by_destination(transport):
 
 def test_an_update_ends_only_after_every_bucket_in_order():
     weight_map, transport, engine = weight_map_of(), create_transport("inline"), Engine()
-    plan = build_plan(weight_map, ParallelLayout(), 1, 1, 400, 4)
+    plan = build_plan(weight_map, ParallelLayout(), RolloutLayout(), 400, 4)
     trainer = training_tensors(weight_map, ParallelLayout(), labelled_checkpoint(weight_map, torch.float32))[0]
     receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, transport)
     exports = [[export_bucket(bucket, 0, trainer, transport)[0]] for bucket in plan.buckets]
@@ -144,7 +144,7 @@ def test_an_update_ends_only_after_every_bucket_in_order():
 
 
 def test_a_receiver_refuses_a_plan_that_does_not_cover_it():
-    plan = build_plan(weight_map_of(layers=2), ParallelLayout(), 1, 1, 400, 4)
+    plan = build_plan(weight_map_of(layers=2), ParallelLayout(), RolloutLayout(), 400, 4)
     with pytest.raises(WeightSyncError, match=r"model\.layers\.2"):
         BucketReceiver(plan, 0, weight_map_of(layers=3).rollout_params(1, 0), Engine(), create_transport("inline"))
 

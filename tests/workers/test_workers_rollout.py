@@ -21,7 +21,7 @@ from megarl.errors import WeightSyncError
 from megarl.megatron.offload import PARTS
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import SamplingParams
-from megarl.sharding import ReshardPlan, ShardingManager, build_plan
+from megarl.sharding import ReshardPlan, RolloutLayout, ShardingManager, build_plan
 from megarl.sharding.receiver import route_shipments
 from megarl.workers.actor import ActorWorker
 from megarl.workers.place import WorkerPlace
@@ -183,7 +183,9 @@ class Done:
 
 
 def reshard_plan(path: Path, layout: str, bucket_bytes: int = 5000) -> ReshardPlan:
-    return build_plan(WeightMap(read_model_config(path)), LAYOUTS[layout], 1, REPLICAS, bucket_bytes, 4)
+    return build_plan(
+        WeightMap(read_model_config(path)), LAYOUTS[layout], RolloutLayout(replicas=REPLICAS), bucket_bytes, 4
+    )
 
 
 def fused(folder: Path) -> dict[str, Tensor]:
