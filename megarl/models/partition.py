@@ -83,10 +83,23 @@ def grouped_shard(name: str, tensors: Sequence[FullTensor], groups: int, tp: int
     return stack_rows(name, [_shard(t, groups, group) for group in mine for t in tensors])
 
 
+def heads_shard(name: str, tensors: Sequence[FullTensor], groups: int, tp: int, tp_rank: int) -> LocalParam:
+    """The engine's ``qkv_proj``: this rank's query heads, then its keys, then its values.
+
+    Where there are more ranks than key-value heads, neighbouring ranks hold the same one.
+    """
+    if max(groups, tp) % min(groups, tp):
+        raise ValueError(f"'{name}': {groups} key-value heads do not divide over {tp} ranks, nor the ranks over them")
+    query, *key_value = tensors
+    parts = min(groups, tp)
+    shared = [_shard(t, parts, tp_rank * parts // tp) for t in key_value]
+    return stack_rows(name, [_shard(query, tp, tp_rank), *shared])
+
+
 def row_shard(name: str, tensor: FullTensor, tp: int, tp_rank: int) -> LocalParam:
     """This rank's columns of ``tensor``, the inputs of a row-parallel layer."""
     rows, columns = tensor.shape
-    width = columns // tp
+    width = _divide(tensor, columns, tp)
     piece = Piece(tensor.name, (0, tp_rank * width), (rows, (tp_rank + 1) * width), (0, 0))
     return LocalParam(name, (rows, width), (piece,))
 
@@ -108,5 +121,11 @@ def stacked(name: str, params: Sequence[LocalParam]) -> LocalParam:
 
 
 def _shard(tensor: FullTensor, parts: int, index: int) -> Rows:
-    height = tensor.shape[0] // parts
+    height = _divide(tensor, tensor.shape[0], parts)
     return Rows(tensor.name, tensor.shape, index * height, (index + 1) * height)
+
+
+def _divide(tensor: FullTensor, size: int, parts: int) -> int:
+    if size % parts:
+        raise ValueError(f"'{tensor.name}' of shape {list(tensor.shape)} does not divide into {parts} shards")
+    return size // parts

@@ -21,6 +21,7 @@ from megarl.models.declaration import (
     VALUE_HEAD,
     VALUE_HEAD_BIAS,
     Declaration,
+    Home,
     Split,
     dimension_sizes,
 )
@@ -28,6 +29,7 @@ from megarl.models.hf_config import ModelConfig
 from megarl.models.layout import ParallelLayout
 from megarl.models.partition import FullTensor, LocalParam, Piece
 from megarl.models.registry import family_of
+from megarl.models.shard_pattern import ShardPattern
 
 __all__ = ["Contribution", "LocalParam", "Piece", "WeightMap", "canonical_name"]
 
@@ -133,19 +135,6 @@ class WeightMap:
         """The :meth:`contributions` of the first replicas: over all ranks each element exactly once."""
         return [contribution.param for contribution in self.contributions(layout, rank) if contribution.replica == 0]
 
-    def shards(self, layout: ParallelLayout) -> Iterator[tuple[LocalParam, int, tuple[int, ...]]]:
-        """Every different shard of every parameter, its pipeline stage, and the ranks that hold it."""
-        for stage in range(layout.pp):
-            holders: dict[tuple[bool, tuple[int, ...]], list[int]] = defaultdict(list)
-            for rank in range(stage * layout.ranks_per_stage, (stage + 1) * layout.ranks_per_stage):
-                among = layout.expert_coordinate(rank)
-                holders[False, (layout.coordinate(rank).tp,)].append(rank)
-                holders[True, (among.etp, among.ep)].append(rank)
-            for (of_experts, _), ranks in sorted(holders.items()):
-                for site in self._held(layout, ranks[0]):
-                    if site.declared.is_expert == of_experts:
-                        yield self._megatron_shard(site, layout, ranks[0]), stage, tuple(ranks)
-
     def rollout_params(self, tp: int, tp_rank: int, ep: int = 1) -> list[LocalParam]:
         """What one rank of the rollout engine holds, under SGLang's fused names.
 
@@ -163,22 +152,54 @@ class WeightMap:
         Raises:
             ValueError: ``ep`` does not divide ``tp`` or the number of experts.
         """
-        padded = -(-self.config.vocab_size // tp) * tp
         expert_tp, share = self._rollout_experts(tp, ep)
         mine = self._all_experts[tp_rank // expert_tp * share :][:share]
         params: dict[str, list[LocalParam]] = defaultdict(list)
         expert_names = set()
         for site in self._declared(range(self.config.num_layers), mine, first=True, last=True):
             if site.declared.rollout is not None:
-                name = site.declared.rollout.format(layer=site.layer)
+                sharing = expert_tp if site.declared.is_expert else tp
+                shard = self._rollout_shard(site, sharing, tp_rank % sharing)
+                params[shard.name].append(shard)
                 if site.declared.is_expert:
-                    shard = self._shard(name, site, expert_tp, tp_rank % expert_tp, 0)
-                else:
-                    shard = self._shard(name, site, tp, tp_rank, padded)
-                params[name].append(shard)
-                if site.declared.is_expert:
-                    expert_names.add(name)
+                    expert_names.add(shard.name)
         return [partition.stacked(n, parts) if n in expert_names else parts[0] for n, parts in params.items()]
+
+    def patterns(self, layout: ParallelLayout, tp: int, ep: int = 1) -> list[ShardPattern]:
+        """Every parameter that a trainer and a rollout engine both hold, once for all layers and experts.
+
+        Args:
+            layout: layout of the trainer.
+            tp: tensor-parallel size of the engine.
+            ep: expert-parallel size of the engine.
+
+        Raises:
+            ValueError: as :meth:`rollout_params`.
+        """
+        expert_tp, _ = self._rollout_experts(tp, ep)
+        tied = layout.pp > 1 and TIED_LM_HEAD in self._output
+        result = []
+        for declared in (EMBEDDING, *self._layer, FINAL_NORM, *self._output):
+            layers = tuple(self._layers_with(declared))
+            if declared.rollout is None or not layers:
+                continue
+            site, of_experts = Site(declared, layers[0]), declared.is_expert
+            sharing = expert_tp if of_experts else tp
+            sources = 1 if declared.split is Split.REPLICATED else layout.expert_tp if of_experts else layout.tp
+            result.append(
+                ShardPattern(
+                    declared.megatron,
+                    TIED_LM_HEAD.megatron if tied and declared is EMBEDDING else None,
+                    declared.rollout,
+                    declared.home,
+                    layers,
+                    len(self._all_experts) if of_experts else 0,
+                    declared.float32,
+                    tuple(self._megatron_shard(site, layout, rank).pieces for rank in range(sources)),
+                    tuple(self._rollout_shard(site, sharing, rank).pieces for rank in range(sharing)),
+                )
+            )
+        return result
 
     def is_float32(self, hf_name: str) -> bool:
         """Whether a Hugging Face tensor is kept in float32 whatever the number format of the weights."""
@@ -188,6 +209,22 @@ class WeightMap:
     def _float32(self) -> frozenset[str]:
         sites = self._declared(range(self.config.num_layers), range(0), first=False, last=False)
         return frozenset(t.name for site in sites if site.declared.float32 for t in self._tensors(site))
+
+    def _layers_with(self, declared: Declaration) -> Iterator[int]:
+        if declared.home is not Home.LAYER:
+            yield 0
+            return
+        for layer in range(self.config.num_layers):
+            if declared.when is None or declared.when(self.config, layer):
+                yield layer
+
+    def _rollout_shard(self, site: Site, sharing: int, rank: int) -> LocalParam:
+        """One occurrence of a parameter on one of the engine's ranks that share it."""
+        assert site.declared.rollout is not None
+        name = site.declared.rollout.format(layer=site.layer)
+        if site.declared.split is Split.GROUPED:
+            return partition.heads_shard(name, self._tensors(site), self.config.num_key_value_heads, sharing, rank)
+        return self._shard(name, site, sharing, rank, -(-self.config.vocab_size // sharing) * sharing)
 
     def _rollout_experts(self, tp: int, ep: int) -> tuple[int, int]:
         """Ranks that share an expert in the engine, and experts per rank."""
@@ -240,12 +277,14 @@ class WeightMap:
         match site.declared.split:
             case Split.REPLICATED:
                 return partition.replicated(name, tensors)
-            case Split.COLUMN | Split.GROUPED:
+            case Split.COLUMN:
                 return partition.column_shard(name, tensors, tp, tp_rank)
             case Split.ROW:
                 return partition.row_shard(name, tensors[0], tp, tp_rank)
             case Split.VOCAB:
                 return partition.vocab_shard(name, tensors[0], padded, tp, tp_rank)
+            case Split.GROUPED:
+                raise AssertionError("the trainer and the engine order these rows differently")
 
     def _tensors(self, site: Site) -> list[FullTensor]:
         return [

@@ -27,17 +27,16 @@ def check_coverage(plan: ReshardPlan, params: Mapping[int, Sequence[LocalParam]]
             parameter is written that the rank does not hold. Names the parameter, the rank and the first wrong
             rectangle.
     """
-    written: dict[tuple[int, str], list[Box]] = defaultdict(list)
-    for bucket in plan.buckets:
-        for move in bucket.moves:
-            if move.dst_rank in params:
-                stop = tuple(a + n for a, n in zip(move.dst_start, move.shape, strict=True))
-                written[move.dst_rank, move.dst_param].append((move.dst_start, stop))
     for rank, held in params.items():
+        written: dict[str, list[Box]] = defaultdict(list)
+        for bucket in plan.received_by(rank):
+            for move in bucket.moves:
+                stop = tuple(a + n for a, n in zip(move.dst_start, move.shape, strict=True))
+                written[move.dst_param].append((move.dst_start, stop))
         for param in held:
-            _check_param(rank, param, written.pop((rank, param.name), []))
-    for rank, name in written:
-        raise WeightSyncError(f"the plan writes parameter '{name}' to rollout rank {rank}, which does not hold it")
+            _check_param(rank, param, written.pop(param.name, []))
+        for name in written:
+            raise WeightSyncError(f"the plan writes parameter '{name}' to rollout rank {rank}, which does not hold it")
 
 
 def _check_param(rank: int, param: LocalParam, written: list[Box]) -> None:

@@ -104,33 +104,37 @@ def test_replicas_contribute_each_element_once_and_shards_name_their_ranks(model
     for replica, counts in seen.items():
         for name, count in counts.items():
             assert (count == 1).all() or (replica and (count == 0).all()), name
-    holders = defaultdict(set)
-    for param, stage, ranks in weight_map.shards(layout):
-        for rank in ranks:
-            assert layout.coordinate(rank).pp == stage
-            assert held[rank][param.name] == param
-            holders[rank].add(param.name)
-    assert [holders[rank] for rank in range(layout.world_size)] == [set(params) for params in held]
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_engine_stacks_the_experts_of_a_layer(model):
+@pytest.mark.parametrize("tp,ep", [(2, 1), (2, 2), (4, 2), (4, 4)])
+def test_the_engine_stacks_its_share_of_the_experts_of_a_layer(model, tp, ep):
     weight_map = WeightMap(config_of(model))
     checkpoint = labelled_checkpoint(weight_map.hf_shapes())
     block, names = ("block_sparse_moe", "w1 w3 w2") if model == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
     gate, up, down = names.split()
-    width = 16 if model == "mixtral" else 8
-    for tp_rank in range(2):
-        params = {p.name: p for p in weight_map.rollout_params(2, tp_rank)}
+    width, share, sharing = (16 if model == "mixtral" else 8), 8 // ep, tp // ep
+    seen = set()
+    for tp_rank in range(tp):
+        # The ranks of a group are neighbours; they split what the group's experts are made of.
+        group, part = divmod(tp_rank, sharing)
+        params = {p.name: p for p in weight_map.rollout_params(tp, tp_rank, ep)}
         first = params[f"model.layers.3.{block}.experts.w13_weight"]
-        assert first.shape == (8, width, 8)
-        for expert in range(8):
-            theirs = f"model.layers.3.{block}.experts.{expert}."
-            rows = [np.split(checkpoint[f"{theirs}{x}.weight"], 2)[tp_rank] for x in (gate, up)]
-            np.testing.assert_array_equal(stack(first, checkpoint)[expert], np.concatenate(rows))
-            second = stack(params[f"model.layers.3.{block}.experts.w2_weight"], checkpoint)[expert]
-            np.testing.assert_array_equal(second, np.split(checkpoint[f"{theirs}{down}.weight"], 2, axis=1)[tp_rank])
-    assert set(checkpoint) == {piece.hf_name for p in params.values() for piece in p.pieces}
+        assert first.shape == (share, 2 * width // sharing, 8)
+        for place in range(share):
+            theirs = f"model.layers.3.{block}.experts.{group * share + place}."
+            rows = [np.split(checkpoint[f"{theirs}{x}.weight"], sharing)[part] for x in (gate, up)]
+            np.testing.assert_array_equal(stack(first, checkpoint)[place], np.concatenate(rows))
+            second = stack(params[f"model.layers.3.{block}.experts.w2_weight"], checkpoint)[place]
+            np.testing.assert_array_equal(second, np.split(checkpoint[f"{theirs}{down}.weight"], sharing, axis=1)[part])
+        seen |= {piece.hf_name for p in params.values() for piece in p.pieces}
+    assert seen == set(checkpoint)
+
+
+@pytest.mark.parametrize("tp,ep", [(2, 4), (4, 3), (16, 16)])
+def test_experts_that_do_not_divide_over_the_engine_are_refused(tp, ep):
+    with pytest.raises(ValueError, match=f"ep={ep} must divide tensor parallelism tp={tp} and .* experts 8"):
+        WeightMap(config_of("qwen3_moe")).rollout_params(tp, 0, ep)
 
 
 def stack(param, checkpoint):

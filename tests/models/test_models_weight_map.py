@@ -58,6 +58,34 @@ def test_rollout_shards_equal_a_reference_that_reshapes_whole_tensors(case):
         equal(weight_map.rollout_params(layout.tp, tp_rank), reference, checkpoint)
 
 
+@pytest.mark.parametrize("groups,tp", [(2, 4), (1, 4), (2, 8), (4, 2)])
+def test_ranks_of_the_engine_share_a_key_value_head_where_there_are_too_few(groups, tp):
+    config = tiny_config(heads=8, groups=groups, head_dim=2)
+    weight_map = WeightMap(config)
+    checkpoint = labelled_checkpoint(weight_map.hf_shapes())
+    for kind in ("weight", "bias"):
+        name = "model.layers.1.self_attn.{}_proj." + kind
+        q, k, v = (
+            checkpoint[name.format(part)].reshape(heads, 2, -1)
+            for part, heads in zip("qkv", (8, groups, groups), strict=True)
+        )
+        for tp_rank in range(tp):
+            heads = range(tp_rank * 8 // tp, (tp_rank + 1) * 8 // tp)
+            # A rank holds the key-value heads that its query heads attend to.
+            mine = sorted({head // (8 // groups) for head in heads})
+            (param,) = (p for p in weight_map.rollout_params(tp, tp_rank) if p.name == name.format("qkv"))
+            expected = np.concatenate([q[heads], k[mine], v[mine]]).reshape(param.shape)
+            np.testing.assert_array_equal(assemble(param, checkpoint), expected)
+
+
+def test_a_layout_that_the_model_does_not_divide_over_is_refused():
+    weight_map = WeightMap(tiny_config(heads=6, groups=3, head_dim=2))
+    with pytest.raises(ValueError, match="3 key-value heads do not divide over 2 ranks"):
+        weight_map.rollout_params(2, 0)
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\..*' of shape \[.*\] does not divide into 5 shards"):
+        WeightMap(tiny_config(heads=5, groups=5, head_dim=1)).rollout_params(5, 0)
+
+
 @settings(max_examples=40, deadline=None)
 @given(models_and_layouts(), st.booleans())
 def test_an_export_holds_each_element_exactly_once(case, value_head):

@@ -1,15 +1,16 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resharding_cases import cases, weight_map_of
+from plan_cases import ListedPlan, plan_cases, rollout_params
+from resharding_cases import weight_map_of
 
 from megarl.errors import WeightSyncError
 from megarl.models import LocalParam, ParallelLayout, Piece
-from megarl.sharding import Bucket, Move, ReshardPlan, RolloutLayout, build_plan, check_coverage
+from megarl.sharding import Bucket, Move, RolloutLayout, build_plan, check_coverage
 
 
 def plan_of(*moves):
-    return ReshardPlan((Bucket(tuple(moves), 0),))
+    return ListedPlan((Bucket(tuple(moves), 0),))
 
 
 def move(start, shape, param="w", rank=0):
@@ -46,13 +47,12 @@ def test_ranks_that_are_not_asked_for_are_not_checked():
 
 
 @settings(max_examples=30, deadline=None)
-@given(cases(), st.data())
+@given(plan_cases(), st.data())
 def test_a_plan_that_loses_repeats_or_shifts_a_move_is_refused(case, data):
-    weight_map, train, rollout_tp, replicas = case
-    plan = build_plan(weight_map, train, RolloutLayout(rollout_tp, 1, replicas), 1 << 20, 4)
-    params = {r: weight_map.rollout_params(rollout_tp, r % rollout_tp) for r in range(rollout_tp * replicas)}
+    plan = build_plan(case.weight_map, case.train, case.rollout, 300, 2, case.placement)
+    params = {rank: rollout_params(case, rank) for rank in range(case.rollout.world_size)}
     check_coverage(plan, params)
-    moves = [m for bucket in plan.buckets for m in bucket.moves]
+    moves = [m for rank in params for bucket in plan.received_by(rank) for m in bucket.moves]
     index = data.draw(st.integers(0, len(moves) - 1))
     victim = moves[index]
     shifted = victim._replace(dst_start=(victim.dst_start[0] + 1, *victim.dst_start[1:]))
