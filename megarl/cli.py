@@ -1,4 +1,4 @@
-"""Command lines of the jobs: ``megarl train``, ``megarl sft``; ``python -m megarl.train`` is the same."""
+"""Command lines: ``megarl train``, ``megarl sft``, ``megarl convert``; ``python -m megarl.train`` is the same."""
 
 from __future__ import annotations
 
@@ -43,8 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in JOBS:
         return run_job(arguments[0], arguments[1:])
+    if arguments[:1] == ["convert"]:
+        code: int = importlib.import_module("megarl.convert.command").main(arguments[1:])
+        return code
     usage = "usage: megarl JOB [options] [KEY=VALUE ...]\n\njobs:\n"
     usage += "\n".join(f"  {name:<8}{job.doc}; megarl {name} --help" for name, job in JOBS.items())
+    usage += "\n  convert checkpoints: to and from Hugging Face, inspect, verify; megarl convert --help"
     asked = arguments[:1] in (["-h"], ["--help"])
     print(usage, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else EXIT_BAD_CONFIG

@@ -29,6 +29,8 @@ class TensorEntry(NamedTuple):
     """Safetensors' name, such as ``BF16``."""
     stored_as: str = ""
     """The tensor's name in the file, where it is another."""
+    offset: int = 0
+    """First byte of its elements in the file."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,10 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            entries = {n: TensorEntry(file, tuple(e["shape"]), e["dtype"]) for n, e in header.items()}
+            entries = {
+                name: TensorEntry(file, tuple(e["shape"]), e["dtype"], offset=8 + length + e["data_offsets"][0])
+                for name, e in header.items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} is not a safetensors file: {error!r}") from None
     if size != 8 + length + end:

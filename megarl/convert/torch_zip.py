@@ -1,0 +1,137 @@
+"""Where the elements of a tensor that ``torch.save`` wrote lie in its file, found without loading it.
+
+A distributed checkpoint is a row of such archives. Knowing the place, a band of rows can be read alone, however large
+the tensor. Of the archive's pickle nothing is run: it may name the functions that describe a tensor, which are replaced
+by ones that only note what they are told.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from megarl.errors import CheckpointError
+
+_LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class SavedTensor(NamedTuple):
+    """A tensor in an archive."""
+
+    offset: int
+    """First byte of its first element, from the beginning of the archive."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements."""
+
+
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    key: str
+
+
+def locate_tensor(archive: BinaryIO) -> SavedTensor:
+    """Finds the one tensor of an archive.
+
+    Args:
+        archive: the archive, from its beginning to its end.
+
+    Raises:
+        CheckpointError: it is no such archive, is damaged, or its pickle names anything but a tensor.
+    """
+    try:
+        with zipfile.ZipFile(archive) as entries:
+            names = set(entries.namelist())
+            root = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")
+            order = _content(archive, entries.getinfo(root + "byteorder")) if root + "byteorder" in names else b"little"
+            if order != b"little":
+                raise CheckpointError(f"byte order {order!r} is not supported, only little")
+            tensor = _TensorUnpickler(io.BytesIO(_content(archive, entries.getinfo(root + "data.pkl")))).load()
+            if not (isinstance(tensor, _Tensor) and isinstance(tensor.storage, _Storage)):
+                raise CheckpointError("it holds no tensor")
+            return _place(archive, entries.getinfo(f"{root}data/{tensor.storage.key}"), tensor)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive can raise anything
+        raise CheckpointError(f"it is damaged: {error!r}") from error
+
+
+def _place(archive: BinaryIO, entry: zipfile.ZipInfo, tensor: _Tensor) -> SavedTensor:
+    dtype = tensor.storage.dtype
+    last = tensor.first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True)) + 1
+    if min(tensor.shape, default=1) and last * dtype.itemsize > entry.file_size:
+        raise CheckpointError(f"its tensor of shape {list(tensor.shape)} needs more than {entry.file_size} bytes")
+    return SavedTensor(_start(archive, entry) + tensor.first * dtype.itemsize, dtype, tensor.shape, tensor.stride)
+
+
+def _start(archive: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """First byte of an entry's content."""
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise CheckpointError(f"'{entry.filename}' is compressed, which is not supported")
+    archive.seek(entry.header_offset + _LOCAL_HEADER - 4)
+    name, extra = struct.unpack("<HH", archive.read(4))
+    return entry.header_offset + _LOCAL_HEADER + int(name) + int(extra)
+
+
+def _content(archive: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
+    """An entry's bytes; torch can write archives without checksums, so none is asked for."""
+    archive.seek(_start(archive, entry))
+    return archive.read(entry.file_size)
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _tensor(storage: Any, first: int, shape: Any, stride: Any, *rest: Any) -> _Tensor:
+    return _Tensor(storage, int(first), tuple(map(int, shape)), tuple(map(int, stride)))
+
+
+def _same(tensor: Any, *rest: Any) -> Any:
+    return tensor
+
+
+_FUNCTIONS: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _same,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Resolves what describes a tensor, to something harmless."""
+        if (module, name) in _FUNCTIONS:
+            return _FUNCTIONS[module, name]
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        raise CheckpointError(f"refused to load '{module}.{name}', which no tensor contains")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """What a tensor's storage is: its number format and its place in the archive."""
+        kind, dtype, key, *_ = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"unknown storage {pid!r}")
+        return _Storage(dtype, str(key))

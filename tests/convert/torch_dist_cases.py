@@ -1,0 +1,137 @@
+"""Checkpoints as Megatron-LM, slime and verl write them: a stock GPT model and Megatron's own checkpointing."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from distributed import Place
+
+from megarl.megatron import cuda_on_cpu, init_runtime, shutdown_runtime
+from megarl.megatron.weights import global_names
+from megarl.models import ParallelLayout, WeightMap
+from megarl.models.hf_checkpoint import HFReader, load_local
+
+
+class Foreign(NamedTuple):
+    """How another program saves a model."""
+
+    layout: ParallelLayout = ParallelLayout()
+    prefix: str = ""
+    per_layer: bool = False  # a name for each layer instead of one tensor for all
+    with_optimizer: bool = False
+    grouped_experts: bool = False  # Megatron's newer names of experts
+
+
+def save_torch_dist(place: Place, model: str, folder: str, foreign: Foreign) -> None:
+    """Saves a Hugging Face folder's weights from a stock Megatron model; every rank calls it."""
+    layout = foreign.layout
+    runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
+    try:
+        with cuda_on_cpu.active():
+            module = _stock_model(HFReader(model), layout, runtime.coordinate.pp, foreign)
+            _fill(module, HFReader(model), layout, place.rank)
+            metadata = {"non_homogeneous_layers": foreign.per_layer, "singleton_local_shards": False}
+            state: dict[str, Any] = dict(module.sharded_state_dict(prefix=foreign.prefix, metadata=metadata))
+            if foreign.with_optimizer:
+                state["optimizer"] = _moments(module, foreign.prefix, metadata)
+            state |= {"iteration": 7, "checkpoint_version": 3.0}
+            if place.rank == 0:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            torch.distributed.barrier()
+            _save(state, folder)
+    finally:
+        shutdown_runtime()
+
+
+def _save(state: dict[str, Any], folder: str) -> None:
+    """Megatron's writer starts a process of its own, which Python forbids to a pool's, and leaves it running."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    dist_checkpointing.save(state, folder)
+    filesystem_async._results_queue = None
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+
+
+def _stock_model(reader: HFReader, layout: ParallelLayout, stage: int, foreign: Foreign) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model = reader.config
+    settings: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_dim,
+        "qk_layernorm": model.qk_norm,
+        "add_qkv_bias": model.qkv_bias,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": False,
+    }
+    if model.experts is not None:
+        settings |= {
+            "num_moe_experts": model.experts.count,
+            "moe_ffn_hidden_size": model.experts.ffn_hidden_size,
+            "moe_layer_freq": [int(has) for has in model.experts.layers],
+            "moe_router_topk": model.experts.per_token,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_grouped_gemm": foreign.grouped_experts,
+        }
+    config = TransformerConfig(**settings)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=WeightMap(model).padded_vocab(layout.tp),
+        max_sequence_length=128,
+        pre_process=stage == 0,
+        post_process=stage == layout.pp - 1,
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tie_word_embeddings,
+        position_embedding_type="rope",
+    )
+
+
+def _fill(module: Any, reader: HFReader, layout: ParallelLayout, rank: int) -> None:
+    """Sets this rank's weights; vocabulary padding becomes 7, so that it shows where it is not removed."""
+    weight_map = WeightMap(reader.config)
+    experts = reader.config.experts
+    first = 0
+    if experts is not None:
+        first = layout.expert_coordinate(rank).ep * (experts.count // layout.ep)
+    params = global_names(module, first)
+    with torch.no_grad():
+        for param in params.values():
+            param.fill_(7.0)
+        for local in weight_map.megatron_params(layout, rank):
+            for name, tensor in load_local(reader, [local], torch.float32):
+                covered = torch.zeros(local.shape, dtype=torch.bool)
+                for piece in local.pieces:
+                    covered[tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))] = True
+                params[name].copy_(torch.where(covered, tensor, params[name]))
+
+
+def _moments(module: Any, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Something of the size and the names of an optimizer's first moments."""
+    state = module.sharded_state_dict(prefix=f"optimizer.state.exp_avg.{prefix}", metadata=metadata)
+    return {key: value for key, value in state.items() if "_extra_state" not in key}
