@@ -72,13 +72,13 @@ class ParcelTable:
 
 
 def replica_parcels(
-    patterns: Sequence[ShardPattern],
+    patterns: tuple[ShardPattern, ...],
     train: ParallelLayout,
     rollout: RolloutLayout,
     parcel_bytes: int,
     element_bytes: int,
 ) -> ParcelTable:
-    """ParcelTable into one replica.
+    """What one replica receives.
 
     Args:
         patterns: the model (:meth:`megarl.models.WeightMap.patterns` of both layouts).
@@ -87,13 +87,16 @@ def replica_parcels(
         parcel_bytes: rectangles are cut to at most this (but hold one element at least), and parcels hold less than
             twice of it.
         element_bytes: size of an element of what is not kept in float32.
+
+    Raises:
+        ValueError: the ranks of a pipeline stage do not divide into the trainer's expert parallelism.
     """
     rows = _Rows(_Holders(train, patterns), rollout)
     for number, pattern in enumerate(patterns):
         size = FLOAT32_BYTES if pattern.float32 else element_bytes
         for rectangle in _rectangles(number, pattern, max(1, parcel_bytes // size)):
             rows.add(pattern, rectangle, size)
-    return rows.table(tuple(patterns), parcel_bytes)
+    return rows.table(patterns, parcel_bytes)
 
 
 def compact(column: Column) -> Column:
@@ -148,6 +151,11 @@ class _Holders:
     """Numbers the sets of training ranks that hold the same shards."""
 
     def __init__(self, train: ParallelLayout, patterns: Sequence[ShardPattern]) -> None:
+        if any(pattern.experts for pattern in patterns) and train.ranks_per_stage % (train.ep * train.expert_tp):
+            raise ValueError(
+                f"training layout {train.describe()}: the {train.ranks_per_stage} ranks of a stage do not divide into "
+                f"{train.ep} x {train.expert_tp}, groups of experts times ranks that share an expert"
+            )
         self._train = train
         num_layers = 1 + max(layer for pattern in patterns for layer in pattern.layers)
         self._numbers: dict[tuple[object, ...], int] = {}

@@ -173,7 +173,7 @@ def build_plan(
         ValueError: ``bucket_bytes`` does not hold one element, the model does not divide over a layout, or the
             placement is one of other layouts.
     """
-    patterns = weight_map.patterns(train, rollout.tp, rollout.ep)
+    patterns = tuple(weight_map.patterns(train, rollout.tp, rollout.ep))
     largest = max(element_bytes, *(FLOAT32_BYTES * pattern.float32 for pattern in patterns))
     if bucket_bytes < largest:
         raise ValueError(f"bucket_bytes={bucket_bytes} must hold at least one element of {largest} bytes")
@@ -194,6 +194,6 @@ def build_plan(
     )
 
 
-def _float32_params(patterns: list[ShardPattern]) -> frozenset[str]:
+def _float32_params(patterns: tuple[ShardPattern, ...]) -> frozenset[str]:
     kept = [pattern for pattern in patterns if pattern.float32]
     return frozenset(name.format(layer=layer) for p in kept for layer in p.layers for name in (p.megatron, p.rollout))

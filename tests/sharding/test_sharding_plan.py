@@ -212,7 +212,7 @@ def test_a_bucket_must_hold_an_element():
 
 
 def test_a_training_layout_that_has_too_few_ranks_for_its_experts_is_refused():
-    with pytest.raises(ValueError, match="TP2 PP1 DP1 EP2.* 2 ranks of a stage do not divide into 2 x 2"):
+    with pytest.raises(ValueError, match=r"TP2 PP1 DP1 EP2.* 2 ranks of a stage do not divide into 2 x 2"):
         build_plan(weight_map_of("Qwen2MoeForCausalLM"), ParallelLayout(2, ep=2), RolloutLayout(), 100, ELEMENT)
 
 
