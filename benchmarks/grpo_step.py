@@ -218,11 +218,19 @@ class Done:
         return self.value
 
 
-class Ends:
-    """Both ends of the weight sync, over the pipes."""
+class ActorEnd:
+    """The actor's side of the weight sync, over the pipes."""
 
     def __init__(self, processes: Processes) -> None:
-        self._call, self._scatter = processes.call, processes.scatter
+        self._call = processes.call
+
+    def make_room(self) -> Done:
+        """What may leave the device leaves it."""
+        return Done(self._call("actor", "make_room"))
+
+    def open_transfer(self, session: int) -> Done:
+        """Gets ready to send."""
+        return Done(self._call("actor", "open_transfer", session))
 
     def export_bucket(self, index: int) -> Done:
         """Shipments by training rank."""
@@ -232,14 +240,49 @@ class Ends:
         """Frees the shipments."""
         self._call("actor", "release_bucket", index)
 
+    def checksums(self) -> Done:
+        """What the actor holds."""
+        return Done(self._call("actor", "weight_shares"))
+
+    def close_transfer(self, completed: bool) -> Done:
+        """Nothing more is sent."""
+        return Done(self._call("actor", "close_transfer", completed))
+
+
+class EngineEnd:
+    """The engines' side, likewise."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._call, self._scatter = processes.call, processes.scatter
+
+    def sleep(self, tags: tuple[str, ...]) -> Done:
+        """Frees what the tags name."""
+        return Done(self._call("rollout", "sleep", tags))
+
+    def wake(self, tags: tuple[str, ...]) -> Done:
+        """Makes it usable again."""
+        return Done(self._call("rollout", "wake", tags))
+
     def begin_update(self, version: int) -> Done:
         """Makes the engines stale."""
         return Done(self._call("rollout", "begin_update", version))
+
+    def open_transfer(self, session: int) -> Done:
+        """Gets ready to receive."""
+        return Done(self._call("rollout", "open_transfer", session))
 
     def import_bucket(self, index: int, exported: Done) -> Done:
         """Gives each engine what is for it."""
         shares = [(index, [export.get(rank) for export in exported.result()]) for rank in range(2)]
         return Done(self._scatter("rollout", "import_bucket", shares))
+
+    def checksums(self) -> Done:
+        """What the engines hold."""
+        return Done(self._call("rollout", "weight_shares"))
+
+    def close_transfer(self, completed: bool) -> Done:
+        """Nothing more is received."""
+        return Done(self._call("rollout", "close_transfer", completed))
 
     def end_update(self, version: int) -> Done:
         """Makes the engines serve the new weights."""
@@ -254,21 +297,19 @@ class Megarl:
 
         from megarl.models import ParallelLayout, WeightMap, read_model_config
         from megarl.rewards.manager import RewardManager
-        from megarl.sharding import RolloutLayout, ShardingManager, build_plan
+        from megarl.sharding import RolloutLayout, Routes, ShardingManager, build_plan
 
         self.mix, self.recompute = mix, recompute
         self.processes = Processes(folder, mix, free_port())
         plan = build_plan(
             WeightMap(read_model_config(folder)), ParallelLayout(dp=2), RolloutLayout(replicas=2), 2**28, 4
         )
-        for role, given in (
-            ("actor", (plan, "shared_memory", False, "float32")),
-            ("rollout", (plan, "shared_memory", False)),
-        ):
+        for role in ("actor", "rollout"):
             self.processes.call(role, "init_model")
-            self.processes.call(role, "connect_sync", *given)
-        ends = Ends(self.processes)
-        self.sync = ShardingManager(plan, ends, ends)
+        routes = Routes(self.processes.call("actor", "sync_place"), self.processes.call("rollout", "sync_place"))
+        for role in ("actor", "rollout"):
+            self.processes.call(role, "connect_sync", plan, routes, None, "float32")
+        self.sync = ShardingManager(plan, ActorEnd(self.processes), EngineEnd(self.processes))
         self.sync.sync_weights()
         self.rewards = RewardManager(score, PreTrainedTokenizerFast.from_pretrained(folder))
 

@@ -6,7 +6,7 @@ from megarl.cluster.worker_group import Pending, Scattered, WorkerGroup
 
 
 class GroupSource:
-    """The training ranks: a group whose workers have ``export_bucket(index)`` and ``release_bucket(index)``.
+    """The training ranks: a group whose workers have the verbs named here, and ``weight_shares()``.
 
     Args:
         group: the training role.
@@ -16,6 +16,22 @@ class GroupSource:
     def __init__(self, group: WorkerGroup, destinations: int) -> None:
         self._group = group
         self._destinations = destinations
+
+    def make_room(self) -> Pending:
+        """What may leave the devices leaves them."""
+        return self._group.submit("make_room")
+
+    def open_transfer(self, session: int) -> Pending:
+        """Gets ready to send."""
+        return self._group.submit("open_transfer", session)
+
+    def checksums(self) -> Pending:
+        """What every rank holds, each element once."""
+        return self._group.submit("weight_shares")
+
+    def close_transfer(self, completed: bool) -> Pending:
+        """Nothing more is sent."""
+        return self._group.submit("close_transfer", completed)
 
     def export_bucket(self, index: int) -> Scattered:
         """Starts packing bucket ``index`` on every rank; each shipment becomes an object of its own in Ray."""
@@ -29,7 +45,8 @@ class GroupSource:
 class GroupTarget:
     """The rollout ranks, numbered ``replica * tp + tp_rank``: a group of layout ``(tp, dp=replicas)``.
 
-    Its workers have ``begin_update(version)``, ``import_bucket(index, shipments)`` and ``end_update(version)``.
+    Its workers have the verbs named here, ``import_bucket`` with the shipments as second argument, and
+    ``weight_shares()``.
 
     Args:
         group: the rollout role.
@@ -37,6 +54,26 @@ class GroupTarget:
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
+
+    def sleep(self, tags: tuple[str, ...]) -> Pending:
+        """Frees what the tags name."""
+        return self._group.submit("sleep", tags)
+
+    def wake(self, tags: tuple[str, ...]) -> Pending:
+        """Makes what was freed usable again."""
+        return self._group.submit("wake", tags)
+
+    def open_transfer(self, session: int) -> Pending:
+        """Gets ready to receive."""
+        return self._group.submit("open_transfer", session)
+
+    def checksums(self) -> Pending:
+        """What every engine holds."""
+        return self._group.submit("weight_shares")
+
+    def close_transfer(self, completed: bool) -> Pending:
+        """Nothing more is received."""
+        return self._group.submit("close_transfer", completed)
 
     def begin_update(self, version: int) -> Pending:
         """Makes every engine stale."""

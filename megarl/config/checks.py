@@ -52,6 +52,16 @@ def _replicas(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _groups(config: TrainConfig) -> Iterator[Problem]:
+def _transport(config: TrainConfig) -> Iterator[Problem]:
+    transport, device = config.sync.transport, config.trainer.device
+    if device == "cpu" and transport in ("cuda_ipc", "nccl"):
+        yield Problem.at(config, "sync.transport", "moves GPU memory and trainer.device is cpu; set auto")
+    one_node = config.trainer.nnodes == 1
+    if not one_node and transport in ("shared_memory", "cuda_ipc"):
+        text = f"does not lead from one node to another and trainer.nnodes={config.trainer.nnodes}; set auto"
+        yield Problem.at(config, "sync.transport", text)
+
+
     if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
         yield Problem.at(
             config,
@@ -133,6 +143,7 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     _layouts,
     _replicas,
     _groups,
+    _transport,
     _critic_warmup,
     _validation,
     _resume,

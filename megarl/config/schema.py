@@ -98,6 +98,9 @@ class RolloutConfig(LogProbBatchConfig):
     dtype: str = key("bfloat16", "Number format of the engine's weights.", choices=DTYPES)
     seed: int | None = key(None, "Seed of sampling; null = `trainer.seed`.", at_least=0)
     calculate_log_probs: bool = key(
+    free_cache_engine: bool = key(
+        True, "Engines give the memory of their weights and cache to the trainer while they have nothing to generate."
+    )
         False, "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`)."
     )
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
@@ -190,16 +193,22 @@ class SyncConfig:
     """How weights move from the actor into the rollout engine."""
 
     transport: str = key(
-        "shared_memory",
-        "What carries the weights: shared memory of one machine, or Ray's object store.",
-        choices=("shared_memory", "inline"),
+        "auto",
+        "What carries the weights; auto = the shortest way between each two processes: CUDA IPC on one node's GPUs, "
+        "shared memory on one node, NCCL or gloo between nodes; inline = Ray's object store.",
+        choices=("auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "inline"),
     )
     bucket_megabytes: int = key(
         256,
         "Most that one process sends, or receives, at a time, in MiB; two such buckets are on the way at most.",
         at_least=1,
     )
-    verify: bool = key(False, "Compare checksums of the engine's weights with the actor's after each sync.")
+    verify_freq: int = key(
+        20,
+        "Compare checksums of the engines' weights with the actor's at the first sync and at every so many after it; "
+        "1 = always, 0 = never.",
+        at_least=0,
+    )
 
 
 @dataclass

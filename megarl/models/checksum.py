@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,3 +22,61 @@ def tensor_checksum(tensor: Tensor) -> str:
         # A copy, because torch lets no one free or resize memory of which there ever was a numpy array.
         digest.update(part.clone().numpy().data)
     return digest.hexdigest()
+
+
+_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_COLUMN_BITS = 20
+_COLUMNS = 2**16
+"""Columns that are summed at a time: 16-bit numbers times 20-bit weights then stay below 2**52, exact in float64."""
+_CHUNK = 2**18
+"""Numbers that are widened to float64 at a time, which fit a core's cache."""
+
+
+def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype | None = None) -> int:
+    """A checksum of a rectangle of a larger tensor that adds up: for rectangles that tile it, to that of the whole.
+
+    Every 16-bit word of the rectangle's bits is multiplied by a weight that depends on its place in the larger tensor,
+    and the products are summed modulo 2**64. So two layouts of one tensor can be compared by one number per shard, and
+    a value that is wrong or in a wrong place is seen. It runs on the tensor's own device, exactly, in any order.
+
+    Args:
+        tensor: the rectangle, of a number format of 2 or 4 bytes; any strides.
+        start: its offset in the larger tensor, a number per dimension.
+        dtype: number format to convert to first; None: the tensor's own.
+
+    Returns:
+        At least 0, below 2**64.
+    """
+    if not tensor.numel():
+        return 0
+    *above, width = tensor.shape
+    rows = tensor.detach().reshape(-1, width)
+    words = (dtype or tensor.dtype).itemsize // 2
+    weights = _row_weights(above, start[:-1], tensor.device)
+    columns = _mixed(torch.arange(words * start[-1], words * (start[-1] + width), device=tensor.device), 0)
+    columns = (columns & (2**_COLUMN_BITS - 1) | 1).double()
+    height = max(1, _CHUNK // min(words * width, _COLUMNS))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part, weight in zip(rows.split(height), weights.split(height), strict=True):
+        bits = part.to(dtype or tensor.dtype).contiguous().view(torch.int16)
+        for cut, by in zip(bits.split(_COLUMNS, dim=1), columns.split(_COLUMNS), strict=True):
+            total += (torch.mv(cut.double(), by).long() * weight).sum()
+    return int(total) % 2**64
+
+
+def _row_weights(shape: Sequence[int], start: Sequence[int], device: torch.device) -> Tensor:
+    """A weight per row: the product of one for its place in each dimension but the last."""
+    weights = torch.ones(1, dtype=torch.int64, device=device)
+    for axis, (count, first) in enumerate(zip(shape, start, strict=True)):
+        weights = torch.outer(
+            weights, _mixed(torch.arange(first, first + count, device=device), axis + 1) | 1
+        ).flatten()
+    return weights
+
+
+def _mixed(index: Tensor, axis: int) -> Tensor:
+    """Numbers that look random, of whole numbers; SplitMix64 in wrapping arithmetic."""
+    mixed = (index + 1 + (axis << 32)) * _ODD[0]
+    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * _ODD[1]
+    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * _ODD[2]
+    return mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)

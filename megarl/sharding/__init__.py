@@ -1,11 +1,12 @@
 """Weight sync: a pure reshard plan, transports, and the manager that runs the plan.
 
-Tensors move in :mod:`sender`, :mod:`receiver` and :mod:`transport`; what is exported here needs no torch.
+Tensors move in :mod:`sender`, :mod:`receiver` and :mod:`transports`; what is exported here needs no torch.
 """
 
 from megarl.sharding.coverage import check_coverage
-from megarl.sharding.manager import Pending, ShardingManager, SyncSource, SyncTarget
+from megarl.sharding.manager import Pending, ShardingManager, SyncOptions, SyncSource, SyncTarget
 from megarl.sharding.placement import Placement, RolloutLayout, Slot
+from megarl.sharding.places import ProcessPlace, Routes
 from megarl.sharding.plan import Bucket, Move, ReshardPlan, build_plan
 
 __all__ = [
@@ -13,10 +14,13 @@ __all__ = [
     "Move",
     "Pending",
     "Placement",
+    "ProcessPlace",
     "ReshardPlan",
     "RolloutLayout",
+    "Routes",
     "ShardingManager",
     "Slot",
+    "SyncOptions",
     "SyncSource",
     "SyncTarget",
     "build_plan",

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.models import LocalParam
-from megarl.models.checksum import tensor_checksum
 from megarl.sharding.coverage import check_coverage
+from megarl.sharding.links import Links
 from megarl.sharding.plan import Bucket, Move, ReshardPlan
-from megarl.sharding.sender import Shipment, own_moves
-from megarl.sharding.transport import Transport
+from megarl.sharding.sender import Shipment
+from megarl.sharding.wire import Packing, packing_of
 
 Update = tuple[str, tuple[int, ...], Tensor]
 """Parameter name, offset in it, and the rectangle of elements to write there."""
@@ -29,7 +28,7 @@ class WeightTarget(Protocol):
         """From here on the engine is stale and serves nothing."""
 
     def update_weights(self, updates: list[Update]) -> None:
-        """Copies rectangles into the weights before it returns; the tensors are not valid after that."""
+        """Copies rectangles into the weights, at the latest in the order of the device's current stream."""
 
     def end_update(self, version: int) -> None:
         """All weights are those of ``version``; the engine serves again."""
@@ -44,77 +43,6 @@ def route_shipments(exports: Iterable[Mapping[int, Shipment]]) -> dict[int, list
     return dict(routed)
 
 
-def apply_bucket(
-    bucket: Bucket,
-    dst_rank: int,
-    shipments: Sequence[Shipment],
-    update_fn: Callable[[list[Update]], None],
-    transport: Transport,
-    read_back: Callable[[], Mapping[str, Tensor]] | None = None,
-) -> None:
-    """Writes what a rollout rank receives in a bucket.
-
-    Args:
-        bucket: the bucket.
-        dst_rank: the rollout rank.
-        shipments: one from each training rank that sends to it in this bucket.
-        update_fn: writes rectangles into the engine's weights before it returns.
-        transport: of this process.
-        read_back: where the shipments carry checksums: the engine's own weights, read after the update and compared.
-
-    Raises:
-        WeightSyncError: a shipment is missing, extra or of the wrong size, or a rectangle of the engine's weights
-            differs from what was sent; names the first parameter that does.
-    """
-    moves: dict[int, list[Move]] = defaultdict(list)
-    for move in bucket.moves:
-        if move.dst_rank == dst_rank:
-            moves[move.src_rank].append(move)
-    if sorted(s.src_rank for s in shipments) != sorted(moves):
-        raise WeightSyncError(
-            f"rollout rank {dst_rank} received shipments of training ranks {sorted(s.src_rank for s in shipments)}, "
-            f"the plan says {sorted(moves)}"
-        )
-    for shipment in shipments:
-        group = moves[shipment.src_rank]
-        updates = _updates(shipment, group, transport)
-        update_fn(updates)
-        if read_back is not None:
-            _verify(shipment, group, read_back(), updates[0][2].dtype)
-
-
-def _updates(shipment: Shipment, moves: list[Move], transport: Transport) -> list[Update]:
-    flat = transport.unpack(shipment.payload)
-    sizes = [prod(move.shape) for move in moves]
-    if flat.numel() != sum(sizes):
-        raise WeightSyncError(
-            f"the shipment of training rank {shipment.src_rank} to rollout rank {shipment.dst_rank} has "
-            f"{flat.numel()} elements, the plan says {sum(sizes)}"
-        )
-    parts = zip(moves, flat.split(sizes), strict=True)
-    return [(move.dst_param, move.dst_start, part.view(move.shape)) for move, part in parts]
-
-
-def _verify(shipment: Shipment, moves: list[Move], weights: Mapping[str, Tensor], sent: torch.dtype) -> None:
-    if len(shipment.checksums) != len(moves):
-        raise WeightSyncError(
-            f"training rank {shipment.src_rank} sent {len(shipment.checksums)} checksums for {len(moves)} rectangles; "
-            "verification must be on at both sides or at neither"
-        )
-    for move, expected in zip(moves, shipment.checksums, strict=True):
-        part = weights[move.dst_param][tuple(slice(a, a + n) for a, n in zip(move.dst_start, move.shape, strict=True))]
-        if part.dtype != sent:
-            raise WeightSyncError(
-                f"parameter '{move.dst_param}' of rollout rank {move.dst_rank} is {part.dtype} and was sent as {sent}; "
-                "a verified sync must send the engine's dtype"
-            )
-        if tensor_checksum(part) != expected:
-            raise WeightSyncError(
-                f"parameter '{move.dst_param}' of rollout rank {move.dst_rank} differs from '{move.src_param}' of "
-                f"training rank {move.src_rank} in the {list(move.shape)} elements at {list(move.dst_start)}"
-            )
-
-
 class BucketReceiver:
     """A rollout rank's side of every sync: an update ends only when every bucket was written exactly once.
 
@@ -123,8 +51,8 @@ class BucketReceiver:
         rank: the rollout rank.
         params: what the rank holds (:meth:`WeightMap.rollout_params`); the plan's coverage of it is checked here.
         engine: the rank's engine.
-        transport: this process's transport.
-        read_back: gives the engine's weights by name, to verify each update; None: the sync is not verified.
+        links: the ways from the training ranks.
+        dtype: number format in which the weights are sent.
 
     Raises:
         WeightSyncError: the plan does not write each of the rank's elements exactly once.
@@ -136,15 +64,12 @@ class BucketReceiver:
         rank: int,
         params: Sequence[LocalParam],
         engine: WeightTarget,
-        transport: Transport,
-        read_back: Callable[[], Mapping[str, Tensor]] | None = None,
+        links: Links,
+        dtype: torch.dtype,
     ) -> None:
         check_coverage(plan, {rank: params})
-        self._buckets = [own_moves(bucket, dst_rank=rank) for bucket in plan.buckets]
-        self._rank = rank
-        self._engine = engine
-        self._transport = transport
-        self._read_back = read_back
+        self._buckets = [_packings(bucket, dtype, plan.float32_params) for bucket in plan.received_by(rank)]
+        self._rank, self._engine, self._links = rank, engine, links
         self._next = 0
 
     def begin_update(self, version: int) -> None:
@@ -152,16 +77,38 @@ class BucketReceiver:
         self._engine.begin_update(version)
         self._next = 0
 
-    def import_bucket(self, index: int, shipments: Sequence[Shipment]) -> None:
-        """Writes bucket ``index``.
+    def open(self, session: int) -> None:
+        """Gets ready to receive; waits for the other processes where ``session`` is new.
 
         Raises:
-            WeightSyncError: it is not the next bucket, or as :func:`apply_bucket`.
+            WeightSyncError: a process did not come.
+        """
+        self._links.open(session)
+
+    def import_bucket(self, index: int, shipments: Sequence[Shipment]) -> None:
+        """Writes bucket ``index``; when it returns, the senders may use their memory again.
+
+        Raises:
+            WeightSyncError: it is not the next bucket, a shipment is missing, extra or of the wrong size, or it cannot
+                be reached.
         """
         if index != self._next:
             raise WeightSyncError(f"rollout rank {self._rank} received bucket {index}, expected {self._next}")
-        bucket = self._buckets[index]
-        apply_bucket(bucket, self._rank, shipments, self._engine.update_weights, self._transport, self._read_back)
+        packings = self._buckets[index]
+        senders = sorted(shipment.src_rank for shipment in shipments)
+        if senders != sorted(packings):
+            raise WeightSyncError(
+                f"rollout rank {self._rank} received shipments of training ranks {senders}, the plan says "
+                f"{sorted(packings)}"
+            )
+        by_transport: dict[str, dict[int, Any]] = defaultdict(dict)
+        for shipment in shipments:
+            by_transport[self._links.names[shipment.src_rank]][shipment.src_rank] = shipment.payload
+        for name, payloads in by_transport.items():
+            transport = self._links.transports[name]
+            for src_rank, data in transport.receive(payloads):
+                self._engine.update_weights(self._updates(src_rank, packings[src_rank], data))
+            transport.settle()
         self._next += 1
 
     def end_update(self, version: int) -> None:
@@ -176,3 +123,38 @@ class BucketReceiver:
                 f"version {version} is incomplete"
             )
         self._engine.end_update(version)
+
+    def close(self, completed: bool) -> int:
+        """No bucket comes any more: the transports give back what they need not keep.
+
+        Returns:
+            The most bytes that this process held for the sync at once, besides its weights.
+        """
+        self._links.end(completed)
+        return self._links.peak_bytes
+
+    def _updates(self, src_rank: int, packing: Packing, data: Tensor) -> list[Update]:
+        if len(data) != packing.nbytes:
+            raise WeightSyncError(
+                f"the shipment of training rank {src_rank} to rollout rank {self._rank} has {len(data)} bytes, the "
+                f"plan says {packing.nbytes}"
+            )
+        views = zip(packing.moves, packing.views(data), strict=True)
+        return [(move.dst_param, move.dst_start, values) for move, values in views]
+
+
+def sources(buckets: Sequence[Bucket]) -> set[int]:
+    """The training ranks that a rollout rank's buckets come from."""
+    return {move.src_rank for bucket in buckets for move in bucket.moves}
+
+
+def largest_bucket(buckets: Sequence[Bucket], dtype: torch.dtype, float32_params: frozenset[str]) -> int:
+    """The most bytes that a rank receives in one of its buckets."""
+    return max((packing_of(b.moves, dtype, float32_params).nbytes for b in buckets), default=0)
+
+
+def _packings(bucket: Bucket, dtype: torch.dtype, float32_params: frozenset[str]) -> dict[int, Packing]:
+    moves: dict[int, list[Move]] = defaultdict(list)
+    for move in bucket.moves:
+        moves[move.src_rank].append(move)
+    return {src_rank: packing_of(group, dtype, float32_params) for src_rank, group in moves.items()}

@@ -69,6 +69,7 @@ class PPOTrainer:
                     with self.phase("ref"):
                         batch = batch.union(self.roles.reference.compute_ref_log_prob(batch))
                 if self.roles.critic:
+                    self.roles.sharding_manager.free_engines()
                     with self.phase("values"):
                         batch = batch.union(self.roles.critic.compute_values(batch))
                 with self.phase("adv"):

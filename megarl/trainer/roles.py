@@ -15,7 +15,7 @@ from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
 from megarl.config.sft_schema import SFTConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
-from megarl.sharding import RolloutLayout, ShardingManager, build_plan
+from megarl.sharding import RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.workers.layouts import layout_of
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan
 
@@ -168,21 +168,22 @@ class RoleBuilder:
         return self._group("rollout", "megarl.workers.rollout:RolloutWorker", {"settings": settings}, layout)
 
     def _connect(self, actor: WorkerGroup, rollout: WorkerGroup) -> ShardingManager:
-        sync, config = self.config.sync, self.policy
+        sync, config, tp = self.config.sync, self.policy, rollout.layout.tp
+        train, engines = wait_all([group.submit("sync_place") for group in (actor, rollout)])
+        routes = Routes(tuple(train), tuple(engines), sync.transport)
         plan = build_plan(
             WeightMap(read_model_config(config.model.path)),
             actor.layout,
-            RolloutLayout(tp=rollout.layout.tp, replicas=rollout.layout.dp),
+            RolloutLayout(tp=tp, replicas=rollout.layout.dp),
             sync.bucket_megabytes * 2**20,
             ELEMENT_BYTES[config.rollout.dtype],
+            routes.placement(),
         )
-        wait_all(
-            [
-                actor.submit("connect_sync", plan, sync.transport, sync.verify, config.rollout.dtype),
-                rollout.submit("connect_sync", plan, sync.transport, sync.verify),
-            ]
-        )
-        return ShardingManager(plan, GroupSource(actor, rollout.world_size), GroupTarget(rollout))
+        address = actor.host_sync()[0] if routes.need_meeting() else None
+        given = (plan, routes, address, config.rollout.dtype)
+        wait_all([group.submit("connect_sync", *given) for group in (actor, rollout)])
+        options = SyncOptions(sync.verify_freq, config.rollout.free_cache_engine, tp)
+        return ShardingManager(plan, GroupSource(actor, rollout.world_size), GroupTarget(rollout), options)
 
     def _group(
         self,

@@ -13,8 +13,11 @@ from megarl.config import ActorConfig
 from megarl.data import DataProto
 from megarl.megatron import PolicyOutputs
 from megarl.sharding import ReshardPlan
-from megarl.sharding.sender import BucketSender, Shipment
-from megarl.sharding.transport import create_transport
+from megarl.sharding.links import Address, Links
+from megarl.sharding.places import ProcessPlace, Routes, this_place
+from megarl.sharding.sender import BucketSender, Shipment, destinations
+from megarl.sharding.transports import host_store
+from megarl.sharding.verification import Share, shares_of
 from megarl.workers.base import MegatronWorker, OutputOptions, TokenLosses, ends_phase
 from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.place import WorkerPlace
@@ -66,7 +69,7 @@ class ActorWorker(PolicyWorker):
         reference: LogProbSettings | None,
     ) -> None:
         super().__init__(place, settings=settings)
-        self.rank = place.rank
+        self.rank, self.host = place.rank, place.master_addr
         self.config = config
         self.plan = plan
         self.log_prob = log_prob
@@ -114,11 +117,35 @@ class ActorWorker(PolicyWorker):
         return metrics
 
     @verb(Dispatch.ALL)
-    def connect_sync(self, plan: ReshardPlan, transport: str, verify: bool, dtype: str) -> None:
+    def sync_place(self) -> ProcessPlace:
+        """Where this process runs, by which ways to the rollout engines are chosen."""
+        return this_place(str(self.runtime.device))
+
+    @verb(Dispatch.ALL)
+    def host_sync(self) -> Address | None:
+        """On rank 0: where both sides of the weight sync can meet from now on."""
+        if self.rank != 0:
+            return None
+        self._store = host_store(self.host)
+        return Address(self.host, self._store.port)
+
+    @verb(Dispatch.ALL)
+    def connect_sync(self, plan: ReshardPlan, routes: Routes, address: Address | None, dtype: str) -> None:
         """Get ready to send weights by a plan, in the engines' number format."""
-        params, carrier = self.engine.named_local_params, create_transport(transport)
-        self._sender = BucketSender(plan, self.rank, params, carrier, verify, getattr(torch, dtype))
-        self._last_bucket = len(plan.buckets) - 1
+        device, sent = self.runtime.device, getattr(torch, dtype)
+        links = Links.of_trainer(routes, self.rank, destinations(plan.sent_by(self.rank)), device, address)
+        self._sender = BucketSender(plan, self.rank, self.engine.named_local_params, links, sent, device)
+        self._sent_as = sent, plan.float32_params
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def make_room(self) -> None:
+        """Before the engines wake: what may leave the device leaves it."""
+        self.engine.residence.rest()
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def open_transfer(self, session: int) -> None:
+        """Be ready to send; meet the rollout ranks where the session is new."""
+        self._sender.open(session)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def export_bucket(self, index: int) -> dict[int, Shipment]:
@@ -127,10 +154,21 @@ class ActorWorker(PolicyWorker):
 
     @verb(Dispatch.ALL, phase="update_weights")
     def release_bucket(self, index: int) -> None:
-        """Free what was packed for a bucket."""
+        """The rollout ranks have read a bucket: its memory may be used again."""
         self._sender.release_bucket(index)
-        if index == self._last_bucket:
-            self.engine.residence.rest()
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def weight_shares(self) -> dict[str, Share]:
+        """Checksums of this rank's part of every Hugging Face tensor; over all ranks each element counts once."""
+        params = self.engine.weight_map.export_params(self.settings.layout, self.rank)
+        return shares_of(params, self.engine.named_local_params(), *self._sent_as, convert=True)
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def close_transfer(self, completed: bool) -> int:
+        """Nothing more is sent; returns the peak bytes that sending took on this rank."""
+        peak = self._sender.close(completed)
+        self.engine.residence.rest()
+        return peak
 
 
 def policy_loss(config: ActorConfig, outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenLosses:

@@ -11,9 +11,12 @@ from megarl.config import RolloutConfig
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, EngineOptions, Request, SamplingParams, create_engine
+from megarl.rollout.interface import Tag
 from megarl.sharding import ReshardPlan
-from megarl.sharding.receiver import BucketReceiver, Shipment
-from megarl.sharding.transport import create_transport
+from megarl.sharding.links import Address, Links
+from megarl.sharding.places import ProcessPlace, Routes, this_place
+from megarl.sharding.receiver import BucketReceiver, Shipment, largest_bucket, sources
+from megarl.sharding.verification import Share, shares_of
 from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.place import WorkerPlace
 from megarl.workers.settings import RolloutSettings
@@ -68,11 +71,30 @@ class RolloutWorker:
         return self._batch(prompts.repeat(samples), completions)
 
     @verb(Dispatch.ALL)
-    def connect_sync(self, plan: ReshardPlan, transport: str, verify: bool) -> None:
+    def sync_place(self) -> ProcessPlace:
+        """Where this process runs, by which ways from the actor are chosen."""
+        return this_place(self.settings.device)
+
+    @verb(Dispatch.ALL)
+    def connect_sync(self, plan: ReshardPlan, routes: Routes, address: Address | None, dtype: str) -> None:
         """Get ready to receive weights by a plan, whose coverage of this engine is checked here."""
-        params = WeightMap(self.model_config).rollout_params(tp=1, tp_rank=0)
-        read_back = self.engine.weights if verify else None
-        self._receiver = BucketReceiver(plan, self.rank, params, self.engine, create_transport(transport), read_back)
+        buckets, sent = plan.received_by(self.rank), getattr(torch, dtype)
+        size = largest_bucket(buckets, sent, plan.float32_params)
+        device = torch.device(self.settings.device)
+        links = Links.of_rollout(routes, self.rank, sources(buckets), device, address, size)
+        self._params = WeightMap(self.model_config).rollout_params(tp=1, tp_rank=0)
+        self._receiver = BucketReceiver(plan, self.rank, self._params, self.engine, links, sent)
+        self._sent_as = sent, plan.float32_params
+
+    @verb(Dispatch.ALL)
+    def sleep(self, tags: Sequence[Tag]) -> None:
+        """Free what the tags name for others on the device; the engine serves nothing."""
+        self.engine.sleep(tags)
+
+    @verb(Dispatch.ALL)
+    def wake(self, tags: Sequence[Tag]) -> None:
+        """Take back the memory that :meth:`sleep` freed; weights come by the next sync."""
+        self.engine.wake(tags)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def begin_update(self, version: int) -> None:
@@ -80,9 +102,24 @@ class RolloutWorker:
         self._receiver.begin_update(version)
 
     @verb(Dispatch.ALL, phase="update_weights")
+    def open_transfer(self, session: int) -> None:
+        """Be ready to receive; meet the actor's ranks where the session is new."""
+        self._receiver.open(session)
+
+    @verb(Dispatch.ALL, phase="update_weights")
     def import_bucket(self, index: int, shipments: Sequence[Shipment | None]) -> None:
         """Write what the training ranks sent this replica in a bucket."""
         self._receiver.import_bucket(index, [shipment for shipment in shipments if shipment is not None])
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def weight_shares(self) -> dict[str, Share]:
+        """Checksums of what the engine holds of every Hugging Face tensor."""
+        return shares_of(self._params, self.engine.weights(), *self._sent_as, convert=False)
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def close_transfer(self, completed: bool) -> int:
+        """Nothing more is received; returns the peak bytes that receiving took on this rank."""
+        return self._receiver.close(completed)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def end_update(self, version: int) -> None:

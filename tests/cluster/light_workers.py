@@ -4,6 +4,7 @@ import os
 import sys
 import time
 
+from megarl.sharding.verification import Share
 from megarl.workers.dispatch import Dispatch, verb
 
 
@@ -77,6 +78,24 @@ class Trainer:
         self.packed.discard(index)
 
     @verb(Dispatch.ALL)
+    def make_room(self):
+        return None
+
+    @verb(Dispatch.ALL)
+    def open_transfer(self, session):
+        return None
+
+    @verb(Dispatch.ALL)
+    def weight_shares(self):
+        return {f"w{self.rank}": Share(self.rank, 1)}
+
+    @verb(Dispatch.ALL)
+    def close_transfer(self, completed):
+        if not completed:
+            self.packed.clear()
+        return 100 + self.rank
+
+    @verb(Dispatch.ALL)
     def still_packed(self):
         return sorted(self.packed)
 
@@ -98,6 +117,27 @@ class Engine:
     @verb(Dispatch.ALL)
     def end_update(self, version):
         self.events.append(("end", version))
+
+    @verb(Dispatch.ALL)
+    def sleep(self, tags):
+        self.events.append(("sleep", *tags))
+
+    @verb(Dispatch.ALL)
+    def wake(self, tags):
+        self.events.append(("wake", *tags))
+
+    @verb(Dispatch.ALL)
+    def open_transfer(self, session):
+        self.events.append(("open", session))
+
+    @verb(Dispatch.ALL)
+    def weight_shares(self):
+        return {"w0": Share(0, 1), "w1": Share(1, 1)}
+
+    @verb(Dispatch.ALL)
+    def close_transfer(self, completed):
+        self.events.append(("close", completed))
+        return 2**20
 
     @verb(Dispatch.ALL)
     def seen(self):

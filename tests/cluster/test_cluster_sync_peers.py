@@ -6,7 +6,7 @@ from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
 from megarl.errors import WeightSyncError
 from megarl.models.layout import ParallelLayout
-from megarl.sharding import ShardingManager
+from megarl.sharding import ShardingManager, SyncOptions
 
 PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12)
 
@@ -27,12 +27,17 @@ def peers():
 def test_every_shipment_reaches_its_rank_in_order(peers):
     trainer, engines = peers
     actor = trainer()
-    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines))
+    options = SyncOptions(verify_freq=1, free_engine=True)
+    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines), options)
     for version in (1, 2):
-        assert manager.sync_weights()["weight_sync/buckets"] == 3
+        metrics = manager.sync_weights()
+        assert (metrics["weight_sync/buckets"], metrics["weight_sync/peak_mb"]) == (3, 1)
+        manager.free_engines()
+        first = [("wake", "weights"), ("begin", version), ("open", 0)]
+        last = [("close", True), ("wake", "kv_cache"), ("end", version), ("sleep", "weights", "kv_cache")]
         assert engines.seen() == [
-            [("begin", version), (0, [0]), (1, [100]), (2, [200]), ("end", version)],
-            [("begin", version), (0, [1, 11]), (1, [101, 111]), (2, [201, 211]), ("end", version)],
+            [*first, (0, [0]), (1, [100]), (2, [200]), *last],
+            [*first, (0, [1, 11]), (1, [101, 111]), (2, [201, 211]), *last],
         ]
     assert actor.still_packed() == [[], []]
     actor.shutdown()

@@ -22,7 +22,7 @@ def grpo(small: list[str], start: Callable[..., CliRun]) -> RunFiles:
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
         "actor_rollout_ref.ref.megatron.dtype=float32",
-        *("actor_rollout_ref.actor.kl_loss_coef=0.01", "sync.verify=true", "sync.transport=inline"),
+        *("actor_rollout_ref.actor.kl_loss_coef=0.01", "sync.verify_freq=1", "sync.transport=inline"),
         *(f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=one_or_failure"),
         *("reward_model.on_error=mask", "trainer.logger=[console,jsonl,tensorboard,wandb]"),
         env={"WANDB_MODE": "offline"},

@@ -68,7 +68,7 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
         *("algorithm.kl_ctrl.type=adaptive", f"algorithm.kl_ctrl.horizon={HORIZON}"),
         f"algorithm.kl_ctrl.target_kl={TARGET_KL}",
         *("trainer.validation_data_dir=validation", "trainer.rollout_data_dir=rollouts", "trainer.hf_export_dir=hf"),
-        "sync.verify=true",
+        "sync.verify_freq=1",
     ]
 
 

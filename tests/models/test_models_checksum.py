@@ -1,9 +1,12 @@
 import hashlib
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megarl.models.checksum import tensor_checksum
+from megarl.models.checksum import rectangle_checksum, tensor_checksum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
@@ -24,3 +27,72 @@ def test_bits_count_not_values():
     assert tensor_checksum(nan) == tensor_checksum(nan.clone())
     assert tensor_checksum(torch.tensor([0.0])) != tensor_checksum(torch.tensor([-0.0]))
     assert tensor_checksum(torch.zeros(2)) != tensor_checksum(torch.zeros(4, dtype=torch.float16))
+
+
+# ---- checksums of rectangles
+
+
+def mixed(index, axis):
+    """SplitMix64 with Python's own whole numbers."""
+    mask = 2**64 - 1
+    value = (index + 1 + (axis << 32)) * 0x9E3779B97F4A7C15 & mask
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    return value ^ value >> 31
+
+
+def by_hand(tensor, start):
+    words = tensor.contiguous().view(torch.int16).reshape(*tensor.shape[:-1], -1)
+    first = tensor.element_size() // 2 * start[-1]
+    total = 0
+    for place in np.ndindex(tuple(words.shape)):
+        weight = mixed(first + place[-1], 0) & 2**20 - 1 | 1
+        for axis, (at, offset) in enumerate(zip(place[:-1], start[:-1], strict=True)):
+            weight *= mixed(at + offset, axis + 1) | 1
+        total += weight * int(words[place])
+    return total % 2**64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "start"), [((5,), (3,)), ((3, 4), (7, 2)), ((2, 3, 4), (1, 0, 5))])
+def test_a_rectangles_checksum_is_a_weighted_sum_of_its_words(dtype, shape, start):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert rectangle_checksum(tensor, start) == by_hand(tensor, start)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_checksums_of_tiles_add_up_to_that_of_the_whole(data):
+    rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    row, column = data.draw(st.integers(0, rows)), data.draw(st.integers(0, columns))
+    whole = torch.randn(rows, columns)
+    cuts = [(r, c) for r in ((0, row), (row, rows)) for c in ((0, column), (column, columns))]
+    parts = [rectangle_checksum(whole[r[0] : r[1], c[0] : c[1]], (r[0], c[0])) for r, c in cuts]
+    assert sum(parts) % 2**64 == rectangle_checksum(whole, (0, 0))
+
+
+def test_large_values_in_wide_rows_are_summed_exactly():
+    widest = torch.full((2, 70_000), -32768, dtype=torch.int16).view(torch.bfloat16)
+    expected = sum(
+        (mixed(row, 1) | 1) * sum(-32768 * (mixed(column, 0) & 2**20 - 1 | 1) for column in range(70_000))
+        for row in range(2)
+    )
+    assert rectangle_checksum(widest, (0, 0)) == expected % 2**64
+
+
+def test_every_bit_and_place_counts():
+    tensor = torch.randn(64, 32)
+    checksum = rectangle_checksum(tensor, (0, 0))
+    for bit in (0, 15, 16, 31):
+        other = tensor.clone()
+        other.view(torch.int32)[63, 31] ^= 1 << bit if bit < 31 else -(2**31)
+        assert rectangle_checksum(other, (0, 0)) != checksum
+    assert rectangle_checksum(tensor.flip(0), (0, 0)) != checksum
+    assert rectangle_checksum(tensor.flip(1), (0, 0)) != checksum
+    assert rectangle_checksum(tensor, (1, 0)) != checksum
+    assert rectangle_checksum(tensor.T.contiguous().T, (0, 0)) == checksum
+
+
+def test_it_is_of_what_the_values_become_in_another_number_format():
+    tensor = torch.randn(300, 1000)
+    assert rectangle_checksum(tensor, (5, 7), torch.bfloat16) == rectangle_checksum(tensor.bfloat16(), (5, 7))

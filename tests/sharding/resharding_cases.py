@@ -93,6 +93,6 @@ def training_tensors(weight_map, layout, checkpoint, padding=-7):
     return [local_tensors(weight_map.megatron_params(layout, rank), checkpoint, padding) for rank in ranks]
 
 
-def rollout_tensors(weight_map, tp, replicas, checkpoint, padding=0):
-    shards = [local_tensors(weight_map.rollout_params(tp, rank), checkpoint, padding) for rank in range(tp)]
+def rollout_tensors(weight_map, tp, replicas, checkpoint, padding=0, ep=1):
+    shards = [local_tensors(weight_map.rollout_params(tp, rank, ep), checkpoint, padding) for rank in range(tp)]
     return [{name: t.clone() for name, t in shards[rank % tp].items()} for rank in range(tp * replicas)]

@@ -1,151 +1,28 @@
-"""The whole way of the weights in one process: every rank's sender and receiver, futures between them."""
+"""The whole way of the weights: what a sync leaves behind, in which order it does things, and what a failure leaves."""
 
 import gc
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resharding_cases import box, cases, labelled_checkpoint, rollout_tensors, training_tensors, weight_map_of
+from resharding_cases import cases, weight_map_of
+from sync_in_process import Engine, Setup, two_nodes
 
-from megarl.errors import WeightSyncError
+from megarl.errors import ConfigError, WeightSyncError
 from megarl.models import ParallelLayout
-from megarl.sharding import RolloutLayout, ShardingManager, build_plan
-from megarl.sharding.receiver import BucketReceiver, route_shipments
-from megarl.sharding.sender import BucketSender
-from megarl.sharding.transport import create_transport
 
-
-class Engine:
-    """A rollout rank that holds weights."""
-
-    def __init__(self, weights):
-        self.weights = {name: torch.zeros_like(t) for name, t in weights.items()}
-        self.version, self.stale = 0, False
-
-    def begin_update(self, version):
-        self.stale = True
-
-    def update_weights(self, updates):
-        for name, start, values in updates:
-            self.weights[name][box(start, values.shape)].copy_(values)
-
-    def end_update(self, version):
-        self.version, self.stale = version, False
-
-
-class Source:
-    """All training ranks; ``fail_at`` raises while that bucket is exported."""
-
-    def __init__(self, plan, ranks, transport, verify=False):
-        self.ranks = ranks
-        self.transports = [create_transport(transport) for _ in ranks]
-        self.senders = [
-            BucketSender(plan, rank, lambda rank=rank: self.ranks[rank], self.transports[rank], verify)
-            for rank in range(len(ranks))
-        ]
-        self.pool = ThreadPoolExecutor(1)
-        self.fail_at, self.log = None, []
-
-    def export_bucket(self, index):
-        return self.pool.submit(self._export, index)
-
-    def _export(self, index):
-        self.log.append(("export", index))
-        exports = [sender.export_bucket(index) for sender in self.senders]
-        if index == self.fail_at:
-            raise RuntimeError("lost rank")
-        return exports
-
-    def release_bucket(self, index):
-        self.log.append(("release", index))
-        return self.pool.submit(lambda: [sender.release_bucket(index) for sender in self.senders])
-
-    def held(self):
-        self.pool.submit(int).result()
-        return sum(len(getattr(t, "_segments", ())) for t in self.transports)
-
-
-class Target:
-    """All rollout ranks; ``before_import`` is called with each bucket's number."""
-
-    def __init__(self, plan, weight_map, tp, engines, transport, verify=False):
-        self.engines = engines
-        self.receivers = [
-            BucketReceiver(
-                plan,
-                rank,
-                weight_map.rollout_params(tp, rank % tp),
-                engine,
-                create_transport(transport),
-                (lambda engine=engine: engine.weights) if verify else None,
-            )
-            for rank, engine in enumerate(engines)
-        ]
-        self.pool = ThreadPoolExecutor(1)
-        self.before_import = lambda index: None
-
-    def begin_update(self, version):
-        return self.pool.submit(lambda: [r.begin_update(version) for r in self.receivers])
-
-    def import_bucket(self, index, exported):
-        def run():
-            self.before_import(index)
-            routed = route_shipments(exported.result())
-            for rank, receiver in enumerate(self.receivers):
-                receiver.import_bucket(index, routed.get(rank, []))
-
-        return self.pool.submit(run)
-
-    def end_update(self, version):
-        return self.pool.submit(lambda: [r.end_update(version) for r in self.receivers])
-
-
-class Setup:
-    """A model between a trainer and engines."""
-
-    def __init__(
-        self, weight_map, train, tp, replicas, transport="inline", bucket=400, verify=False, dtype=torch.float32
-    ):
-        self.weight_map, self.train, self.tp, self.replicas, self.dtype = weight_map, train, tp, replicas, dtype
-        self.plan = build_plan(weight_map, train, RolloutLayout(tp, 1, replicas), bucket, dtype.itemsize)
-        self.source = Source(self.plan, self.trainer(0), transport, verify)
-        self.engines = [Engine(w) for w in self.expected(0)]
-        self.target = Target(self.plan, weight_map, tp, self.engines, transport, verify)
-        self.manager = ShardingManager(self.plan, self.source, self.target)
-
-    def checkpoint(self, step):
-        return {n: t + step for n, t in labelled_checkpoint(self.weight_map, self.dtype).items()}
-
-    def trainer(self, step):
-        return training_tensors(self.weight_map, self.train, self.checkpoint(step))
-
-    def expected(self, step):
-        return rollout_tensors(self.weight_map, self.tp, self.replicas, self.checkpoint(step))
-
-    def assert_engines_hold(self, step):
-        for engine, expected in zip(self.engines, self.expected(step), strict=True):
-            assert engine.weights.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert torch.equal(engine.weights[name], tensor), name
-
-    def close(self):
-        self.source.pool.shutdown()
-        self.target.pool.shutdown()
-        for transport in self.source.transports:
-            transport.close()
+LAYOUT = ParallelLayout(2, 2, 2)
 
 
 @pytest.fixture()
-def setup(request):
+def setup():
     made = []
 
     def make(*args, **options):
-        layout = ParallelLayout(2, 2, 2)
-        made.append(Setup(*(args or (weight_map_of(), layout, 4, 2)), **options))
+        made.append(Setup(*(args or (weight_map_of(), LAYOUT, 4, 2)), **options))
         return made[-1]
 
     yield make
@@ -153,139 +30,256 @@ def setup(request):
         one.close()
 
 
+def assert_two_syncs_are_exact(setup):
+    for step in (1, 2):
+        setup.source.ranks = setup.trainer(step)
+        metrics = setup.manager.sync_weights()
+        setup.assert_engines_hold(step)
+        assert setup.manager.version == step
+        assert {(e.version, e.stale) for e in setup.engines} == {(step, False)}
+        assert metrics["weight_sync/bytes"] == setup.plan.nbytes
+        assert metrics["weight_sync/buckets"] == len(setup.plan.buckets)
+        assert metrics["weight_sync/seconds"] > 0
+        per_second = metrics["weight_sync/gb_per_s"] * metrics["weight_sync/seconds"]
+        assert per_second == pytest.approx(setup.plan.nbytes / 1e9)
+    assert setup.source.lent() == 0
+
+
 @settings(max_examples=15, deadline=None)
-@given(cases(), st.sampled_from(["inline", "shared_memory"]), st.booleans())
-def test_after_each_sync_the_engines_hold_the_trainers_weights_bit_for_bit(case, transport, verify):
-    setup = Setup(*case, transport=transport, verify=verify)
+@given(cases(), st.sampled_from(["inline", "shared_memory"]), st.integers(0, 2))
+def test_after_each_sync_the_engines_hold_the_trainers_weights_bit_for_bit(case, transport, verify_freq):
+    setup = Setup(*case, transport=transport, verify_freq=verify_freq)
     try:
-        for step in (1, 2):
-            setup.source.ranks = setup.trainer(step)
-            metrics = setup.manager.sync_weights()
-            setup.assert_engines_hold(step)
-            assert setup.manager.version == step
-            assert {(e.version, e.stale) for e in setup.engines} == {(step, False)}
-            assert metrics["weight_sync/bytes"] == setup.plan.nbytes
-            assert metrics["weight_sync/buckets"] == len(setup.plan.buckets)
-            assert metrics["weight_sync/seconds"] > 0
-        assert setup.source.held() == 0
+        assert_two_syncs_are_exact(setup)
     finally:
         setup.close()
 
 
-def test_bfloat16_through_shared_memory(setup):
-    one = setup(weight_map_of(), ParallelLayout(2, 1, 1), 1, 1, transport="shared_memory", dtype=torch.bfloat16)
+@pytest.mark.parametrize("layout", [LAYOUT, ParallelLayout(1, 2, 1)])
+def test_the_same_over_a_process_group(setup, layout):
+    one = setup(weight_map_of("Qwen2MoeForCausalLM"), layout, 2, 2, transport="gloo", verify_freq=1)
+    assert_two_syncs_are_exact(one)
+
+
+def test_on_two_nodes_each_pair_of_processes_has_its_own_way(setup):
+    places = two_nodes(LAYOUT.world_size, 4)
+    one = setup(weight_map_of(), LAYOUT, 4, 1, transport="auto", places=places, verify_freq=1)
+    used = {name for sender in one.source.senders for name in sender._links.transports}
+    assert used == {"gloo", "shared_memory"}
+    assert_two_syncs_are_exact(one)
+
+
+def test_a_way_that_does_not_lead_there_is_refused(setup):
+    with pytest.raises(ConfigError, match=r"sync\.transport=shared_memory: .*different nodes.*rollout rank"):
+        setup(weight_map_of(), LAYOUT, 4, 1, transport="shared_memory", places=two_nodes(LAYOUT.world_size, 4))
+
+
+@pytest.mark.parametrize("transport", ["inline", "shared_memory", "gloo"])
+def test_bfloat16(setup, transport):
+    layout = ParallelLayout(2, 1, 1)
+    one = setup(weight_map_of(), layout, 1, 1, transport=transport, dtype=torch.bfloat16, verify_freq=1)
     one.manager.sync_weights()
     one.assert_engines_hold(0)
 
 
-@pytest.mark.parametrize("transport", ["inline", "shared_memory"])
-@pytest.mark.parametrize("side", ["export", "import"])
-@pytest.mark.parametrize("at", [0, 3, "last"])
-def test_a_failure_in_the_middle_leaves_the_engines_stale_and_a_retry_mends_them(setup, transport, side, at):
-    one = setup(transport=transport)
+# ---- order
+
+
+def test_the_device_goes_from_hand_to_hand(setup):
+    one = setup(weight_map_of(), ParallelLayout(), 1, 1, bucket=1 << 20, free_engine=True, verify_freq=1)
+    one.manager.sync_weights()
+    one.manager.free_engines()
+    assert len(one.plan.buckets) == 1
+    one.source.settle()
+    steps = [event for event in one.log if event[0] not in ("open target", "checksums of target", "release")]
+    assert steps == [
+        ("make_room",),
+        ("wake", "weights"),
+        ("begin_update", 1),
+        ("open source", 0),
+        ("export", 0),
+        ("import", 0),
+        ("checksums of source",),
+        ("close target", True),
+        ("close source", True),
+        ("wake", "kv_cache"),
+        ("end_update", 1),
+        ("sleep", "weights", "kv_cache"),
+    ]
+
+
+def test_engines_with_devices_of_their_own_stay_awake(setup):
+    one = setup()
+    one.manager.sync_weights()
+    one.manager.free_engines()
+    assert not {event[0] for event in one.log} & {"sleep", "wake"}
+
+
+def test_the_next_bucket_is_exported_while_one_is_imported_and_no_further(setup):
+    one = setup()
+    count = len(one.plan.buckets)
+    assert count > 3
+    most_ahead = []
+    write = one.target.receivers[0].import_bucket
+
+    def import_bucket(index, shipments):
+        # Would time out if the export of the next bucket began only after this import.
+        deadline = time.monotonic() + 30
+        while ("export", min(index + 1, count - 1)) not in one.log:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        out = {i for verb, *rest in one.log if verb == "export" for i in rest}
+        back = {i for verb, *rest in one.log if verb == "release" for i in rest}
+        most_ahead.append(len(out - back))
+        write(index, shipments)
+
+    one.target.receivers[0].import_bucket = import_bucket
+    one.manager.sync_weights()
+    assert max(most_ahead) == 2
+
+
+def test_no_process_holds_more_than_two_buckets(setup):
+    limit = 400
+    one = setup(weight_map_of(), LAYOUT, 4, 2, transport="shared_memory", bucket=limit)
+    metrics = one.manager.sync_weights()
+    pools = [pool for sender in one.source.senders for pool in sender.pools.values()]
+    largest = max(pool.peak_bytes for pool in pools)
+    assert metrics["weight_sync/peak_mb"] == largest / 2**20
+    destinations = 8  # each packing of a bucket may begin up to 63 bytes after the last
+    assert limit < largest <= 2 * (limit + 63 * destinations)
+    assert all(pool.held_bytes <= 2 * pool.size for pool in pools)
+
+
+# ---- failures
+
+
+STAGES = [
+    ("source", ("make_room",)),
+    ("target", ("wake", "weights")),
+    ("target", ("begin_update",)),
+    ("source", ("open source",)),
+    ("source", ("export", 0)),
+    ("source", ("export", 3)),
+    ("target", ("import", 0)),
+    ("target", ("import", 3)),
+    ("source", ("checksums of source",)),
+    ("target", ("checksums of target",)),
+    ("source", ("close source", True)),
+    ("target", ("wake", "kv_cache")),
+    ("target", ("end_update",)),
+]
+# In a process group the others would wait, until their time is up, for the process that does not come.
+FAILURES = [
+    (transport, side, event)
+    for transport in ("inline", "shared_memory", "gloo")
+    for side, event in STAGES
+    if (transport, event) != ("gloo", ("open source",))
+]
+
+
+@pytest.mark.parametrize(("transport", "side", "event"), FAILURES, ids=str)
+def test_a_failure_at_any_stage_leaves_the_engines_stale_and_a_retry_mends_them(setup, transport, side, event):
+    one = setup(weight_map_of(), ParallelLayout(1, 2, 1), 1, 2, transport=transport, free_engine=True, verify_freq=1)
     one.manager.sync_weights()
     one.source.ranks = one.trainer(1)
-    last = len(one.plan.buckets) - 1
-    bucket = last if at == "last" else at
-
-    def fail(index):
-        if index == bucket:
-            raise RuntimeError("lost rank")
-
-    if side == "export":
-        one.source.fail_at = bucket
-    else:
-        one.target.before_import = fail
-    with pytest.raises(WeightSyncError, match=f"version 2 failed at bucket {bucket + 1} of {last + 1}.*lost rank"):
+    getattr(one, side).fail_at = event
+    with pytest.raises(WeightSyncError, match=r"version 2 failed at .*serve nothing: lost rank"):
         one.manager.sync_weights()
     assert one.manager.version == 1
-    assert all(engine.stale and engine.version == 1 for engine in one.engines)
-    assert one.source.held() == 0
+    one.target.settle()
+    begun = one.engines[:-1] if event == ("begin_update",) else one.engines
+    assert all(engine.stale for engine in begun)
+    assert one.source.lent() == 0
 
-    one.source.fail_at, one.target.before_import = None, lambda index: None
+    getattr(one, side).fail_at = None
     one.manager.sync_weights()
     one.assert_engines_hold(1)
     assert {(e.version, e.stale) for e in one.engines} == {(2, False)}
 
 
-def test_a_failing_begin_or_end_is_named(setup):
+@pytest.mark.parametrize("index", [0, 3])
+def test_the_failing_bucket_is_named(setup, index):
     one = setup()
-    one.engines[3].end_update = lambda version: 1 / 0
-    with pytest.raises(WeightSyncError, match="failed at end_update"):
-        one.manager.sync_weights()
-    assert one.manager.version == 0 and one.engines[3].stale
-    one.engines[0].begin_update = lambda version: 1 / 0
-    with pytest.raises(WeightSyncError, match="failed at begin_update"):
+    one.source.fail_at = ("export", index)
+    count = len(one.plan.buckets)
+    with pytest.raises(WeightSyncError, match=f"version 1 failed at bucket {index + 1} of {count}; .*lost rank"):
         one.manager.sync_weights()
 
 
 def test_an_interrupt_passes_and_frees_what_was_packed(setup):
     one = setup(transport="shared_memory")
 
-    def interrupt(index):
-        if index == 1:
-            raise KeyboardInterrupt
+    def interrupt(index, shipments):
+        raise KeyboardInterrupt
 
-    one.target.before_import = interrupt
+    one.target.receivers[0].import_bucket = interrupt
     with pytest.raises(KeyboardInterrupt):
         one.manager.sync_weights()
-    assert one.source.held() == 0 and one.engines[0].stale
+    assert one.source.lent() == 0 and one.engines[0].stale
 
 
-def test_descriptors_do_not_grow_over_many_syncs(setup):
-    one = setup(transport="shared_memory")
-    one.manager.sync_weights()
-    one.source.held()
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_descriptors_do_not_grow_over_many_syncs(setup, transport):
+    one = setup(weight_map_of(), ParallelLayout(2, 1, 1), 1, 2, transport=transport)
+
+    def open_descriptors():
+        one.source.settle()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def fail_and_retry():
+        one.target.fail_at = ("import", 1)
+        with pytest.raises(WeightSyncError):
+            one.manager.sync_weights()
+        one.target.fail_at = None
         one.manager.sync_weights()
-    assert one.source.held() == 0
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+
+    fail_and_retry()
+    before = open_descriptors()
+    for _ in range(3):
+        fail_and_retry()
+        one.manager.sync_weights()
+    assert open_descriptors() <= before
 
 
-def test_the_next_bucket_is_exported_while_one_is_imported_and_no_further(setup):
-    one = setup()
-    assert len(one.plan.buckets) > 3
-    ready = threading.Event()
-    most_ahead = []
-
-    def before_import(index):
-        if index + 1 < len(one.plan.buckets):
-            # Would time out if the export of the next bucket began only after this import.
-            for _ in range(1000):
-                if ("export", index + 1) in one.source.log or ready.wait(0.01):
-                    break
-            assert ("export", index + 1) in one.source.log
-        exported = {i for kind, i in one.source.log if kind == "export"}
-        released = {i for kind, i in one.source.log if kind == "release"}
-        most_ahead.append(len(exported - released))
-
-    one.target.before_import = before_import
-    one.manager.sync_weights()
-    assert max(most_ahead) == 2
+# ---- verification
 
 
-@pytest.mark.parametrize("transport", ["inline", "shared_memory"])
+def corrupted(engine, name):
+    """An engine that writes one element of a parameter wrong."""
+
+    def update_weights(updates):
+        Engine.update_weights(engine, updates)
+        for param, start, _ in updates:
+            if param == name:
+                engine.weights[name][start] += 1
+
+    return update_weights
+
+
+@pytest.mark.parametrize("transport", ["inline", "shared_memory", "gloo"])
 def test_verification_names_the_parameter_that_differs(setup, transport):
-    one = setup(transport=transport, verify=True)
-    victim, write = one.engines[5], Engine.update_weights
-
-    def corrupt(updates):
-        write(victim, updates)
-        for name, start, _ in updates:
-            if name == "model.layers.1.mlp.down_proj.weight":
-                victim.weights[name][start] += 1
-
-    victim.update_weights = corrupt
-    with pytest.raises(WeightSyncError, match=r"'model\.layers\.1\.mlp\.down_proj\.weight' of rollout rank 5 differs"):
+    one = setup(transport=transport, verify_freq=1)
+    victim = one.engines[5]
+    victim.update_weights = corrupted(victim, "model.layers.1.mlp.down_proj.weight")
+    where = r"'model\.layers\.1\.mlp\.down_proj\.weight' of rollout replica 1 \(rank 4 to 7\) differs"
+    with pytest.raises(WeightSyncError, match=f"failed at verification.*{where}"):
         one.manager.sync_weights()
     assert victim.stale
 
 
 def test_without_verification_such_a_fault_would_pass(setup):
-    one = setup(verify=False)
+    one = setup(verify_freq=0)
     one.engines[0].update_weights = lambda updates: None
     one.manager.sync_weights()
     assert one.engines[0].weights["model.norm.weight"].sum() == 0
+
+
+@pytest.mark.parametrize(("freq", "verified"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (20, [1])])
+def test_the_first_sync_is_verified_and_every_so_many_after_it(setup, freq, verified):
+    one, seen = setup(weight_map_of(), ParallelLayout(), 1, 1, verify_freq=freq), []
+    for number in range(1, 6):
+        one.log.clear()
+        one.manager.sync_weights()
+        seen += [number] if ("checksums of source",) in one.log else []
+    assert seen == verified

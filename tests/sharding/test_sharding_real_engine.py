@@ -8,9 +8,11 @@ from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.sharding import RolloutLayout, build_plan
+from megarl.sharding.links import Links
 from megarl.sharding.receiver import BucketReceiver
 from megarl.sharding.sender import BucketSender
-from megarl.sharding.transport import create_transport
+
+FLOAT32 = torch.float32
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -42,10 +44,13 @@ def test_every_parameter_has_the_checksum_of_the_folders(folder, layout):
         dict(load_local(reader, weight_map.megatron_params(layout, rank), torch.float32))
         for rank in range(layout.world_size)
     ]
-    transport = create_transport("shared_memory")
-    senders = [BucketSender(plan, rank, lambda rank=rank: ranks[rank], transport) for rank in range(len(ranks))]
+
+    def way(count):
+        return Links(dict.fromkeys(range(count), "shared_memory"))
+
+    senders = [BucketSender(plan, rank, lambda rank=rank: ranks[rank], way(1), FLOAT32) for rank in range(len(ranks))]
     engine, reference = EmbeddedEngine(reader.config), EmbeddedEngine(reader.config)
-    receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, transport)
+    receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, way(len(ranks)), FLOAT32)
 
     receiver.begin_update(3)
     for index in range(len(plan.buckets)):
@@ -66,11 +71,11 @@ def test_an_engine_of_another_model_refuses(folder):
     weight_map = WeightMap(reader.config)
     plan = build_plan(weight_map, ParallelLayout(), RolloutLayout(), 1 << 20, 4)
     params = dict(load_local(reader, weight_map.megatron_params(ParallelLayout(), 0), torch.float32))
-    transport = create_transport("inline")
-    shipment = BucketSender(plan, 0, lambda: params, transport).export_bucket(0)[0]
+    way = Links({0: "inline"})
+    shipment = BucketSender(plan, 0, lambda: params, way, FLOAT32).export_bucket(0)[0]
 
     engine = EmbeddedEngine(parse_model_config({**reader.config.raw, "num_hidden_layers": 1}))
-    receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, transport)
+    receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, way, FLOAT32)
     receiver.begin_update(1)
     with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
         receiver.import_bucket(0, [shipment])

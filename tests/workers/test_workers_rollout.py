@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from megarl.errors import WeightSyncError
 from megarl.megatron.offload import PARTS
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import SamplingParams
-from megarl.sharding import ReshardPlan, RolloutLayout, ShardingManager, build_plan
+from megarl.rollout.interface import Tag
+from megarl.sharding import ReshardPlan, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.receiver import route_shipments
 from megarl.workers.actor import ActorWorker
 from megarl.workers.place import WorkerPlace
@@ -144,42 +146,95 @@ def test_seeds_of_samples_are_distinct_and_in_range() -> None:
 # ---- weights
 
 
-class Replicas:
-    """The rollout workers of this process, and an actor in others, as the two ends of a sync."""
+class Together:
+    """Futures as one."""
 
-    def __init__(self, actor: Role, path: Path, plan: ReshardPlan, transport: str) -> None:
-        self.actor = actor
+    def __init__(self, futures: Sequence[Future]) -> None:
+        self.futures = futures
+
+    def result(self) -> list[Any]:
+        return [future.result() for future in self.futures]
+
+
+class ActorEnd:
+    """An actor in other processes as the source of a sync; a verb runs beside those of the replicas."""
+
+    def __init__(self, actor: Role) -> None:
+        self.actor, self.thread = actor, ThreadPoolExecutor(1)
+
+    def call(self, verb: str, *arguments: Any) -> Future:
+        return self.thread.submit(self.actor.call, verb, *arguments)
+
+    def make_room(self) -> Future:
+        return self.call("make_room")
+
+    def open_transfer(self, session: int) -> Future:
+        return self.call("open_transfer", session)
+
+    def export_bucket(self, index: int) -> Future:
+        return self.call("export_bucket", index)
+
+    def release_bucket(self, index: int) -> Future:
+        return self.call("release_bucket", index)
+
+    def checksums(self) -> Future:
+        return self.call("weight_shares")
+
+    def close_transfer(self, completed: bool) -> Future:
+        return self.call("close_transfer", completed)
+
+
+class Replicas:
+    """The rollout workers of this process as the target of a sync."""
+
+    def __init__(self, path: Path) -> None:
         self.workers = [rollout_worker(path, rank, REPLICAS) for rank in range(REPLICAS)]
-        actor.call("connect_sync", plan, transport, True, "float32")
-        for worker in self.workers:
-            worker.connect_sync(plan, transport, True)
+        self.threads = [ThreadPoolExecutor(1) for _ in self.workers]
         self.broken_at: int | None = None
 
-    def export_bucket(self, index: int) -> Done:
-        return Done(route_shipments(self.actor.call("export_bucket", index)))
+    def call(self, verb: str, *arguments: Any) -> Together:
+        calls = zip(self.threads, self.workers, strict=True)
+        return Together([thread.submit(getattr(worker, verb), *arguments) for thread, worker in calls])
 
-    def release_bucket(self, index: int) -> None:
-        self.actor.call("release_bucket", index)
+    def sleep(self, tags: tuple[Tag, ...]) -> Together:
+        return self.call("sleep", tags)
 
-    def begin_update(self, version: int) -> Done:
-        return Done([worker.begin_update(version) for worker in self.workers])
+    def wake(self, tags: tuple[Tag, ...]) -> Together:
+        return self.call("wake", tags)
 
-    def import_bucket(self, index: int, exported: Done) -> Done:
+    def begin_update(self, version: int) -> Together:
+        return self.call("begin_update", version)
+
+    def open_transfer(self, session: int) -> Together:
+        return self.call("open_transfer", session)
+
+    def import_bucket(self, index: int, exported: Future) -> Together:
         if index == self.broken_at:
             raise ConnectionError("the wire is cut")
-        shipments = exported.result()
-        return Done([worker.import_bucket(index, shipments.get(worker.rank, [])) for worker in self.workers])
+        shipments = route_shipments(exported.result())
+        calls = zip(self.threads, self.workers, strict=True)
+        return Together([t.submit(w.import_bucket, index, shipments.get(w.rank, [])) for t, w in calls])
 
-    def end_update(self, version: int) -> Done:
-        return Done([worker.end_update(version) for worker in self.workers])
+    def checksums(self) -> Together:
+        return self.call("weight_shares")
+
+    def close_transfer(self, completed: bool) -> Together:
+        return self.call("close_transfer", completed)
+
+    def end_update(self, version: int) -> Together:
+        return self.call("end_update", version)
 
 
-class Done:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def result(self) -> Any:
-        return self.value
+def connected(
+    actor: Role, path: Path, plan: ReshardPlan, transport: str, **options: Any
+) -> tuple[ShardingManager, Replicas]:
+    replicas = Replicas(path)
+    routes = Routes(actor.call("sync_place"), [worker.sync_place() for worker in replicas.workers], transport)
+    address = actor.call("host_sync")[0] if routes.need_meeting() else None
+    actor.call("connect_sync", plan, routes, address, "float32")
+    for worker in replicas.workers:
+        worker.connect_sync(plan, routes, address, "float32")
+    return ShardingManager(plan, ActorEnd(actor), replicas, SyncOptions(**{"verify_freq": 1, **options})), replicas
 
 
 def reshard_plan(path: Path, layout: str, bucket_bytes: int = 5000) -> ReshardPlan:
@@ -215,7 +270,7 @@ def learned(role_pool: ProcessPool, models: Models, request: pytest.FixtureReque
 
 @pytest.mark.parametrize(
     ("learned", "transport"),
-    [("tp2", "shared_memory"), ("tp2", "inline"), ("pp2", "shared_memory"), ("dp2", "inline")],
+    [("tp2", "auto"), ("tp2", "inline"), ("tp2", "gloo"), ("pp2", "auto"), ("pp2", "gloo"), ("dp2", "inline")],
     indirect=["learned"],
 )
 def test_replicas_have_the_actors_weights_to_the_last_bit(
@@ -224,8 +279,7 @@ def test_replicas_have_the_actors_weights_to_the_last_bit(
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
     assert len(plan.buckets) > 3
-    ends = Replicas(actor, models.policy_path, plan, transport)
-    manager = ShardingManager(plan, ends, ends)
+    manager, ends = connected(actor, models.policy_path, plan, transport)
     for version in (1, 2):
         metrics = manager.sync_weights()
         assert actor.parts_away() == (PARTS if layout == "dp2" else ())
@@ -250,22 +304,21 @@ def test_replicas_have_the_actors_weights_to_the_last_bit(
 def test_log_probs_of_answers_are_the_actors(learned: tuple[str, Role], models: Models, prompts: DataProto) -> None:
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
-    ends = Replicas(actor, models.policy_path, plan, "inline")
-    ShardingManager(plan, ends, ends).sync_weights()
+    manager, ends = connected(actor, models.policy_path, plan, "inline")
+    manager.sync_weights()
     batch = ends.workers[1].generate_sequences(prompts, 2, SAMPLING)
     ours = actor.map("compute_log_prob", batch).tensors["old_log_probs"]
     difference = ours - batch.tensors["rollout_log_probs"]
     assert difference.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("learned", ["tp2"], indirect=True)
+@pytest.mark.parametrize(("learned", "transport"), [("tp2", "shared_memory"), ("tp2", "gloo")], indirect=["learned"])
 def test_an_interrupted_sync_serves_nothing_until_a_whole_one(
-    learned: tuple[str, Role], models: Models, prompts: DataProto
+    learned: tuple[str, Role], models: Models, prompts: DataProto, transport: str
 ) -> None:
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
-    ends = Replicas(actor, models.policy_path, plan, "shared_memory")
-    manager = ShardingManager(plan, ends, ends)
+    manager, ends = connected(actor, models.policy_path, plan, transport)
     with pytest.raises(WeightSyncError, match="serves nothing"):
         ends.workers[0].generate_sequences(prompts, 1, SAMPLING)  # before the first sync
     manager.sync_weights()
@@ -291,11 +344,54 @@ def test_an_interrupted_sync_serves_nothing_until_a_whole_one(
 @pytest.mark.parametrize("learned", ["tp2"], indirect=True)
 def test_verification_sees_a_wrong_weight(learned: tuple[str, Role], models: Models) -> None:
     layout, actor = learned
-    plan = reshard_plan(models.policy_path, layout, 1 << 20)
-    ends = Replicas(actor, models.policy_path, plan, "inline")
-    ends.begin_update(1)
-    exported = ends.export_bucket(0)
-    for shipment in exported.value[1]:
-        shipment.payload.data[0] ^= 1
-    with pytest.raises(WeightSyncError, match="rollout rank 1 differs from"):
-        ends.import_bucket(0, exported)
+    manager, ends = connected(actor, models.policy_path, reshard_plan(models.policy_path, layout), "auto")
+    engine = ends.workers[1].engine
+    write = engine.update_weights
+
+    def update_weights(slabs: list[Any]) -> None:
+        write((name, at, values + 1 if name == "model.norm.weight" else values) for name, at, values in slabs)
+
+    engine.update_weights = update_weights
+    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' of rollout replica 1 \(rank 1\) differs"):
+        manager.sync_weights()
+    assert [worker.weight_version() for worker in ends.workers] == [-1, -1]
+
+
+@pytest.mark.parametrize("learned", ["dp2"], indirect=True)
+def test_a_shared_device_goes_from_hand_to_hand(
+    learned: tuple[str, Role], models: Models, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, actor = learned
+    plan = reshard_plan(models.policy_path, layout)
+    manager, ends = connected(actor, models.policy_path, plan, "auto", free_engine=True)
+    engine, seen = ends.workers[0].engine, []
+
+    def note(name: str) -> None:
+        method = getattr(engine, name)
+
+        def noted(*arguments: Any) -> None:
+            method(*arguments)
+            health = engine.health()
+            # Only this process's replica may ask: a bucket's verb holds the actor's processes.
+            seen.append((name, actor.parts_away() if name == "wake" else None, health.asleep, health.stale))
+
+        monkeypatch.setattr(engine, name, noted)
+
+    for name in ("wake", "begin_update", "end_update", "sleep"):
+        note(name)
+    for version in (1, 2):
+        seen.clear()
+        manager.sync_weights()
+        assert ends.workers[0].generate_sequences(prompts, 1, SAMPLING) is not None
+        manager.free_engines()
+        with pytest.raises(WeightSyncError, match="serves nothing"):
+            ends.workers[0].generate_sequences(prompts, 1, SAMPLING)
+        actor.update("update_actor", models.batch)  # the trainer comes back by itself
+        asleep = () if version == 1 else ("kv_cache",)
+        assert seen == [
+            ("wake", PARTS, asleep, True),
+            ("begin_update", None, asleep, True),
+            ("wake", PARTS, (), True),
+            ("end_update", None, (), False),
+            ("sleep", None, ("weights", "kv_cache"), True),
+        ]

@@ -1,0 +1,221 @@
+"""Both sides of a weight sync in one process: a thread per rank, futures between them, the real manager above."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from resharding_cases import box, labelled_checkpoint, rollout_tensors, training_tensors
+
+from megarl.sharding import ProcessPlace, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
+from megarl.sharding.links import Address, Links
+from megarl.sharding.places import this_place
+from megarl.sharding.receiver import BucketReceiver, largest_bucket, route_shipments, sources
+from megarl.sharding.sender import BucketSender, destinations
+from megarl.sharding.transports import host_store
+from megarl.sharding.verification import shares_of
+
+CPU = torch.device("cpu")
+KEPT = []
+"""Stores, which must outlive the groups that met there."""
+
+
+class Engine:
+    """A rollout rank that holds weights."""
+
+    def __init__(self, weights):
+        self.weights = {name: torch.zeros_like(t) for name, t in weights.items()}
+        self.version, self.stale = 0, False
+
+    def begin_update(self, version):
+        self.stale = True
+
+    def update_weights(self, updates):
+        for name, start, values in updates:
+            self.weights[name][box(start, values.shape)].copy_(values)
+
+    def end_update(self, version):
+        self.version, self.stale = version, False
+
+
+class Together:
+    """Futures of several ranks, as one."""
+
+    def __init__(self, futures):
+        self.futures = futures
+
+    def result(self):
+        return [future.result() for future in self.futures]
+
+
+class Side:
+    """Ranks with a thread each; a call that begins like ``fail_at`` raises on the last rank."""
+
+    def __init__(self, count, log):
+        self.threads = [ThreadPoolExecutor(1) for _ in range(count)]
+        self.log, self.fail_at = log, None
+
+    def run(self, verb, function, *arguments):
+        """``function(rank, *arguments)`` on every rank."""
+
+        def call(rank):
+            begins = self.fail_at is not None and (verb, *arguments)[: len(self.fail_at)] == self.fail_at
+            if begins and rank == len(self.threads) - 1:
+                raise RuntimeError("lost rank")
+            result = function(rank, *arguments)
+            if rank == 0:
+                self.log.append((verb, *arguments))
+            return result
+
+        return Together([thread.submit(call, rank) for rank, thread in enumerate(self.threads)])
+
+    def settle(self):
+        """Waits for what was submitted."""
+        Together([thread.submit(int) for thread in self.threads]).result()
+
+
+class Source(Side):
+    """All training ranks."""
+
+    def __init__(self, setup, routes, address):
+        super().__init__(setup.train.world_size, setup.log)
+        self.setup, self.ranks = setup, setup.trainer(0)
+
+        def sender(rank):
+            links = Links.of_trainer(routes, rank, destinations(setup.plan.sent_by(rank)), CPU, address)
+            return BucketSender(setup.plan, rank, lambda: self.ranks[rank], links, setup.dtype)
+
+        self.senders = [sender(rank) for rank in range(len(self.ranks))]
+
+    def make_room(self):
+        return self.run("make_room", lambda rank: None)
+
+    def open_transfer(self, session):
+        return self.run("open source", lambda rank, session: self.senders[rank].open(session), session)
+
+    def export_bucket(self, index):
+        return self.run("export", lambda rank, index: self.senders[rank].export_bucket(index), index)
+
+    def release_bucket(self, index):
+        return self.run("release", lambda rank, index: self.senders[rank].release_bucket(index), index)
+
+    def close_transfer(self, completed):
+        return self.run("close source", lambda rank, completed: self.senders[rank].close(completed), completed)
+
+    def checksums(self):
+        def shares(rank):
+            params = self.setup.weight_map.export_params(self.setup.train, rank)
+            return shares_of(params, self.ranks[rank], self.setup.dtype, frozenset(), convert=True)
+
+        return self.run("checksums of source", shares)
+
+    def lent(self):
+        """Buffers that are in use."""
+        self.settle()
+        return sum(len(pool._lent) for sender in self.senders for pool in sender.pools.values())
+
+
+class Target(Side):
+    """All rollout ranks."""
+
+    def __init__(self, setup, routes, address):
+        self.engines = [Engine(w) for w in setup.expected(0)]
+        super().__init__(len(self.engines), setup.log)
+        self.setup = setup
+
+        def receiver(rank):
+            buckets, params = setup.plan.received_by(rank), setup.rollout_params(rank)
+            size = largest_bucket(buckets, setup.dtype, frozenset())
+            links = Links.of_rollout(routes, rank, sources(buckets), CPU, address, size)
+            return BucketReceiver(setup.plan, rank, params, self.engines[rank], links, setup.dtype)
+
+        self.receivers = [receiver(rank) for rank in range(len(self.engines))]
+
+    def sleep(self, tags):
+        return self.run("sleep", lambda rank, *tags: None, *tags)
+
+    def wake(self, tags):
+        return self.run("wake", lambda rank, *tags: None, *tags)
+
+    def begin_update(self, version):
+        return self.run("begin_update", lambda rank, version: self.receivers[rank].begin_update(version), version)
+
+    def open_transfer(self, session):
+        return self.run("open target", lambda rank, session: self.receivers[rank].open(session), session)
+
+    def import_bucket(self, index, exported):
+        def write(rank, index):
+            self.receivers[rank].import_bucket(index, route_shipments(exported.result()).get(rank, []))
+
+        return self.run("import", write, index)
+
+    def close_transfer(self, completed):
+        return self.run("close target", lambda rank, completed: self.receivers[rank].close(completed), completed)
+
+    def checksums(self):
+        def shares(rank):
+            weights = self.engines[rank].weights
+            return shares_of(self.setup.rollout_params(rank), weights, self.setup.dtype, frozenset(), convert=False)
+
+        return self.run("checksums of target", shares)
+
+    def end_update(self, version):
+        return self.run("end_update", lambda rank, version: self.receivers[rank].end_update(version), version)
+
+
+class Setup:
+    """A model between a trainer and engines."""
+
+    def __init__(
+        self,
+        weight_map,
+        train,
+        tp,
+        replicas,
+        transport="inline",
+        bucket=400,
+        dtype=torch.float32,
+        ep=1,
+        places=None,
+        **options,
+    ):
+        self.weight_map, self.train, self.dtype, self.log = weight_map, train, dtype, []
+        self.tp, self.ep, self.replicas = tp, ep, replicas
+        self.plan = build_plan(weight_map, train, RolloutLayout(tp, ep, replicas), bucket, dtype.itemsize)
+        train_places, rollout_places = places or ([this_place()] * train.world_size, [this_place()] * tp * replicas)
+        routes = Routes(train_places, rollout_places, transport)
+        address = None
+        if routes.need_meeting():
+            KEPT.append(host_store("127.0.0.1"))
+            address = Address("127.0.0.1", KEPT[-1].port)
+        self.source, self.target = Source(self, routes, address), Target(self, routes, address)
+        self.engines = self.target.engines
+        self.manager = ShardingManager(
+            self.plan, self.source, self.target, SyncOptions(**{"replica_size": tp, **options})
+        )
+
+    def rollout_params(self, rank):
+        return self.weight_map.rollout_params(self.tp, rank % self.tp, self.ep)
+
+    def checkpoint(self, step):
+        return {n: t + step for n, t in labelled_checkpoint(self.weight_map, self.dtype).items()}
+
+    def trainer(self, step):
+        return training_tensors(self.weight_map, self.train, self.checkpoint(step))
+
+    def expected(self, step):
+        return rollout_tensors(self.weight_map, self.tp, self.replicas, self.checkpoint(step), ep=self.ep)
+
+    def assert_engines_hold(self, step):
+        for engine, expected in zip(self.engines, self.expected(step), strict=True):
+            assert engine.weights.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(engine.weights[name], tensor), name
+
+    def close(self):
+        for side in (self.source, self.target):
+            for thread in side.threads:
+                thread.shutdown()
+
+
+def two_nodes(train, rollout):
+    """Places of so many training and rollout ranks on two nodes, in turn."""
+    return tuple([ProcessPlace(f"node {rank % 2}") for rank in range(count)] for count in (train, rollout))

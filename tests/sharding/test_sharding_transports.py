@@ -1,0 +1,369 @@
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.errors import ConfigError, WeightSyncError
+from megarl.sharding.transports import (
+    BufferPool,
+    CudaIpcTransport,
+    DeviceBuffer,
+    HostBuffer,
+    Meeting,
+    Region,
+    SharedMemoryTransport,
+    TransportOptions,
+    create_transport,
+    host_store,
+)
+from megarl.sharding.transports import cuda_ipc as ipc
+
+READER = """
+import pickle, sys, torch
+from megarl.sharding.transports import create_transport
+name, payload = pickle.load(sys.stdin.buffer)
+((rank, data),) = create_transport(name).receive({0: payload})
+print(data.view(torch.float32).double().sum().item(), len(data))
+"""
+HOLDER = """
+import pickle, sys, time, torch
+from megarl.sharding.transports import HostBuffer, Region, create_transport
+buffer = HostBuffer(4000)
+buffer.data.view(torch.float32).fill_(1)
+payload = create_transport("shared_memory").send(Region(buffer, 0, 4000), 0, 0)
+sys.stdout.buffer.write(pickle.dumps(payload)); sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+def open_descriptors():
+    """Descriptors of shared memory; what other tests of this process left open or closed late does not count."""
+    gc.collect()
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(link.startswith("/memfd:") for link in links)
+
+
+def shared_files():
+    return set(os.listdir("/dev/shm"))
+
+
+def packed(values):
+    buffer = HostBuffer(values.numel() * values.element_size())
+    buffer.data.view(values.dtype).copy_(values)
+    return buffer
+
+
+def received(transport, payload):
+    ((rank, data),) = transport.receive({3: payload})
+    assert rank == 3
+    return data
+
+
+class Pair:
+    """A training rank's and a rollout rank's end of a transport."""
+
+    def __init__(self, name, session=0):
+        self.name, self.store = name, host_store("127.0.0.1")
+        self.sender, self.receiver = (
+            create_transport(
+                name, TransportOptions(meeting=Meeting(rank, 1, 2, (1 - rank,), "127.0.0.1", self.store.port))
+            )
+            for rank in range(2)
+        )
+        self.open(session)
+
+    def open(self, session):
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda end: end.open(session), (self.sender, self.receiver)))
+
+    def carry(self, region, tag=0):
+        payload = pickle.loads(pickle.dumps(self.sender.send(region, 0, tag)))
+        ((_, data),) = self.receiver.receive({0: payload})
+        data = data.clone()
+        self.receiver.settle()
+        self.sender.finish(payload)
+        return data
+
+
+@pytest.fixture(params=["inline", "shared_memory", "gloo"])
+def pair(request):
+    """Both ends of each kind; whatever a test does, no descriptor and no file in /dev/shm may be left."""
+    files, descriptors = shared_files(), open_descriptors()
+    both = Pair(request.param)
+    yield both
+    both.receiver.end(False)
+    both.sender.end(False)
+    assert open_descriptors() == descriptors
+    assert not {f for f in shared_files() - files if "megarl" in f}
+
+
+def test_regions_of_a_buffer_arrive_bit_for_bit_however_often_it_is_filled(pair):
+    buffer = HostBuffer(3000)
+    for tag in range(4):
+        values = torch.randint(0, 256, (3000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(tag))
+        buffer.data.copy_(values)
+        for start, stop in ((0, 1001), (1001, 1002), (1002, 3000)):
+            assert torch.equal(pair.carry(Region(buffer, start, stop), tag), values[start:stop])
+    buffer.close()
+
+
+def test_two_buckets_are_on_the_way_at_once(pair):
+    buffers = [packed(torch.full((100,), float(n))) for n in range(2)]
+    payloads = [pair.sender.send(Region(buffer, 0, 400), 0, tag) for tag, buffer in enumerate(buffers)]
+    for tag, payload in enumerate(payloads):
+        ((_, data),) = pair.receiver.receive({0: payload})
+        assert data.view(torch.float32).tolist() == [float(tag)] * 100
+        pair.receiver.settle()
+        pair.sender.finish(payload)
+
+
+def test_after_a_failure_a_new_session_starts_clean(pair):
+    buffer = packed(torch.zeros(100))
+    pair.sender.send(Region(buffer, 0, 400), 0, 0)  # nobody receives it
+    pair.receiver.end(False)
+    pair.sender.end(False)
+    pair.open(1)
+    buffer.data.view(torch.float32).fill_(7)
+    assert pair.carry(Region(buffer, 0, 400)).view(torch.float32).tolist() == [7] * 100
+
+
+@pytest.mark.parametrize("name", ["inline", "shared_memory"])
+def test_a_process_that_is_no_relative_reads_it(name):
+    buffer = packed(torch.arange(1000.0))
+    payload = create_transport(name).send(Region(buffer, 400, 4000), 0, 0)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", READER], input=pickle.dumps((name, payload)), capture_output=True
+    )
+    assert done.stderr == b"" and done.stdout.split() == [b"494550.0", b"3600"]  # without 0 to 99
+
+
+def test_a_read_only_array_as_an_object_store_gives_it(recwarn):
+    transport, buffer = create_transport("inline"), packed(torch.ones(3))
+    payload = transport.send(Region(buffer, 0, 12), 0, 0)
+    data = np.frombuffer(payload.data.tobytes(), dtype=np.uint8)
+    assert not data.flags.writeable
+    assert received(transport, payload._replace(data=data)).view(torch.float32).tolist() == [1, 1, 1]
+    assert not recwarn.list
+
+
+def test_unknown_transport_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="'mpi' is unknown; known ones: cuda_ipc, gloo, inline, nccl, shared_memory"):
+        create_transport("mpi")
+
+
+# ---- shared memory
+
+
+def test_a_buffer_that_was_given_back_cannot_be_read():
+    transport, buffer = create_transport("shared_memory"), packed(torch.ones(3))
+    payload = transport.send(Region(buffer, 0, 12), 0, 0)
+    buffer.close()
+    with pytest.raises(WeightSyncError, match="has released it"):
+        received(transport, payload)
+
+
+def test_another_file_under_the_same_descriptor_is_not_taken_for_it(tmp_path):
+    transport, buffer = create_transport("shared_memory"), packed(torch.ones(3))
+    payload = transport.send(Region(buffer, 0, 12), 0, 0)
+    buffer.close()
+    (tmp_path / "other").write_bytes(b"x" * 100)
+    descriptor = os.open(tmp_path / "other", os.O_RDWR)
+    try:
+        os.dup2(descriptor, payload.fd)
+        with pytest.raises(WeightSyncError, match="cannot be opened"):
+            received(transport, payload)
+    finally:
+        os.close(descriptor)
+        if descriptor != payload.fd:
+            os.close(payload.fd)
+
+
+def test_memory_of_a_killed_process_is_gone():
+    files = shared_files()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE)
+    try:
+        payload = pickle.load(holder.stdout)
+        assert received(create_transport("shared_memory"), payload).view(torch.float32).sum() == 1000
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(timeout=30)
+        with pytest.raises(WeightSyncError, match="the process is gone"):
+            received(create_transport("shared_memory"), payload)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    assert not {f for f in shared_files() - files if "megarl" in f}
+
+
+def test_a_receiver_keeps_no_more_than_two_buffers_of_a_sender_mapped():
+    transport = create_transport("shared_memory")
+    for _ in range(5):
+        buffer = packed(torch.ones(3))
+        received(transport, transport.send(Region(buffer, 0, 12), 0, 0))
+        buffer.close()
+    assert [len(buffers) for buffers in transport._mapped.values()] == [2]
+
+
+def test_no_memory_is_said_and_leaves_nothing(monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    before = open_descriptors()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(WeightSyncError, match=r"no shared memory for 12 bytes \(No space left on device\)"):
+        HostBuffer(12)
+    assert open_descriptors() == before
+
+
+def test_elsewhere_than_on_linux_it_says_what_to_use(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(WeightSyncError, match="use 'inline'"):
+        SharedMemoryTransport(TransportOptions())
+    assert len(HostBuffer(12).data) == 12  # in which inline and gloo pack there
+
+
+# ---- buffers
+
+
+def test_a_pool_makes_two_buffers_and_uses_them_again():
+    made = []
+
+    def allocate(nbytes):
+        made.append(DeviceBuffer(nbytes, torch.device("cpu")))
+        return made[-1]
+
+    pool = BufferPool(allocate, 100)
+    for _ in range(3):
+        first, second = pool.take(), pool.take()
+        with pytest.raises(WeightSyncError, match="all 2 weight buffers are in use"):
+            pool.take()
+        pool.give_back(first)
+        assert pool.take() is first
+        pool.give_back(second)
+        pool.give_back(first)
+    assert len(made) == 2 and pool.peak_bytes == pool.held_bytes == 200
+    pool.close()
+    assert pool.held_bytes == 0 and pool.peak_bytes == 200
+
+
+# ---- messages
+
+
+def test_a_peer_that_is_gone_is_told():
+    pair = Pair("gloo")
+    payload = pair.sender.send(Region(packed(torch.zeros(1000)), 0, 4000), 0, 0)
+    pair.sender.end(False)
+    with pytest.raises(WeightSyncError, match="receive from"):
+        list(pair.receiver.receive({0: payload}))
+
+
+def test_a_meeting_that_nobody_hosts_is_told(monkeypatch):
+    from datetime import timedelta
+
+    from megarl.sharding.transports import point_to_point
+
+    monkeypatch.setattr(point_to_point, "STORE_TIMEOUT", timedelta(seconds=1))
+    transport = create_transport("gloo", TransportOptions(meeting=Meeting(0, 1, 2, (1,), "127.0.0.1", 9)))
+    with pytest.raises(WeightSyncError, match=r"process 0 of 2 could not join .* at 127\.0\.0\.1:9"):
+        transport.open(0)
+
+
+def test_without_an_open_sync_nothing_is_sent():
+    transport = create_transport("gloo", TransportOptions(meeting=Meeting(0, 1, 2, (1,))))
+    with pytest.raises(WeightSyncError, match="no sync is open"):
+        transport.send(Region(packed(torch.zeros(1)), 0, 4), 0, 0)
+
+
+def test_nccl_refuses_a_process_on_the_cpu():
+    with pytest.raises(WeightSyncError, match="'nccl' moves GPU memory and this process computes on cpu"):
+        create_transport("nccl", TransportOptions(meeting=Meeting(0, 1, 2, (1,))))
+
+
+# ---- CUDA's handles, as far as they go without CUDA
+
+
+class FakeHandles:
+    """Stands for torch's handles: counts how often each is made and opened, on which device."""
+
+    def __init__(self, monkeypatch, uuids=("GPU-b", "GPU-a")):
+        self.made, self.opened, self.buffers = [], [], {}
+        monkeypatch.setattr(ipc, "_handle", self.make)
+        monkeypatch.setattr(ipc, "_uuid", lambda device: uuids[device.index] if device.index is not None else "GPU-a")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+
+    def make(self, data):
+        self.made.append(data)
+        return rebuild, (len(self.made) - 1, *range(1, ipc.DEVICE_ARGUMENT), "the sender's index", "requires grad")
+
+
+def rebuild(number, *arguments):
+    HANDLES.opened.append((number, arguments[ipc.DEVICE_ARGUMENT - 1]))
+    return HANDLES.made[number]
+
+
+@pytest.fixture()
+def handles(monkeypatch):
+    global HANDLES
+    HANDLES = FakeHandles(monkeypatch)
+    return HANDLES
+
+
+def test_a_gpu_buffer_is_opened_once_per_receiver_and_sync(handles):
+    sender, receiver = (CudaIpcTransport(TransportOptions()) for _ in range(2))
+    buffers = [DeviceBuffer(100, torch.device("cpu")) for _ in range(2)]
+    for sync in range(2):
+        for bucket in range(6):
+            buffer = buffers[bucket % 2]
+            buffer.data.fill_(bucket)
+            payload = pickle.loads(pickle.dumps(sender.send(Region(buffer, 10, 30), 0, bucket)))
+            assert received(receiver, payload).tolist() == [bucket] * 20
+            receiver.settle()
+            sender.finish(payload)
+        receiver.end(True)
+        sender.end(True)
+        # On the receiver the GPU has another number than on the sender.
+        assert handles.opened[2 * sync :] == [(2 * sync, 1), (2 * sync + 1, 1)]
+
+
+def test_each_receiver_gets_a_handle_of_its_own(handles):
+    sender = CudaIpcTransport(TransportOptions())
+    buffer = DeviceBuffer(100, torch.device("cpu"))
+    for receiver in (0, 1, 0, 1):
+        sender.send(Region(buffer, 0, 10), receiver, 0)
+    assert len(handles.made) == 2
+
+
+def test_a_gpu_that_the_receiver_does_not_see_is_named(handles, monkeypatch):
+    sender = CudaIpcTransport(TransportOptions())
+    payload = sender.send(Region(DeviceBuffer(100, torch.device("cpu")), 0, 10), 0, 0)
+    with pytest.raises(WeightSyncError, match="GPU GPU-z holds weights for this process, which does not see it"):
+        received(CudaIpcTransport(TransportOptions()), payload._replace(uuid="GPU-z"))
+
+
+def test_a_buffer_of_an_earlier_sync_is_refused(handles):
+    sender = CudaIpcTransport(TransportOptions())
+    buffer = DeviceBuffer(100, torch.device("cpu"))
+    sender.send(Region(buffer, 0, 10), 0, 0)
+    second = sender.send(Region(buffer, 0, 10), 0, 1)
+    with pytest.raises(WeightSyncError, match="never opened here"):
+        received(CudaIpcTransport(TransportOptions()), second)
+
+
+def test_the_devices_place_among_torchs_arguments():
+    """torch's own function, which is told there on which device the memory is."""
+    import inspect
+
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[ipc.DEVICE_ARGUMENT] == "storage_device"
