@@ -61,6 +61,8 @@ def convert(source: Source, destination: Path, kind: str, options: Options) -> O
     """
     _check_apart(source, destination)
     selection = select(source, options.dtype, options.keep_value_head)
+    if kind == MEGARL and selection.config["architectures"][0].endswith("Model"):
+        raise CheckpointError(f"{source.path} has no output layer besides its scalar head, which must be kept")
     plan = _PLANS[kind](selection, options.max_shard_bytes)
     unfinished = Unfinished(destination, overwrite=options.overwrite)
     with unfinished.opened(_fingerprint(source, kind, options), options.restart):

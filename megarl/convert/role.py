@@ -31,9 +31,10 @@ def open_role(path: Path, config: ModelConfig, companions: Path) -> Source:
     index = read_index(path)
     keys = [key for key in index.state_dict_metadata if key.startswith(WEIGHT)]
     stored = {t.name.removeprefix(WEIGHT): t for t in stored_tensors(path, index, keys).values()}
+    shaped = config
     if SCORE[0] in stored and SCORE[1] not in stored:
-        config = without_head_bias(config)
-    expected = WeightMap(config, value_head=SCORE[0] in stored).hf_shapes()
+        shaped = without_head_bias(config)
+    expected = WeightMap(shaped, value_head=SCORE[0] in stored).hf_shapes()
     for name in [*expected, *stored]:
         if name not in stored or expected.get(name) != stored[name].shape:
             here = f"has shape {list(stored[name].shape)}" if name in stored else "is absent"

@@ -61,9 +61,8 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Source
     located = _locate_all(path, stored)
     heads = located.get(_OUTPUT, [])
     value_head = bool(heads) and heads[0].shape[0] == 1
-    if value_head and "output_layer.bias" not in located:
-        config = without_head_bias(config)
-    weight_map = WeightMap(config, value_head)
+    has_bias = "output_layer.bias" in located
+    weight_map = WeightMap(config if has_bias or not value_head else without_head_bias(config), value_head)
     params = weight_map.megatron_params(ParallelLayout(), 0)
     parts: dict[str, list[Part]] = defaultdict(list)
     for param in params:

@@ -1,0 +1,154 @@
+"""Converts a synthetic model and compares with ``cp`` of the same bytes: time, and the converter's peak memory.
+
+``python benchmarks/convert.py [--gigabytes 8] [--rounds 3] [--folder DIR]`` needs three times the model's size on the
+disk of ``--folder`` and removes it all. Each round times ``cp`` and both directions, in turn, each followed by an fsync
+of every file it wrote, from the start of its process to its end. The model has layers of Llama-3-8B's shape and a
+vocabulary of 128,256, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from machine import processor
+
+from megarl.models import WeightMap, parse_model_config
+
+TOOL = Path(__file__).resolve().parents[1] / "tools" / "convert_ckpt.py"
+BLOCK = os.urandom(16 << 20)
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+LAYER_BYTES, OTHER_BYTES = 436_224_000, 2_101_346_304
+
+
+class Run(NamedTuple):
+    """One command: seconds until its bytes are on the disk, and peak resident memory in MB."""
+
+    seconds: float
+    megabytes: float
+
+
+def write_model(folder: Path, layers: int) -> int:
+    """Writes a model folder of random bytes in one shard per 5 GB; returns the size of its largest tensor."""
+    raw = {**SHAPE, "num_hidden_layers": layers}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    for name, shape in WeightMap(parse_model_config(raw)).hf_shapes().items():
+        if sum(2 * math.prod(s) for s in shards[-1].values()) + 2 * math.prod(shape) > 5e9:
+            shards.append({})
+        shards[-1][name] = shape
+    placed = {}
+    for number, shard in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        placed |= dict.fromkeys(shard, file)
+        write_shard(folder / file, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return max(2 * math.prod(shape) for shard in shards for shape in shard.values())
+
+
+def write_shard(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    header, at = {}, 0
+    for name, shape in tensors.items():
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + 2 * math.prod(shape)]}
+        at += 2 * math.prod(shape)
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        while at > 0:
+            file.write(BLOCK[:at])
+            at -= len(BLOCK)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def timed(command: list[str], written: Path) -> Run:
+    """Runs a command and flushes what it wrote."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"failed: {' '.join(command)}")
+    for file in written.rglob("*"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return Run(time.perf_counter() - begin, usage.ru_maxrss / 1024)
+
+
+def one_round(source: Path, work: Path, workers: list[str], first: int) -> dict[str, Run]:
+    """cp and both directions, begun by another one each round."""
+    role, copy, back = work / "role", work / "copy", work / "back"
+    tool = [sys.executable, str(TOOL)]
+    copy_command = ["cp", "-r", "--sparse=never", "--reflink=never", str(source), str(copy)]
+    results = {}
+
+    def copying() -> None:
+        results["cp"] = timed(copy_command, copy)
+        shutil.rmtree(copy)
+
+    def converting() -> None:
+        results["hf-to-megatron"] = timed([*tool, "hf-to-megatron", str(source), str(role), *workers], role)
+        results["megatron-to-hf"] = timed([*tool, "megatron-to-hf", str(role), str(back), *workers], back)
+        shutil.rmtree(back)
+        shutil.rmtree(role)
+
+    for action in (copying, converting) if first % 2 == 0 else (converting, copying):
+        action()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the model, at least")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--workers", type=int, help="threads of the converter; its own default otherwise")
+    args = parser.parse_args()
+    layers = max(1, math.ceil((args.gigabytes * 1e9 - OTHER_BYTES) / LAYER_BYTES))
+    size = OTHER_BYTES + layers * LAYER_BYTES
+    if shutil.disk_usage(args.folder).free < 3.2 * size:
+        sys.exit(f"{args.folder} has no room for {3.2 * size / 1e9:.0f} GB")
+    workers = ["--workers", str(args.workers)] if args.workers else []
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="megarl-convert-") as folder:
+        work = Path(folder)
+        largest = write_model(work / "model", layers)
+        rounds = [one_round(work / "model", work, workers, number) for number in range(args.rounds)]
+    print(
+        f"{processor()}, {os.cpu_count()} cores; {size / 1e9:.2f} GB, {layers} layers; medians of {args.rounds} rounds"
+    )
+    print(f"{'':16}{'s':>8}{'GB/s':>8}{'x cp':>8}{'peak MB':>10}{'limit MB':>10}")
+    limit = 2 * largest / 2**20 + 500
+    for name in rounds[0]:
+        seconds = statistics.median(r[name].seconds for r in rounds)
+        ratio = statistics.median(r[name].seconds / r["cp"].seconds for r in rounds)
+        peak = max(r[name].megabytes for r in rounds)
+        limits = "" if name == "cp" else f"{limit:10.0f}"
+        print(f"{name:16}{seconds:8.1f}{size / 1e9 / seconds:8.2f}{ratio:8.2f}{peak:10.0f}{limits}")
+
+
+if __name__ == "__main__":
+    main()

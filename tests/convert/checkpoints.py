@@ -1,0 +1,80 @@
+"""What the conversion's tests share: models, checkpoints of real engines, and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from distributed import Place
+from family_cases import MODELS
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.convert.command import main
+from megarl.megatron import EngineOptions, MegatronEngine, init_runtime, shutdown_runtime
+from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.models import ParallelLayout, read_model_config
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    **MODELS,
+    "llama": {"family": "llama"},
+    "qwen2": {"family": "qwen2"},
+    "qwen2_tied": {"family": "qwen2", "tied": True},
+    "qwen3": {"family": "qwen3"},
+    "reward_model": {"family": "qwen2", "critic": "SequenceClassification"},
+}
+
+
+def run(*arguments: object, expect: int = 0) -> None:
+    """One command line of the tool, in this process."""
+    assert main([str(argument) for argument in arguments]) == expect
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All weights of a Hugging Face folder, read by the safetensors library."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_same(first: Path, second: Path) -> None:
+    """The same tensors, bit for bit."""
+    a, b = tensors_of(first), tensors_of(second)
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
+
+
+def _engine(place: Place, model: str, layout: ParallelLayout, value_head: bool) -> MegatronEngine:
+    runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
+    return MegatronEngine(read_model_config(model), layout, runtime, EngineOptions(value_head=value_head))
+
+
+def save_role(place: Place, model: str, folder: str, layout: ParallelLayout, value_head: bool = False) -> None:
+    """Saves a model from a real engine, as training does."""
+    engine = _engine(place, model, layout, value_head)
+    try:
+        engine.load_hf(model)
+        head = engine.named_local_params().get("output_layer.weight")
+        if value_head and head is not None and not head.any():
+            with torch.no_grad():
+                head.copy_(torch.linspace(-1, 1, head.numel()).view(head.shape))
+        save_sharded(engine, folder)
+    finally:
+        shutdown_runtime()
+
+
+def load_role(place: Place, model: str, folder: str, layout: ParallelLayout) -> dict[str, Tensor]:
+    """What an engine that was filled with NaN holds after it has read a checkpoint."""
+    engine = _engine(place, model, layout, False)
+    try:
+        local: Any = engine.named_local_params()
+        with torch.no_grad():
+            for param in local.values():
+                param.fill_(float("nan"))
+        load_sharded(engine, folder)
+        return {name: param.detach().clone() for name, param in engine.named_local_params().items()}
+    finally:
+        shutdown_runtime()

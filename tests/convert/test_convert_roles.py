@@ -1,0 +1,110 @@
+"""megarl's own checkpoints: what real engines write is read here, and the other way round, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import SETTINGS, assert_same, load_role, run, save_role, tensors_of
+from distributed import ProcessPool
+from whole_tensors import whole_tensors
+
+from megarl.models import ParallelLayout
+
+Model = Callable[[str], Path]
+SAVED = [
+    ("qwen2", ParallelLayout(tp=2, pp=2)),
+    ("qwen2_tied", ParallelLayout(pp=2)),
+    ("qwen2_tied", ParallelLayout(tp=2)),
+    ("qwen3_moe", ParallelLayout(dp=2, ep=2)),
+    ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2)),
+    ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1)),
+    ("deepseek_v3", ParallelLayout(pp=2)),
+    ("mixtral", ParallelLayout(dp=2, ep=2)),
+    ("token_critic", ParallelLayout(tp=2)),
+]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_family_round_trips(name: str, model: Model, tmp_path: Path) -> None:
+    source = model(name)
+    run("hf-to-megatron", source, tmp_path / "role", "--max-shard-size", "50KB")
+    assert len(list((tmp_path / "role").glob("*.distcp"))) > 1
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "back", "--max-shard-size", "70KB")
+    assert_same(source, tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    run("verify", source, tmp_path / "role")
+
+
+@pytest.mark.parametrize(("name", "layout"), SAVED, ids=lambda value: getattr(value, "describe", lambda: value)())
+def test_checkpoints_of_engines_become_the_model_that_they_loaded(
+    name: str, layout: ParallelLayout, model: Model, pool: ProcessPool, tmp_path: Path
+) -> None:
+    source, critic = model(name), "critic" in SETTINGS[name]
+    role = tmp_path / "global_step_3" / ("critic" if critic else "actor")
+    pool.run(save_role, layout.world_size, str(source), str(role), layout, critic)
+    run("megatron-to-hf", tmp_path / "global_step_3", tmp_path / "out", "--model", source)
+    assert_same(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("qwen2_tied", ParallelLayout(tp=2, pp=2)), ("qwen3_moe", ParallelLayout(dp=2, ep=2))]
+)
+def test_engines_start_from_converted_weights(
+    name: str, layout: ParallelLayout, model: Model, pool: ProcessPool, tmp_path: Path
+) -> None:
+    source = model(name)
+    run("hf-to-megatron", source, tmp_path / "role")
+    local = pool.run(load_role, layout.world_size, str(source), str(tmp_path / "role"), layout)
+    expected = tensors_of(source)
+    found = whole_tensors(source, layout, local)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def critic(model: Model, pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A critic made from a tied language model: its head has no bias, and its config knows of no head."""
+    folder = tmp_path_factory.mktemp("run") / "critic"
+    pool.run(save_role, 2, str(model("qwen2_tied")), str(folder), ParallelLayout(tp=2), True)
+    return folder
+
+
+def test_critics_become_models_of_token_classification(critic: Path, model: Model, tmp_path: Path) -> None:
+    import transformers
+
+    run("megatron-to-hf", critic, tmp_path / "out", "--model", model("qwen2_tied"))
+    loaded = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    written = tensors_of(tmp_path / "out")
+    assert loaded.config.architectures == ["Qwen2ForTokenClassification"] and loaded.num_labels == 1
+    assert torch.equal(loaded.score.weight, written["score.weight"]) and written["score.weight"].any()
+    assert loaded.score.bias.item() == 0.0
+    run("verify", critic, tmp_path / "out", "--model", tmp_path / "out")
+
+
+def test_a_stripped_critic_is_a_language_model_again(critic: Path, model: Model, tmp_path: Path) -> None:
+    run("megatron-to-hf", critic, tmp_path / "out", "--model", model("qwen2_tied"), "--value-head", "strip")
+    assert_same(model("qwen2_tied"), tmp_path / "out")
+    run("verify", model("qwen2_tied"), tmp_path / "out")
+
+
+def test_without_an_output_layer_a_stripped_model_is_the_bare_one(model: Model, tmp_path: Path) -> None:
+    import transformers
+
+    run("hf-to-megatron", model("reward_model"), tmp_path / "role")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "out", "--value-head", "strip")
+    loaded, report = transformers.AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(loaded).__name__ == "Qwen2Model" and not report["missing_keys"] and not report["unexpected_keys"]
+
+
+def test_numbers_are_cast_but_for_what_a_model_keeps_in_float32(model: Model, tmp_path: Path) -> None:
+    source = model("deepseek_v3")
+    run("hf-to-megatron", source, tmp_path / "role", "--dtype", "bfloat16")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "out")
+    written = tensors_of(tmp_path / "out")
+    for name, tensor in tensors_of(source).items():
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(written[name], tensor if kept else tensor.bfloat16()), name
+    run("verify", source, tmp_path / "out", expect=1)
