@@ -1,0 +1,340 @@
+"""What a weight sync moves by megarl's reshard plan, by gathering, and at least; and what it costs to plan it.
+
+    python benchmarks/reshard_plan.py
+
+Nothing is moved here: the bytes follow from the plan and the layouts, all in bfloat16. GPUs stand eight to a node. In
+the rows "same" rollout rank r shares its GPU with training rank r; in the rows "apart" the engines are on nodes of
+their own. Received bytes are those of the rank that receives most, what is on its own GPU not counted:
+
+- everything: every rollout rank is given every tensor whole, and keeps its shard;
+- within TP: every training rank gathers its stage's tensors over those that share them (experts over expert-tensor
+  parallelism), then cuts and sends each engine rank its shard;
+- megarl: by the plan;
+- bound: a rank's shard less what the training rank on its GPU holds of it, by comparing the rectangles of both. The
+  script fails where megarl's plan does not equal it for every rank.
+
+Times are a model, not measured: each GPU has a link of 450 GB/s to the others of its node and one of 50 GB/s to other
+nodes, in each direction; all are busy at once, and the sync takes as long as the link with the most to carry, over all
+ranks and both directions. "Everything" has two: each rank fetches all by itself, or each node fetches each byte once
+over its eight links, spread evenly, and passes it on inside, as a good collective does.
+
+Planning time is the median of ``--runs`` in processor seconds, which other processes on the machine do not lengthen
+much; memory is the peak of Python's and numpy's allocations in a run of its own; "plan MB" is the size of the pickled
+plan, and the check that of one engine rank's part. Of the last row, 4,096 training ranks, only these are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import statistics
+import time
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Iterable
+from math import prod
+from typing import Any, NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+from machine import processor
+
+from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, parse_model_config
+from megarl.sharding import Placement, ReshardPlan, RolloutLayout, build_plan, check_coverage
+
+GPUS_PER_NODE, INSIDE, BETWEEN = 8, 450e9, 50e9
+ELEMENT_BYTES, BUCKET_BYTES = 2, 512 * 2**20
+
+# From the models' published config.json; what does not change a shape is left out.
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
+    "Llama-3-70B": {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    "DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+    },
+}
+
+
+class Case(NamedTuple):
+    """A sync to plan."""
+
+    model: str
+    train: ParallelLayout
+    rollout: RolloutLayout
+    apart: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        """Eight GPUs to a node; the engines on the trainer's GPUs, or behind them."""
+        train, first = self.train.world_size, self.train.world_size if self.apart else 0
+        first += -first % GPUS_PER_NODE
+        return Placement.of_devices(range(train), range(first, first + self.rollout.world_size), GPUS_PER_NODE)
+
+
+# 61 layers over 8 stages: 8 in each, 5 in the last.
+DEEPSEEK = ParallelLayout(tp=8, pp=8, dp=4, ep=8, etp=1, last_stage_layers=5)
+CASES = [
+    Case("Llama-3-8B", ParallelLayout(tp=4, dp=4), RolloutLayout(1, replicas=16)),
+    Case("Qwen3-30B-A3B", ParallelLayout(tp=4, pp=2, dp=4, ep=8, etp=1), RolloutLayout(4, 4, 8)),
+    Case("Llama-3-70B", ParallelLayout(tp=8, pp=4, dp=4), RolloutLayout(8, replicas=16)),
+    Case("DeepSeek-V3", DEEPSEEK, RolloutLayout(16, 16, 16)),
+    # Experts split over tensor parallelism, as is Megatron's default, and as few ranks as that allows.
+    Case("DeepSeek-V3", ParallelLayout(tp=8, pp=8, dp=8, ep=8, last_stage_layers=5), RolloutLayout(16, 16, 32)),
+]
+LARGEST = Case("DeepSeek-V3", DEEPSEEK._replace(dp=64), RolloutLayout(16, 16, 256))
+
+
+class Traffic(NamedTuple):
+    """Bytes per rank over links, as ``[training ranks + rollout ranks]`` where engines are apart, else ``[ranks]``."""
+
+    inside_in: np.ndarray
+    inside_out: np.ndarray
+    between_in: np.ndarray
+    between_out: np.ndarray
+
+    @property
+    def received(self) -> float:
+        """By the rank that receives most."""
+        return float((self.inside_in + self.between_in).max())
+
+    @property
+    def seconds(self) -> float:
+        """Of the busiest link."""
+        inside, between = (self.inside_in, self.inside_out), (self.between_in, self.between_out)
+        return float(max(max(x.max() for x in inside) / INSIDE, max(x.max() for x in between) / BETWEEN))
+
+
+def weight_map_of(case: Case) -> WeightMap:
+    """The case's model."""
+    return WeightMap(parse_model_config(MODELS[case.model]))
+
+
+def plan_of(case: Case, weight_map: WeightMap) -> ReshardPlan:
+    """The case's plan."""
+    return build_plan(weight_map, case.train, case.rollout, BUCKET_BYTES, ELEMENT_BYTES, case.placement)
+
+
+def element_bytes(weight_map: WeightMap, hf_name: str) -> int:
+    """Size of an element of a tensor on the wire."""
+    return 4 if weight_map.is_float32(hf_name) else ELEMENT_BYTES
+
+
+def megarl_traffic(case: Case, plan: ReshardPlan) -> Traffic:
+    """By the plan."""
+    placement = case.placement
+    everyone = np.array([*placement.train, *placement.rollout]) @ (GPUS_PER_NODE, 1)
+    source, destination, nbytes = plan.pair_nbytes()
+    source, destination = everyone[source], everyone[case.train.world_size + destination]
+    inside = (source // GPUS_PER_NODE == destination // GPUS_PER_NODE) & (source != destination)
+    between = source // GPUS_PER_NODE != destination // GPUS_PER_NODE
+    count = int(everyone.max()) + 1
+    return Traffic(
+        *(
+            np.bincount(rank[which], nbytes[which], minlength=count)
+            for which in (inside, between)
+            for rank in (destination, source)
+        )
+    )
+
+
+def everything(case: Case, weight_map: WeightMap) -> tuple[float, float, float]:
+    """Bytes received where every rank is given the whole model; seconds by each rank alone, and by each node once."""
+    whole = shard_bytes(weight_map, [Piece(n, (0,) * len(s), s, ()) for n, s in weight_map.hf_shapes().items()])
+    if case.apart:
+        return whole, whole / BETWEEN, max(whole / GPUS_PER_NODE / BETWEEN, whole / INSIDE)
+    ranks = range(case.train.world_size)
+    held = [{p for param in weight_map.megatron_params(case.train, r) for p in param.pieces} for r in ranks]
+    own = min(shard_bytes(weight_map, {p._replace(at=()) for p in pieces}) for pieces in held)
+    nodes = [held[first : first + GPUS_PER_NODE] for first in ranks[::GPUS_PER_NODE]]
+    near = min(shard_bytes(weight_map, {p._replace(at=()) for p in set().union(*node)}) for node in nodes)
+    alone = max((whole - near) / BETWEEN, (near - own) / INSIDE)
+    return whole - own, alone, max((whole - near) / GPUS_PER_NODE / BETWEEN, (whole - own) / INSIDE)
+
+
+def shard_bytes(weight_map: WeightMap, pieces: Iterable[Piece]) -> int:
+    """Size of different rectangles together."""
+    return sum(prod(piece.shape) * element_bytes(weight_map, piece.hf_name) for piece in pieces)
+
+
+def within_tp_traffic(case: Case, weight_map: WeightMap, ours: Traffic) -> Traffic:
+    """Whole tensors of its stage on every training rank first, then as megarl."""
+    train = case.train
+    gathered = np.zeros(len(ours.inside_in))
+    for rank in range(train.world_size):
+        stage = set(train.stage_layers(weight_map.config.num_layers, train.coordinate(rank).pp))
+        gathered[rank] = sum(
+            (len(pattern.sources) - 1)
+            * len(stage.intersection(pattern.layers))
+            * max(1, pattern.experts // train.ep)
+            * shard_bytes(weight_map, pattern.sources[0])
+            for pattern in weight_map.patterns(train, case.rollout.tp, case.rollout.ep)
+            if len(pattern.layers) > 1
+        )
+    return ours._replace(inside_in=ours.inside_in + gathered, inside_out=ours.inside_out + gathered)
+
+
+def overlap(weight_map: WeightMap, shard: list[LocalParam], held: list[LocalParam]) -> int:
+    """Bytes of a shard that are among what is held."""
+    pieces = defaultdict(set)
+    for param in held:
+        for piece in param.pieces:
+            pieces[piece.hf_name].add((piece.start, piece.stop))
+    total = 0
+    for param in shard:
+        for piece in param.pieces:
+            for start, stop in pieces.get(piece.hf_name, ()):
+                sides = [min(b, d) - max(a, c) for a, b, c, d in zip(piece.start, piece.stop, start, stop, strict=True)]
+                total += prod(max(0, side) for side in sides) * element_bytes(weight_map, piece.hf_name)
+    return total
+
+
+def bounds(case: Case, weight_map: WeightMap) -> np.ndarray:
+    """What each rollout rank must receive at least."""
+    layout = case.rollout
+    shards = [weight_map.rollout_params(layout.tp, rank, layout.ep) for rank in range(layout.tp)]
+    sizes = [overlap(weight_map, shard, shard) for shard in shards]
+    result = np.array([sizes[rank % layout.tp] for rank in range(layout.world_size)])
+    if not case.apart:
+        for rank in range(min(layout.world_size, case.train.world_size)):
+            held = weight_map.megatron_params(case.train, rank)
+            result[rank] -= overlap(weight_map, shards[rank % layout.tp], held)
+    return result
+
+
+class Cost(NamedTuple):
+    """What planning takes."""
+
+    seconds: float
+    megabytes: float
+    pickled: int
+    coverage_seconds: float
+
+
+def planning_cost(case: Case, weight_map: WeightMap, runs: int) -> Cost:
+    """Time and memory of planning, size of the plan, and time of one rank's check of its part."""
+    seconds = []
+    for _ in range(runs):
+        started = time.process_time()
+        plan = plan_of(case, weight_map)
+        seconds.append(time.process_time() - started)
+    pickled = len(pickle.dumps(plan, 5))
+    started = time.process_time()
+    check_coverage(plan, {0: weight_map.rollout_params(case.rollout.tp, 0, case.rollout.ep)})
+    coverage = time.process_time() - started
+    del plan
+    tracemalloc.start()
+    plan_of(case, weight_map)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return Cost(statistics.median(seconds), peak / 1e6, pickled, coverage)
+
+
+def row(case: Case, weight_map: WeightMap, runs: int) -> list[str]:
+    """One line of the table."""
+    traffic = moved(case, weight_map) if case is not LARGEST else ["-"] * 8
+    cost = planning_cost(case, weight_map, runs)
+    return [
+        case.model,
+        f"{case.train.describe()} -> {case.rollout.describe()}",
+        "apart" if case.apart else "same",
+        *traffic,
+        f"{cost.seconds:.2f}",
+        f"{cost.megabytes:.0f}",
+        f"{cost.pickled / 1e6:.1f}",
+        f"{cost.coverage_seconds:.2f}",
+    ]
+
+
+def moved(case: Case, weight_map: WeightMap) -> list[str]:
+    """Bytes and times of all ways."""
+    ours = megarl_traffic(case, plan_of(case, weight_map))
+    bound = bounds(case, weight_map)
+    received = ours.inside_in + ours.between_in
+    np.testing.assert_array_equal(received[-len(bound) :] if case.apart else received[: len(bound)], bound)
+    gathered = within_tp_traffic(case, weight_map, ours)
+    whole, alone, shared = everything(case, weight_map)
+    return [
+        *(f"{x / 1e9:.2f}" for x in (whole, gathered.received, ours.received, bound.max())),
+        *(f"{1e3 * x:.0f}" for x in (alone, shared, gathered.seconds, ours.seconds)),
+    ]
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    """Prints a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for cells in (head, ["-" * width for width in widths], *rows):
+        print(
+            "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |", flush=True
+        )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="plans made per case, of which the median counts")
+    runs = parser.parse_args().runs
+    print(f"{processor()}, one thread, buckets of {BUCKET_BYTES // 2**20} MiB\n")
+    head = ["model", "layouts", "GPUs", "everything GB", "within TP GB", "megarl GB", "bound GB"]
+    head += ["everything, alone ms", "everything, by node ms", "within TP ms", "megarl ms"]
+    head += ["plan s", "peak MB", "plan MB", "one rank's check s"]
+    cases = [*(case._replace(apart=apart) for case in CASES for apart in (False, True)), LARGEST]
+    maps = {case.model: weight_map_of(case) for case in cases}
+    print_table(head, [row(case, maps[case.model], runs) for case in cases])
+
+
+if __name__ == "__main__":
+    main()
