@@ -16,6 +16,7 @@ from megarl.cluster.worker_process import WorkerCard, WorkerProcess
 from megarl.data import DataProto
 from megarl.errors import ResourceError, WorkerError
 from megarl.models.layout import ParallelLayout
+from megarl.sharding import ReshardPlan
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
 
@@ -157,7 +158,8 @@ class WorkerGroup:
         mark = self._mark(verb)
         if mark.dispatch is Dispatch.SPLIT:
             return self._submit_split(verb, mark, args, kwargs)
-        shared = [ray.put(arg) if isinstance(arg, DataProto) else arg for arg in args]
+        # What may be large is stored once, for all processes to read.
+        shared = [ray.put(arg) if isinstance(arg, DataProto | ReshardPlan) else arg for arg in args]
         owner = self._owners[0]
         keep = [mark.dispatch is Dispatch.ALL or rank == owner for rank in range(self.world_size)]
         refs = [
