@@ -12,6 +12,7 @@ from megarl.config.batch import batch_problems
 from megarl.config.layouts import describe_pool, layout_problems
 from megarl.config.parts import OptimConfig
 from megarl.config.problems import Problem, value_at
+from megarl.config.saving import saving_problems
 from megarl.config.schema import TrainConfig
 from megarl.config.sft_schema import SFTConfig
 
@@ -51,7 +52,6 @@ def _replicas(config: TrainConfig) -> Iterator[Problem]:
         yield Problem.at(config, f"{path}.tensor_model_parallel_size", text)
 
 
-def _groups(config: TrainConfig) -> Iterator[Problem]:
 def _transport(config: TrainConfig) -> Iterator[Problem]:
     transport, device = config.sync.transport, config.trainer.device
     if device == "cpu" and transport in ("cuda_ipc", "nccl"):
@@ -62,6 +62,7 @@ def _transport(config: TrainConfig) -> Iterator[Problem]:
         yield Problem.at(config, "sync.transport", text)
 
 
+def _groups(config: TrainConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
         yield Problem.at(
             config,
@@ -142,11 +143,12 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     _names,
     _layouts,
     _replicas,
-    _groups,
     _transport,
+    _groups,
     _critic_warmup,
     _validation,
     _resume,
+    saving_problems,
     _optims,
     _batches,
 )

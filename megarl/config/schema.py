@@ -18,6 +18,7 @@ from megarl.config.parts import (
     RunConfig,
     UpdateBatchConfig,
 )
+from megarl.config.saving import CheckpointConfig
 
 
 @dataclass
@@ -60,6 +61,7 @@ class ActorConfig(UpdateBatchConfig):
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     optim: OptimConfig = section(OptimConfig)
     megatron: MegatronConfig = section(MegatronConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
 
 
 @dataclass
@@ -96,11 +98,11 @@ class RolloutConfig(LogProbBatchConfig):
     replicas: int | None = key(None, "Engine replicas; null = as many as fit the trainer's devices.", at_least=1)
     max_num_seqs: int = key(256, "Sequences that one replica generates at a time.", at_least=1)
     dtype: str = key("bfloat16", "Number format of the engine's weights.", choices=DTYPES)
-    seed: int | None = key(None, "Seed of sampling; null = `trainer.seed`.", at_least=0)
-    calculate_log_probs: bool = key(
     free_cache_engine: bool = key(
         True, "Engines give the memory of their weights and cache to the trainer while they have nothing to generate."
     )
+    seed: int | None = key(None, "Seed of sampling; null = `trainer.seed`.", at_least=0)
+    calculate_log_probs: bool = key(
         False, "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`)."
     )
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
@@ -136,6 +138,7 @@ class CriticConfig(UpdateBatchConfig):
     )
     optim: OptimConfig = section(OptimConfig, lr=1e-5)
     megatron: MegatronConfig = section(MegatronConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
 
 
 @dataclass
@@ -227,14 +230,42 @@ class TrainerConfig(RunConfig):
     save_freq: int = key(-1, "Save every so many steps, and after the last; -1 = never.", at_least=1, allowed=(-1,))
     resume_mode: str = key(
         "auto",
-        "Continue from the newest checkpoint in `default_local_dir`, start anew, or continue from `resume_from_path`.",
-        choices=("auto", "disable", "resume_path"),
+        "Continue from the newest checkpoint in `default_local_dir` (auto: or start anew where none was ever saved; "
+        "must: or stop), start anew, or continue from `resume_from_path`.",
+        choices=("auto", "must", "disable", "resume_path"),
     )
     resume_from_path: str | None = key(None, "Checkpoint folder to continue from, with `resume_mode: resume_path`.")
     default_local_dir: str | None = key(
         None, "Folder of the checkpoints; null = `outputs/<experiment_name>/checkpoints`."
     )
-    max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null = all.", at_least=1)
+    max_actor_ckpt_to_keep: int | None = key(
+        None, "Newest checkpoints in which the actor is kept; null = all. One without any role is removed.", at_least=1
+    )
+    max_critic_ckpt_to_keep: int | None = key(
+        None,
+        "Newest checkpoints in which the critic is kept; null = all. PPO continues only from one with both.",
+        at_least=1,
+    )
+    best_metric: str | None = key(
+        None,
+        "Validation metric, such as `val-core/<data_source>/reward/mean@1`, by which the best checkpoint is told and "
+        "kept whole; a validation that beats all before is saved even where `save_freq` does not ask for it.",
+    )
+    best_mode: str = key(
+        "max", "Whether the best is the largest or the smallest; read with `best_metric`.", choices=("max", "min")
+    )
+    max_wall_seconds: float | None = key(
+        None,
+        "Wall-clock limit of the run, in seconds from its start: it saves and ends in time, with exit status 0, after "
+        "the last step that fits; null = none but those that the scheduler tells (see docs/checkpoints.md).",
+        above=0,
+    )
+    esi_redundant_time: float = key(
+        0.0,
+        "Seconds to spare where the run saves ahead of a deadline: of `max_wall_seconds`, of an elastic instance, of a "
+        "Slurm job.",
+        at_least=0,
+    )
     rollout_data_dir: str | None = key(None, "Folder for every step's answers as `<step>.jsonl`; null = none.")
     validation_data_dir: str | None = key(None, "Folder for validation answers as `<step>.jsonl`; null = none.")
     log_val_generations: int = key(0, "Validation answers to show in the trackers.", at_least=0)

@@ -3,8 +3,9 @@
 ::
 
     <path>/.metadata, __<rank>_0.distcp     weights and optimizer state by Hugging Face name and rectangle
-    <path>/state.json                       steps taken, number format, layout that saved
+    <path>/state.json                       steps taken, number format, layout that saved, what was saved, versions
     <path>/random_<rank>.safetensors        generators of each rank
+    <path>/huggingface/                     the model as others read it, where asked for
 
 Every rank writes and reads its own part, its shard of the optimizer's state included, which is cut over data- and
 context-parallel ranks: nothing is gathered. In the layout that saved, a restored role goes on bit for bit; in another
@@ -13,23 +14,32 @@ one, with the same numbers in fresh generators.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import megarl
 from megarl.errors import CheckpointError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_blocks import blocks_of_range
-from megarl.megatron.checkpoint_format import Item, items_of, read_index, read_items, tensor_shapes, write_items
+from megarl.megatron.checkpoint_export import export_beside
+from megarl.megatron.checkpoint_format import Item, ItemWriter, items_of, read_index, read_items, tensor_shapes
+from megarl.megatron.checkpoint_save import PendingSave
+from megarl.megatron.checkpoint_snapshot import HostSnapshot
+from megarl.megatron.checkpoint_state import (
+    EXTRA,
+    HF_MODEL,
+    MODEL,
+    OPTIMIZER_STATE,
+    RESUMABLE,
+    RoleState,
+    read_state,
+    write_state,
+)
 from megarl.megatron.engine import MegatronEngine
 from megarl.megatron.offload import OPTIMIZER, PARAM
 from megarl.megatron.optimizer_state import (
@@ -42,53 +52,61 @@ from megarl.megatron.optimizer_state import (
     state_shards,
 )
 from megarl.megatron.random_state import load_random_state, save_random_state
-from megarl.megatron.runtime import Runtime
-from megarl.models import LocalParam, ParallelLayout
+from megarl.megatron.together import together
+from megarl.models import LocalParam
 
-STATE_FILE = "state.json"
-FORMAT = 1
 WEIGHT = "weight"
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class RoleState:
-    """Contents of ``state.json``."""
-
-    dtype: str
-    """Number format of the weights, such as ``float32``."""
-    steps: int | None
-    """Optimizer steps taken, on which the learning rate depends; None where no optimizer was saved."""
-    layout: ParallelLayout
-    """Layout that saved."""
-    device: str
-    """Kind of device that the random states are of: ``cpu`` or ``cuda``."""
-    skipped_in_a_row: int = 0
-    """Optimizer steps skipped since the last one taken."""
-    megarl_version: str = megarl.__version__
-
-
-def save_sharded(engine: MegatronEngine, path: str | Path) -> None:
-    """Saves the engine; all ranks call this together.
+def save_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
+    """Saves the engine and returns when all is written; all ranks call this together.
 
     Args:
         engine: after a finished optimizer step.
         path: folder on storage that all ranks share; made if need be, and must be empty.
+        contents: see :func:`begin_save`.
 
     Raises:
         CheckpointError: on every rank, if any of them failed; says which and why. What was written stays.
     """
-    folder, runtime = Path(path), engine.runtime
-    optimizer = engine.optimizer
+    begin_save(engine, path, contents).finish()
+
+
+def begin_save(
+    engine: MegatronEngine,
+    path: str | Path,
+    contents: Collection[str] = RESUMABLE,
+    *,
+    snapshot: HostSnapshot | None = None,
+    copy_from: str | Path | None = None,
+) -> PendingSave:
+    """Begins a save, which :meth:`PendingSave.finish` ends; all ranks call both together, and none in between.
+
+    Args:
+        engine: after a finished optimizer step.
+        path: folder on storage that all ranks share; made if need be, and must be empty.
+        contents: what to save, of :data:`~megarl.megatron.checkpoint_state.CONTENTS`. The count of steps, on which
+            the learning rate depends, goes with the optimizer. The Hugging Face export is written before this returns.
+        snapshot: memory to copy the state to, so that the engine may train on while a thread writes; None writes here
+            and now.
+        copy_from: folder whose tokenizer the Hugging Face export gets.
+
+    Raises:
+        CheckpointError: on every rank, if any of them cannot begin; says which and why. What was written stays.
+    """
+    folder, runtime, optimizer = Path(path), engine.runtime, engine.optimizer
+    doing = f"saving to {folder}"
     engine.residence.need(PARAM, OPTIMIZER)
+    has_optimizer = OPTIMIZER_STATE in contents and optimizer is not None
     state = RoleState(
         dtype=_dtype_name(engine),
-        steps=None if optimizer is None else optimizer.steps,
+        steps=optimizer.steps if has_optimizer and optimizer is not None else None,
         layout=runtime.layout,
         device=runtime.device.type,
         skipped_in_a_row=0 if optimizer is None else optimizer.skipped_in_a_row,
+        contents=tuple(name for name in contents if name != OPTIMIZER_STATE or has_optimizer),
     )
 
     def prepare() -> None:
@@ -96,21 +114,35 @@ def save_sharded(engine: MegatronEngine, path: str | Path) -> None:
             check_steps(optimizer)
         folder.mkdir(parents=True, exist_ok=True)
 
-    def write_own() -> None:
+    together(runtime, prepare, doing)
+    together(runtime, partial(_check_empty, folder), doing)
+    files = together(runtime, partial(_write_own, engine, folder, state), doing)
+    if HF_MODEL in contents:
+        files |= export_beside(engine, folder, copy_from)
+    writer = None
+    if MODEL in contents:
+        items = together(runtime, lambda: list(_saved_items(engine, has_optimizer)), doing)
+        if snapshot is not None:
+            items = together(runtime, lambda: snapshot.take(items), doing)
+        writer = ItemWriter(runtime, folder, items)
+        writer.plan()
+    return PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
+
+
+def _write_own(engine: MegatronEngine, folder: Path, state: RoleState) -> set[str]:
+    """Writes this rank's small files, as they are now; returns their names."""
+    runtime, names = engine.runtime, set()
+    if EXTRA in state.contents:
+        names.add(_random_file(runtime.rank))
         with cuda_on_cpu.active():
             save_random_state(folder / _random_file(runtime.rank), runtime.device)
-        if runtime.rank == 0:
-            _write_state(folder, state)
-
-    _together(runtime, prepare, f"saving to {folder}")
-    _together(runtime, lambda: _check_empty(folder), f"saving to {folder}")
-    _together(runtime, write_own, f"saving to {folder}")
-    items = _together(runtime, lambda: list(_saved_items(engine)), f"saving to {folder}")
-    write_items(folder, items)
+    if runtime.rank == 0:
+        names.add(write_state(folder, state))
+    return names
 
 
 @torch.no_grad()
-def load_sharded(engine: MegatronEngine, path: str | Path) -> None:
+def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
     """Restores what :func:`save_sharded` wrote, in any layout; all ranks call this together.
 
     An engine without optimizer takes the weights alone.
@@ -118,33 +150,48 @@ def load_sharded(engine: MegatronEngine, path: str | Path) -> None:
     Args:
         engine: a new one of the same model; what it holds is overwritten.
         path: the folder.
+        contents: what to restore; ``model`` is always part of it. Without ``optimizer`` Adam and the learning rate's
+            schedule start anew; without ``extra`` the generators do.
 
     Raises:
         CheckpointError: on every rank, if on any of them something is missing, malformed, truncated, or of another
             model; names what. The engine is then not usable.
     """
     folder, runtime = Path(path), engine.runtime
+    doing = f"loading {folder}"
     engine.residence.need(PARAM, OPTIMIZER)
+    optimizer = engine.optimizer if OPTIMIZER_STATE in contents else None
 
     def read_own() -> tuple[RoleState, Any]:
-        state, index = _read_state(folder), read_index(folder)
-        _check_fits(engine, folder, state, tensor_shapes(index))
+        state = read_state(folder)
+        _check_contents(folder, state, {*contents} if engine.optimizer is not None else {MODEL})
+        index = read_index(folder)
+        _check_fits(engine, folder, state, tensor_shapes(index), optimizer is not None)
         return state, index
 
-    state, index = _together(runtime, read_own, f"loading {folder}")
-    items = _together(runtime, lambda: list(_wanted_items(engine)), f"loading {folder}")
+    state, index = together(runtime, read_own, doing)
+    items = together(runtime, lambda: list(_wanted_items(engine, optimizer is not None)), doing)
     read_items(folder, index, items)
-    if engine.optimizer is not None:
+    if optimizer is not None:
         assert state.steps is not None
-        set_steps(engine.optimizer, state.steps)
-        engine.optimizer.skipped_in_a_row = state.skipped_in_a_row
+        set_steps(optimizer, state.steps)
+        optimizer.skipped_in_a_row = state.skipped_in_a_row
+    elif engine.optimizer is not None:
+        engine.optimizer.weights_changed()
+    if EXTRA in contents and EXTRA in state.contents:
+        _restore_random(engine, folder, state)
 
-    def restore_random() -> None:
+
+def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> None:
+    """Restores this rank's generators where the layout is the one that saved; communicates."""
+    runtime = engine.runtime
+
+    def restore() -> None:
         with cuda_on_cpu.active():
             load_random_state(folder / _random_file(runtime.rank), runtime.device)
 
     if (state.layout, state.device) == (runtime.layout, runtime.device.type):
-        _together(runtime, restore_random, f"loading {folder}")
+        together(runtime, restore, f"loading {folder}")
     elif runtime.rank == 0:
         logger.warning(
             "%s was saved by %s on %s: generators start anew on %s on %s",
@@ -156,13 +203,13 @@ def load_sharded(engine: MegatronEngine, path: str | Path) -> None:
         )
 
 
-def _saved_items(engine: MegatronEngine) -> Iterator[Item]:
+def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
     """What this rank contributes: each element of each tensor comes from one rank."""
     contributions = engine.weight_map.contributions(engine.runtime.layout, engine.runtime.rank)
     params = engine.weights.parameters()
     shapes = engine.weight_map.hf_shapes()
     states: Mapping[str, StateShard] = {}
-    if engine.optimizer is not None:
+    if with_optimizer and engine.optimizer is not None:
         states = state_shards(engine.optimizer, params)
     for number, (param, replica, replicas) in enumerate(contributions):
         # Replicas take turns, so that each writes its share.
@@ -173,11 +220,11 @@ def _saved_items(engine: MegatronEngine) -> Iterator[Item]:
             yield from _state_items(param, states[param.name], shapes)
 
 
-def _wanted_items(engine: MegatronEngine) -> Iterator[Item]:
+def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
     """The memory of everything this rank holds, set to zero where a checkpoint has nothing: vocabulary padding."""
     params, shapes = engine.weights.parameters(), engine.weight_map.hf_shapes()
     states: Mapping[str, StateShard] = {}
-    if engine.optimizer is not None:
+    if with_optimizer and engine.optimizer is not None:
         states = state_shards(engine.optimizer, params)
     for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         params[param.name].detach().zero_()
@@ -198,18 +245,32 @@ def _state_items(param: LocalParam, shard: StateShard, shapes: Mapping[str, tupl
         yield from items_of(kind, blocks_of_range(param, shard.start, shard.stop), shapes, tensor)
 
 
+def _check_contents(folder: Path, state: RoleState, wanted: Collection[str]) -> None:
+    """Refuses a checkpoint that lacks what is to be restored, as it was asked to."""
+    if MODEL not in wanted:
+        raise CheckpointError(f"load_contents={sorted(wanted)} restores no {MODEL}: there is nothing to go on with")
+    missing = [name for name in RESUMABLE if name in wanted and name not in state.contents]
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {folder} has no {' and no '.join(missing)}: it was saved with save_contents="
+            f"[{', '.join(state.contents)}]; load_contents without {' and '.join(missing)} takes the rest"
+        )
+
+
 def _check_fits(
-    engine: MegatronEngine, folder: Path, state: RoleState, found: Mapping[str, Mapping[str, tuple[int, ...]]]
+    engine: MegatronEngine,
+    folder: Path,
+    state: RoleState,
+    found: Mapping[str, Mapping[str, tuple[int, ...]]],
+    with_optimizer: bool,
 ) -> None:
-    """Refuses a checkpoint of another model, another number format, or without the optimizer's state."""
+    """Refuses a checkpoint of another model or another number format."""
     kinds = [WEIGHT]
     if state.dtype != _dtype_name(engine):
         raise CheckpointError(
             f"checkpoint {folder} has dtype={state.dtype}, this run dtype={_dtype_name(engine)}: they must agree"
         )
-    if engine.optimizer is not None:
-        if state.steps is None:
-            raise CheckpointError(f"checkpoint {folder} has no optimizer state: a model that only computes saved it")
+    if with_optimizer:
         kinds += [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
     whole = engine.weight_map.hf_shapes()
     trained = {name: shape for name, shape in whole.items() if not engine.weight_map.is_float32(name)}
@@ -233,54 +294,9 @@ def _check_empty(folder: Path) -> None:
         raise CheckpointError(f"{folder} is not empty")
 
 
-def _write_state(folder: Path, state: RoleState) -> None:
-    with open(folder / STATE_FILE, "w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **asdict(state), "layout": state.layout._asdict()}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_state(folder: Path) -> RoleState:
-    path = folder / STATE_FILE
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if document["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format={document['format']!r}, this megarl reads {FORMAT}")
-        steps = document["steps"]
-        return RoleState(
-            dtype=str(document["dtype"]),
-            steps=None if steps is None else int(steps),
-            layout=ParallelLayout(**document["layout"]),
-            device=str(document["device"]),
-            skipped_in_a_row=int(document.get("skipped_in_a_row", 0)),
-            megarl_version=str(document["megarl_version"]),
-        )
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: not a checkpoint of a role") from None
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is malformed: {error!r}") from error
-
-
 def _dtype_name(engine: MegatronEngine) -> str:
     return str(engine.options.dtype).removeprefix("torch.")
 
 
 def _random_file(rank: int) -> str:
     return f"random_{rank:05d}.safetensors"
-
-
-def _together(runtime: Runtime, action: Callable[[], _T], doing: str) -> _T:
-    """Runs ``action`` on every rank; if it raises on any, all raise, and none waits for another in vain."""
-    failure, result = None, None
-    try:
-        result = action()
-    except CheckpointError as error:
-        failure = str(error)
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    failures: list[str | None] = [None] * runtime.layout.world_size
-    dist.all_gather_object(failures, failure)
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise CheckpointError(f"{doing} failed on rank {rank}: {text}")
-    return result  # type: ignore[return-value]  # no failure: the action has returned

@@ -38,10 +38,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megarl.errors import CheckpointError
 from megarl.megatron.checkpoint_blocks import Block
+from megarl.megatron.runtime import Runtime
+from megarl.megatron.together import on_first_rank, together
 
 INDEX = ".metadata"
 
@@ -86,16 +89,68 @@ def items_of(
         yield Item(f"{key}/{block.hf_name}", shapes[block.hf_name], block, data)
 
 
-def write_items(folder: Path, items: Sequence[Item]) -> None:
-    """Writes the blocks of all ranks; communicates.
+class ItemWriter:
+    """Writes the blocks of all ranks, in three parts of which only the middle one may run beside training.
 
-    Raises:
-        CheckpointError: on every rank, if on any of them writing failed, or the blocks are not each element once.
+    Args:
+        runtime: this rank's place.
+        folder: folder that all ranks share.
+        items: what this rank writes.
     """
-    try:
-        dcp.save({}, storage_writer=_Writer(folder, sync_files=True), planner=_SavePlanner(items))
-    except CheckpointException as error:
-        raise CheckpointError(f"saving to {folder} failed: {_reasons(error)}") from error
+
+    def __init__(self, runtime: Runtime, folder: Path, items: Sequence[Item]) -> None:
+        self._runtime = runtime
+        self._doing = f"saving to {folder}"
+        self._storage = _Writer(folder, sync_files=True)
+        self._planner = _SavePlanner(items)
+        self._results: list[WriteResult] = []
+        self._metadata: Metadata | None = None
+
+    def plan(self) -> None:
+        """Agrees with the other ranks on who writes what; communicates.
+
+        Raises:
+            CheckpointError: on every rank, if the blocks are not each element of each tensor once.
+        """
+        is_first = self._runtime.rank == 0
+        self._planner.set_up_planner({}, is_coordinator=is_first)
+        self._storage.set_up_storage_writer(is_first)
+        own = together(self._runtime, self._local_plan, self._doing)
+        plan = on_first_rank(self._runtime, own, self._global_plans, self._doing)
+        self._plan = self._planner.finish_plan(plan)
+
+    def write(self) -> set[str]:
+        """Writes this rank's files and flushes them to disk; does not communicate.
+
+        Returns:
+            Names of the files.
+
+        Raises:
+            Exception: of whatever kind torch makes of an error of the file system.
+        """
+        self._results = self._storage.write_data(self._plan, self._planner).value()
+        return {result.storage_data.relative_path for result in self._results}
+
+    def finish(self) -> None:
+        """Writes the index, once every rank has written; communicates.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be written.
+        """
+
+        def write_index(results: list[list[WriteResult]]) -> list[None]:
+            assert self._metadata is not None, "rank 0 made the plan"
+            self._storage.finish(self._metadata, results)
+            return [None] * len(results)
+
+        on_first_rank(self._runtime, self._results, write_index, self._doing)
+
+    def _local_plan(self) -> SavePlan:
+        return self._storage.prepare_local_plan(self._planner.create_local_plan())
+
+    def _global_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._storage.prepare_global_plan(plans)
 
 
 def read_items(folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:

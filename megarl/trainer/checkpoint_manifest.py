@@ -6,7 +6,6 @@ truncated, altered or foreign file is found and named before anything of it is r
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -18,19 +17,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.errors import CheckpointError
+from megarl.files import DIGEST_BYTES, FileEntry, flush_directory, flush_file, read_entry
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-DIGEST_BYTES = 32
-BLOCK_BYTES = 1 << 22
 HASH_THREADS = 8  # hashing and fsync release the interpreter lock
+NO_ENTRIES: Mapping[str, FileEntry] = {}
 
 
-class FileEntry(NamedTuple):
-    """Size in bytes and hexadecimal BLAKE2b-256 digest of one file."""
+class Score(NamedTuple):
+    """What a validation said of the weights in a checkpoint."""
 
-    size: int
-    digest: str
+    metric: str
+    value: float
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,45 @@ class Manifest:
     """Position among the saves into the same root, from 1: tells the newer of two runs that share a folder."""
     files: dict[str, FileEntry]
     """By path relative to the folder, with ``/`` between its parts."""
+    score: Score | None = None
+    """By which the best checkpoint is told; None where there was no validation."""
 
 
-def write_manifest(folder: Path, step: int, sequence: int) -> Manifest:
+def write_manifest(
+    folder: Path,
+    step: int,
+    sequence: int,
+    known: Mapping[str, FileEntry] = NO_ENTRIES,
+    score: Score | None = None,
+) -> Manifest:
     """Flushes every file below the folder to disk and writes its manifest, itself flushed.
+
+    Args:
+        folder: of the checkpoint.
+        step: see :class:`Manifest`.
+        sequence: see :class:`Manifest`.
+        known: files that whoever wrote them has flushed and read already; of those only the size is looked at.
+        score: see :class:`Manifest`.
 
     Raises:
         OSError: reading, flushing or writing failed.
-        CheckpointError: the folder holds a link or another thing that is not a plain file.
+        CheckpointError: the folder holds a link or another thing that is not a plain file, or a known file is missing
+            or has another size.
     """
-    manifest = Manifest(step, sequence, _read_entries(folder, flush=True))
+    manifest = Manifest(step, sequence, {**known, **_read_entries(folder, flush=True, but=known)}, score)
+    if known:
+        problems = list(_layout_problems(folder, manifest))
+        if problems:
+            raise CheckpointError(f"checkpoint {folder} is not what was written: {'; '.join(problems)}")
+    return write_document(folder, manifest)
+
+
+def write_document(folder: Path, manifest: Manifest) -> Manifest:
+    """Writes ``manifest.json`` of files that are there already, and flushes it and all folders.
+
+    Raises:
+        OSError: writing failed.
+    """
     document = _document(manifest)
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({**document, "digest": _document_digest(document)}, file, indent=1)
@@ -81,8 +109,10 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path}: format={document['format']!r}, this megarl reads {FORMAT}")
         digest = document.pop("digest")
         files = {str(name): FileEntry(int(size), str(found)) for name, (size, found) in document["files"].items()}
-        manifest = Manifest(int(document["step"]), int(document["sequence"]), files)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        score = document.get("score")
+        score = None if score is None else Score(str(score[0]), float(score[1]))
+        manifest = Manifest(int(document["step"]), int(document["sequence"]), files, score)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is malformed: {error!r}") from None
     if digest != _document_digest(document):
         raise CheckpointError(f"{path} fails its own checksum: it was altered or is damaged")
@@ -122,27 +152,10 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def flush_directory(folder: Path) -> None:
-    """Makes creations and renames in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        flush_file(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def flush_file(descriptor: int) -> None:
-    """``fsync``, which object stores mounted as folders do not have: there it is skipped."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-
-
 def _document(manifest: Manifest) -> dict[str, Any]:
     files = {name: list(manifest.files[name]) for name in sorted(manifest.files)}
-    return {"format": FORMAT, "step": manifest.step, "sequence": manifest.sequence, "files": files}
+    score = {} if manifest.score is None else {"score": list(manifest.score)}
+    return {"format": FORMAT, "step": manifest.step, "sequence": manifest.sequence, **score, "files": files}
 
 
 def _document_digest(document: Mapping[str, Any]) -> str:
@@ -176,19 +189,8 @@ def _file_names(folder: Path) -> list[str]:
     return sorted(name for name in names if name != MANIFEST)
 
 
-def _read_entries(folder: Path, flush: bool) -> dict[str, FileEntry]:
-    names = _file_names(folder)
+def _read_entries(folder: Path, flush: bool, but: Mapping[str, FileEntry] = NO_ENTRIES) -> dict[str, FileEntry]:
+    names = [name for name in _file_names(folder) if name not in but]
     with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:
-        entries = pool.map(lambda name: _read_entry(folder / name, flush), names)
+        entries = pool.map(lambda name: read_entry(folder / name, flush), names)
         return dict(zip(names, entries, strict=True))
-
-
-def _read_entry(path: Path, flush: bool) -> FileEntry:
-    digest, size = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
-    with open(path, "rb") as file:
-        if flush:
-            flush_file(file.fileno())
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileEntry(size, digest.hexdigest())

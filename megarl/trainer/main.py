@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from megarl.trainer.preflight import check_schedules, check_train, reward_functi
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.roles import RoleBuilder
 from megarl.trainer.rollout import RolloutPhase
-from megarl.trainer.run_state import RunState, find_resume
+from megarl.trainer.run_state import RunState, find_resume, inexact_checkpoints
 from megarl.trainer.session import load_tokenizer, placed_devices
+from megarl.trainer.stopping import Stop, ends_on_sigterm, own_deadlines
 from megarl.trainer.validation import Validator
 
 
@@ -38,11 +40,12 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
     check_train(config)
     with Console() as console:
         builder = TrainerBuilder(config, output_dir, console)
-        console.message(render_plan(builder.batches))
+        console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
         with placed_devices(config.trainer) as pool:
             with console.phase("start workers", announce=True):
                 trainer = builder.build(pool)
-            return trainer.fit()
+            with ends_on_sigterm(builder.stop) if config.trainer.save_freq > 0 else nullcontext():
+                return trainer.fit()
 
 
 class TrainerBuilder:
@@ -62,6 +65,7 @@ class TrainerBuilder:
         self.output_dir = output_dir
         self.console = console
         self.batches = plan_batches(config)
+        self.stop = Stop(own_deadlines(config.trainer.max_wall_seconds), config.trainer.esi_redundant_time)
         self.tokenizer = load_tokenizer(str(config.actor_rollout_ref.model.tokenizer_path))
         self.rewards = RewardManager(reward_function(config), self.tokenizer, config.reward_model.on_error)
         self.resume = find_resume(config)
@@ -81,7 +85,9 @@ class TrainerBuilder:
         config, total_steps = self.config, self.total_steps
         self.console.set_total_steps(total_steps)
         advantage = AdvantagePhase(config.algorithm)
-        state = RunState(config, self.loader, advantage.kl_controller, total_steps, self.resume)
+        state = RunState(
+            config, self.loader, advantage.kl_controller, total_steps, self.resume, self.stop, self.console.message
+        )
         resumed_from = (self.resume.path, self.resume.state.step) if self.resume else None
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), self.output_dir, self.console, resumed_from)
         roles = RoleBuilder(config, self.batches, total_steps, self.tokenizer, pool).build()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megarl.cluster import seqlen_metrics
 from megarl.config.schema import TrainConfig
@@ -49,7 +51,13 @@ class PPOTrainer:
         self.validator = validator
         self.state = state
         self.reporter = reporter
-        self.phase = reporter.phase
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase and show that it is under way; after it, a save that has been written is completed."""
+        with self.reporter.phase(name):
+            yield
+        self.state.saver.advance()
 
     def fit(self) -> RunSummary:
         """Train until the last step; continue, validate, save and report on the way."""
@@ -61,6 +69,7 @@ class PPOTrainer:
             with self.phase("step"):
                 with self.phase("gen"):
                     batch = self.rollout.generate_sequences(prompts, self.state.step)
+                    self.roles.sharding_manager.free_engines()
                 with self.phase("reward"):
                     batch = self.balance(self.score(batch, metrics))
                 with self.phase("old_log_prob"):
@@ -69,7 +78,6 @@ class PPOTrainer:
                     with self.phase("ref"):
                         batch = batch.union(self.roles.reference.compute_ref_log_prob(batch))
                 if self.roles.critic:
-                    self.roles.sharding_manager.free_engines()
                     with self.phase("values"):
                         batch = batch.union(self.roles.critic.compute_values(batch))
                 with self.phase("adv"):
@@ -104,8 +112,10 @@ class PPOTrainer:
         if self.state.due(trainer.test_freq):
             with self.phase("testing"):
                 metrics |= self.validate()
+        self.state.note_validation(metrics)
+        metrics |= self.state.saver.take_metrics()
         self.reporter.log_step(step, metrics, phase_tokens(batch, seconds))
-        if self.state.due(trainer.save_freq):
+        if self.state.must_save():
             with self.phase("save_checkpoint"):
                 self.state.save(self.roles, self.reporter.metrics_file)
 
@@ -143,6 +153,7 @@ class PPOTrainer:
         if trainer.val_only or (trainer.val_before_train and self.state.step == 0):
             with self.phase("testing"):
                 metrics = self.validate()
+            self.state.note_validation(metrics)
             self.reporter.log_validation(self.state.step, metrics)
 
     def validate(self) -> Metrics:
@@ -157,9 +168,15 @@ class PPOTrainer:
         return metrics
 
     def close(self) -> RunSummary:
-        """Export the policy where asked for, and close the run with summary and report."""
+        """Complete the last save, export the policy where asked for, and close the run with summary and report."""
+        ended_early = self.state.finish()
         folder = self.config.trainer.hf_export_dir
+        if ended_early:
+            folder = None  # there is no time for it, and the run is not over
+            self.reporter.console.message(ended_early)
         if folder:
             with self.reporter.console.phase("export", announce=True):
                 self.roles.actor.export_hf(folder)
-        return self.reporter.finish(folder)
+        summary = self.reporter.finish(folder)
+        self.state.check_last_save()
+        return summary

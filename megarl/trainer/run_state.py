@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.algorithms import KLController
 from megarl.cluster import wait_all
+from megarl.config.compose import to_yaml
+from megarl.config.saving import CheckpointConfig
 from megarl.config.schema import TrainConfig
 from megarl.data import DataProto, StatefulLoader
+from megarl.errors import CheckpointError, ConfigError
 from megarl.models import read_model_config
+from megarl.trainer.checkpoint_manifest import Score
+from megarl.trainer.checkpoint_retention import BestBy, Retention
+from megarl.trainer.checkpoint_saver import CheckpointSaver
 from megarl.trainer.checkpoint_store import CheckpointStore
 from megarl.trainer.roles import Roles
+from megarl.trainer.stopping import Stop
 from megarl.trainer.trainer_state import TrainerState, model_fingerprint
+
+CONFIG_FILE = "config.yaml"
+VALIDATION_PREFIXES = ("val-core/", "val-aux/")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,19 +48,53 @@ def fingerprints(config: TrainConfig) -> dict[str, Any]:
     return prints
 
 
+def role_contents(config: TrainConfig) -> dict[str, CheckpointConfig]:
+    """By learning role, what its checkpoints hold and what is restored of them."""
+    contents = {"actor": config.actor_rollout_ref.actor.checkpoint}
+    if config.uses_critic:
+        contents["critic"] = config.critic.checkpoint
+    return contents
+
+
+def inexact_checkpoints(config: TrainConfig) -> list[str]:
+    """What to tell of roles whose checkpoints will lack something that an exact continuation needs."""
+    if config.trainer.save_freq < 1:
+        return []
+    return [
+        f"checkpoints of the {role} hold {', '.join(saved.save_contents)}: a run that continues from one "
+        + (f"starts its {' and '.join(saved.lacking)} anew" if "model" in saved.save_contents else "is impossible")
+        for role, saved in role_contents(config).items()
+        if saved.lacking
+    ]
+
+
+def checkpoint_store(config: TrainConfig) -> CheckpointStore:
+    """The checkpoints of the run."""
+    trainer = config.trainer
+    limits = {"actor": trainer.max_actor_ckpt_to_keep}
+    if config.uses_critic:
+        limits["critic"] = trainer.max_critic_ckpt_to_keep
+    best = None if trainer.best_metric is None else BestBy(trainer.best_metric, trainer.best_mode)
+    return CheckpointStore(str(trainer.default_local_dir), Retention(limits, best))
+
+
 def find_resume(config: TrainConfig) -> Resume | None:
     """The checkpoint that the configuration asks to continue from, verified; None to start anew.
 
     Raises:
-        CheckpointError: it is missing, corrupt, or of another model.
+        CheckpointError: it is missing, corrupt, of another model, or lacks what is to be restored.
     """
-    trainer = config.trainer
-    store = CheckpointStore(str(trainer.default_local_dir), trainer.max_ckpt_to_keep)
-    path = store.resolve(trainer.resume_mode, trainer.resume_from_path)
+    trainer, contents = config.trainer, role_contents(config)
+    path = checkpoint_store(config).resolve(trainer.resume_mode, trainer.resume_from_path, contents)
     if path is None:
         return None
     state = TrainerState.read(path)
     state.check_model(fingerprints(config))
+    for role, checkpoint in contents.items():
+        key = "critic" if role == "critic" else "actor_rollout_ref.actor"
+        state.check_contents(role, checkpoint.load_contents, f"{key}.checkpoint.load_contents")
+    if differing := state.differing_versions():
+        logger.warning("%s was written by other software: %s", path, "; ".join(differing))
     return Resume(path, state)
 
 
@@ -59,9 +107,12 @@ class RunState:
         kl_controller: of the KL in the reward, None where there is none.
         total_steps: training steps of the whole run.
         resume: checkpoint to continue from.
+        stop: says when to end before the last step.
+        tell: shows the user a line.
 
     Attributes:
         step: the step under way, or the last finished one; counted from 1.
+        saver: of the checkpoints.
     """
 
     def __init__(
@@ -71,31 +122,42 @@ class RunState:
         kl_controller: KLController | None,
         total_steps: int,
         resume: Resume | None,
+        stop: Stop | None = None,
+        tell: Callable[[str], None] = logger.warning,
     ) -> None:
         self.config = config
         self.loader = loader
         self.kl_controller = kl_controller
         self.total_steps = total_steps
         self.resume = resume
+        self.stop = stop or Stop()
         self.step = 0
-        self.store = CheckpointStore(str(config.trainer.default_local_dir), config.trainer.max_ckpt_to_keep)
+        self.saver = CheckpointSaver(checkpoint_store(config), role_contents(config), tell)
+        self._best_by = self.saver.store.retention.best
+        self._score: Score | None = None
 
     @property
     def is_last_step(self) -> bool:
         """Whether no step follows."""
         return self.step >= self.total_steps
 
+    @property
+    def ends(self) -> bool:
+        """Whether no step follows in this run."""
+        return self.is_last_step or self.stop.reason is not None
+
     def due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and after the last, is due now; -1 = never."""
         return every > 0 and (self.is_last_step or self.step % every == 0)
 
     def remaining_prompts(self) -> Iterator[DataProto]:
-        """Batches of prompts until the last step, epoch after epoch; ``step`` counts along."""
-        while not self.is_last_step:
+        """Batches of prompts until the last step or a reason to end earlier; ``step`` counts along, over all epochs."""
+        self.stop.begin()
+        while not self.ends:
             for prompts in self.loader:
                 self.step += 1
                 yield prompts
-                if self.is_last_step:
+                if self.ends:
                     return
 
     def restore(self, roles: Roles) -> None:
@@ -106,21 +168,91 @@ class RunState:
         if self.resume is None:
             return
         path, state = self.resume.path, self.resume.state
-        wait_all([group.submit("load_checkpoint", str(path / group.role)) for group in roles.learners()])
+        contents = role_contents(self.config)
+        wait_all(
+            [
+                group.submit("load_checkpoint", str(path / group.role), contents[group.role].load_contents)
+                for group in roles.learners()
+            ]
+        )
         if self.kl_controller is not None and state.kl_controller:  # none where the KL is new in this run
             self.kl_controller.load_state_dict(state.kl_controller)
         self.step = state.step
+        self.saver.newest = path
+
+    def note_validation(self, metrics: Mapping[str, float]) -> None:
+        """Takes what validation said of the weights of this step, where there was one.
+
+        Raises:
+            ConfigError: ``trainer.best_metric`` is not among the metrics of a validation.
+        """
+        names = [name for name in metrics if name.startswith(VALIDATION_PREFIXES)]
+        self._score = None
+        if self._best_by is None or not names:
+            return
+        if self._best_by.metric not in metrics:
+            raise ConfigError(
+                f"trainer.best_metric={self._best_by.metric!r} is not a validation metric of this run; those are: "
+                f"{', '.join(sorted(names))}"
+            )
+        self._score = Score(self._best_by.metric, float(metrics[self._best_by.metric]))
+
+    def must_save(self) -> bool:
+        """Whether to save after this step: it is due, the best so far, or the last before the run has to end."""
+        reason = self.stop.step_done(self.saver.slowest_s)
+        return self.due(self.config.trainer.save_freq) or reason is not None or self._is_best()
+
+    def _is_best(self) -> bool:
+        if self._best_by is None or self._score is None:
+            return False
+        on_disk = self.saver.store.best()
+        known = [score.value for score in (self.saver.score_under_way, on_disk and on_disk.score) if score]
+        return all(self._best_by.is_better(self._score.value, value) for value in known)
 
     def save(self, roles: Roles, metrics_file: Path | None = None) -> None:
-        """Save everything that :meth:`restore` needs, and the metrics so far; whole or not at all."""
-        with self.store.saving(self.step) as folder:
-            wait_all([group.submit("save_checkpoint", str(folder / group.role)) for group in roles.learners()])
+        """Begin to save everything that :meth:`restore` needs, and the metrics so far; whole or not at all."""
+        if self._score is not None and math.isnan(self._score.value):
+            self._score = None
+
+        def write_own(folder: Path) -> None:
             TrainerState(
                 step=self.step,
                 epoch=self.loader.epoch,
                 kl_controller=self.kl_controller.state_dict() if self.kl_controller else {},
                 dataloader=self.loader.state_dict(),
                 model=fingerprints(self.config),
+                contents={role: saved.save_contents for role, saved in role_contents(self.config).items()},
             ).write(folder)
+            (folder / CONFIG_FILE).write_text(to_yaml(self.config))
             if metrics_file is not None and metrics_file.exists():
                 shutil.copyfile(metrics_file, folder / metrics_file.name)
+
+        self.saver.begin(self.step, list(roles.learners()), write_own, self._score)
+
+    def finish(self) -> str | None:
+        """Completes the save under way; what to tell of a run that ends early, None where it does not."""
+        self.saver.wait()
+        if self.stop.reason is None or self.is_last_step:
+            return None
+        place = self.saver.newest
+        if self.saver.failure is not None:
+            return f"Ended after step {self.step} of {self.total_steps} ({self.stop.reason}), not saved."
+        if place is None:
+            return f"Ended before the first step ({self.stop.reason}); nothing is lost. To begin, run the same command."
+        return (
+            f"Ended after step {self.step} of {self.total_steps} ({self.stop.reason}), saved in {place}. To go on, "
+            "run the same command with trainer.resume_mode=auto, or from elsewhere with "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={place}"
+        )
+
+    def check_last_save(self) -> None:
+        """Ends a run as failed whose end is in no checkpoint, though it was to be.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        if self.saver.failure is not None:
+            raise CheckpointError(
+                f"the last save of the run, after step {self.step}, failed: {self.saver.failure}; "
+                f"kept: {self.saver.newest or 'no checkpoint'}"
+            )

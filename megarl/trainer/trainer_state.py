@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import megarl
 from megarl.errors import CheckpointError
 from megarl.models.hf_config import ModelConfig
+from megarl.provenance import installed_versions
 
 STATE_FILE = "trainer_state.json"
 FORMAT = 1
@@ -40,8 +41,12 @@ class TrainerState:
     """``state_dict`` of the stateful loader."""
     model: dict[str, Any]
     """By role, the :func:`model_fingerprint` of what it trains."""
+    contents: dict[str, Any] = field(default_factory=dict)
+    """By role, what of it was saved: some of model, optimizer, extra, hf_model; empty where it was not noted."""
     megarl_version: str = field(default=megarl.__version__)
     """Version that wrote the state; for the reader's information."""
+    versions: dict[str, Any] = field(default_factory=installed_versions)
+    """Versions of the software that the driver ran with; for the reader's information."""
 
     def write(self, folder: Path) -> None:
         """Writes ``trainer_state.json`` into a checkpoint folder.
@@ -71,6 +76,8 @@ class TrainerState:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else document
             raise CheckpointError(f"{path}: format={found!r}, this megarl reads {FORMAT}")
+        for name in _LATER_FIELDS:
+            document.setdefault(name, {})
         return cls(**{name: _field(path, document, name, kind) for name, kind in _FIELDS.items()})
 
     def check_model(self, current: Mapping[str, Any]) -> None:
@@ -91,6 +98,41 @@ class TrainerState:
         if differing:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(differing)}")
 
+    def check_contents(self, role: str, wanted: Collection[str], key: str) -> None:
+        """Refuses to continue from a checkpoint that lacks some of what is to be restored.
+
+        Args:
+            role: whose state.
+            wanted: what is to be restored of it.
+            key: configuration key that says so.
+
+        Raises:
+            CheckpointError: names what is missing, and what to set instead.
+        """
+        saved = self.contents.get(role)
+        missing = [] if saved is None else [name for name in wanted if name not in saved]
+        if not missing or saved is None:
+            return
+        rest = [name for name in wanted if name in saved]
+        advice = (
+            f"set {key}=[{','.join(rest)}] to go on without"
+            if "model" in rest
+            else "its weights were not saved in megarl's own format, and nothing can go on from it"
+        )
+        raise CheckpointError(
+            f"the checkpoint has no {' and no '.join(missing)} of the {role}, saved with save_contents="
+            f"[{','.join(saved)}]: {advice}"
+        )
+
+    def differing_versions(self) -> list[str]:
+        """Software whose version is another one now, with both versions; then a resumed run may not be exact."""
+        now = installed_versions()
+        return [
+            f"{name} {saved} then, {now.get(name, 'absent')} now"
+            for name, saved in self.versions.items()
+            if now.get(name) != saved
+        ]
+
 
 _FIELDS: dict[str, type] = {
     "step": int,
@@ -98,8 +140,12 @@ _FIELDS: dict[str, type] = {
     "kl_controller": dict,
     "dataloader": dict,
     "model": dict,
+    "contents": dict,
     "megarl_version": str,
+    "versions": dict,
 }
+_LATER_FIELDS = ("contents", "versions")
+"""Those that the first checkpoints lack."""
 
 
 def model_fingerprint(config: ModelConfig) -> dict[str, Any]:

@@ -28,12 +28,12 @@ from megarl.megatron import (
     RecomputeOptions,
     init_runtime,
 )
-from megarl.megatron.checkpoint import load_sharded, save_sharded
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM
 from megarl.models import read_model_config
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, verb
 from megarl.workers.place import WorkerPlace
 from megarl.workers.rows import PackedRows
+from megarl.workers.saving import SavingWorker
 from megarl.workers.schedule import schedule_of
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
@@ -90,7 +90,7 @@ class SkippedStepsError(MegarlError):
     """Too many optimizer steps in a row had a non-finite gradient."""
 
 
-class MegatronWorker:
+class MegatronWorker(SavingWorker):
     """One rank of a role: a plain class, usable under Ray, torchrun and pytest alike.
 
     Args:
@@ -128,22 +128,6 @@ class MegatronWorker:
     def describe(self) -> str:
         """One line: the layout, the number format, and whose kernels compute."""
         return self.engine.describe()
-
-    @verb(Dispatch.ALL)
-    @ends_phase
-    def save_checkpoint(self, path: str) -> None:
-        """Write weights, optimizer, schedule and random state into a folder that all ranks share."""
-        save_sharded(self.engine, Path(path))
-
-    @verb(Dispatch.ALL)
-    @ends_phase
-    def load_checkpoint(self, path: str) -> None:
-        """Read what :meth:`save_checkpoint` wrote, also in another layout.
-
-        Raises:
-            CheckpointError: something is missing, corrupt, or of another model.
-        """
-        load_sharded(self.engine, Path(path))
 
     @verb(Dispatch.ALL)
     @ends_phase

@@ -83,7 +83,7 @@ def test_two_builds_share_nothing() -> None:
         ("trainer.ppo_mini_batch_size",
          "critic.ppo_mini_batch_size or actor_rollout_ref.actor.ppo_mini_batch_size"),
         ("critc", "critic"),
-        ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
+        ("trainer.max_actor_ckpt", "trainer.max_actor_ckpt_to_keep"),
         ("actor_rollout_ref.ref.megatron.dtyp", "actor_rollout_ref.ref.megatron.dtype"),
     ],
 )  # fmt: skip

@@ -277,10 +277,15 @@ def test_reward_that_cannot_be_imported(
 
 @pytest.fixture(scope="module")
 def checkpoint(small: list[str], start: Callable[..., CliRun]) -> Path:
-    """The folder of a real checkpoint of one step, made with one device and no critic."""
-    run = start(*GRPO_ALONE, *small, "trainer.total_training_steps=1", "trainer.save_freq=1")
+    """The folder of a real checkpoint of one step, made with one device and no critic, by a run short of time."""
+    run = start(*GRPO_ALONE, *small, "trainer.max_wall_seconds=1", "trainer.hf_export_dir=too_late")
     assert run.wait() == 0, run.output
-    return run.folder / "outputs" / "quickstart" / "checkpoints" / "global_step_1"
+    folder = run.folder / "outputs" / "quickstart" / "checkpoints" / "global_step_1"
+    line = " ".join(run.output.split())  # the terminal wraps
+    assert_says(line, "Ended after step 1 of 5 (trainer.max_wall_seconds=1: 0 s left")
+    assert_says(line.replace(" ", ""), f"savedin{folder}.Togoon,runthesamecommandwithtrainer.resume_mode=auto")
+    assert not (run.folder / "too_late").exists()
+    return folder
 
 
 GRPO_ALONE = [
@@ -332,6 +337,21 @@ def test_checkpoint_with_a_flipped_bit(refuse: Refuse, checkpoint: Path, tmp_pat
 def test_checkpoint_that_is_not_there(refuse: Refuse) -> None:
     message = refuse(*resume_from(Path("nowhere/global_step_3")), code=1)
     assert_says(message, "nowhere/global_step_3", "does not exist")
+
+
+def test_checkpoint_that_must_be_there(refuse: Refuse) -> None:
+    message = refuse("trainer.resume_mode=must", code=1)
+    assert_says(message, "trainer.resume_mode=must, but there is no checkpoint in", "trainer.default_local_dir")
+
+
+def test_checkpoint_without_a_critic(refuse: Refuse, checkpoint: Path) -> None:
+    message = refuse(*resume_from(checkpoint), code=1)
+    assert_says(message, str(checkpoint), "holds no critic")
+
+
+def test_time_limit_that_is_no_time(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
+    assert_says(refuse(code=1), "SLURM_JOB_END_TIME='tomorrow' is not a UNIX time")
 
 
 def test_checkpoint_of_other_data(refuse: Refuse, checkpoint: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:

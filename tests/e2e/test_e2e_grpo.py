@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import REWARDS, CliRun, RunFiles, assert_finite, read_jsonl
+from cli_runs import REWARDS, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from reward_functions import PAUSE_AT, PAUSED
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 STEPS, SAMPLES = 3, 48
+ENDED_IN_STEP = 2
 
 
 @pytest.fixture(scope="module")
-def grpo(small: list[str], start: Callable[..., CliRun]) -> RunFiles:
+def arguments(small: list[str]) -> list[str]:
     """Actor at PP=2, reference at TP=2; answers to problems with an even sum cannot be scored."""
-    run = start(
+    return [
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=grpo"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.rollout_data_dir=rollouts"),
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
@@ -24,9 +31,14 @@ def grpo(small: list[str], start: Callable[..., CliRun]) -> RunFiles:
         "actor_rollout_ref.ref.megatron.dtype=float32",
         *("actor_rollout_ref.actor.kl_loss_coef=0.01", "sync.verify_freq=1", "sync.transport=inline"),
         *(f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=one_or_failure"),
-        *("reward_model.on_error=mask", "trainer.logger=[console,jsonl,tensorboard,wandb]"),
-        env={"WANDB_MODE": "offline"},
-    )
+        "reward_model.on_error=mask",
+    ]
+
+
+@pytest.fixture(scope="module")
+def grpo(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
+    """A run that nothing interrupts and that saves nothing."""
+    run = start(*arguments, "trainer.logger=[console,jsonl,tensorboard,wandb]", env={"WANDB_MODE": "offline"})
     assert run.wait() == 0, run.output
     assert run.remaining() == []
     return RunFiles(run.folder, "grpo")
@@ -81,3 +93,62 @@ def test_wandb_wrote_its_run_without_a_network(grpo: RunFiles) -> None:
     (file,) = grpo.newest.glob("wandb/offline-run-*/run-*.wandb")
     content = file.read_bytes()
     assert b"critic/score/mean" in content and b"actor/kl_loss" in content
+
+
+@pytest.fixture(scope="module")
+def ended(arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory) -> CliRun:
+    """The same run, which saves in the background, asked by a SIGTERM in the middle of its second step to end."""
+    folder = tmp_path_factory.mktemp("ended")
+    paused = folder / "paused"
+    pause_at = (ENDED_IN_STEP - 1) * SAMPLES + SAMPLES // 2
+    run = start(*arguments, *SAVING, folder=folder, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)})
+    run.wait_until(paused.exists)
+    os.kill(run.process.pid, signal.SIGTERM)
+    paused.unlink()
+    assert run.wait() == 0, run.output
+    assert run.remaining() == []
+    return run
+
+
+SAVING = [
+    *("trainer.save_freq=100", "trainer.resume_mode=auto", "actor_rollout_ref.actor.checkpoint.async_save=true"),
+    "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+]
+
+
+def test_sigterm_leaves_a_checkpoint_and_says_how_to_go_on(ended: CliRun) -> None:
+    files = RunFiles(ended.folder, "grpo")
+    folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
+    said = "".join(ended.output.split())  # the terminal wraps
+    assert f"Endedafterstep{ENDED_IN_STEP}of{STEPS}(SIGTERM),savedin{folder}.Togoon,runthesamecommandwith" in said
+    assert list(files.steps) == [1, ENDED_IN_STEP] and files.summary["steps"] == ENDED_IN_STEP
+    assert [path.name for path in folder.parent.glob("*global_step*")] == [folder.name]
+
+
+def test_a_checkpoint_tells_what_wrote_it_and_holds_an_export(ended: CliRun) -> None:
+    files = RunFiles(ended.folder, "grpo")
+    folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
+    assert (folder / "config.yaml").read_text() == (files.newest / "config.yaml").read_text()
+    versions = [
+        json.loads((folder / name).read_text())["versions"] for name in ("trainer_state.json", "actor/state.json")
+    ]
+    assert all({"megarl", "python", "torch", "megatron-core"} <= found.keys() for found in versions)
+    assert "lm_head.weight" in load_file(folder / "actor" / "huggingface" / "model.safetensors")
+    assert (folder / "actor" / "huggingface" / "tokenizer_config.json").is_file()
+    listed = json.loads((folder / "manifest.json").read_text())["files"]
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert listed.keys() == present - {"manifest.json"}
+
+
+def test_the_run_that_ended_early_continues_to_the_last_digit(
+    arguments: list[str], ended: CliRun, grpo: RunFiles, start: Callable[..., CliRun]
+) -> None:
+    run = start(*arguments, *SAVING, folder=ended.folder)
+    assert run.wait() == 0, run.output
+    again = RunFiles(ended.folder, "grpo")
+    assert again.summary["steps"] == STEPS - ENDED_IN_STEP
+    assert list(again.steps) == list(grpo.steps)
+    for step, row in again.steps.items():
+        assert reproducible(row) == reproducible(grpo.steps[step])
+        dumps = [files.folder / "rollouts" / f"{step}.jsonl" for files in (again, grpo)]
+        assert Path(dumps[0]).read_text() == Path(dumps[1]).read_text()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS, PROMPTS, SAMPLES = 5, 24, 48
 TARGET_KL, HORIZON = 0.1, 1000
+IN_BACKGROUND = ["actor_rollout_ref.actor.checkpoint.async_save=true", "critic.checkpoint.async_save=true"]
 KILLED_IN_STEP = 3  # the checkpoint before is in the middle of an epoch; the next epoch begins with step 4
 
 METRICS = [
@@ -64,7 +65,8 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
         "trainer.experiment_name=ppo",
         "actor_rollout_ref.actor.megatron.sequence_parallel=true",
         f"trainer.total_training_steps={STEPS}",
-        *("trainer.test_freq=2", "trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.max_ckpt_to_keep=2"),
+        *("trainer.test_freq=2", "trainer.save_freq=1", "trainer.resume_mode=auto"),
+        *("trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=1"),
         *("algorithm.kl_ctrl.type=adaptive", f"algorithm.kl_ctrl.horizon={HORIZON}"),
         f"algorithm.kl_ctrl.target_kl={TARGET_KL}",
         *("trainer.validation_data_dir=validation", "trainer.rollout_data_dir=rollouts", "trainer.hf_export_dir=hf"),
@@ -156,6 +158,7 @@ def test_report_needs_nothing_but_itself(whole: RunFiles) -> None:
 def test_checkpoints_beyond_the_newest_are_removed(whole: RunFiles) -> None:
     root = whole.root / "checkpoints"
     assert sorted(path.name for path in root.glob("global_step_*")) == ["global_step_4", "global_step_5"]
+    assert [(root / f"global_step_{step}" / "critic").is_dir() for step in (4, 5)] == [False, True]
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "5\n"
 
 
@@ -179,6 +182,7 @@ def test_killed_run_continues_to_the_last_digit(
 ) -> None:
     paused = tmp_path / "paused"
     pause_at = (KILLED_IN_STEP - 1) * SAMPLES + SAMPLES // 2  # half of the step's answers are scored
+    arguments = [*arguments, *IN_BACKGROUND]  # the run that is not interrupted waits for each save
     killed = start(*arguments, folder=tmp_path, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)})
     killed.wait_until(paused.exists)
     killed.signal_group(signal.SIGKILL)
@@ -190,6 +194,9 @@ def test_killed_run_continues_to_the_last_digit(
     assert resumed.wait() == 0, resumed.output
     again = RunFiles(tmp_path, "ppo")
     assert again.summary["steps"] == STEPS - KILLED_IN_STEP + 1
+    for row in list(again.steps.values())[KILLED_IN_STEP:]:
+        assert row["checkpoint/failed_saves"] == 0
+        assert row["checkpoint/gb"] > 0 and row["checkpoint/write_s"] > 0 and row["checkpoint/blocked_s"] > 0
     assert_equal_runs(again, whole)
 
 

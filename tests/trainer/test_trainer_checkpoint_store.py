@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import CheckpointError, ConfigError
+from megarl.files import FileEntry
 from megarl.trainer import checkpoint_store
-from megarl.trainer.checkpoint_manifest import MANIFEST
-from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
+from megarl.trainer.checkpoint_manifest import MANIFEST, Score
+from megarl.trainer.checkpoint_retention import BestBy, Retention
+from megarl.trainer.checkpoint_store import BEST_POINTER, POINTER, CheckpointStore
 
 
 def fill(folder: Path, step: int) -> None:
@@ -81,7 +83,7 @@ def test_resume_modes(tmp_path: Path) -> None:
         store.resolve("resume_path", tmp_path)
     with pytest.raises(ConfigError, match="resume_from_path must be set"):
         store.resolve("resume_path")
-    with pytest.raises(ConfigError, match="'sometimes', expected one of: auto, disable, resume_path"):
+    with pytest.raises(ConfigError, match="'sometimes', expected one of: auto, must, disable, resume_path"):
         store.resolve("sometimes")
 
 
@@ -200,7 +202,7 @@ def test_a_pointer_set_back_by_hand_is_followed(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
     for step in (1, 2, 3, 4):
         save(store, step)
         assert store.steps() == [s for s in (1, 2, 3, 4) if step - 1 <= s <= step]
@@ -208,7 +210,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def test_retention_neither_counts_nor_removes_a_damaged_one(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
     save(store, 1)
     truncate(save(store, 2))
     save(store, 3)
@@ -218,7 +220,7 @@ def test_retention_neither_counts_nor_removes_a_damaged_one(tmp_path: Path) -> N
 def test_a_new_run_in_an_old_folder_keeps_its_own(tmp_path: Path) -> None:
     """After ``resume_mode=disable`` the steps count from zero again: higher ones of the old run are the older ones."""
     save(CheckpointStore(tmp_path), 10), save(CheckpointStore(tmp_path), 20)
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
     save(store, 1)
     assert store.steps() == [1, 20]
     assert step_of(store.resolve("auto")) == 1
@@ -226,16 +228,61 @@ def test_a_new_run_in_an_old_folder_keeps_its_own(tmp_path: Path) -> None:
     assert step_of(store.resolve("auto")) == 1
 
 
-def test_keep_must_be_positive(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_ckpt_to_keep=0"):
-        CheckpointStore(tmp_path, keep=0)
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_older_checkpoint_loses_one_role_and_stays_whole(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(checkpoint_store, "_exchange", lambda *_: False)
+    store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 1}))
+    first, second = save(store, 1), save(store, 2)
+    assert sorted(path.name for path in first.iterdir()) == ["actor", MANIFEST, "trainer_state.json"]
+    assert (second / "critic").is_dir() and not hidden(tmp_path)
+    store.verify(first, ["actor"])
+    with pytest.raises(CheckpointError, match=r"holds no critic: .*trainer\.max_critic_ckpt_to_keep removed it"):
+        store.resolve("resume_path", first, ["actor", "critic"])
+    truncate(second)
+    with pytest.raises(CheckpointError, match=r"actor/shard_0\.bin has 100 bytes.*global_step_1 holds no critic"):
+        store.resolve("auto", None, ["actor", "critic"])
+
+
+def test_the_best_is_kept_whole_and_pointed_to(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, Retention({"actor": 1, "critic": 1}, BestBy("val/acc")))
+    for step, value in enumerate([0.3, 0.9, 0.5, 0.1], start=1):
+        with store.saving(step, Score("val/acc", value)) as folder:
+            fill(folder, step)
+        assert (tmp_path / BEST_POINTER).read_text() == f"{min(step, 2)}\n"
+    assert store.steps() == [2, 4] and store.best().step == 2
+    store.verify(tmp_path / "global_step_2", ["actor", "critic"])
+    assert step_of(store.resolve("auto")) == 4
+
+
+def test_a_run_that_must_continue_does_not_begin_anew(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match=r"resume_mode=must, but there is no checkpoint in .*default_local_dir"):
+        store.resolve("must")
+    save(store, 1)
+    assert step_of(store.resolve("must")) == 1
+
+
+def test_what_the_writers_tell_of_their_files_is_believed_but_for_size_and_presence(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for number, told in enumerate(
+        [{"actor/shard_0.bin": FileEntry(4999, "")}, {"actor/shard_7.bin": FileEntry(1, "")}]
+    ):
+        fill(store.begin(number), number)
+        with pytest.raises(CheckpointError, match=r"not what was written: actor/shard_[07]\.bin"):
+            store.commit(number, told)
+    assert store.steps() == []
+    fill(store.begin(3), 3)
+    digest = hashlib.blake2b(bytes([3]) * 5000, digest_size=32).hexdigest()
+    store.commit(3, {"actor/shard_0.bin": FileEntry(5000, digest)})
+    store.verify(tmp_path / "global_step_3")
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_saving_a_step_again_replaces_it(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     if not can_exchange:
         monkeypatch.setattr(checkpoint_store, "_exchange", lambda *_: False)
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, Retention({"actor": 1}))
     save(store, 2)
     with store.saving(2) as folder:
         fill(folder, 2)
@@ -361,14 +408,14 @@ def test_killed_at_every_change_to_the_disk(again: bool, tmp_path: Path) -> None
         child = os.fork()
         if child == 0:
             die_after(changes)
-            save(CheckpointStore(root, keep=2), 2 if again else 3)
+            save(CheckpointStore(root, Retention({"actor": 2, "critic": 2})), 2 if again else 3)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         found = CheckpointStore(root).resolve("auto")
         assert found is not None
         seen.add("old" if (found / MANIFEST).read_text() == old else "new")
         assert step_of(found) in ((2,) if again else (2, 3))
-        save(CheckpointStore(root, keep=2), 4)
+        save(CheckpointStore(root, Retention({"actor": 2, "critic": 2})), 4)
         assert not hidden(root)
         assert step_of(CheckpointStore(root).resolve("auto")) == 4
         if os.WIFEXITED(status):

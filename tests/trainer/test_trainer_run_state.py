@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,18 @@ import torch
 from megarl.algorithms import make_kl_controller
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
-from megarl.trainer.run_state import RunState, find_resume, fingerprints
+from megarl.errors import CheckpointError, ConfigError
+from megarl.trainer.checkpoint_manifest import Score
+from megarl.trainer.run_state import (
+    RunState,
+    checkpoint_store,
+    find_resume,
+    fingerprints,
+    inexact_checkpoints,
+    role_contents,
+)
+from megarl.trainer.stopping import Stop
+from megarl.trainer.trainer_state import TrainerState
 
 
 def loader() -> StatefulLoader:
@@ -81,3 +93,119 @@ def test_fingerprints_of_what_learns(train_config: Callable[..., TrainConfig]) -
     assert set(fingerprints(train_config())) == {"actor", "critic"}
     prints = fingerprints(train_config({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}))
     assert set(prints) == {"actor"} and prints["actor"]["hidden_size"] == 32
+
+
+SAVING = {"trainer.save_freq": 5, "trainer.test_freq": 1}
+
+
+def saved(config: TrainConfig, step: int, score: Score | None = None, **changes: Any) -> None:
+    contents = {role: checkpoint.save_contents for role, checkpoint in role_contents(config).items()}
+    with checkpoint_store(config).saving(step, score) as folder:
+        for role in contents:
+            (folder / role).mkdir()
+            (folder / role / "state.json").write_text("{}")
+        values = {"step": step, "epoch": 0, "kl_controller": {}, "dataloader": {}, "model": fingerprints(config)}
+        TrainerState(**{**values, "contents": contents, **changes}).write(folder)
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted", "complaint"),
+    [
+        (["model"], ["model"], None),
+        (["model", "extra"], None, r"no optimizer of the actor, saved with save_contents=\[model,extra\]: "
+         r"set actor_rollout_ref\.actor\.checkpoint\.load_contents=\[model,extra\] to go on without"),
+        (["hf_model"], ["model"], r"no model of the actor.*nothing can go on from it"),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_lacks_is_told_before_anything_starts(
+    train_config: Callable[..., TrainConfig], written: list[str], wanted: list[str] | None, complaint: str | None
+) -> None:
+    key = "actor_rollout_ref.actor.checkpoint"
+    saved(train_config({f"{key}.save_contents": written}), 3)
+    config = train_config({} if wanted is None else {f"{key}.load_contents": wanted})
+    if complaint is None:
+        assert find_resume(config).state.step == 3
+    else:
+        with pytest.raises(CheckpointError, match=complaint):
+            find_resume(config)
+
+
+def test_a_checkpoint_without_critic_is_refused_by_ppo(train_config: Callable[..., TrainConfig]) -> None:
+    saved(train_config({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}), 3)
+    with pytest.raises(CheckpointError, match="holds no critic"):
+        find_resume(train_config())
+
+
+def test_other_software_is_told(train_config: Callable[..., TrainConfig], caplog: pytest.LogCaptureFixture) -> None:
+    saved(train_config(), 3, versions={"torch": "1.0"})
+    assert find_resume(train_config()) is not None
+    assert "was written by other software: torch 1.0 then" in caplog.text
+
+
+def test_inexact_checkpoints_are_announced(train_config: Callable[..., TrainConfig]) -> None:
+    changes = {
+        "critic.checkpoint.save_contents": ["model"],
+        "actor_rollout_ref.actor.checkpoint.save_contents": ["hf_model"],
+    }
+    actor, critic = inexact_checkpoints(train_config({**SAVING, **changes}))
+    assert "of the actor hold hf_model" in actor and "impossible" in actor
+    assert "of the critic hold model" in critic and "optimizer and extra anew" in critic
+    assert inexact_checkpoints(train_config(changes)) == [] == inexact_checkpoints(train_config(SAVING))
+
+
+@pytest.mark.parametrize(("mode", "bests"), [("max", [1, 3]), ("min", [1, 2, 4])])
+def test_the_best_so_far_is_saved_between_the_due_ones(
+    train_config: Callable[..., TrainConfig], mode: str, bests: list[int]
+) -> None:
+    metric = "val-core/x/reward/mean@1"
+    config = train_config({**SAVING, "trainer.best_metric": metric, "trainer.best_mode": mode})
+    state = RunState(config, loader(), None, 9, None)
+    found = []
+    for state.step, value in enumerate([0.5, 0.4, 0.6, 0.1], start=1):
+        state.note_validation({metric: value, "actor/lr": 1.0})
+        if state.must_save():
+            found.append(state.step)
+            saved(config, state.step, Score(metric, value))
+    assert found == bests
+    assert state.saver.store.best().step == (3 if mode == "max" else 4)
+    state.step = 8
+    state.note_validation({"actor/lr": 1.0})  # no validation
+    assert not state.must_save()
+    state.step = 9
+    assert state.must_save()
+
+
+def test_an_unknown_best_metric_is_told_with_those_that_there_are(train_config: Callable[..., TrainConfig]) -> None:
+    state = RunState(train_config({**SAVING, "trainer.best_metric": "val-core/y"}), loader(), None, 9, None)
+    with pytest.raises(ConfigError, match=r"trainer.best_metric='val-core/y' is not .*those are: val-core/x"):
+        state.note_validation({"val-core/x": 1.0})
+
+
+def test_a_run_asked_to_end_does_so_after_the_step_and_saves(train_config: Callable[..., TrainConfig]) -> None:
+    stop = Stop()
+    state = RunState(train_config({"trainer.save_freq": 100}), loader(), None, 8, None, stop)
+    steps = []
+    for _ in state.remaining_prompts():
+        steps.append(state.step)
+        if state.step == 2:
+            stop.request("SIGTERM")
+        assert state.must_save() == (state.step == 2)
+    assert steps == [1, 2] and state.ends
+    saved(state.config, 2)
+    state.saver.newest = state.saver.store.resolve("auto")
+    told = state.finish()
+    assert told.startswith(f"Ended after step 2 of 8 (SIGTERM), saved in {state.saver.newest}.")
+    assert f"trainer.resume_from_path={state.saver.newest}" in told and "\n" not in told
+    state.check_last_save()
+    state.saver.failure = "No space left on device"
+    assert "not saved" in state.finish()
+    with pytest.raises(CheckpointError, match="last save of the run, after step 2, failed: No space"):
+        state.check_last_save()
+
+
+def test_a_run_asked_to_end_before_its_first_step(train_config: Callable[..., TrainConfig]) -> None:
+    stop = Stop()
+    stop.request("SIGTERM")
+    state = RunState(train_config(), loader(), None, 8, None, stop)
+    assert list(state.remaining_prompts()) == []
+    assert "before the first step (SIGTERM)" in state.finish()

@@ -1,4 +1,4 @@
-"""What a worker saves continues exactly in a new worker."""
+"""What a worker saves continues exactly in a new worker, whether it was written at once or while it trained on."""
 
 from __future__ import annotations
 
@@ -7,21 +7,39 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import ProcessPool
-from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings, update_plan
+from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, resting, role_settings, update_plan
 from tiny_policies import LR, Models
 
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 
+ALL = ("model", "optimizer", "extra")
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_actor_continues_to_the_last_bit(role_pool: ProcessPool, models: Models, tmp_path: Path, layout: str) -> None:
-    arguments = actor_arguments(models.policy_path, LAYOUTS[layout], reference=True)
+
+def save(role: Role, path: Path, in_background: bool = False, contents: tuple[str, ...] = ALL) -> None:
+    role.call("save_checkpoint", str(path), contents, in_background)
+
+
+def finish(role: Role, path: Path) -> None:
+    parts = role.call("finish_checkpoint")
+    assert [part.failure for part in parts] == [""] * len(parts)
+    told = {name: entry.size for part in parts for name, entry in part.entries.items()}
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert told == {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
+
+
+@pytest.mark.parametrize(("layout", "in_background"), [("tp2", False), ("pp2", True), ("dp2", True)])
+def test_actor_continues_to_the_last_bit(
+    role_pool: ProcessPool, models: Models, tmp_path: Path, layout: str, in_background: bool
+) -> None:
+    arguments = resting(actor_arguments(models.policy_path, LAYOUTS[layout], reference=True))
     with Role(role_pool, ActorWorker, LAYOUTS[layout], arguments) as actor:
         reference = actor.map("compute_ref_log_prob", models.batch).tensors["ref_log_prob"]
         actor.update("update_actor", models.batch)
-        actor.call("save_checkpoint", str(tmp_path / "actor"))
+        save(actor, tmp_path / "actor", in_background)
         metrics, weights = actor.update("update_actor", models.batch), actor.local_weights()
+        finish(actor, tmp_path / "actor")
+        assert actor.call("checkpoint_written") == [True, True]
     with Role(role_pool, ActorWorker, LAYOUTS[layout], arguments) as resumed:
         resumed.call("load_checkpoint", str(tmp_path / "actor"))
         assert resumed.next_lr() == pytest.approx(LR)
@@ -29,6 +47,24 @@ def test_actor_continues_to_the_last_bit(role_pool: ProcessPool, models: Models,
         assert resumed.update("update_actor", models.batch) == metrics
         for rank, own in enumerate(resumed.local_weights()):
             assert all(torch.equal(own[name], weights[rank][name]) for name in own)
+
+
+def test_actor_continues_in_another_layout_with_the_same_metrics(
+    role_pool: ProcessPool, models: Models, tmp_path: Path
+) -> None:
+    def actor(layout: str) -> Role:
+        return Role(role_pool, ActorWorker, LAYOUTS[layout], actor_arguments(models.policy_path, LAYOUTS[layout]))
+
+    without_reference = models.batch
+    with actor("dp2") as worker:
+        worker.update("update_actor", without_reference)
+        save(worker, tmp_path / "actor", in_background=True, contents=(*ALL, "hf_model"))
+        finish(worker, tmp_path / "actor")
+        assert (tmp_path / "actor" / "huggingface" / "config.json").is_file()
+        metrics = worker.update("update_actor", without_reference)
+    with actor("tp2") as worker:
+        worker.call("load_checkpoint", str(tmp_path / "actor"))
+        assert worker.update("update_actor", without_reference) == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
 def test_critic_continues_in_another_layout(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
@@ -42,7 +78,8 @@ def test_critic_continues_in_another_layout(role_pool: ProcessPool, models: Mode
 
     with critic("tp2") as worker:
         worker.update("update_critic", models.batch)
-        worker.call("save_checkpoint", str(tmp_path / "critic"))
+        save(worker, tmp_path / "critic")
+        finish(worker, tmp_path / "critic")
         metrics = worker.update("update_critic", models.batch)
         values = worker.map("compute_values", models.batch).tensors["values"]
     with critic("pp2") as worker:
@@ -50,3 +87,17 @@ def test_critic_continues_in_another_layout(role_pool: ProcessPool, models: Mode
         assert worker.update("update_critic", models.batch) == pytest.approx(metrics, rel=1e-5, abs=1e-6)
         continued = worker.map("compute_values", models.batch).tensors["values"]
     assert (continued - values).abs().max() < 1e-5
+
+
+def test_a_save_that_fails_is_an_answer_and_the_worker_trains_on(
+    role_pool: ProcessPool, models: Models, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with Role(role_pool, ActorWorker, LAYOUTS["tp2"], actor_arguments(models.policy_path, LAYOUTS["tp2"])) as actor:
+        save(actor, tmp_path / "taken")
+        for part in actor.call("finish_checkpoint"):
+            assert "is not empty" in part.failure and part.entries == {}
+        actor.update("update_actor", models.batch)
+        save(actor, tmp_path / "free")
+        finish(actor, tmp_path / "free")

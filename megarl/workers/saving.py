@@ -1,0 +1,84 @@
+"""The verbs by which a role that learns is saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.errors import CheckpointError
+from megarl.megatron import MegatronEngine
+from megarl.megatron.checkpoint import begin_save, load_sharded
+from megarl.megatron.checkpoint_save import PendingSave
+from megarl.megatron.checkpoint_snapshot import HostSnapshot
+from megarl.megatron.checkpoint_state import RESUMABLE
+from megarl.workers.dispatch import Dispatch, verb
+from megarl.workers.saved_part import SavedPart
+from megarl.workers.settings import RoleSettings
+
+
+class SavingWorker:
+    """A worker with an engine that can be saved, at once or while it trains on.
+
+    A save that fails is an answer, not an error: the role is as good as before, and the driver decides.
+    """
+
+    settings: RoleSettings
+    engine: MegatronEngine
+    _pending: PendingSave | None = None
+    _begin_failure: str = ""
+    _snapshot: HostSnapshot | None = None
+
+    @verb(Dispatch.ALL)
+    def save_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE, in_background: bool = False) -> None:
+        """Begin to write into a folder that all ranks share; :meth:`finish_checkpoint` ends it and tells how it went.
+
+        Args:
+            path: the folder.
+            contents: what to save: ``model``, ``optimizer``, ``extra``, ``hf_model``.
+            in_background: copy the state to host memory and return; otherwise return when it is written.
+        """
+        if in_background and self._snapshot is None:
+            self._snapshot = HostSnapshot(self.engine.runtime.device)
+        self._begin_failure, self._pending = "", None
+        try:
+            self._pending = begin_save(
+                self.engine,
+                Path(path),
+                contents,
+                snapshot=self._snapshot if in_background else None,
+                copy_from=self.settings.model_path,
+            )
+        except CheckpointError as error:
+            self._begin_failure = str(error)
+        self.engine.residence.rest()
+
+    @verb(Dispatch.ALL)
+    def checkpoint_written(self) -> bool:
+        """Whether this rank has written its part, well or not."""
+        return self._pending is None or self._pending.is_written
+
+    @verb(Dispatch.ALL)
+    def finish_checkpoint(self) -> SavedPart:
+        """Wait for the writing, and make the checkpoint complete."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return SavedPart(failure=self._begin_failure or "no save was begun")
+        try:
+            written = pending.finish()
+        except CheckpointError as error:
+            return SavedPart(failure=str(error))
+        return SavedPart(written.entries, written.seconds)
+
+    @verb(Dispatch.ALL)
+    def load_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE) -> None:
+        """Read what was saved, also in another layout.
+
+        Args:
+            path: the role's folder.
+            contents: what to restore, of what was saved.
+
+        Raises:
+            CheckpointError: something is missing, corrupt, or of another model.
+        """
+        load_sharded(self.engine, Path(path), contents)
+        self.engine.residence.rest()

@@ -1,0 +1,213 @@
+"""Saves that are written while the model trains on, parts of a state, and exports beside it."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import Place, ProcessPool
+from safetensors.torch import load_file
+from test_megatron_checkpoint import (
+    TP2PP2,
+    assembled,
+    assert_same_bits,
+    build,
+    facts,
+    fill,
+    load_and_train,
+    step,
+)
+
+from megarl.errors import CheckpointError
+from megarl.files import read_entry
+from megarl.megatron import MegatronEngine, shutdown_runtime
+from megarl.megatron.checkpoint import begin_save, load_sharded, save_sharded
+from megarl.megatron.checkpoint_blocks import Block
+from megarl.megatron.checkpoint_format import Item, ItemWriter
+from megarl.megatron.checkpoint_snapshot import HostSnapshot
+from megarl.megatron.checkpoint_state import read_state
+from megarl.models import ParallelLayout
+
+DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
+
+
+# ---- what runs in the processes
+
+
+def train_while_saving(place: Place, layout: ParallelLayout, folder: str) -> dict[str, Any]:
+    """Two saves from one snapshot's memory; each is written only after the model has trained on."""
+    try:
+        engine = build(place, layout, {})
+        fill(engine)
+        snapshot, may_write = HostSnapshot(torch.device("cpu"), 2**16), threading.Event()
+        with pytest.MonkeyPatch.context() as patch:
+            real = ItemWriter.write
+            patch.setattr(ItemWriter, "write", lambda writer: (may_write.wait(60), real(writer))[1])
+            step(engine, 0)
+            first = begin_save(engine, f"{folder}/1", snapshot=snapshot)
+            size = snapshot.nbytes
+            step(engine, 1)
+            assert not first.is_written
+            may_write.set()
+            first.finish()
+            may_write.clear()
+            second = begin_save(engine, f"{folder}/2", snapshot=snapshot)
+            told = facts(engine, range(2, 4))
+            assert not second.is_written
+            may_write.set()
+            written = second.finish()
+        assert snapshot.nbytes == size > 0 and second.is_written
+        return {**told, "entries": written.entries, "seconds": written.seconds}
+    finally:
+        shutdown_runtime()
+
+
+def save_on_a_full_disk(place: Place, folder: str, in_background: bool) -> list[Any]:
+    """The kernel refuses rank 1's files beyond 8 KiB; then there is room again."""
+    try:
+        engine = build(place, DP2, {})
+        fill(engine)
+        step(engine, 0)
+        snapshot = HostSnapshot(torch.device("cpu")) if in_background else None
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if place.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        with pytest.raises(CheckpointError) as caught:
+            begin_save(engine, f"{folder}/full", snapshot=snapshot).finish()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        after = step(engine, 1)
+        begin_save(engine, f"{folder}/room", snapshot=snapshot).finish()
+        return [str(caught.value), after, facts(engine, range(2, 4))]
+    finally:
+        shutdown_runtime()
+
+
+def save_parts(place: Place, folder: str, source: str) -> dict[str, torch.Tensor]:
+    try:
+        engine = build(place, TP2, {})
+        fill(engine)
+        step(engine, 0)
+        save_sharded(engine, f"{folder}/model", ["model"])
+        entries = begin_save(engine, f"{folder}/both", ["model", "hf_model"], copy_from=source).finish().entries
+        save_sharded(engine, f"{folder}/export", ["hf_model"])
+        for name, entry in entries.items():
+            assert read_entry(Path(folder) / "both" / name) == entry, name
+        assert ("huggingface/model.safetensors" in entries) == (place.rank == 0)
+        return {name: param.clone() for name, param in engine.named_local_params().items()}
+    finally:
+        shutdown_runtime()
+
+
+def load_parts(place: Place, folder: str, contents: list[str]) -> Any:
+    """Learning rate, Adam's count and weights after loading, or the message of the refusal."""
+    try:
+        engine = build(place, ParallelLayout(), {})
+        try:
+            load_sharded(engine, folder, contents)
+        except CheckpointError as error:
+            return str(error)
+        assert engine.optimizer is not None
+        weights = {name: param.clone() for name, param in engine.named_local_params().items()}
+        return engine.optimizer.steps, engine.learning_rate, weights, first_step_is_adams(engine)
+    finally:
+        shutdown_runtime()
+
+
+def first_step_is_adams(engine: MegatronEngine) -> bool:
+    """Whether a step's size is that of Adam's first one, about the learning rate, so that no moment was kept."""
+    before = {name: param.clone() for name, param in engine.named_local_params().items()}
+    lr = engine.learning_rate
+    step(engine, 5)
+    moved = max((param - before[name]).abs().max().item() for name, param in engine.named_local_params().items())
+    return moved < 1.5 * lr or lr == 0
+
+
+def export_on_a_full_disk(place: Place, folder: str) -> list[str]:
+    """The first of the export's files cannot be written, or its folder not even be made; no rank hangs."""
+    messages = []
+    try:
+        engine = build(place, TP2, {})
+        fill(engine)
+        for number, target in enumerate(
+            ("megarl.models.hf_writer.save_file", "megarl.models.hf_writer.HFWriter.__enter__")
+        ):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+                patch.setattr(target, refuse)
+                save_sharded(engine, f"{folder}/{number}", ["model", "hf_model"])
+            messages.append(str(caught.value))
+        return messages
+    finally:
+        shutdown_runtime()
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+# ---- tests
+
+
+def test_what_is_written_later_is_what_was_there_when_the_save_began(pool: ProcessPool, tmp_path: Path) -> None:
+    told = pool.run(train_while_saving, 4, TP2PP2, str(tmp_path))
+    resumed = pool.run(load_and_train, 4, TP2PP2, str(tmp_path / "2"), {})
+    assert_same_bits(resumed, told)
+    for number, rank in enumerate(told):
+        assert {f"__{number}_0.distcp", f"random_{number:05d}.safetensors"} <= rank["entries"].keys()
+        assert rank["seconds"] > 0
+    everything = {name: entry for rank in told for name, entry in rank["entries"].items()}
+    files = [path.name for path in (tmp_path / "2").iterdir()]
+    assert sorted(everything) == sorted(files) and sum(len(rank["entries"]) for rank in told) == len(files)
+    assert all(read_entry(tmp_path / "2" / name) == entry for name, entry in everything.items())
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_full_disk_is_told_on_every_rank_and_training_goes_on(
+    in_background: bool, pool: ProcessPool, tmp_path: Path
+) -> None:
+    (first, *_), (second, *_) = results = pool.run(save_on_a_full_disk, 2, str(tmp_path), in_background)
+    assert first == second and "rank 1" in first and "File too large" in first, first
+    resumed = pool.run(load_and_train, 2, DP2, str(tmp_path / "room"), {})
+    assert_same_bits(resumed, [told for _, _, told in results])
+
+
+def test_parts_of_a_state(pool: ProcessPool, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    saved = assembled(pool.run(save_parts, 2, str(tmp_path), str(tmp_path / "source")), TP2)
+    (taken,) = pool.run(load_parts, 1, str(tmp_path / "model"), ["model"])
+    steps, lr, weights, is_first = taken
+    assert (steps, lr, is_first) == (0, 1e-2, True)  # the warm-up's only step
+    for name, tensor in assembled([weights], ParallelLayout()).items():
+        assert torch.equal(tensor, saved[name]), name
+    exported = load_file(tmp_path / "both" / "huggingface" / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
+    assert (tmp_path / "both" / "huggingface" / "tokenizer.json").is_file()
+    (message,) = pool.run(load_parts, 1, str(tmp_path / "both"), ["model", "optimizer", "extra"])
+    assert "has no optimizer and no extra: it was saved with save_contents=[model, hf_model]" in message
+    (message,) = pool.run(load_parts, 1, str(tmp_path / "export"), ["model"])
+    assert "has no model" in message and read_state(tmp_path / "export").contents == ("hf_model",)
+
+
+def test_an_export_that_fails_fails_on_every_rank_and_none_hangs(pool: ProcessPool, tmp_path: Path) -> None:
+    for messages in pool.run(export_on_a_full_disk, 2, str(tmp_path)):
+        assert ["No space left on device" in message for message in messages] == [True, True], messages
+
+
+@pytest.mark.parametrize("chunk_bytes", [16, 100, 2**20])
+def test_snapshots_keep_values_and_memory(chunk_bytes: int) -> None:
+    snapshot = HostSnapshot(torch.device("cpu"), chunk_bytes)
+    tensors = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(0), torch.randn(2, 2, dtype=torch.float64)]
+    for tensor in tensors * 2:
+        items = [Item("weight/x", tuple(t.shape), Block("x", (0,) * t.dim(), tuple(t.shape), 0), t) for t in tensors]
+        copies = snapshot.take(items)
+        held = snapshot.nbytes
+        expected = [t.clone() for t in tensors]
+        tensor.zero_() if tensor.numel() else None
+        assert all(torch.equal(copy.data, was) for copy, was in zip(copies, expected, strict=True))
+        assert snapshot.nbytes == held

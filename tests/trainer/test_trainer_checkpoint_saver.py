@@ -1,0 +1,166 @@
+"""Saves that are written while training goes on: completed late, failing, and killed, with real worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
+from megarl.config.saving import CheckpointConfig
+from megarl.errors import CheckpointError
+from megarl.models import ParallelLayout
+from megarl.trainer.checkpoint_manifest import Score
+from megarl.trainer.checkpoint_saver import CheckpointSaver
+from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PlacedPool]:
+    with RaySession(num_cpus=2) as session:
+        yield session.place([ResourcePool("main", "cpu", [2])])["main"]
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("control")
+
+
+@pytest.fixture(scope="module")
+def actor(pool: PlacedPool, control: Path) -> WorkerGroup:
+    return start(pool, control)
+
+
+def start(pool: PlacedPool, control: Path) -> WorkerGroup:
+    arguments = {"control": str(control)}
+    group = WorkerGroup("actor", "tests.trainer.slow_savers.SlowSaver", arguments, ParallelLayout(dp=2), pool)
+    wait_ready([group], timeout_s=120)
+    return group
+
+
+class Run:
+    """A saver in a folder of its own."""
+
+    def __init__(self, folder: Path, control: Path, in_background: bool = True) -> None:
+        self.store = CheckpointStore(folder)
+        self.told: list[str] = []
+        saved = {"actor": CheckpointConfig(async_save=in_background)}
+        self.saver = CheckpointSaver(self.store, saved, self.told.append)
+        self.control = control
+        self.set(go=True, full=False)
+
+    def set(self, **files: bool) -> None:
+        for name, there in files.items():
+            (self.control / name).touch() if there else (self.control / name).unlink(missing_ok=True)
+
+    def begin(self, step: int, group: WorkerGroup, score: Score | None = None) -> None:
+        self.saver.begin(step, [group], lambda folder: (folder / "own").write_text(str(step)), score)  # type: ignore[arg-type,return-value]
+
+    def complete(self) -> dict[str, float]:
+        """Metrics of the save under way, completed as training does: by looking now and then."""
+        while not (metrics := self.saver.take_metrics()):
+            self.saver.advance()
+        return metrics
+
+    @property
+    def hidden(self) -> list[str]:
+        return [name for name in os.listdir(self.store.root) if name.startswith(".")]
+
+
+@pytest.fixture
+def run(tmp_path: Path, control: Path) -> Run:
+    return Run(tmp_path / "checkpoints", control)
+
+
+def test_training_goes_on_until_all_have_written(run: Run, actor: WorkerGroup) -> None:
+    run.set(go=False)
+    run.begin(1, actor, Score("acc", 0.5))
+    assert run.saver.score_under_way == Score("acc", 0.5)
+    for _ in range(3):
+        run.saver.advance()
+        assert run.store.steps() == [] and run.saver.take_metrics() == {} and len(run.hidden) == 1
+    run.set(go=True)
+    metrics = run.complete()
+    assert run.store.resolve("auto") == run.saver.newest == run.store.root / "global_step_1"
+    assert metrics["checkpoint/write_s"] == 1.5 and metrics["checkpoint/failed_saves"] == 0
+    assert metrics["checkpoint/gb"] == pytest.approx(2 * len(b"halfwhole") / 2**30)
+    assert metrics["checkpoint/blocked_s"] > 0 and run.saver.slowest_s == metrics["checkpoint/blocked_s"] + 1.5
+    assert run.saver.take_metrics() == {} and run.told == [] and run.hidden == []
+
+
+def test_without_async_it_is_complete_at_once(tmp_path: Path, control: Path, actor: WorkerGroup) -> None:
+    run = Run(tmp_path, control, in_background=False)
+    run.begin(1, actor)
+    assert run.store.steps() == [1] and run.saver.take_metrics()
+
+
+def test_the_next_save_and_the_end_wait_for_the_one_under_way(run: Run, actor: WorkerGroup) -> None:
+    run.set(go=False)
+    run.begin(1, actor)
+    threading.Timer(0.2, lambda: run.set(go=True)).start()
+    run.begin(2, actor)
+    assert 1 in run.store.steps()
+    run.saver.wait()
+    assert run.store.steps() == [1, 2] and (run.store.root / POINTER).read_text() == "2\n"
+
+
+def test_a_full_disk_is_told_and_counted_and_the_old_checkpoint_stays(run: Run, actor: WorkerGroup) -> None:
+    run.begin(1, actor)
+    run.complete()
+    run.set(full=True)
+    run.begin(2, actor)
+    assert run.complete()["checkpoint/failed_saves"] == 1
+    (told,) = run.told
+    assert "checkpoint of step 2 was not saved" in told and "No space left on device" in told
+    assert f"Training goes on; kept: {run.store.root}/global_step_1" in told
+    assert run.saver.failure and run.store.resolve("auto").name == "global_step_1" and run.hidden == []
+    run.set(full=False)
+    run.begin(3, actor)
+    assert run.complete()["checkpoint/failed_saves"] == 1 and run.saver.failure is None
+    assert run.store.resolve("auto").name == "global_step_3"
+
+
+def test_a_failure_of_the_drivers_own_is_no_different(run: Run, actor: WorkerGroup, monkeypatch) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    run.saver.begin(1, [actor], full)
+    run.store.root.rmdir()
+    run.store.root.touch()  # in the way
+    run.begin(2, actor)
+    run.store.root.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda *_: full(Path()))
+        run.begin(3, actor)
+        run.saver.wait()
+    assert [f"step {step} was not saved" in told for step, told in enumerate(run.told, start=1)] == [True] * 3
+    assert run.saver.failed == 3 and run.store.steps() == [] and run.hidden == []
+    assert run.saver.take_metrics()["checkpoint/failed_saves"] == 3
+    run.begin(4, actor)
+    run.complete()
+    assert run.store.steps() == [4]
+
+
+def test_a_writer_that_is_killed_leaves_the_old_checkpoint(
+    run: Run, pool: PlacedPool, control: Path, actor: WorkerGroup
+) -> None:
+    victim = start(pool, control)
+    run.begin(1, victim)
+    run.complete()
+    run.set(go=False)
+    run.begin(2, victim)
+    os.kill(victim.process()[0], signal.SIGKILL)
+    with pytest.raises(WorkerFailed, match="actor rank 0"):
+        run.saver.wait()
+    assert len(run.hidden) == 1
+    after = Run(run.store.root, control)
+    assert after.store.resolve("auto").name == "global_step_1"
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        after.store.verify(run.store.root / run.hidden[0])
+    after.begin(2, actor)
+    after.complete()
+    assert after.store.steps() == [1, 2] and after.hidden == []

@@ -1,0 +1,111 @@
+"""A run ends before its deadline, with time left to save, and on a SIGTERM after the step under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.trainer.stopping import EXPIRY_VARIABLES, FIRST_SAVE_S, Deadline, Stop, ends_on_sigterm, find_deadlines
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steps_until_it_ends(seconds: list[float], deadline: float, save_s: float | None, spare_s: float = 0.0) -> int:
+    clock = Clock()
+    stop = Stop([Deadline(1000 + deadline, "limit"), Deadline(9e9, "later")], spare_s, clock)
+    clock.now += 50  # the workers start
+    stop.begin()
+    for number, step in enumerate(seconds, start=1):
+        clock.now += step
+        if stop.step_done(save_s):
+            assert stop.reason and stop.reason.startswith("limit: ")
+            return number
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "deadline", "save_s", "spare_s", "after"),
+    [
+        ([10] * 9, 100, 10, 0, 4),  # at 90 s a step and a save would end at 110
+        ([10] * 9, 100, 9, 0, 4),
+        ([10] * 9, 110, 10, 0, 5),
+        ([10] * 9, 110, 10, 1, 4),
+        ([10] * 9, 180, None, 0, 7),  # at 120 s: 60 left, 10 + FIRST_SAVE_S needed, so after the one at 120
+        ([30, 10, 10, 10, 10], 140, 10, 0, 3),  # the slowest step counts
+        ([30, *[10] * 10], 200, 10, 0, 10),  # until it is long ago
+        ([10] * 9, 1, 0, 0, 1),
+        ([10] * 3, 1000, 10, 0, 0),
+    ],
+)
+def test_the_last_step_that_fits(
+    seconds: list[float], deadline: float, save_s: float | None, spare_s: float, after: int
+) -> None:
+    if save_s is None:
+        assert FIRST_SAVE_S == 60
+    found = steps_until_it_ends(seconds, deadline, save_s, spare_s)
+    elapsed = 50.0
+    expected = 0
+    for number, step in enumerate(seconds, start=1):  # the same by simulation of what would come next
+        elapsed += step
+        slowest = max(seconds[max(0, number - 10) : number])
+        if elapsed + slowest + (60 if save_s is None else save_s) + spare_s > deadline:
+            expected = number
+            break
+    assert found == expected
+    assert found == after or len(seconds) != 9 or save_s is None
+
+
+def test_without_a_deadline_it_goes_on() -> None:
+    stop = Stop()
+    stop.begin()
+    assert stop.step_done(1e9) is None
+
+
+def test_deadlines_of_config_and_environment() -> None:
+    environment = {EXPIRY_VARIABLES[0]: "1500.5", EXPIRY_VARIABLES[1]: "", "SLURM_JOB_END_TIME": " 1200 "}
+    found = find_deadlines(100, 1000.0, environment)
+    assert [deadline.at for deadline in found] == [1100, 1500.5, 1200]
+    assert found[0].name == "trainer.max_wall_seconds=100" and found[2].name == "SLURM_JOB_END_TIME"
+    assert find_deadlines(None, 1000.0, {}) == []
+
+
+def test_an_expiry_in_the_past_is_told_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    assert find_deadlines(None, 1000.0, {"SLURM_JOB_END_TIME": "999"}) == []
+    assert "SLURM_JOB_END_TIME=999 is in the past" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "2026-01-01T00:00:00Z"])
+def test_an_expiry_that_is_no_time(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME='{text}' is not a UNIX time"):
+        find_deadlines(None, 1000.0, {"SLURM_JOB_END_TIME": text})
+
+
+def test_first_sigterm_asks_and_the_second_one_ends() -> None:
+    class Ended(Exception):
+        pass
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        stop = Stop()
+        with pytest.raises(Ended), ends_on_sigterm(stop):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested == "SIGTERM" and stop.reason is None  # the step under way is finished
+            assert stop.step_done(None) == "SIGTERM"
+            os.kill(os.getpid(), signal.SIGTERM)
+        with ends_on_sigterm(Stop()):
+            pass
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
