@@ -168,14 +168,14 @@ class ShardingManager:
         return max(itertools.chain(*peaks), default=0)
 
     def _move_buckets(self) -> None:
+        """At any time two buckets are on the way, so that neither side waits for this process's orders."""
         count = len(self.plan.buckets)
-        exported: dict[int, Pending] = {}
+        imported: list[Pending] = []
         for index in range(count):
             self._stage = f"bucket {index + 1} of {count}"
-            for ahead in range(index, min(index + 2, count)):
-                if ahead not in exported:
-                    exported[ahead] = self._source.export_bucket(ahead)
-            self._target.import_bucket(index, exported.pop(index)).result()
+            for ahead in range(len(imported), min(index + 2, count)):
+                imported.append(self._target.import_bucket(ahead, self._source.export_bucket(ahead)))
+            imported[index].result()
             self._source.release_bucket(index)
 
     def _give_up(self, version: int) -> None:

@@ -40,7 +40,7 @@ class SharedMemoryTransport:
     def __init__(self, options: TransportOptions) -> None:
         if not hasattr(os, "memfd_create"):
             raise WeightSyncError("weight transport 'shared_memory' needs Linux; use 'inline' here")
-        self._mapped: dict[int, dict[str, Tensor]] = {}  # by process and buffer, the last used last
+        self._mapped: dict[int, dict[str, Tensor]] = {}  # by training rank and buffer, the last used last
 
     def open(self, session: int) -> None:
         """Nothing to prepare."""
@@ -56,7 +56,7 @@ class SharedMemoryTransport:
     def receive(self, payloads: Mapping[int, SharedPayload]) -> Iterator[tuple[int, Tensor]]:
         """See :meth:`Transport.receive`."""
         for rank, payload in payloads.items():
-            yield rank, self._buffer(payload)[payload.start : payload.stop]
+            yield rank, self._buffer(rank, payload)[payload.start : payload.stop]
 
     def settle(self) -> None:
         """Nothing to wait for: copies from host memory are done when they return."""
@@ -66,8 +66,8 @@ class SharedMemoryTransport:
         if not completed:
             self._mapped.clear()
 
-    def _buffer(self, payload: SharedPayload) -> Tensor:
-        buffers = self._mapped.setdefault(payload.pid, {})
+    def _buffer(self, rank: int, payload: SharedPayload) -> Tensor:
+        buffers = self._mapped.setdefault(rank, {})
         known = buffers.pop(payload.name, None)
         buffers[payload.name] = _map(payload) if known is None else known
         while len(buffers) > BUFFERS:
