@@ -19,6 +19,7 @@ from megarl.data import (
     common_count,
     fewest_micro_batches,
 )
+from megarl.data.shared_prompts import SharedPromptRows, plan_families
 from megarl.errors import DataError
 from megarl.models.sequence_cost import TOKENS, SequenceCost
 from megarl.workers.dispatch import MINI_BATCH_SIZES
@@ -59,7 +60,8 @@ def plan_rows(
 
     With a token budget, ranks get as many rows as make their work even; where some rank would then have fewer rows than
     the micro-batches that all ranks must make (see :func:`megarl.data.common_count`), all get equally many. With a
-    fixed number of rows per micro-batch they always do.
+    fixed number of rows per micro-batch they always do. Where prompts are shared, rows of one prompt stay together if
+    that leaves the busiest rank less to do.
 
     Args:
         batch: rows with their lengths.
@@ -74,16 +76,42 @@ def plan_rows(
     lengths = row_lengths(batch)
     if budget is None or lengths is None:
         return plan_split(row_costs(batch), dp, mini_batch_rows, equal=equal)
-    costs = row_costs(batch, budget.cost)
     if budget.max_tokens is not None:
         uids = batch.non_tensor_batch.get("uid")
         check_longest(
             lengths, budget.max_tokens, lambda row: f"row {row}" + ("" if uids is None else f" (uid={uids[row]})")
         )
+    plan = _plan_row_by_row(batch, lengths, dp, mini_batch_rows, budget)
+    if budget.share_prompts and batch.meta_info.get("balance_batch", True):
+        return _cheaper_with_families(batch, lengths, plan, mini_batch_rows, budget)
+    return plan
+
+
+def _plan_row_by_row(
+    batch: DataProto, lengths: Sequence[int], dp: int, mini_batch_rows: int | None, budget: MicroBatchBudget
+) -> Plan:
+    costs = row_costs(batch, budget.cost)
+    if budget.max_tokens is not None:
         plan = plan_split(costs, dp, mini_batch_rows)
         if _can_be_cut(lengths, plan, budget, mini_batch_rows):
             return plan
     return plan_split(costs, dp, mini_batch_rows, equal=True)
+
+
+def _cheaper_with_families(
+    batch: DataProto, lengths: Sequence[int], plan: Plan, mini_batch_rows: int | None, budget: MicroBatchBudget
+) -> Plan:
+    """``plan``, or one with rows of the same prompt on the same rank where its busiest ranks have less to do."""
+    rows, size, by_tokens = SharedPromptRows.of(batch), mini_batch_rows or len(lengths), budget.max_tokens is not None
+    together = plan_families(rows, budget.cost, len(plan), size, equal=not by_tokens)
+    if together is None or (by_tokens and not _can_be_cut(lengths, together, budget, mini_batch_rows)):
+        return plan
+
+    def slowest(plan: Plan) -> float:
+        cuts = zip(*_by_mini_batch(plan, size), strict=True)
+        return sum(max(rows.cost(part, budget.cost) for part in parts) for parts in cuts)
+
+    return min(plan, together, key=slowest)
 
 
 def plan_split(costs: Sequence[float], dp: int, mini_batch_rows: int | None = None, *, equal: bool = False) -> Plan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megarl.config.parts import MegatronConfig
@@ -26,6 +26,7 @@ class MicroBatches:
     samples: int | None = None
     max_tokens: int | None = None  # over all devices that share a sequence (context parallelism)
     multiple: int = 1  # of which the number of micro-batches is a multiple, as the interleaved schedule needs it
+    share_prompts: bool = False  # whether samples of one prompt go together, to compute it once
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class _Planner:
         self._divides("data.train_batch_size", prompts, mini, text, mini)
         self._divides_samples(mini_path, mini, n, dp)
         micro = self._micro(path, _UPDATE_KEYS, megatron, _share(mini * n, dp), self._longest())
+        micro = self._sharing(micro, megatron, path)
         return PhasePlan(name, _layout(megatron), dp or 1, epochs, prompts // mini, mini, mini * n, micro, True)
 
     def _forward(self, name: str, megatron: MegatronConfig, path: str) -> PhasePlan:
@@ -172,6 +174,7 @@ class _Planner:
         prompts, n, dp = *self._step(), megatron.data_parallel_size
         self._divides_samples("data.train_batch_size", prompts, n, dp)
         micro = self._micro(path, _LOG_PROB_KEYS, megatron, _share(prompts * n, dp), self._longest())
+        micro = self._sharing(micro, megatron, "actor_rollout_ref.actor")
         return PhasePlan(name, _layout(megatron), dp or 1, 1, 1, prompts, prompts * n, micro, False)
 
     def _step(self) -> tuple[int, int]:
@@ -199,6 +202,12 @@ class _Planner:
         max_tokens *= megatron.context_parallel_size
         self._check_tokens(keys, max_tokens, megatron.context_parallel_size, share, longest, multiple)
         return MicroBatches(max_tokens=max_tokens, multiple=multiple)
+
+    def _sharing(self, micro: MicroBatches, megatron: MegatronConfig, path: str) -> MicroBatches:
+        """The same, with samples of one prompt together where there are several and a layout that can share prompts."""
+        several = value_at(self.config, "actor_rollout_ref.rollout.n") > 1
+        wanted = several and megatron.context_parallel_size == 1
+        return replace(micro, share_prompts=wanted and value_at(self.config, f"{path}.use_prefix_grouper"))
 
     def _check_samples(self, keys: _MicroKeys, samples: int | None, share: int | None, multiple: int) -> None:
         """Whether micro-batches of a fixed number of samples come out, ``multiple`` by ``multiple``."""

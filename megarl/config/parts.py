@@ -141,6 +141,11 @@ class UpdateBatchConfig:
     ppo_micro_batch_size_per_gpu: int | None = key(
         None, "Samples per micro-batch and data-parallel rank; required without `use_dynamic_bsz`.", at_least=1
     )
+    use_prefix_grouper: bool = key(
+        True,
+        "Keep samples of one prompt together where that is less work, and compute the prompt once for all of them in a "
+        "micro-batch; no effect with context parallelism or Transformer Engine's layers.",
+    )
 
 
 @dataclass

@@ -132,6 +132,10 @@ def install() -> None:
     _replace(
         mappings, "_reduce_scatter_along_first_dim", reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
     )
+    linear = importlib.import_module("megarl.megatron.cpu_linear").parallel_linear
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        _replace(layers, name, linear(getattr(layers, name)))
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     _replace(dispatcher, "maybe_move_tensor_to_cpu", _as_on_host)
     _replace(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _NO_STREAM)

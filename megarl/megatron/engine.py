@@ -25,7 +25,7 @@ from megarl.errors import ConfigError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.context_parallel import gather_outputs
 from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
-from megarl.megatron.kernels import kernels
+from megarl.megatron.kernels import kernels, uses_transformer_engine
 from megarl.megatron.logprobs import vocab_parallel_log_probs
 from megarl.megatron.model import build_model
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, Residence
@@ -298,6 +298,12 @@ class MegatronEngine:
             describe: names a sample by the number of its micro-batch, as they were given, and its row there.
         """
         return skip_report(self._faults.findings(self.weights.parameters(), describe))
+
+    @property
+    def can_share_prompts(self) -> bool:
+        """Whether micro-batches may store a shared prompt once: not where ranks or Transformer Engine cut sequences."""
+        fused = uses_transformer_engine(self.runtime.device, self.options.dtype)
+        return self.runtime.layout.cp == 1 and not fused
 
     @property
     def learning_rate(self) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megarl.megatron.context_parallel import attend
 from megarl.megatron.kernels import fits_packed_attention, packed_attention
+from megarl.megatron.packed import SharedPrompts
 from megarl.megatron.rotary import rotate
 
 
@@ -25,11 +26,13 @@ class PackedSequences(PackedSeqParams):
         runs: neighbouring sequences of equal length: (number of sequences, their length), padding included.
         rotation: cosine and sine of each token's rotary embedding, each ``[tokens (of this rank), 1, head_dim / 2]``.
         sharers: the ranks that divide each sequence zig-zag; None if this rank has whole sequences.
+        shared: where whole sequences are among the tokens, if some share their prompt.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
     rotation: tuple[Tensor, Tensor] | None = None
     sharers: dist.ProcessGroup | None = None
+    shared: SharedPrompts | None = None
 
 
 class RMSNorm(nn.Module):
@@ -100,9 +103,17 @@ class PackedAttention(nn.Module):
             query, key = (rotate(heads, *packed_seq_params.rotation) for heads in (query, key))
         if packed_seq_params.sharers is not None:
             return attend(query, key, value, packed_seq_params.runs, self.scale, packed_seq_params.sharers)
+        shared = packed_seq_params.shared
+        if shared is None:
+            return self._whole(query, key, value, packed_seq_params)
+        query, key, value = (heads.index_select(0, shared.spread) for heads in (query, key, value))
+        return self._whole(query, key, value, packed_seq_params).index_select(0, shared.kept)
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+        """Of whole sequences that lie end to end."""
         if fits_packed_attention(query, value):
-            return self._in_one_kernel(query, key, value, packed_seq_params)
-        runs = packed_seq_params.runs
+            return self._in_one_kernel(query, key, value, sequences)
+        runs = sequences.runs
         # Splitting, unlike slicing, puts all runs' gradients together in one pass.
         parts = zip(*(heads.split([n * length for n, length in runs]) for heads in (query, key, value)), strict=True)
         outputs = []

@@ -99,6 +99,7 @@ class StageModel:
             runs=part.runs(),
             rotation=rotation_table(part.positions, self.frequencies, config.params_dtype),
             sharers=self.chunks[0].pg_collection.cp if shared else None,
+            shared=part.shared,
         )
 
 

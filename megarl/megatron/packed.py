@@ -16,6 +16,23 @@ from megarl.errors import DataError
 
 
 @dataclass(frozen=True)
+class SharedPrompts:
+    """Where the tokens of whole sequences are, when a prompt that several of them begin with is stored once.
+
+    Attributes:
+        spread: ``[tokens of whole sequences]`` int64, index among the stored tokens of each token of each sequence.
+        kept: ``[stored tokens]`` int64, for each of them one of its places among the whole sequences.
+    """
+
+    spread: Tensor
+    kept: Tensor
+
+    def to(self, device: torch.device) -> SharedPrompts:
+        """The same on ``device``."""
+        return SharedPrompts(self.spread.to(device), self.kept.to(device))
+
+
+@dataclass(frozen=True)
 class PackedMicroBatch:
     """Some rows of a batch without a padding token.
 
@@ -24,12 +41,13 @@ class PackedMicroBatch:
     which the rows were given.
 
     Attributes:
-        tokens: ``[tokens]`` int64, all sequences, prompt and response.
-        lengths: tokens of each sequence, in stored order.
+        tokens: ``[tokens]`` int64, all sequences, prompt and response; a shared prompt once.
+        lengths: tokens of each whole sequence, in stored order.
         predictors: ``[response tokens]`` int64, for each response token the index in ``tokens`` of the one before it.
         targets: ``[response tokens]`` int64, the response tokens themselves.
         response_lengths: response tokens of each row.
         columns: what a loss needs besides: any number of ``[response tokens, ...]`` tensors by name.
+        shared: where whole sequences are in ``tokens``; None if they lie there end to end.
     """
 
     tokens: Tensor
@@ -38,16 +56,23 @@ class PackedMicroBatch:
     targets: Tensor
     response_lengths: tuple[int, ...]
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    shared: SharedPrompts | None = None
 
     @classmethod
     def from_rows(
-        cls, rows: Sequence[tuple[Tensor, Tensor]], columns: Mapping[str, Tensor] | None = None
+        cls,
+        rows: Sequence[tuple[Tensor, Tensor]],
+        columns: Mapping[str, Tensor] | None = None,
+        *,
+        share_prompts: bool = False,
     ) -> PackedMicroBatch:
         """Packs rows.
 
         Args:
             rows: prompt and response token ids of each row, 1-D; a response may be empty, a prompt may not.
             columns: tensors over the response tokens of all rows, one row after the other.
+            share_prompts: store a prompt that several rows have once. Every token of it has the same hidden states in
+                each of them, so only attention tells the rows apart.
 
         Raises:
             DataError: there is no row, a prompt is empty, or a column has another number of entries than there are
@@ -61,18 +86,28 @@ class PackedMicroBatch:
             raise DataError(f"row {prompt_lengths.index(0)} of a micro-batch has no prompt token to predict from")
         lengths = [p + r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
         stored = sorted(range(len(rows)), key=lengths.__getitem__)
-        first_token = _starts(lengths, stored)
-        predictors = ranges([f + p - 1 for f, p in zip(first_token, prompt_lengths, strict=True)], response_lengths)
+        families = _families([rows[row][0] for row in stored], stored) if share_prompts else [[row] for row in stored]
+        prompt_at, response_at = _places(families, prompt_lengths, response_lengths)
+        # The last token of a prompt predicts the first of a response, which need not lie behind it.
+        first = [min(r, 1) for r in response_lengths]
+        predictors = ranges(
+            _alternate([at + p - 1 for at, p in zip(prompt_at, prompt_lengths, strict=True)], response_at),
+            _alternate(first, [r - f for r, f in zip(response_lengths, first, strict=True)]),
+        )
         for name, column in (columns or {}).items():
             if len(column) != len(predictors):
                 raise DataError(f"column '{name}' has {len(column)} entries for {len(predictors)} response tokens")
+        parts = [part for family in families for part in (rows[family[0]][0], *(rows[row][1] for row in family))]
         return cls(
-            tokens=torch.cat([part for row in stored for part in rows[row]]).to(torch.int64),
+            tokens=torch.cat(parts).to(torch.int64),
             lengths=tuple(lengths[row] for row in stored),
             predictors=predictors,
             targets=torch.cat([response for _, response in rows]).to(torch.int64),
             response_lengths=response_lengths,
             columns=dict(columns or {}),
+            shared=None
+            if len(families) == len(rows)
+            else _shared(families, stored, prompt_lengths, response_lengths, prompt_at, response_at),
         )
 
     @property
@@ -97,6 +132,7 @@ class PackedMicroBatch:
             predictors=self.predictors.to(device),
             targets=self.targets.to(device),
             columns={name: column.to(device) for name, column in self.columns.items()},
+            shared=None if self.shared is None else self.shared.to(device),
         )
 
 
@@ -107,10 +143,50 @@ def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     return torch.arange(int(counts.sum())) + before.repeat_interleave(counts)
 
 
-def _starts(lengths: Sequence[int], stored: Sequence[int]) -> list[int]:
-    """Index of the first token of each row when rows are laid end to end in ``stored`` order."""
-    starts, offset = [0] * len(lengths), 0
+def _families(prompts: Sequence[Tensor], rows: Sequence[int]) -> list[list[int]]:
+    """Rows by their prompt; families, and the rows of each, in the order given."""
+    found: dict[bytes, list[int]] = {}
+    for prompt, row in zip(prompts, rows, strict=True):
+        found.setdefault(prompt.numpy().tobytes(), []).append(row)
+    return list(found.values())
+
+
+def _places(
+    families: Sequence[Sequence[int]], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Index of the first prompt token and of the first response token of each row, family laid behind family."""
+    prompt_at, response_at, offset = [0] * len(prompt_lengths), [0] * len(prompt_lengths), 0
+    for family in families:
+        begin = offset
+        offset += prompt_lengths[family[0]]
+        for row in family:
+            prompt_at[row], response_at[row] = begin, offset
+            offset += response_lengths[row]
+    return prompt_at, response_at
+
+
+def _shared(
+    families: Sequence[Sequence[int]],
+    stored: Sequence[int],
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    prompt_at: Sequence[int],
+    response_at: Sequence[int],
+) -> SharedPrompts:
+    spread = ranges(
+        [at for row in stored for at in (prompt_at[row], response_at[row])],
+        [length for row in stored for length in (prompt_lengths[row], response_lengths[row])],
+    )
+    starts, offset = [0] * len(stored), 0
     for row in stored:
         starts[row] = offset
-        offset += lengths[row]
-    return starts
+        offset += prompt_lengths[row] + response_lengths[row]
+    kept = ranges(
+        [at for f in families for at in (starts[f[0]], *(starts[row] + prompt_lengths[row] for row in f))],
+        [length for f in families for length in (prompt_lengths[f[0]], *(response_lengths[row] for row in f))],
+    )
+    return SharedPrompts(spread, kept)
+
+
+def _alternate(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [value for pair in zip(first, second, strict=True) for value in pair]

@@ -16,7 +16,8 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from megarl.megatron.packed import PackedMicroBatch, ranges
+from megarl.errors import DataError
+from megarl.megatron.packed import PackedMicroBatch, SharedPrompts, ranges
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class MicroBatchPart:
         widest: most response tokens that any rank has.
         sources: ``[response tokens]`` int64, where each of the micro-batch's response tokens is when the outputs of
             all ranks, each filled up to ``widest``, lie end to end.
+        shared: where whole sequences are in ``tokens``, if some share their prompt.
     """
 
     tokens: Tensor
@@ -43,6 +45,7 @@ class MicroBatchPart:
     own: Tensor
     widest: int
     sources: Tensor
+    shared: SharedPrompts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -59,6 +62,7 @@ class MicroBatchPart:
             targets=self.targets.to(device),
             own=self.own.to(device),
             sources=self.sources.to(device),
+            shared=None if self.shared is None else self.shared.to(device),
         )
 
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -74,7 +78,14 @@ def cut(micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: 
         ranks: how many there are.
         rank: which of them.
         multiple: every rank's number of tokens is a multiple of this; sequence parallelism needs it.
+
+    Raises:
+        DataError: rows share prompts, and there are several ranks.
     """
+    if micro_batch.shared is not None:
+        if ranks > 1:
+            raise DataError(f"context parallelism over {ranks} ranks cannot divide sequences that share a prompt")
+        return _with_shared_prompts(micro_batch, micro_batch.shared, multiple)
     lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
     total = sum(lengths)
     starts = [0, *accumulate(lengths)][: len(micro_batch.lengths)]
@@ -102,6 +113,27 @@ def cut(micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: 
         own=own,
         widest=widest,
         sources=sources,
+    )
+
+
+def _with_shared_prompts(micro_batch: PackedMicroBatch, shared: SharedPrompts, multiple: int) -> MicroBatchPart:
+    """All of a micro-batch; what is missing to a multiple is a last sequence of its own."""
+    stored, whole = micro_batch.num_tokens, len(shared.spread)
+    missing = -stored % multiple
+    lengths = (*micro_batch.lengths, missing) if missing else micro_batch.lengths
+    positions = ranges([0] * len(lengths), lengths)
+    kept = torch.cat([shared.kept, torch.arange(whole, whole + missing)])
+    count = len(micro_batch.targets)
+    return MicroBatchPart(
+        tokens=torch.cat([micro_batch.tokens, torch.zeros(missing, dtype=torch.int64)]),
+        positions=positions[kept],
+        lengths=lengths,
+        predictors=micro_batch.predictors,
+        targets=micro_batch.targets,
+        own=torch.arange(count),
+        widest=count,
+        sources=torch.arange(count),
+        shared=SharedPrompts(torch.cat([shared.spread, torch.arange(stored, stored + missing)]), kept),
     )
 
 

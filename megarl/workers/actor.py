@@ -21,7 +21,7 @@ from megarl.sharding.verification import Share, shares_of
 from megarl.workers.base import MegatronWorker, OutputOptions, TokenLosses, ends_phase
 from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.place import WorkerPlace
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES
 from megarl.workers.settings import LogProbSettings, RoleSettings, UpdatePlan
 
 
@@ -30,7 +30,7 @@ class PolicyWorker(MegatronWorker):
 
     def log_probs(self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool) -> dict[str, Tensor] | None:
         """Log-probs and entropies of the response tokens, ``[b, R]`` each; None where this rank owns no result."""
-        rows = PackedRows(batch)
+        rows = self.packed_rows(batch, settings.budget)
         groups = rows.micro_batches(settings.budget, agree=self.counts_over_dp)
         outputs = self.engine.forward(
             [rows.pack(group) for group in groups], temperature=settings.temperature, with_entropy=with_entropy

@@ -35,7 +35,7 @@ from megarl.workers.place import WorkerPlace
 from megarl.workers.rows import PackedRows
 from megarl.workers.saving import SavingWorker
 from megarl.workers.schedule import schedule_of
-from megarl.workers.settings import RoleSettings, UpdatePlan
+from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan
 
 
 class TokenLosses(NamedTuple):
@@ -156,7 +156,7 @@ class MegatronWorker(SavingWorker):
         Returns:
             Metrics under the role's prefix, averaged over the optimizer steps; equal on all ranks.
         """
-        rows = PackedRows(batch)
+        rows = self.packed_rows(batch, plan.budget)
         share = plan.mini_batch_rows // self.settings.layout.dp
         sizes = batch.meta_info.get(MINI_BATCH_SIZES, [share] * (len(rows) // share))
         totals: dict[str, float] = defaultdict(float)
@@ -205,6 +205,10 @@ class MegatronWorker(SavingWorker):
         if result.skipped:
             self._tell_skip(rows, groups)
         return {**metrics, "grad_norm": result.grad_norm, "lr": result.lr, "skipped_steps": float(result.skipped)}
+
+    def packed_rows(self, batch: DataProto, budget: MicroBatchBudget) -> PackedRows:
+        """The rows of a batch, ready to be packed as ``budget`` asks and the engine can."""
+        return PackedRows(batch, share_prompts=budget.share_prompts and self.engine.can_share_prompts)
 
     def counts_over_dp(self, count: int) -> list[int]:
         """A number of every data-parallel rank, from this rank's; communicates."""

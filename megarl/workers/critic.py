@@ -14,7 +14,7 @@ from megarl.megatron import ValueOutputs
 from megarl.workers.base import MegatronWorker, TokenLosses, ends_phase
 from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.place import WorkerPlace
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
@@ -47,7 +47,7 @@ class CriticWorker(MegatronWorker):
     @ends_phase
     def compute_values(self, batch: DataProto) -> DataProto | None:
         """``values`` of the state before each response token, ``[b, R]``; None where this rank owns no result."""
-        rows = PackedRows(batch)
+        rows = self.packed_rows(batch, self.plan.budget)
         groups = rows.micro_batches(self.plan.budget, agree=self.counts_over_dp)
         outputs = self.engine.forward([rows.pack(group) for group in groups])
         if outputs is None:

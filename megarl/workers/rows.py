@@ -15,6 +15,7 @@ from megarl.data import (
     plan_micro_batches,
     sequence_lengths,
 )
+from megarl.data.shared_prompts import SharedPromptRows, divided, units_of_micro_batches
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.workers.settings import MicroBatchBudget
 
@@ -31,11 +32,13 @@ class PackedRows:
 
     Args:
         batch: needs ``prompts``, ``responses`` and ``attention_mask``; response-aligned columns are read on demand.
+        share_prompts: compute a prompt once that several rows of a micro-batch have.
     """
 
-    def __init__(self, batch: DataProto) -> None:
+    def __init__(self, batch: DataProto, *, share_prompts: bool = False) -> None:
         self.batch = batch
         self.prompt_lengths, self.response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
+        self._shared = SharedPromptRows.of(batch) if share_prompts else None
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -58,11 +61,30 @@ class PackedRows:
         lengths = [self.prompt_lengths[row] + self.response_lengths[row] for row in chosen]
         if budget.max_tokens is not None:
             check_longest(lengths, budget.max_tokens, lambda index: self.describe(chosen[index]))
+        if budget.max_tokens is not None and self._shared is not None:
+            return self._shared_micro_batches(self._shared, budget, budget.max_tokens, chosen, agree)
         limits = {"max_tokens": budget.max_tokens, "size": budget.size}
         needed = fewest_micro_batches(lengths, **limits)
         count = common_count(agree(needed) if agree else [needed], budget.multiple)
         plan = plan_micro_batches(lengths, **limits, count=count, costs=budget.cost.of(lengths))
         return [[chosen[index] for index in group] for group in plan]
+
+    @staticmethod
+    def _shared_micro_batches(
+        shared: SharedPromptRows, budget: MicroBatchBudget, max_tokens: int, chosen: Sequence[int], agree: Agree | None
+    ) -> list[list[int]]:
+        """As :meth:`micro_batches`, rows of one prompt together as far as that leaves enough to cut."""
+        units = units_of_micro_batches(shared, chosen, max_tokens)
+        needed = fewest_micro_batches([shared.tokens(unit) for unit in units], max_tokens=max_tokens)
+        count = common_count(agree(needed) if agree else [needed], budget.multiple)
+        units = divided(units, count)
+        plan = plan_micro_batches(
+            [shared.tokens(unit) for unit in units],
+            max_tokens=max_tokens,
+            count=count,
+            costs=[shared.cost(unit, budget.cost) for unit in units],
+        )
+        return [sorted(row for index in group for row in units[index]) for group in plan]
 
     def pack(self, rows: Sequence[int], columns: Mapping[str, Tensor] | None = None) -> PackedMicroBatch:
         """One micro-batch of the given rows, without a padding token.
@@ -79,6 +101,7 @@ class PackedRows:
                 for row in rows
             ],
             columns,
+            share_prompts=self._shared is not None,
         )
 
     def column(self, name: str, rows: Sequence[int]) -> Tensor:

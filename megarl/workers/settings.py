@@ -19,12 +19,14 @@ class MicroBatchBudget:
         multiple: the number of micro-batches of a rank is a multiple of this: of the pipeline's stages, where their
             schedule is interleaved.
         cost: work of a row by its tokens, which micro-batches and ranks are to have equally much of.
+        share_prompts: rows of one prompt go together where that is less work, and the prompt is computed once.
     """
 
     max_tokens: int | None = None
     size: int | None = None
     multiple: int = 1
     cost: SequenceCost = TOKENS
+    share_prompts: bool = False
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,32 @@ def test_work_is_balanced_by_the_cost_of_the_model():
     assert sorted(map(len, plain)) == [2, 3]
 
 
+def siblings(prompts, responses, copies):
+    """Rows with prompts of so many tokens, ``copies`` answers to each, one after the other."""
+    width, rows = max(prompts), [(p, r) for p in range(len(prompts)) for r in responses[p * copies : (p + 1) * copies]]
+    real = torch.tensor([[n >= width - prompts[p] for n in range(width)] for p, _ in rows])
+    answered = torch.arange(max(responses)) < torch.tensor([r for _, r in rows])[:, None]
+    tensors = {
+        "prompts": torch.tensor([[p + 1] * width for p, _ in rows]) * real,
+        "responses": torch.ones(len(rows), max(responses), dtype=torch.long),
+        "attention_mask": torch.cat([real, answered], dim=1).long(),
+    }
+    return DataProto.from_dict(tensors)
+
+
+def test_answers_to_one_prompt_stay_together_where_that_is_less_work():
+    share = MicroBatchBudget(max_tokens=100, share_prompts=True)
+    batch = siblings([30, 30, 30, 30], [2, 9, 3, 8, 4, 7, 5, 6], copies=2)
+    for budget in (share, MicroBatchBudget(size=2, share_prompts=True)):
+        for rows in plan_rows(batch, 2, budget=budget):
+            assert [row // 2 for row in rows[::2]] == [row // 2 for row in rows[1::2]]
+            assert len(rows) == 4
+    # One prompt has all the work: apart, its two answers take each rank 71 tokens, together one rank takes 131.
+    batch = siblings([1, 1, 1, 1], [65, 65, 1, 1, 1, 1, 1, 1], copies=2)
+    plan = plan_rows(batch, 2, budget=share)
+    assert {row < 2 for row in plan[0]} == {row < 2 for row in plan[1]} == {True, False}
+
+
 def test_a_row_longer_than_the_budget_is_named_before_the_call():
     with pytest.raises(DataError, match=r"row 2 \(uid=u2\) has 9 tokens, a micro-batch may hold 8; raise"):
         plan_rows(answered([4, 8, 9]), 2, budget=MicroBatchBudget(max_tokens=8))

@@ -48,6 +48,29 @@ def test_sequences_lie_whole_in_order_of_length(lengths: list[tuple[int, int]]) 
     assert [len(sequence) for sequence in stored] == sorted(p + r for p, r in lengths)
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
+def test_a_shared_prompt_is_stored_once_and_every_sequence_found_again(prompts: list[int], data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=9))
+    responses = data.draw(st.lists(st.integers(0, 5), min_size=len(numbers), max_size=len(numbers)))
+    drawn = [prompt for prompt, _ in make_rows([(length, 0) for length in prompts])]
+    rows = [
+        (drawn[number], response + 500)
+        for number, (_, response) in zip(numbers, make_rows([(0, length) for length in responses]), strict=True)
+    ]
+    packed, plain = (PackedMicroBatch.from_rows(rows, share_prompts=share) for share in (True, False))
+    assert packed.num_tokens == sum(prompts[number] for number in set(numbers)) + sum(responses)
+    assert torch.equal(packed.tokens[packed.predictors], plain.tokens[plain.predictors])
+    assert torch.equal(packed.targets, plain.targets)
+    assert packed.lengths == plain.lengths
+    if packed.shared is None:
+        assert len(set(numbers)) == len(numbers)
+        assert torch.equal(packed.tokens, plain.tokens)
+    else:
+        assert torch.equal(packed.tokens[packed.shared.spread], plain.tokens)
+        assert torch.equal(packed.shared.spread[packed.shared.kept], torch.arange(packed.num_tokens))
+
+
 def test_columns_go_along() -> None:
     packed = PackedMicroBatch.from_rows(make_rows([(1, 2), (2, 1)]), {"weights": torch.arange(3.0)})
     assert packed.to(torch.device("cpu")).columns["weights"].tolist() == [0.0, 1.0, 2.0]

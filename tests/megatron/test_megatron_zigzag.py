@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_megatron_packed import ROWS, make_rows
 
+from megarl.errors import DataError
 from megarl.megatron import PackedMicroBatch
 from megarl.megatron.zigzag import MicroBatchPart, cut, padded_lengths, rank_indices
 
@@ -109,3 +111,19 @@ def test_a_filler_is_a_sequence_of_its_own_at_the_end() -> None:
     assert cut(packed, multiple=4).lengths == (2, 5, 1)
     assert cut(packed, 2, 0, 4).lengths == (4, 8, 4)
     assert cut(packed, 2, 0).runs() == ((1, 4), (1, 8))
+
+
+def test_sequences_that_share_a_prompt_stay_on_one_rank() -> None:
+    prompt = torch.tensor([5, 6])
+    rows = [(prompt, torch.tensor([7])), (torch.tensor([9]), torch.tensor([8])), (prompt, torch.tensor([1, 2]))]
+    packed = PackedMicroBatch.from_rows(rows, share_prompts=True)
+    part = cut(packed, multiple=4)
+    assert part.tokens.tolist() == [9, 8, 5, 6, 7, 1, 2, 0]
+    assert part.positions.tolist() == [0, 1, 0, 1, 2, 2, 3, 0]
+    assert part.lengths == (2, 3, 4, 1)
+    assert part.shared is not None
+    assert part.tokens[part.shared.spread].tolist() == [9, 8, 5, 6, 7, 5, 6, 1, 2, 0]
+    assert part.shared.spread[part.shared.kept].tolist() == list(range(8))
+    assert part.predictors.tolist() == [3, 0, 3, 5]
+    with pytest.raises(DataError, match="context parallelism over 2 ranks cannot divide"):
+        cut(packed, 2, 0)

@@ -214,7 +214,11 @@ def draw(number: int, subjects: dict[tuple[str, bool], Subject]) -> Case:
         experts,
         LOSS_AGG_MODES[number % len(LOSS_AGG_MODES)],
         layout,
-        MicroBatchBudget(**cut, multiple=layout.pp if layout.vpp > 1 else 1),
+        MicroBatchBudget(
+            **cut,
+            multiple=layout.pp if layout.vpp > 1 else 1,
+            share_prompts=layout.cp == 1 and number // 4 % 2 == 0,
+        ),
         rng.randrange(1000),
         megatron,
         rng.random() < 0.3,

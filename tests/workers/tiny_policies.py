@@ -16,7 +16,7 @@ from megarl.data import DataProto
 VOCAB, EOS, PAD = 101, 7, 0  # a prime: no tensor-parallel size divides it
 TEMPERATURE = 0.7
 PROMPT_WIDTH, RESPONSE_WIDTH = 7, 8
-ROW_LENGTHS = [(3, 5), (7, 2), (4, 4), (1, 8), (5, 3), (2, 6), (6, 2), (3, 1)]
+ROW_LENGTHS = [(3, 5), (7, 2), (4, 4), (1, 8), (4, 4), (2, 6), (4, 4), (3, 1)]  # prompts of one length are the same
 UNTRAINED_ROW = 2  # its whole response is masked, as where a reward failed
 
 LR, WARMUP, CLIP_GRAD, EPS, WEIGHT_DECAY = 1e-2, 3, 0.5, 1e-3, 0.1
@@ -103,8 +103,10 @@ def answers(seed: int = 0) -> DataProto:
     responses = torch.full((count, RESPONSE_WIDTH), PAD)
     attention = torch.zeros(count, PROMPT_WIDTH + RESPONSE_WIDTH, dtype=torch.int64)
     mask = torch.zeros(count, RESPONSE_WIDTH, dtype=torch.int64)
+    drawn: dict[int, Tensor] = {}
     for row, (prompt, response) in enumerate(ROW_LENGTHS):
-        prompts[row, PROMPT_WIDTH - prompt :] = torch.randint(1, VOCAB, (prompt,), generator=generator)
+        tokens = torch.randint(1, VOCAB, (prompt,), generator=generator)
+        prompts[row, PROMPT_WIDTH - prompt :] = drawn.setdefault(prompt, tokens)
         responses[row, :response] = torch.randint(1, VOCAB, (response,), generator=generator)
         attention[row, PROMPT_WIDTH - prompt : PROMPT_WIDTH + response] = 1
         mask[row, :response] = int(row != UNTRAINED_ROW)

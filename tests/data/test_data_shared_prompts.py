@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data import DataProto, fewest_micro_batches
+from megarl.data.shared_prompts import SharedPromptRows, divided, plan_families, units_of_micro_batches
+from megarl.models.sequence_cost import SequenceCost
+
+COST = SequenceCost(linear=10.0, quadratic=1.0)
+
+
+@st.composite
+def families(draw: st.DrawFn) -> SharedPromptRows:
+    """Rows of up to five prompts, in any order."""
+    prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+    numbers = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=12))
+    responses = draw(st.lists(st.integers(0, 9), min_size=len(numbers), max_size=len(numbers)))
+    return SharedPromptRows([prompts[number] for number in numbers], responses, numbers)
+
+
+def tokens_of(rows: SharedPromptRows, chosen: list[int]) -> int:
+    """Counted one by one: a token is its family and position, or its row and position."""
+    tokens = set()
+    for row in chosen:
+        tokens |= {("prompt", rows.families[row], index) for index in range(rows.prompt_lengths[row])}
+        tokens |= {("response", row, index) for index in range(rows.response_lengths[row])}
+    return len(tokens)
+
+
+def test_rows_of_a_batch_belong_together_by_their_real_prompt_tokens() -> None:
+    batch = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[0, 5, 6], [5, 5, 6], [0, 5, 6], [0, 0, 6]]),  # 0 is padding, but in the last row
+            "responses": torch.tensor([[1, 2], [1, 2], [3, 0], [4, 5]]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]),
+        }
+    )
+    rows = SharedPromptRows.of(batch)
+    assert rows.prompt_lengths == [2, 3, 2, 2]
+    assert rows.response_lengths == [2, 2, 1, 2]
+    assert rows.together(range(4)) == [[0, 2], [1], [3]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(families(), st.integers(18, 60))
+def test_units_hold_every_row_once_fit_and_never_need_more_micro_batches(rows: SharedPromptRows, budget: int) -> None:
+    chosen = list(range(len(rows.families)))
+    units = units_of_micro_batches(rows, chosen, budget)
+    assert sorted(itertools.chain(*units)) == chosen
+    for unit in units:
+        assert len({rows.families[row] for row in unit}) == 1
+        assert rows.tokens(unit) == tokens_of(rows, unit) <= budget
+    alone = [rows.prompt_lengths[row] + rows.response_lengths[row] for row in chosen]
+    needed = fewest_micro_batches([rows.tokens(unit) for unit in units], max_tokens=budget)
+    assert needed <= fewest_micro_batches(alone, max_tokens=budget)
+
+
+@settings(max_examples=60, deadline=None)
+@given(families(), st.integers(1, 20))
+def test_units_are_divided_until_there_are_enough(rows: SharedPromptRows, count: int) -> None:
+    chosen = list(range(len(rows.families)))
+    units = units_of_micro_batches(rows, chosen, 200)
+    parts = divided(units, count)
+    assert sorted(itertools.chain(*parts)) == chosen
+    assert len(parts) == max(len(units), min(count, len(chosen)))
+
+
+def test_the_cost_counts_a_shared_prompt_once_and_attention_for_every_row() -> None:
+    rows = SharedPromptRows([4, 4, 3], [2, 1, 5], [0, 0, 1])
+    assert rows.cost([0, 1, 2], COST) == 10 * (4 + 2 + 1 + 3 + 5) + 6**2 + 5**2 + 8**2
+
+
+@settings(max_examples=60, deadline=None)
+@given(families(), st.integers(1, 3), st.booleans())
+def test_ranks_get_whole_families(rows: SharedPromptRows, dp: int, equal: bool) -> None:
+    plan = plan_families(rows, COST, dp, len(rows.families), equal=equal)
+    sizes = [len(family) for family in rows.together(range(len(rows.families)))]
+    if plan is None:
+        assert len(sizes) < dp or (equal and (len(set(sizes)) > 1 or len(sizes) % dp))
+        return
+    assert sorted(itertools.chain(*plan)) == list(range(len(rows.families)))
+    owners = {(rows.families[row], rank) for rank, part in enumerate(plan) for row in part}
+    assert len(owners) == len(sizes)
+    assert not equal or len({len(part) for part in plan}) == 1
