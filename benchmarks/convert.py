@@ -1,9 +1,9 @@
 """Converts a synthetic model and compares with ``cp`` of the same bytes: time, and the converter's peak memory.
 
-``python benchmarks/convert.py [--gigabytes 8] [--rounds 3] [--folder DIR]`` needs three times the model's size on the
-disk of ``--folder`` and removes it all. Each round times ``cp`` and both directions, in turn, each followed by an fsync
-of every file it wrote, from the start of its process to its end. The model has layers of Llama-3-8B's shape and a
-vocabulary of 128,256, in bfloat16.
+``python benchmarks/convert.py [--gigabytes 8] [--rounds 3] [--folder DIR]`` needs four times the model's size on the
+disk of ``--folder`` and removes it all. Each round times both directions, each beside a ``cp`` of the same folder, from
+the start of the process to the end of an fsync of every file that it wrote. The model has layers of Llama-3-8B's shape
+and a vocabulary of 128,256, in bfloat16.
 """
 
 from __future__ import annotations
@@ -99,25 +99,24 @@ def timed(command: list[str], written: Path) -> Run:
     return Run(time.perf_counter() - begin, usage.ru_maxrss / 1024)
 
 
-def one_round(source: Path, work: Path, workers: list[str], first: int) -> dict[str, Run]:
-    """cp and both directions, begun by another one each round."""
+def one_round(source: Path, work: Path, workers: list[str], number: int) -> dict[str, tuple[Run, Run]]:
+    """Each direction beside a ``cp`` of its own, which goes first in every other round."""
     role, copy, back = work / "role", work / "copy", work / "back"
     tool = [sys.executable, str(TOOL)]
-    copy_command = ["cp", "-r", "--sparse=never", "--reflink=never", str(source), str(copy)]
     results = {}
-
-    def copying() -> None:
-        results["cp"] = timed(copy_command, copy)
-        shutil.rmtree(copy)
-
-    def converting() -> None:
-        results["hf-to-megatron"] = timed([*tool, "hf-to-megatron", str(source), str(role), *workers], role)
-        results["megatron-to-hf"] = timed([*tool, "megatron-to-hf", str(role), str(back), *workers], back)
-        shutil.rmtree(back)
-        shutil.rmtree(role)
-
-    for action in (copying, converting) if first % 2 == 0 else (converting, copying):
-        action()
+    for name, given, made in (("hf-to-megatron", source, role), ("megatron-to-hf", role, back)):
+        pair = [
+            (["cp", "-r", "--sparse=never", "--reflink=never", str(given), str(copy)], copy),
+            ([*tool, name, str(given), str(made), *workers], made),
+        ]
+        runs = {}
+        for command, written in pair if number % 2 == 0 else pair[::-1]:
+            os.sync()
+            runs[command[0]] = timed(command, written)
+            if written in (copy, back):
+                shutil.rmtree(written)
+        results[name] = (runs[sys.executable], runs["cp"])
+    shutil.rmtree(role)
     return results
 
 
@@ -130,8 +129,8 @@ def main() -> None:
     args = parser.parse_args()
     layers = max(1, math.ceil((args.gigabytes * 1e9 - OTHER_BYTES) / LAYER_BYTES))
     size = OTHER_BYTES + layers * LAYER_BYTES
-    if shutil.disk_usage(args.folder).free < 3.2 * size:
-        sys.exit(f"{args.folder} has no room for {3.2 * size / 1e9:.0f} GB")
+    if shutil.disk_usage(args.folder).free < 4.2 * size:
+        sys.exit(f"{args.folder} has no room for {4.2 * size / 1e9:.0f} GB")
     workers = ["--workers", str(args.workers)] if args.workers else []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="megarl-convert-") as folder:
         work = Path(folder)
@@ -140,14 +139,16 @@ def main() -> None:
     print(
         f"{processor()}, {os.cpu_count()} cores; {size / 1e9:.2f} GB, {layers} layers; medians of {args.rounds} rounds"
     )
-    print(f"{'':16}{'s':>8}{'GB/s':>8}{'x cp':>8}{'peak MB':>10}{'limit MB':>10}")
+    print(f"{'':16}{'s':>8}{'cp, s':>8}{'x cp':>8}{'GB/s':>8}{'peak MB':>10}{'limit MB':>10}   x cp of each round")
     limit = 2 * largest / 2**20 + 500
     for name in rounds[0]:
-        seconds = statistics.median(r[name].seconds for r in rounds)
-        ratio = statistics.median(r[name].seconds / r["cp"].seconds for r in rounds)
-        peak = max(r[name].megabytes for r in rounds)
-        limits = "" if name == "cp" else f"{limit:10.0f}"
-        print(f"{name:16}{seconds:8.1f}{size / 1e9 / seconds:8.2f}{ratio:8.2f}{peak:10.0f}{limits}")
+        ours, cps = ([r[name][side] for r in rounds] for side in (0, 1))
+        seconds, reference = (statistics.median(run.seconds for run in runs) for runs in (ours, cps))
+        ratios = [a.seconds / b.seconds for a, b in zip(ours, cps, strict=True)]
+        print(
+            f"{name:16}{seconds:8.1f}{reference:8.1f}{statistics.median(ratios):8.2f}{size / 1e9 / seconds:8.2f}"
+            f"{max(run.megabytes for run in ours):10.0f}{limit:10.0f}   {' '.join(f'{r:.2f}' for r in ratios)}"
+        )
 
 
 if __name__ == "__main__":

@@ -62,12 +62,13 @@ def find_checkpoint(path: Path, role: str | None = None) -> Path:
             return find_checkpoint(path / name)
     if (path / "dist_ckpt").is_dir():
         return find_checkpoint(path / "dist_ckpt")
-    if any((path / name).is_file() for name in (CONFIG, SINGLE_FILE, INDEX_FILE)):
-        if (path / STATE_FILE).is_file():
-            raise CheckpointError(f"{path / INDEX} is missing: the checkpoint is incomplete")
+    for folder in (path, path / "huggingface"):
+        if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+            return folder
+    if (path / STATE_FILE).is_file() or any(path.glob("*.distcp")):
+        raise CheckpointError(f"{path / INDEX} is missing: the checkpoint is incomplete")
+    if (path / CONFIG).is_file():
         return path
-    if (path / "huggingface" / CONFIG).is_file():
-        return path / "huggingface"
     found = [name for name in _PICKLED if (path / name).exists()]
     reason = f" ({found[0]} is a pickle, which could run code: save as safetensors or torch_dist)" if found else ""
     raise CheckpointError(

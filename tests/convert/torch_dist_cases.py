@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from distributed import Place
 
-from megarl.megatron import cuda_on_cpu, init_runtime, shutdown_runtime
+from megarl.megatron import EngineOptions, MegatronEngine, cuda_on_cpu, init_runtime, shutdown_runtime
+from megarl.megatron.layers import SwiGLU
 from megarl.megatron.weights import global_names
 from megarl.models import ParallelLayout, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
@@ -23,7 +25,8 @@ class Foreign(NamedTuple):
     prefix: str = ""
     per_layer: bool = False  # a name for each layer instead of one tensor for all
     with_optimizer: bool = False
-    grouped_experts: bool = False  # Megatron's newer names of experts
+    apart: bool = False  # gate and up, and every expert, in tensors of their own
+    hf_checkpoint: str = ""  # in the arguments, as slime has it
 
 
 def save_torch_dist(place: Place, model: str, folder: str, foreign: Foreign) -> None:
@@ -34,15 +37,30 @@ def save_torch_dist(place: Place, model: str, folder: str, foreign: Foreign) -> 
         with cuda_on_cpu.active():
             module = _stock_model(HFReader(model), layout, runtime.coordinate.pp, foreign)
             _fill(module, HFReader(model), layout, place.rank)
-            metadata = {"non_homogeneous_layers": foreign.per_layer, "singleton_local_shards": False}
+            metadata = {"non_homogeneous_layers": foreign.per_layer, "singleton_local_shards": foreign.apart}
             state: dict[str, Any] = dict(module.sharded_state_dict(prefix=foreign.prefix, metadata=metadata))
             if foreign.with_optimizer:
                 state["optimizer"] = _moments(module, foreign.prefix, metadata)
+            if foreign.hf_checkpoint:
+                state["args"] = argparse.Namespace(hf_checkpoint=foreign.hf_checkpoint)
             state |= {"iteration": 7, "checkpoint_version": 3.0}
-            if place.rank == 0:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            torch.distributed.barrier()
             _save(state, folder)
+    finally:
+        shutdown_runtime()
+
+
+def save_engine_torch_dist(place: Place, model: str, folder: str, layout: ParallelLayout) -> None:
+    """The same from the model of megarl's engine, for what a stock model needs CUDA kernels for."""
+    reader = HFReader(model)
+    runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
+    try:
+        (module,) = MegatronEngine(reader.config, layout, runtime, EngineOptions()).chunks
+        with cuda_on_cpu.active():
+            _fill(module, reader, layout, place.rank)
+            for part in module.modules():
+                if isinstance(part, SwiGLU):  # Megatron asks every part of an MLP for its state, and it has none
+                    part.sharded_state_dict = lambda *names: {}
+            _save(dict(module.sharded_state_dict()), folder)
     finally:
         shutdown_runtime()
 
@@ -52,6 +70,7 @@ def _save(state: dict[str, Any], folder: str) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    Path(folder).mkdir(parents=True, exist_ok=True)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     dist_checkpointing.save(state, folder)
     filesystem_async._results_queue = None
@@ -95,7 +114,7 @@ def _stock_model(reader: HFReader, layout: ParallelLayout, stage: int, foreign: 
             "moe_layer_freq": [int(has) for has in model.experts.layers],
             "moe_router_topk": model.experts.per_token,
             "moe_token_dispatcher_type": "allgather",
-            "moe_grouped_gemm": foreign.grouped_experts,
+            "moe_grouped_gemm": False,
         }
     config = TransformerConfig(**settings)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")

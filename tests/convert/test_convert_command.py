@@ -1,0 +1,241 @@
+"""The tool as a user meets it: wrong folders, comparisons, interruptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from checkpoints import assert_same, run, tensors_of
+from safetensors.torch import save_file
+
+from megarl.convert import conversion
+from megarl.convert.open import open_source
+from megarl.errors import MegarlError
+
+Model = Callable[[str], Path]
+TOOL = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
+KILLED_AT_THIRD_FILE = """
+import os, signal, sys
+from megarl.convert.command import main
+from megarl.convert.unfinished import Unfinished
+record = Unfinished.record
+def kill(self, name):
+    if len(self.finished) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    record(self, name)
+Unfinished.record = kill
+main(sys.argv[1:])
+"""
+
+
+def broken(model: Path, folder: Path, how: str) -> Path:
+    copytree(model, folder)
+    config = folder / "config.json"
+    tensors = tensors_of(model)
+    match how:
+        case "no config":
+            config.unlink()
+        case "unknown architecture":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["GPT2LMHeadModel"]}))
+        case "missing shard":
+            (folder / "model.safetensors").unlink()
+            placed = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+        case "truncated":
+            os.truncate(folder / "model.safetensors", 100_000)
+        case "wrong shape":
+            tensors["model.norm.weight"] = torch.ones(31)
+            save_file(tensors, folder / "model.safetensors")
+        case "neither":
+            for file in folder.iterdir():
+                file.unlink()
+        case "pickled":
+            (folder / "model.safetensors").unlink()
+            config.unlink()
+            torch.save(tensors, folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("no config", ["has no config.json"]),
+        ("unknown architecture", ["GPT2LMHeadModel", "known ones", "Qwen2ForCausalLM"]),
+        ("missing shard", ["lacks shard 'model-00001-of-00001.safetensors'"]),
+        ("truncated", ["model.safetensors is truncated: 100000 bytes"]),
+        ("wrong shape", ["'model.norm.weight' has shape [31], config.json implies [32]"]),
+        ("neither", ["is neither a Hugging Face folder", "nor a Megatron checkpoint"]),
+        ("pickled", ["pytorch_model.bin is a pickle"]),
+    ],
+)
+def test_bad_model_folders_are_told_apart(
+    how: str, told: list[str], model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = broken(model("qwen2"), tmp_path / "bad", how)
+    run("hf-to-megatron", folder, tmp_path / "out", expect=1)
+    message = capsys.readouterr().err
+    assert all(part in message for part in told), message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("missing", "__0_0.distcp is missing"),
+        ("truncated", "__0_0.distcp is truncated"),
+        ("no index", ".metadata is missing"),
+        ("damaged", "__0_0.distcp, archive at byte"),
+        ("state", "state.json is malformed"),
+        ("other model", "tensor 'model.layers.1.input_layernorm.weight' has shape [32]; by"),
+    ],
+)
+def test_bad_roles_are_told_apart(
+    how: str, told: str, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    role = tmp_path / "role"
+    run("hf-to-megatron", model("qwen2"), role)
+    config = role / "huggingface" / "config.json"
+    match how:
+        case "missing":
+            (role / "__0_0.distcp").unlink()
+        case "truncated":
+            os.truncate(role / "__0_0.distcp", 1000)
+        case "no index":
+            (role / ".metadata").unlink()
+        case "damaged":
+            with open(role / "__0_0.distcp", "r+b") as file:
+                file.write(bytes(2000))
+                file.seek(-2000, os.SEEK_END)
+                file.write(bytes(2000))
+        case "state":
+            (role / "state.json").write_text("{}")
+        case "other model":
+            config.write_text(
+                json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1, "layer_types": None})
+            )
+    capsys.readouterr()
+    run("megatron-to-hf", role, tmp_path / "out", expect=1)
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_names_every_difference(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = model("qwen2")
+    run("hf-to-megatron", source, tmp_path / "role")
+    changed = copytree(source, tmp_path / "changed")
+    tensors = tensors_of(source)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.25
+    tensors["model.layers.1.mlp.up_proj.weight"][7, 5] -= 0.125
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, changed / "model.safetensors")
+    capsys.readouterr()
+    run("verify", tmp_path / "role", changed, expect=1)
+    told = capsys.readouterr().out
+    assert "different: 2" in told and "NOT equal: 27 tensors compared" in told
+    assert "model.layers.1.mlp.up_proj.weight: 2 elements, by at most 0.25" in told
+    assert "model.norm.weight: 1 elements, by at most nan" in told
+    run("verify", changed, changed)
+
+    capsys.readouterr()
+    run("verify", source, model("qwen2_tied"), expect=1)
+    assert "missing in" in (told := capsys.readouterr().out) and "  lm_head.weight" in told
+    run("verify", model("qwen2_tied"), source, expect=1)
+    assert "unexpected in" in capsys.readouterr().out
+    run("verify", model("llama"), model("mistral"), expect=1)
+    told = capsys.readouterr().out
+    assert "of another shape" in told and "model.layers.0.self_attn.q_proj.weight: [32, 32] and [48, 32]" in told
+
+
+def test_companions_come_along(model: Model, tmp_path: Path) -> None:
+    source = copytree(model("qwen2"), tmp_path / "model")
+    texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "chat_template.jinja": "{{ x }}"}
+    for name, text in texts.items():
+        (source / name).write_text(text)
+    run("hf-to-megatron", source, tmp_path / "role")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "back")
+    for name in (*texts, "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
+    assert before == after
+
+
+def test_what_exists_is_not_replaced_unasked(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("hf-to-megatron", model("qwen2"), tmp_path / "role")
+    run("hf-to-megatron", model("qwen3"), tmp_path / "role", expect=1)
+    assert "exists already" in capsys.readouterr().err
+    run("hf-to-megatron", model("qwen3"), tmp_path / "role", "--overwrite")
+    run("verify", model("qwen3"), tmp_path / "role")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "role", "--overwrite", expect=1)
+    assert "holds the source" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["role"]
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conversion, "SPARE_BYTES", 1 << 60)
+    run("hf-to-megatron", model("qwen2"), tmp_path / "role", expect=1)
+    assert "GB free" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.distcp"))
+
+
+@pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_killed_conversion_never_looks_finished_and_goes_on(
+    command: str, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = model("qwen2"), tmp_path / "out"
+    if command == "megatron-to-hf":
+        source = tmp_path / "role"
+        run("hf-to-megatron", model("qwen2"), source)
+    line = [command, str(source), str(out), "--max-shard-size", "40KB", "--workers", "1"]
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT_THIRD_FILE, *line], timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    left = tmp_path / ".out.converting"
+    with pytest.raises(MegarlError, match=r"neither|\.metadata is missing"):
+        open_source(left)
+    capsys.readouterr()
+    run(*line, "--dtype", "bfloat16", expect=1)
+    assert "--restart discards it" in capsys.readouterr().err
+    run(*line)
+    assert "2 of them from the interrupted conversion" in capsys.readouterr().out
+    assert not left.exists() and not any("conversion" in path.name for path in out.iterdir())
+    run("verify", source, out)
+
+
+def test_an_interrupted_conversion_can_begin_anew(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["hf-to-megatron", str(model("qwen2")), str(tmp_path / "out"), "--max-shard-size", "40KB"]
+    subprocess.run([sys.executable, "-c", KILLED_AT_THIRD_FILE, *line, "--dtype", "bfloat16"], timeout=120, check=False)
+    run(*line, "--restart")
+    assert "from the interrupted conversion" not in capsys.readouterr().out
+    run("verify", model("qwen2"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_tool_runs_without_megatron_and_without_options(model: Model, tmp_path: Path) -> None:
+    """As a script, with Megatron and Ray out of reach."""
+    blocked = "import sys; sys.modules['megatron'] = sys.modules['ray'] = sys.modules['transformers'] = None; "
+    start = f"{blocked}import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    for line in (
+        ["hf-to-megatron", model("qwen3_moe"), tmp_path / "role"],
+        ["megatron-to-hf", tmp_path / "role", tmp_path / "back"],
+    ):
+        subprocess.run([sys.executable, "-c", start, TOOL, *line], check=True, timeout=120)
+    assert_same(model("qwen3_moe"), tmp_path / "back")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--max-shard-size", "big"), ("--workers", "0"), ("--dtype", "int4")])
+def test_wrong_options_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run("hf-to-megatron", "a", "b", option, value)
+    assert stopped.value.code == 2 and option in capsys.readouterr().err
