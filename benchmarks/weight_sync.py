@@ -397,7 +397,7 @@ def measure(config: ModelConfig, tp: int, transport: str, bucket: int, rounds: i
     }
 
 
-class clock:  # noqa: N801 -- reads as a word
+class clock:
     """Appends the seconds of a block."""
 
     def __init__(self, seconds: list[float]) -> None:

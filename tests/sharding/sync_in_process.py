@@ -103,7 +103,8 @@ class Source(Side):
     def checksums(self):
         def shares(rank):
             params = self.setup.weight_map.export_params(self.setup.train, rank)
-            return shares_of(params, self.ranks[rank], self.setup.dtype, frozenset(), convert=True)
+            kept = self.setup.plan.float32_params
+            return shares_of(params, self.ranks[rank], self.setup.dtype, kept, convert=True)
 
         return self.run("checksums of source", shares)
 
@@ -123,7 +124,7 @@ class Target(Side):
 
         def receiver(rank):
             buckets, params = setup.plan.received_by(rank), setup.rollout_params(rank)
-            size = largest_bucket(buckets, setup.dtype, frozenset())
+            size = largest_bucket(buckets, setup.dtype, setup.plan.float32_params)
             links = Links.of_rollout(routes, rank, sources(buckets), CPU, address, size)
             return BucketReceiver(setup.plan, rank, params, self.engines[rank], links, setup.dtype)
 
@@ -152,8 +153,8 @@ class Target(Side):
 
     def checksums(self):
         def shares(rank):
-            weights = self.engines[rank].weights
-            return shares_of(self.setup.rollout_params(rank), weights, self.setup.dtype, frozenset(), convert=False)
+            weights, kept = self.engines[rank].weights, self.setup.plan.float32_params
+            return shares_of(self.setup.rollout_params(rank), weights, self.setup.dtype, kept, convert=False)
 
         return self.run("checksums of target", shares)
 
@@ -174,10 +175,12 @@ class Setup:
         bucket=400,
         dtype=torch.float32,
         ep=1,
+        held=None,
         places=None,
         **options,
     ):
         self.weight_map, self.train, self.dtype, self.log = weight_map, train, dtype, []
+        self.held = held or dtype  # by the trainer; sent and held by the engines is ``dtype``
         self.tp, self.ep, self.replicas = tp, ep, replicas
         self.plan = build_plan(weight_map, train, RolloutLayout(tp, ep, replicas), bucket, dtype.itemsize)
         train_places, rollout_places = places or ([this_place()] * train.world_size, [this_place()] * tp * replicas)
@@ -196,13 +199,15 @@ class Setup:
         return self.weight_map.rollout_params(self.tp, rank % self.tp, self.ep)
 
     def checkpoint(self, step):
-        return {n: t + step for n, t in labelled_checkpoint(self.weight_map, self.dtype).items()}
+        return {n: t + step for n, t in labelled_checkpoint(self.weight_map, self.held).items()}
 
     def trainer(self, step):
         return training_tensors(self.weight_map, self.train, self.checkpoint(step))
 
     def expected(self, step):
-        return rollout_tensors(self.weight_map, self.tp, self.replicas, self.checkpoint(step), ep=self.ep)
+        ranks = rollout_tensors(self.weight_map, self.tp, self.replicas, self.checkpoint(step), ep=self.ep)
+        kept = self.plan.float32_params
+        return [{name: t if name in kept else t.to(self.dtype) for name, t in rank.items()} for rank in ranks]
 
     def assert_engines_hold(self, step):
         for engine, expected in zip(self.engines, self.expected(step), strict=True):

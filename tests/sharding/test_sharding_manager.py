@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import model, plan_cases
 from resharding_cases import cases, weight_map_of
 from sync_in_process import Engine, Setup, two_nodes
 
@@ -80,6 +81,31 @@ def test_bfloat16(setup, transport):
     one = setup(weight_map_of(), layout, 1, 1, transport=transport, dtype=torch.bfloat16, verify_freq=1)
     one.manager.sync_weights()
     one.assert_engines_hold(0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(plan_cases(), st.sampled_from(["inline", "shared_memory"]))
+def test_every_family_in_the_number_format_of_the_engine_but_for_what_is_kept_in_float32(case, transport):
+    tp, ep, replicas = case.rollout
+    options = {"transport": transport, "ep": ep, "dtype": torch.bfloat16, "held": torch.float32, "verify_freq": 1}
+    setup = Setup(case.weight_map, case.train, tp, replicas, **options)
+    try:
+        setup.manager.sync_weights()
+        setup.assert_engines_hold(0)
+    finally:
+        setup.close()
+
+
+def test_deepseeks_router_bias_arrives_in_float32(setup):
+    sizes = {"layers": 2, "hidden": 8, "ffn": 4, "heads": 2, "groups": 2, "vocab": 20, "tied": False}
+    weight_map = model("DeepseekV3ForCausalLM", **sizes)
+    one = setup(weight_map, ParallelLayout(pp=2), 2, 1, dtype=torch.bfloat16, held=torch.float32, verify_freq=1)
+    # The plan's limit holds one element of four bytes; labels beyond 256 are no bfloat16 numbers.
+    one.manager.sync_weights()
+    one.assert_engines_hold(0)
+    (kept,) = {name for name in one.plan.float32_params if name in one.engines[0].weights}
+    bias = one.engines[1].weights[kept]
+    assert bias.dtype == torch.float32 and not torch.equal(bias, bias.bfloat16().float())
 
 
 # ---- order

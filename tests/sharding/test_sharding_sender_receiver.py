@@ -1,9 +1,9 @@
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 import torch
+from plan_cases import ListedPlan
 from resharding_cases import labelled_checkpoint, training_tensors, weight_map_of
 
 from megarl.errors import WeightSyncError
@@ -31,16 +31,6 @@ class Engine:
         self.calls.append("end")
 
 
-class Sent(NamedTuple):
-    """What a sender reads of a plan."""
-
-    buckets: list[Bucket]
-    float32_params: frozenset[str] = frozenset()
-
-    def sent_by(self, rank):
-        return [Bucket(tuple(m for m in b.moves if m.src_rank == rank), b.nbytes) for b in self.buckets]
-
-
 MOVE = Move(0, "src", 1, "dst", (1, 0), (0, 2), (2, 3))
 BUCKET = Bucket((MOVE, MOVE._replace(src_rank=2), MOVE._replace(dst_rank=0)), 0)
 PARAMS = {"src": torch.arange(12.0).reshape(4, 3)}
@@ -57,7 +47,7 @@ def values_of(shipment, moves, dtype=torch.float32, float32_params=frozenset()):
 
 
 def test_a_rank_exports_what_it_sends_and_to_whom():
-    exports = {rank: sender_of(Sent([BUCKET]), rank).export_bucket(0) for rank in range(3)}
+    exports = {rank: sender_of(ListedPlan((BUCKET,)), rank).export_bucket(0) for rank in range(3)}
     assert {rank: set(export) for rank, export in exports.items()} == {0: {0, 1}, 1: set(), 2: {1}}
     routed = route_shipments(exports.values())
     assert {dst: [s.src_rank for s in group] for dst, group in routed.items()} == {0: [0], 1: [0, 2]}
@@ -72,14 +62,14 @@ def test_a_rank_exports_what_it_sends_and_to_whom():
     ],
 )
 def test_parameters_that_the_plan_does_not_fit_are_refused_and_nothing_stays_packed(params, message):
-    sender = sender_of(Sent([BUCKET]), params=params)
+    sender = sender_of(ListedPlan((BUCKET,)), params=params)
     with pytest.raises(WeightSyncError, match=message):
         sender.export_bucket(0)
     assert not sender.pools["host"]._lent
 
 
 def test_a_third_bucket_waits_for_the_first_to_be_released():
-    sender = sender_of(Sent([BUCKET] * 3))
+    sender = sender_of(ListedPlan((BUCKET,) * 3))
     sender.export_bucket(0)
     sender.export_bucket(1)
     with pytest.raises(WeightSyncError, match="all 2 weight buffers are in use; release a bucket first"):
@@ -96,7 +86,7 @@ def test_weights_are_sent_in_the_engines_number_format_but_for_those_kept_in_flo
     moves = (MOVE, bias, MOVE._replace(src_start=(0, 1), shape=(3, 1)))
     params = {"src": torch.arange(12.0).reshape(4, 3) / 7, "bias": torch.tensor([0.1, 0.2, 0.3, 0.4])}
     kept = frozenset(["router.bias", "bias"])
-    sender = sender_of(Sent([Bucket(moves, 0)], kept), params=params, dtype=torch.bfloat16)
+    sender = sender_of(ListedPlan((Bucket(moves, 0),), kept), params=params, dtype=torch.bfloat16)
     shipment = sender.export_bucket(0)[1]
     assert len(shipment.payload.data) == 6 * 2 + 3 * 4 + 3 * 2
     values = values_of(shipment, moves, torch.bfloat16, kept)
