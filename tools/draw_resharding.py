@@ -1,0 +1,156 @@
+"""Draws how one matrix of each of two layers goes from a training layout into an engine, from a real reshard plan.
+
+    python tools/draw_resharding.py [docs/images/resharding.svg]
+
+Every band of the picture is one move of the plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.models import ParallelLayout, WeightMap, parse_model_config
+from megarl.sharding import Move, RolloutLayout, build_plan
+
+OUTPUT = Path("docs/images/resharding.svg")
+TRAIN, ROLLOUT = ParallelLayout(tp=2, pp=2), RolloutLayout(tp=4)
+SOURCE, TARGET = "decoder.layers.{}.mlp.linear_fc1.weight", "model.layers.{}.mlp.gate_up_proj.weight"
+LAYERS, FFN, HIDDEN = 2, 16, 4
+
+COLOURS = ("#3b6fb6", "#2a9d8f", "#d98324", "#b5446e")
+"""One per training rank."""
+WIDTH, HEIGHT = 940, 640
+TOP, BAR, LEFT, RIGHT = 100, 120, 190, 630
+PIXELS_PER_ROW = 6.0
+FONT = "font-family='system-ui, sans-serif'"
+
+
+class Span(NamedTuple):
+    """A run of rows, in pixels."""
+
+    top: float
+    bottom: float
+
+
+def matrix_moves() -> list[Move]:
+    """The moves of the first matrix of the MLP of each layer."""
+    config = parse_model_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": LAYERS,
+            "hidden_size": HIDDEN,
+            "intermediate_size": FFN,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 2,
+            "vocab_size": 32,
+            "max_position_embeddings": 64,
+        }
+    )
+    plan = build_plan(WeightMap(config), TRAIN, ROLLOUT, bucket_bytes=2**20, element_bytes=2)
+    names = {TARGET.format(layer) for layer in range(LAYERS)}
+    moves = (move for rank in range(ROLLOUT.world_size) for bucket in plan.received_by(rank) for move in bucket.moves)
+    return [move for move in moves if move.dst_param in names]
+
+
+def source_top(rank: int) -> float:
+    """Where a training rank's matrix begins: stages one under the other."""
+    return TOP + rank * 127.0
+
+
+def target_top(rank: int, layer: int) -> float:
+    """Where a rollout rank's matrix of a layer begins."""
+    return TOP + rank * 127.0 + layer * (2 * FFN / ROLLOUT.tp * PIXELS_PER_ROW + 5)
+
+
+def spans(move: Move) -> tuple[Span, Span]:
+    """Both ends of a move."""
+    layer, rows = int(move.dst_param.split(".")[2]), move.shape[0]
+    ends = []
+    for top, start in (
+        (source_top(move.src_rank), move.src_start[0]),
+        (target_top(move.dst_rank, layer), move.dst_start[0]),
+    ):
+        ends.append(Span(top + start * PIXELS_PER_ROW, top + (start + rows) * PIXELS_PER_ROW))
+    return ends[0], ends[1]
+
+
+def text(x: float, y: float, content: str, *, size: int = 13, anchor: str = "middle", colour: str = "#222") -> str:
+    """A line of text."""
+    return f"<text x='{x}' y='{y}' font-size='{size}' {FONT} text-anchor='{anchor}' fill='{colour}'>{content}</text>"
+
+
+def rectangle(x: float, span: Span, colour: str) -> str:
+    """The end of a move."""
+    return f"<rect x='{x}' y='{span.top:.1f}' width='{BAR}' height='{span.bottom - span.top:.1f}' fill='{colour}'/>"
+
+
+def rule(x: float, y: float) -> str:
+    """A line between the parts of a matrix."""
+    return f"<line x1='{x}' y1='{y}' x2='{x + BAR}' y2='{y}' stroke='white' stroke-width='2'/>"
+
+
+def band(source: Span, target: Span, colour: str) -> str:
+    """A move."""
+    start, stop, middle = LEFT + BAR, RIGHT, (LEFT + BAR + RIGHT) / 2
+    return (
+        f"<path d='M{start},{source.top:.1f} C{middle},{source.top:.1f} {middle},{target.top:.1f} "
+        f"{stop},{target.top:.1f} L{stop},{target.bottom:.1f} C{middle},{target.bottom:.1f} "
+        f"{middle},{source.bottom:.1f} {start},{source.bottom:.1f} Z' fill='{colour}' fill-opacity='0.28'/>"
+    )
+
+
+def labels() -> list[str]:
+    """What stands beside the bars."""
+    parts = [
+        text(LEFT + BAR / 2, 40, f"Actor: {TRAIN.describe().removesuffix(' DP1')}", size=18),
+        text(LEFT + BAR / 2, 62, "linear_fc1: each rank its half of gate, then of up", colour="#666"),
+        text(RIGHT + BAR / 2, 40, f"Engine: TP{ROLLOUT.tp}", size=18),
+        text(RIGHT + BAR / 2, 62, "gate_up_proj: each rank its quarter of both", colour="#666"),
+        text(WIDTH / 2, HEIGHT - 14, "Every band is one move: a rectangle of elements, sent once, to where it stays."),
+    ]
+    for rank in range(TRAIN.world_size):
+        where, top = TRAIN.coordinate(rank), source_top(rank)
+        parts.append(text(LEFT - 14, top + 40, f"rank {rank}", size=14, anchor="end", colour=COLOURS[rank]))
+        parts.append(text(LEFT - 14, top + 58, f"stage {where.pp}, tensor rank {where.tp}", anchor="end"))
+        parts.append(text(LEFT - 14, top + 76, f"layer {where.pp}", anchor="end"))
+        parts.append(rule(LEFT, top + FFN / TRAIN.tp * PIXELS_PER_ROW))
+        for half, name in enumerate(("gate", "up")):
+            middle = top + (half + 0.5) * FFN / TRAIN.tp * PIXELS_PER_ROW + 5
+            parts.append(text(LEFT + BAR / 2, middle, name, colour="white"))
+    for rank in range(ROLLOUT.world_size):
+        top = target_top(rank, 0)
+        parts.append(text(RIGHT + BAR + 80, top + 56, f"rank {rank}", size=14, anchor="start"))
+        for layer in range(LAYERS):
+            parts.append(rule(RIGHT, target_top(rank, layer) + FFN / ROLLOUT.tp * PIXELS_PER_ROW))
+            middle = target_top(rank, layer) + FFN / ROLLOUT.tp * PIXELS_PER_ROW + 5
+            parts.append(text(RIGHT + BAR + 12, middle, f"layer {layer}", anchor="start"))
+    return parts
+
+
+def draw() -> str:
+    """The picture as SVG."""
+    bands, ends = [], []
+    for move in matrix_moves():
+        source, target = spans(move)
+        colour = COLOURS[move.src_rank]
+        bands.append(band(source, target, colour))
+        ends += [rectangle(LEFT, source, colour), rectangle(RIGHT, target, colour)]
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' role='img'>"
+    title = "<title>How the first MLP matrix of two layers moves from the actor into the engine</title>"
+    back = f"<rect width='{WIDTH}' height='{HEIGHT}' fill='white'/>"
+    return "\n".join([head, title, back, *bands, *ends, *labels(), "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Writes the picture."""
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(draw(), encoding="utf-8")
+    print(f"{output}: {len(matrix_moves())} moves")
+
+
+if __name__ == "__main__":
+    main()
