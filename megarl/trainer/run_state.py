@@ -200,7 +200,8 @@ class RunState:
     def must_save(self) -> bool:
         """Whether to save after this step: it is due, the best so far, or the last before the run has to end."""
         reason = self.stop.step_done(self.saver.slowest_s)
-        return self.due(self.config.trainer.save_freq) or reason is not None or self._is_best()
+        ends_early = reason is not None and not self.is_last_step
+        return ends_early or self.due(self.config.trainer.save_freq) or self._is_best()
 
     def _is_best(self) -> bool:
         if self._best_by is None or self._score is None:
