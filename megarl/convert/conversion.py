@@ -15,7 +15,7 @@ from megarl.convert.source import HUGGING_FACE, MEGARL, Source
 from megarl.convert.transfer import transfer
 from megarl.convert.unfinished import Unfinished
 from megarl.errors import CheckpointError
-from megarl.models.hf_writer import COPIED_FILES
+from megarl.models.companions import copy_companions
 
 SPARE_BYTES = 64 << 20
 """What must stay free on the disk."""
@@ -80,12 +80,7 @@ def convert(source: Source, destination: Path, kind: str, options: Options) -> O
 def _write_small(folder: Path, plan: OutputPlan, source: Source) -> None:
     companions = folder / plan.companions
     companions.mkdir(exist_ok=True)
-    for pattern in COPIED_FILES:
-        for file in source.companions.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, companions / file.name)
-            elif file.is_dir():
-                shutil.copytree(file, companions / file.name, dirs_exist_ok=True)
+    copy_companions(source.companions, companions)
     for name, content in plan.small.items():
         (folder / name).write_bytes(content)
 

@@ -5,7 +5,8 @@
     <path>/.metadata, __<rank>_0.distcp     weights and optimizer state by Hugging Face name and rectangle
     <path>/state.json                       steps taken, number format, layout that saved, what was saved, versions
     <path>/random_<rank>.safetensors        generators of each rank
-    <path>/huggingface/                     the model as others read it, where asked for
+    <path>/huggingface/                     config and tokenizer of the model; where asked for, its weights as others
+                                            read them
 
 Every rank writes and reads its own part, its shard of the optimizer's state included, which is cut over data- and
 context-parallel ranks: nothing is gathered. In the layout that saved, a restored role goes on bit for bit; in another
@@ -26,7 +27,7 @@ from torch import nn
 from megarl.errors import CheckpointError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_blocks import blocks_of_range
-from megarl.megatron.checkpoint_export import export_beside
+from megarl.megatron.checkpoint_export import HF_FOLDER, export_beside
 from megarl.megatron.checkpoint_format import Item, ItemWriter, items_of, read_index, read_items, tensor_shapes
 from megarl.megatron.checkpoint_save import PendingSave
 from megarl.megatron.checkpoint_snapshot import HostSnapshot
@@ -54,6 +55,7 @@ from megarl.megatron.optimizer_state import (
 from megarl.megatron.random_state import load_random_state, save_random_state
 from megarl.megatron.together import together
 from megarl.models import LocalParam
+from megarl.models.companions import write_companions
 
 WEIGHT = "weight"
 
@@ -116,7 +118,7 @@ def begin_save(
 
     together(runtime, prepare, doing)
     together(runtime, partial(_check_empty, folder), doing)
-    files = together(runtime, partial(_write_own, engine, folder, state), doing)
+    files = together(runtime, partial(_write_own, engine, folder, state, copy_from), doing)
     if HF_MODEL in contents:
         files |= export_beside(engine, folder, copy_from)
     writer = None
@@ -129,7 +131,7 @@ def begin_save(
     return PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
 
 
-def _write_own(engine: MegatronEngine, folder: Path, state: RoleState) -> set[str]:
+def _write_own(engine: MegatronEngine, folder: Path, state: RoleState, copy_from: str | Path | None) -> set[str]:
     """Writes this rank's small files, as they are now; returns their names."""
     runtime, names = engine.runtime, set()
     if EXTRA in state.contents:
@@ -138,6 +140,8 @@ def _write_own(engine: MegatronEngine, folder: Path, state: RoleState) -> set[st
             save_random_state(folder / _random_file(runtime.rank), runtime.device)
     if runtime.rank == 0:
         names.add(write_state(folder, state))
+        if HF_MODEL not in state.contents:
+            names |= write_companions(folder / HF_FOLDER, engine.model.raw, copy_from)
     return names
 
 

@@ -17,21 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import CheckpointError
+from megarl.models.companions import copy_companions
 from megarl.models.hf_checkpoint import region
 from megarl.models.hf_config import VALUE_MODELS, ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SCORE, SINGLE_FILE
 from megarl.models.partition import LocalParam, Piece
-
-COPIED_FILES = (
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-)
-"""What is copied from the folder that the model came from; weights and config are written anew."""
 
 
 class _Assembly:
@@ -195,10 +185,10 @@ class HFWriter:
         if len(self._unwritten) > 1:
             self._write_index()
         self._write_json("config.json", self._exported_config())
-        self._copy_companions()
-        for file in self._folder.iterdir():
-            _flush(file)
-        _flush(self._folder)
+        if self._copy_from is not None:
+            copy_companions(self._copy_from, self._folder)
+        for path in [*self._folder.rglob("*"), self._folder]:
+            _flush(path)
         self._publish()
 
     def _write_index(self) -> None:
@@ -223,13 +213,6 @@ class HFWriter:
                 raw["architectures"] = [self._config.architecture.removesuffix("ForCausalLM") + VALUE_MODELS[0]]
             raw["id2label"], raw["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
         return raw
-
-    def _copy_companions(self) -> None:
-        if self._copy_from is not None:
-            for pattern in COPIED_FILES:
-                for file in self._copy_from.glob(pattern):
-                    if file.is_file():
-                        shutil.copyfile(file, self._folder / file.name)
 
     def _publish(self) -> None:
         # A folder cannot replace another in one step: for an instant between the two renames there is neither.
