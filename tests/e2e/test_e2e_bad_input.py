@@ -282,7 +282,7 @@ def checkpoint(small: list[str], start: Callable[..., CliRun]) -> Path:
     assert run.wait() == 0, run.output
     folder = run.folder / "outputs" / "quickstart" / "checkpoints" / "global_step_1"
     line = " ".join(run.output.split())  # the terminal wraps
-    assert_says(line, "Ended after step 1 of 5 (trainer.max_wall_seconds=1: 0 s left")
+    assert_says(line, "Ended after step 1 of 5 (trainer.max_wall_seconds=1: 0 s are left")
     assert_says(line.replace(" ", ""), f"savedin{folder}.Togoon,runthesamecommandwithtrainer.resume_mode=auto")
     assert not (run.folder / "too_late").exists()
     return folder
