@@ -161,7 +161,7 @@ def test_what_is_written_later_is_what_was_there_when_the_save_began(pool: Proce
         assert {f"__{number}_0.distcp", f"random_{number:05d}.safetensors"} <= rank["entries"].keys()
         assert rank["seconds"] > 0
     everything = {name: entry for rank in told for name, entry in rank["entries"].items()}
-    files = [path.name for path in (tmp_path / "2").iterdir()]
+    files = [path.relative_to(tmp_path / "2").as_posix() for path in (tmp_path / "2").rglob("*") if path.is_file()]
     assert sorted(everything) == sorted(files) and sum(len(rank["entries"]) for rank in told) == len(files)
     assert all(read_entry(tmp_path / "2" / name) == entry for name, entry in everything.items())
 
