@@ -28,7 +28,7 @@ from megarl.errors import CheckpointError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_blocks import blocks_of_range
 from megarl.megatron.checkpoint_export import HF_FOLDER, export_beside
-from megarl.megatron.checkpoint_format import Item, ItemWriter, items_of, read_index, read_items, tensor_shapes
+from megarl.megatron.checkpoint_format import Item, ItemWriter, items_of, read_items, tensor_shapes
 from megarl.megatron.checkpoint_save import PendingSave
 from megarl.megatron.checkpoint_snapshot import HostSnapshot
 from megarl.megatron.checkpoint_state import (
@@ -55,6 +55,7 @@ from megarl.megatron.optimizer_state import (
 from megarl.megatron.random_state import load_random_state, save_random_state
 from megarl.megatron.together import together
 from megarl.models import LocalParam
+from megarl.models.checkpoint_index import read_index
 from megarl.models.companions import write_companions
 
 WEIGHT = "weight"

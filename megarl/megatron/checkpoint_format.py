@@ -8,7 +8,6 @@ read with ``weights_only``; the index ``.metadata`` is a pickle that may name a 
 from __future__ import annotations
 
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -45,23 +44,7 @@ from megarl.errors import CheckpointError
 from megarl.megatron.checkpoint_blocks import Block
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.together import on_first_rank, together
-
-INDEX = ".metadata"
-
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32", "bfloat16", "float16"},
-}
+from megarl.models.checkpoint_index import INDEX
 
 
 class Item(NamedTuple):
@@ -158,7 +141,7 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
 
     Args:
         folder: the checkpoint.
-        metadata: its index, from :func:`read_index`.
+        metadata: its index, from :func:`megarl.models.checkpoint_index.read_index`.
         items: what this rank wants; cut in any way.
 
     Raises:
@@ -170,27 +153,6 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {_reasons(error)}") from error
 
 
-def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint: which tensors it holds, and which file holds which block. Runs no code of the file's.
-
-    Raises:
-        CheckpointError: it is missing, malformed, or names a class that no index has.
-    """
-    path = folder / INDEX
-    try:
-        with open(path, "rb") as file:
-            metadata = _IndexUnpickler(file).load()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path} is malformed: {error!r}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path} is malformed: it holds no index")
-    return metadata
-
-
 def tensor_shapes(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
     """Shapes of the tensors in a checkpoint by kind and Hugging Face name."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -199,14 +161,6 @@ def tensor_shapes(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
         if isinstance(stored, TensorStorageMetadata):
             shapes[key][name] = tuple(stored.size)
     return shapes
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Resolves the classes of an index only."""
-        if name not in _INDEX_CLASSES.get(module, ()):
-            raise CheckpointError(f"refused to load '{module}.{name}', which no checkpoint index contains")
-        return super().find_class(module, name)
 
 
 class _Writer(FileSystemWriter):

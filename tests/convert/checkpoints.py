@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.convert.command import main
-from megarl.megatron import EngineOptions, MegatronEngine, init_runtime, shutdown_runtime
+from megarl.megatron import EngineOptions, MegatronEngine, OptimizerOptions, init_runtime, shutdown_runtime
 from megarl.megatron.checkpoint import load_sharded, save_sharded
 from megarl.models import ParallelLayout, read_model_config
 
@@ -47,9 +47,13 @@ def assert_same(first: Path, second: Path) -> None:
         assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
 
 
-def _engine(place: Place, model: str, layout: ParallelLayout, value_head: bool) -> MegatronEngine:
+def _engine(
+    place: Place, model: str, layout: ParallelLayout, value_head: bool, optimizer: OptimizerOptions | None = None
+) -> MegatronEngine:
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
-    return MegatronEngine(read_model_config(model), layout, runtime, EngineOptions(value_head=value_head))
+    return MegatronEngine(
+        read_model_config(model), layout, runtime, EngineOptions(value_head=value_head, optimizer=optimizer)
+    )
 
 
 def save_role(place: Place, model: str, folder: str, layout: ParallelLayout, value_head: bool = False) -> None:
@@ -67,14 +71,14 @@ def save_role(place: Place, model: str, folder: str, layout: ParallelLayout, val
 
 
 def load_role(place: Place, model: str, folder: str, layout: ParallelLayout) -> dict[str, Tensor]:
-    """What an engine that was filled with NaN holds after it has read a checkpoint."""
-    engine = _engine(place, model, layout, False)
+    """What an engine that trains, and was filled with NaN, holds after it has read a checkpoint."""
+    engine = _engine(place, model, layout, False, OptimizerOptions(lr=1e-3, total_steps=5))
     try:
         local: Any = engine.named_local_params()
         with torch.no_grad():
             for param in local.values():
                 param.fill_(float("nan"))
-        load_sharded(engine, folder)
+        load_sharded(engine, folder, ["model"])
         return {name: param.detach().clone() for name, param in engine.named_local_params().items()}
     finally:
         shutdown_runtime()

@@ -45,7 +45,7 @@ def test_checkpoints_of_engines_become_the_model_that_they_loaded(
     source, critic = model(name), "critic" in SETTINGS[name]
     role = tmp_path / "global_step_3" / ("critic" if critic else "actor")
     pool.run(save_role, layout.world_size, str(source), str(role), layout, critic)
-    run("megatron-to-hf", tmp_path / "global_step_3", tmp_path / "out", "--model", source)
+    run("megatron-to-hf", tmp_path / "global_step_3", tmp_path / "out")
     assert_same(source, tmp_path / "out")
 
 
@@ -72,20 +72,20 @@ def critic(model: Model, pool: ProcessPool, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def test_critics_become_models_of_token_classification(critic: Path, model: Model, tmp_path: Path) -> None:
+def test_critics_become_models_of_token_classification(critic: Path, tmp_path: Path) -> None:
     import transformers
 
-    run("megatron-to-hf", critic, tmp_path / "out", "--model", model("qwen2_tied"))
+    run("megatron-to-hf", critic, tmp_path / "out")
     loaded = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     written = tensors_of(tmp_path / "out")
     assert loaded.config.architectures == ["Qwen2ForTokenClassification"] and loaded.num_labels == 1
     assert torch.equal(loaded.score.weight, written["score.weight"]) and written["score.weight"].any()
     assert loaded.score.bias.item() == 0.0
-    run("verify", critic, tmp_path / "out", "--model", tmp_path / "out")
+    run("verify", critic, tmp_path / "out")
 
 
 def test_a_stripped_critic_is_a_language_model_again(critic: Path, model: Model, tmp_path: Path) -> None:
-    run("megatron-to-hf", critic, tmp_path / "out", "--model", model("qwen2_tied"), "--value-head", "strip")
+    run("megatron-to-hf", critic, tmp_path / "out", "--value-head", "strip")
     assert_same(model("qwen2_tied"), tmp_path / "out")
     run("verify", model("qwen2_tied"), tmp_path / "out")
 

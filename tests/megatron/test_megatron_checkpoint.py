@@ -29,9 +29,10 @@ from megarl.megatron import (
     shutdown_runtime,
 )
 from megarl.megatron.checkpoint import load_sharded, save_sharded
-from megarl.megatron.checkpoint_format import read_index, tensor_shapes
+from megarl.megatron.checkpoint_format import tensor_shapes
 from megarl.megatron.optimizer_state import state_shards
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
+from megarl.models.checkpoint_index import read_index
 
 VOCAB = 70  # padded to 80 rows at TP1, to 96 at TP2
 TP2PP2 = ParallelLayout(tp=2, pp=2)
