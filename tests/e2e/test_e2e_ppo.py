@@ -193,10 +193,11 @@ def test_killed_run_continues_to_the_last_digit(
     resumed = start(*arguments, folder=tmp_path)
     assert resumed.wait() == 0, resumed.output
     again = RunFiles(tmp_path, "ppo")
-    assert again.summary["steps"] == STEPS - KILLED_IN_STEP + 1
-    for row in list(again.steps.values())[KILLED_IN_STEP:]:
-        assert row["checkpoint/failed_saves"] == 0
-        assert row["checkpoint/gb"] > 0 and row["checkpoint/write_s"] > 0 and row["checkpoint/blocked_s"] > 0
+    # The save of the step before may have been under way still; the one before that was waited for.
+    assert STEPS - again.summary["steps"] in (KILLED_IN_STEP - 2, KILLED_IN_STEP - 1)
+    last = again.steps[STEPS]
+    assert last["checkpoint/failed_saves"] == 0
+    assert last["checkpoint/gb"] > 0 and last["checkpoint/write_s"] > 0 and last["checkpoint/blocked_s"] > 0
     assert_equal_runs(again, whole)
 
 
