@@ -142,7 +142,8 @@ def _shares(
         ranks = candidates[position]
         share = _level(load[ranks], float(total[position])) if len(ranks) > 1 else np.array([float(total[position])])
         load[ranks] += share
-        ends[position] = starts[position] + np.cumsum(share)
+        # Rounding must not carry a share into the next key, whose candidates hold other elements.
+        ends[position] = starts[position] + np.minimum(np.cumsum(share), total[position])
         ends[position][-1] = starts[position] + total[position]
     return np.concatenate(ends), np.concatenate(candidates).astype(np.int32)
 
