@@ -54,6 +54,14 @@ def test_every_element_of_every_engine_is_written_once_from_one_that_is_its_own(
         check_coverage(plan, {rank: params})
 
 
+@settings(max_examples=200, deadline=None)
+@given(plan_cases(), st.sampled_from([6, 40, 300]))
+def test_every_parcel_comes_from_a_rank_that_holds_it(case, bucket_bytes):
+    plan = plan_of(case, bucket_bytes)
+    for number, holders in enumerate(plan.table.holder_sets):
+        assert np.isin(plan.source[:, plan.table.holders == number], holders).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(plan_cases(), BUCKETS)
 def test_no_rank_sends_or_receives_more_than_a_bucket_in_one(case, bucket_bytes):
