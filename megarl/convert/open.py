@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megarl.checkpoint_index import INDEX
 from megarl.convert.foreign_arguments import model_folders
 from megarl.convert.hugging_face import open_hugging_face
 from megarl.convert.role import STATE_FILE, open_role
@@ -12,7 +13,6 @@ from megarl.convert.source import Source
 from megarl.convert.torch_dist import open_torch_dist
 from megarl.errors import CheckpointError
 from megarl.models import read_model_config
-from megarl.models.checkpoint_index import INDEX
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 
 CONFIG = "config.json"

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import megarl
+from megarl.checkpoint_index import INDEX
 from megarl.convert.hugging_face import DTYPES
 from megarl.convert.role import FORMAT, STATE_FILE, WEIGHT
 from megarl.convert.selection import Selection
@@ -31,7 +32,6 @@ from megarl.convert.stored import TensorView
 from megarl.convert.torch_zip import locate_tensor
 from megarl.errors import CheckpointError
 from megarl.models import ParallelLayout
-from megarl.models.checkpoint_index import INDEX
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 
 BAND_BYTES = 16 << 20

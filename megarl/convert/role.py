@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint_index import read_index
 from megarl.convert.source import MEGARL, SCORE, Source, stored_tensors, whole, without_head_bias
 from megarl.errors import CheckpointError
 from megarl.models import ModelConfig, ParallelLayout, WeightMap
-from megarl.models.checkpoint_index import read_index
 
 STATE_FILE = "state.json"
 FORMAT = 1

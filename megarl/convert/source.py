@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megarl.checkpoint_index import INDEX
 from megarl.convert.stored import Chunk, Part, StoredTensor, TensorView
 from megarl.errors import CheckpointError
 from megarl.models import ModelConfig
-from megarl.models.checkpoint_index import INDEX
 
 HUGGING_FACE, MEGARL, TORCH_DIST = "Hugging Face", "megarl", "torch_dist"
 SCORE = ("score.weight", "score.bias")

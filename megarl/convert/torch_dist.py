@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.checkpoint_index import read_index
 from megarl.convert.source import TORCH_DIST, Source, stored_tensors, without_head_bias
 from megarl.convert.stored import Part, StoredTensor, TensorView
 from megarl.errors import CheckpointError
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, Piece, WeightMap, canonical_name
-from megarl.models.checkpoint_index import read_index
 
 _PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.|^(?:rng_state|rerun_state_machine_state|opt_param_scheduler)")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megarl.checkpoint_index import read_index
 from megarl.errors import CheckpointError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_blocks import blocks_of_range
@@ -55,7 +56,6 @@ from megarl.megatron.optimizer_state import (
 from megarl.megatron.random_state import load_random_state, save_random_state
 from megarl.megatron.together import together
 from megarl.models import LocalParam
-from megarl.models.checkpoint_index import read_index
 from megarl.models.companions import write_companions
 
 WEIGHT = "weight"

@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megarl.checkpoint_index import INDEX
 from megarl.errors import CheckpointError
 from megarl.megatron.checkpoint_blocks import Block
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.together import on_first_rank, together
-from megarl.models.checkpoint_index import INDEX
 
 
 class Item(NamedTuple):
@@ -141,7 +141,7 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
 
     Args:
         folder: the checkpoint.
-        metadata: its index, from :func:`megarl.models.checkpoint_index.read_index`.
+        metadata: its index, from :func:`megarl.checkpoint_index.read_index`.
         items: what this rank wants; cut in any way.
 
     Raises:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 
+from megarl.checkpoint_index import read_index
 from megarl.errors import CheckpointError
 from megarl.megatron import (
     EngineOptions,
@@ -32,7 +33,6 @@ from megarl.megatron.checkpoint import load_sharded, save_sharded
 from megarl.megatron.checkpoint_format import tensor_shapes
 from megarl.megatron.optimizer_state import state_shards
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.models.checkpoint_index import read_index
 
 VOCAB = 70  # padded to 80 rows at TP1, to 96 at TP2
 TP2PP2 = ParallelLayout(tp=2, pp=2)
