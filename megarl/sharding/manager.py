@@ -172,9 +172,10 @@ class ShardingManager:
         count = len(self.plan.buckets)
         imported: list[Pending] = []
         for index in range(count):
-            self._stage = f"bucket {index + 1} of {count}"
             for ahead in range(len(imported), min(index + 2, count)):
+                self._stage = f"bucket {ahead + 1} of {count}"
                 imported.append(self._target.import_bucket(ahead, self._source.export_bucket(ahead)))
+            self._stage = f"bucket {index + 1} of {count}"
             imported[index].result()
             self._source.release_bucket(index)
 
