@@ -24,6 +24,7 @@ READERS_IN_CONFIG = {"schema.py", "sft_schema.py", "parts.py", "batch.py"}
 READ_BY_BATCH_PLAN = {
     "ppo_epochs",
     "ppo_mini_batch_size",
+    "use_prefix_grouper",
     *(f"{kind}use_dynamic_bsz" for kind in ("", "log_prob_")),
     *(f"{kind}max_token_len_per_gpu" for kind in ("", "ppo_", "log_prob_")),
     *(f"{kind}micro_batch_size_per_gpu" for kind in ("", "ppo_", "log_prob_")),
