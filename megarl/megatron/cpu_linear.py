@@ -1,4 +1,8 @@
-"""Megatron's parallel linear layers on a CPU: its communication, :mod:`megarl.models.cpu_linear`'s products."""
+"""Megatron's parallel linear layers on a CPU: its communication, oneDNN's products where torch brings them.
+
+Torch takes another library for single precision. On the processors measured oneDNN's products take a tenth to a sixth
+less time, and a small model spends most of its time in them.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
 
-from megarl.models.cpu_linear import is_fast, linear
+
+@functools.cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _is_fast(inputs: Tensor) -> bool:
+    return inputs.device.type == "cpu" and inputs.dtype is torch.float32 and inputs.numel() > 0 and _has_onednn()
 
 
 def parallel_linear(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -31,7 +43,7 @@ def parallel_linear(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **rest: Any,
     ) -> Tensor:
         """``input @ weight.T + bias``; under sequence parallelism of the input gathered over the ranks."""
-        if not is_fast(input) or gradient_accumulation_fusion:
+        if not _is_fast(input) or gradient_accumulation_fusion:
             flags = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
             return original(input, weight, bias, *flags, tp_group=tp_group, **rest)
         if sequence_parallel:
@@ -51,7 +63,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
-        return linear(inputs, weight, bias)
+        return _product(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -59,7 +71,15 @@ class _Linear(torch.autograd.Function):
         grad = grads[0].flatten(0, -2)
         to_inputs, to_weight, _ = ctx.needs_input_grad
         return (
-            linear(grad, weight.t()).view_as(inputs) if to_inputs else None,
+            _product(grad, weight.t()).view_as(inputs) if to_inputs else None,
             grad.t() @ inputs.flatten(0, -2) if to_weight else None,
             grad.sum(0) if ctx.has_bias else None,
         )
+
+
+def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``inputs @ weight.T + bias``."""
+    if not _is_fast(inputs):
+        return F.linear(inputs, weight, bias)
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    return result

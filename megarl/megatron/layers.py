@@ -17,6 +17,8 @@ from megarl.megatron.kernels import fits_packed_attention, packed_attention
 from megarl.megatron.packed import SharedPrompts
 from megarl.megatron.rotary import rotate
 
+_CACHED_BYTES = 2**19
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -185,9 +187,18 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (inputs,) = ctx.saved_tensors
-        gate, up = inputs.chunk(2, dim=-1)
         result = torch.empty_like(inputs)
-        grad_gate, grad_up = result.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grads[0], out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
+        rows = _rows_at_once(inputs)
+        for part, grad, out in zip(inputs.split(rows), grads[0].split(rows), result.split(rows), strict=True):
+            gate, up = part.chunk(2, dim=-1)
+            grad_gate, grad_up = out.chunk(2, dim=-1)
+            torch.mul(F.silu(gate), grad, out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return result
+
+
+def _rows_at_once(inputs: Tensor) -> int:
+    """Rows for which a CPU's cache holds what several operations pass on; a GPU is given all."""
+    if inputs.is_cuda:
+        return max(1, len(inputs))
+    return max(1, _CACHED_BYTES // (inputs[:1].numel() * inputs.element_size()))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models import ModelConfig
-from megarl.models.cpu_linear import add_linear, linear
 from megarl.rollout.embedded.attention import Attention
 from megarl.rollout.embedded.rotary import RotaryTable
 
@@ -23,10 +23,10 @@ class DecoderLayer:
         self.qkv_bias = params[prefix + "self_attn.qkv_proj.bias"] if config.qkv_bias else None
         self.q_norm = params[prefix + "self_attn.q_norm.weight"] if config.qk_norm else None
         self.k_norm = params[prefix + "self_attn.k_norm.weight"] if config.qk_norm else None
-        self.output = params[prefix + "self_attn.o_proj.weight"]
+        self.output = params[prefix + "self_attn.o_proj.weight"].t()
         self.mlp_norm = params[prefix + "post_attention_layernorm.weight"]
         self.gate_up = params[prefix + "mlp.gate_up_proj.weight"]
-        self.down = params[prefix + "mlp.down_proj.weight"]
+        self.down = params[prefix + "mlp.down_proj.weight"].t()
 
 
 class Decoder:
@@ -64,21 +64,21 @@ class Decoder:
         x = self._embedding[tokens]
         angles = self._rotary.at(positions)
         for number, layer in enumerate(self._layers):
-            qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             q, k, v = qkv.view(len(x), -1, self._head_dim).split(self._heads, 1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
             attended = attention(number, self._rotary.rotate(q, angles), self._rotary.rotate(k, angles), v)
             if wanted is not None and layer is self._layers[-1]:
                 x, attended = x[wanted], attended[wanted]
-            x = add_linear(attended, layer.output, x)
-            gate, up = linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            x = add_linear(F.silu(gate).mul_(up), layer.down, x)
+            x = torch.addmm(x, attended, layer.output)
+            gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 ``[rows, vocab_size]`` from rows of :meth:`hidden`."""
-        return linear(self._norm(hidden, self._final_norm), self._head).float()
+        return F.linear(self._norm(hidden, self._final_norm), self._head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
