@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,4 +202,4 @@ def _rows_at_once(inputs: Tensor) -> int:
     """Rows for which a CPU's cache holds what several operations pass on; a GPU is given all."""
     if inputs.is_cuda:
         return max(1, len(inputs))
-    return max(1, _CACHED_BYTES // (inputs[:1].numel() * inputs.element_size()))
+    return max(1, _CACHED_BYTES // (math.prod(inputs.shape[1:]) * inputs.element_size()))

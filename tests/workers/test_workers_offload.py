@@ -27,6 +27,7 @@ def actors_day(role: Role, models: Models, folder: Path, expected: tuple[str, ..
         note(role.map("compute_ref_log_prob", models.batch).tensors["ref_log_prob"].tolist())
         note(role.update("update_actor", models.batch))
     note(role.call("save_checkpoint", str(folder / "checkpoint")))
+    assert not any(part.failure for part in role.call("finish_checkpoint"))
     role.rebuild()
     note(role.call("load_checkpoint", str(folder / "checkpoint")))
     note(role.update("update_actor", models.batch))

@@ -82,6 +82,7 @@ def test_too_many_in_a_row_stop_every_rank_with_the_evidence(
         for batch, skipped in ((bad, 1), (bad, 1), (good, 0), (bad, 1), (bad, 1)):
             assert actor.update("update_actor", batch)["actor/skipped_steps"] == skipped
         actor.call("save_checkpoint", str(tmp_path / "actor"))
+        actor.call("finish_checkpoint")
         other = poisoned(poisoned(named, 0, math.inf), 3, 1e30)[:4]
         (text,) = stopped(actor, other)
         assert "optim.max_skipped_steps=2" in text and "3 optimizer steps in a row" in text
