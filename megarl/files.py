@@ -39,9 +39,9 @@ def read_entry(path: Path, flush: bool = False) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def flush_directory(folder: Path) -> None:
-    """Makes creations and renames in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush_path(path: Path) -> None:
+    """Makes a file's content, or creations and renames in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         flush_file(descriptor)
     finally:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError
+from megarl.files import flush_path
 
 _JOURNAL = "conversion.json"
 _LOCK = "conversion.lock"
@@ -80,14 +81,14 @@ class Unfinished:
             (self.folder / name).unlink(missing_ok=True)
         for folder, _, names in os.walk(self.folder):
             for name in names:
-                flush(Path(folder) / name)
-            flush(Path(folder))
+                flush_path(Path(folder) / name)
+            flush_path(Path(folder))
         aside = self.folder.with_suffix(".replaced")
         shutil.rmtree(aside, ignore_errors=True)
         if os.path.lexists(self.path):
             os.rename(self.path, aside)
         os.rename(self.folder, self.path)
-        flush(self.path.parent)
+        flush_path(self.path.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _take_over(self, restart: bool) -> None:
@@ -116,12 +117,3 @@ class Unfinished:
         except (OSError, ValueError):
             return None
         return journal if isinstance(journal, dict) and isinstance(journal.get("finished"), list) else None
-
-
-def flush(path: Path) -> None:
-    """Makes a file's content, or a folder's entries, survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

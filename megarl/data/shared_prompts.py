@@ -55,11 +55,6 @@ class SharedPromptRows:
         keys = (prompts[row, width - length :].tobytes() for row, length in enumerate(prompt_lengths))
         return cls(prompt_lengths, response_lengths, [numbers.setdefault(key, len(numbers)) for key in keys])
 
-    @property
-    def any_shared(self) -> bool:
-        """Whether any two rows have the same prompt."""
-        return len(set(self.families)) < len(self.families)
-
     def together(self, rows: Sequence[int]) -> list[list[int]]:
         """``rows`` by their prompts, in the order of their first row."""
         found: dict[int, list[int]] = {}

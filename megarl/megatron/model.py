@@ -85,20 +85,20 @@ class StageModel:
         is not told of padding: that would rule out its flash attention, and causality hides padding anyway.
         """
         config, device = self.chunks[0].config, self.frequencies.device
-        shared = config.context_parallel_size > 1
+        divided = config.context_parallel_size > 1
         ends = torch.tensor((0, *part.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         longest = max(part.lengths)
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
-            cu_seqlens_q_padded=ends if shared else None,
-            cu_seqlens_kv_padded=ends if shared else None,
+            cu_seqlens_q_padded=ends if divided else None,
+            cu_seqlens_kv_padded=ends if divided else None,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             runs=part.runs(),
             rotation=rotation_table(part.positions, self.frequencies, config.params_dtype),
-            sharers=self.chunks[0].pg_collection.cp if shared else None,
+            sharers=self.chunks[0].pg_collection.cp if divided else None,
             shared=part.shared,
         )
 

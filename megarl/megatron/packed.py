@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -84,30 +85,20 @@ class PackedMicroBatch:
         response_lengths = tuple(len(response) for _, response in rows)
         if 0 in prompt_lengths:
             raise DataError(f"row {prompt_lengths.index(0)} of a micro-batch has no prompt token to predict from")
-        lengths = [p + r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
-        stored = sorted(range(len(rows)), key=lengths.__getitem__)
-        families = _families([rows[row][0] for row in stored], stored) if share_prompts else [[row] for row in stored]
-        prompt_at, response_at = _places(families, prompt_lengths, response_lengths)
-        # The last token of a prompt predicts the first of a response, which need not lie behind it.
-        first = [min(r, 1) for r in response_lengths]
-        predictors = ranges(
-            _alternate([at + p - 1 for at, p in zip(prompt_at, prompt_lengths, strict=True)], response_at),
-            _alternate(first, [r - f for r, f in zip(response_lengths, first, strict=True)]),
-        )
+        store = _Store.of([prompt for prompt, _ in rows], response_lengths, share_prompts)
+        predictors = store.predictors()
         for name, column in (columns or {}).items():
             if len(column) != len(predictors):
                 raise DataError(f"column '{name}' has {len(column)} entries for {len(predictors)} response tokens")
-        parts = [part for family in families for part in (rows[family[0]][0], *(rows[row][1] for row in family))]
+        parts = [part for family in store.families for part in (rows[family[0]][0], *(rows[row][1] for row in family))]
         return cls(
             tokens=torch.cat(parts).to(torch.int64),
-            lengths=tuple(lengths[row] for row in stored),
+            lengths=tuple(store.length(row) for row in store.order),
             predictors=predictors,
             targets=torch.cat([response for _, response in rows]).to(torch.int64),
             response_lengths=response_lengths,
             columns=dict(columns or {}),
-            shared=None
-            if len(families) == len(rows)
-            else _shared(families, stored, prompt_lengths, response_lengths, prompt_at, response_at),
+            shared=store.shared() if len(store.families) < len(rows) else None,
         )
 
     @property
@@ -143,50 +134,70 @@ def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     return torch.arange(int(counts.sum())) + before.repeat_interleave(counts)
 
 
-def _families(prompts: Sequence[Tensor], rows: Sequence[int]) -> list[list[int]]:
-    """Rows by their prompt; families, and the rows of each, in the order given."""
-    found: dict[bytes, list[int]] = {}
-    for prompt, row in zip(prompts, rows, strict=True):
-        found.setdefault(prompt.numpy().tobytes(), []).append(row)
-    return list(found.values())
+@dataclass(frozen=True)
+class _Store:
+    """Where the parts of each row are laid: family behind family, a family's prompt before its responses.
 
+    Attributes:
+        prompts: tokens of each row's prompt.
+        responses: tokens of each row's response.
+        order: rows by the length of their sequence, in which whole sequences lie.
+        families: rows with one prompt, in the order of their first.
+        prompt_at: index of the first prompt token of each row.
+        response_at: index of its first response token.
+    """
 
-def _places(
-    families: Sequence[Sequence[int]], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Index of the first prompt token and of the first response token of each row, family laid behind family."""
-    prompt_at, response_at, offset = [0] * len(prompt_lengths), [0] * len(prompt_lengths), 0
-    for family in families:
-        begin = offset
-        offset += prompt_lengths[family[0]]
-        for row in family:
-            prompt_at[row], response_at[row] = begin, offset
-            offset += response_lengths[row]
-    return prompt_at, response_at
+    prompts: Sequence[int]
+    responses: Sequence[int]
+    order: Sequence[int]
+    families: Sequence[Sequence[int]]
+    prompt_at: Sequence[int]
+    response_at: Sequence[int]
 
+    @classmethod
+    def of(cls, prompts: Sequence[Tensor], responses: Sequence[int], share: bool) -> _Store:
+        """Lays rows out; each is a family of its own unless they ``share`` prompts."""
+        lengths = [len(prompt) for prompt in prompts]
+        order = sorted(range(len(lengths)), key=lambda row: lengths[row] + responses[row])
+        found: dict[bytes | int, list[int]] = {}
+        for row in order:
+            found.setdefault(prompts[row].numpy().tobytes() if share else row, []).append(row)
+        prompt_at, response_at, offset = [0] * len(lengths), [0] * len(lengths), 0
+        for family in found.values():
+            begin = offset
+            offset += lengths[family[0]]
+            for row in family:
+                prompt_at[row], response_at[row] = begin, offset
+                offset += responses[row]
+        return cls(lengths, responses, order, list(found.values()), prompt_at, response_at)
 
-def _shared(
-    families: Sequence[Sequence[int]],
-    stored: Sequence[int],
-    prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    prompt_at: Sequence[int],
-    response_at: Sequence[int],
-) -> SharedPrompts:
-    spread = ranges(
-        [at for row in stored for at in (prompt_at[row], response_at[row])],
-        [length for row in stored for length in (prompt_lengths[row], response_lengths[row])],
-    )
-    starts, offset = [0] * len(stored), 0
-    for row in stored:
-        starts[row] = offset
-        offset += prompt_lengths[row] + response_lengths[row]
-    kept = ranges(
-        [at for f in families for at in (starts[f[0]], *(starts[row] + prompt_lengths[row] for row in f))],
-        [length for f in families for length in (prompt_lengths[f[0]], *(response_lengths[row] for row in f))],
-    )
-    return SharedPrompts(spread, kept)
+    def length(self, row: int) -> int:
+        """Tokens of a whole sequence."""
+        return self.prompts[row] + self.responses[row]
 
+    def predictors(self) -> Tensor:
+        """For each response token, row after row, the index of the one before it.
 
-def _alternate(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return [value for pair in zip(first, second, strict=True) for value in pair]
+        The last token of a prompt predicts the first of a response, which need not lie behind it.
+        """
+        starts, lengths = [], []
+        for prompt, response, prompt_at, response_at in zip(
+            self.prompts, self.responses, self.prompt_at, self.response_at, strict=True
+        ):
+            first = min(response, 1)
+            starts += [prompt_at + prompt - 1, response_at]
+            lengths += [first, response - first]
+        return ranges(starts, lengths)
+
+    def shared(self) -> SharedPrompts:
+        """The way from stored tokens to whole sequences and back."""
+        spread = ranges(
+            [at for row in self.order for at in (self.prompt_at[row], self.response_at[row])],
+            [length for row in self.order for length in (self.prompts[row], self.responses[row])],
+        )
+        starts = dict(zip(self.order, accumulate(map(self.length, self.order), initial=0), strict=False))
+        kept = ranges(
+            [at for f in self.families for at in (starts[f[0]], *(starts[row] + self.prompts[row] for row in f))],
+            [length for f in self.families for length in (self.prompts[f[0]], *(self.responses[row] for row in f))],
+        )
+        return SharedPrompts(spread, kept)

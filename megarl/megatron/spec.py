@@ -27,13 +27,20 @@ def decoder_spec(model: ModelConfig, layers: Iterable[int], *, fused: bool) -> T
         layers: global numbers of the chunk's layers.
         fused: build it of Transformer Engine's layers.
     """
-    build = _fused_layer if fused else _torch_layer
-    kinds = {has_experts: build(model, has_experts) for has_experts in {model.has_experts(n) for n in layers}}
+    kinds = {has_experts: _layer(model, has_experts, fused) for has_experts in {model.has_experts(n) for n in layers}}
     norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm if fused else RMSNorm
     return TransformerBlockSubmodules(layer_specs=[kinds[model.has_experts(n)] for n in layers], layer_norm=norm)
 
 
-def _torch_layer(model: ModelConfig, has_experts: bool) -> ModuleSpec:
+def _layer(model: ModelConfig, has_experts: bool, fused: bool) -> ModuleSpec:
+    layer = _fused_layer(model, has_experts) if fused else _torch_layer(model)
+    if has_experts:
+        assert model.experts is not None
+        layer.submodules.mlp = expert_layer_spec(model.experts, fused=fused)
+    return layer
+
+
+def _torch_layer(model: ModelConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     submodules_of(layer.submodules.mlp).activation_func = SwiGLU
@@ -45,9 +52,6 @@ def _torch_layer(model: ModelConfig, has_experts: bool) -> ModuleSpec:
         layer.submodules.self_attention = latent_attention_spec(
             model, layer.submodules.self_attention, attention.linear_qkv
         )
-    if has_experts:
-        assert model.experts is not None
-        layer.submodules.mlp = expert_layer_spec(model.experts, fused=False)
     return layer
 
 
@@ -63,7 +67,4 @@ def _fused_layer(model: ModelConfig, has_experts: bool) -> ModuleSpec:
         layer.submodules.self_attention = latent_attention_spec(
             model, layer.submodules.self_attention, engine.TEColumnParallelLinear
         )
-    if has_experts:
-        assert model.experts is not None
-        layer.submodules.mlp = expert_layer_spec(model.experts, fused=True)
     return layer

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import CheckpointError
+from megarl.files import flush_path
 from megarl.models.companions import copy_companions
 from megarl.models.hf_checkpoint import region
 from megarl.models.hf_config import VALUE_MODELS, ModelConfig
@@ -188,7 +189,7 @@ class HFWriter:
         if self._copy_from is not None:
             copy_companions(self._copy_from, self._folder)
         for path in [*self._folder.rglob("*"), self._folder]:
-            _flush(path)
+            flush_path(path)
         self._publish()
 
     def _write_index(self) -> None:
@@ -220,14 +221,5 @@ class HFWriter:
         if self.path.exists():
             os.rename(self.path, aside)
         os.rename(self._folder, self.path)
-        _flush(self.path.parent)
+        flush_path(self.path.parent)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """Makes a file's content, or a folder's entries, survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

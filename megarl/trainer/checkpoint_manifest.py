@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.errors import CheckpointError
-from megarl.files import DIGEST_BYTES, FileEntry, flush_directory, flush_file, read_entry
+from megarl.files import DIGEST_BYTES, FileEntry, flush_file, flush_path, read_entry
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -87,7 +87,7 @@ def write_document(folder: Path, manifest: Manifest) -> Manifest:
         file.flush()
         flush_file(file.fileno())
     for parent, _, _ in os.walk(folder):
-        flush_directory(Path(parent))
+        flush_path(Path(parent))
     return manifest
 
 

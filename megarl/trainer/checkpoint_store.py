@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.errors import CheckpointError, ConfigError
-from megarl.files import FileEntry, flush_directory, flush_file
+from megarl.files import FileEntry, flush_file, flush_path
 from megarl.trainer.checkpoint_manifest import (
     NO_ENTRIES,
     Manifest,
@@ -97,7 +97,7 @@ class CheckpointStore:
             sequence = 1 + max((manifest.sequence for manifest in self._manifests()), default=0)
             write_manifest(unfinished, step, sequence, known, score)
             _put_in_place(unfinished, folder)
-            flush_directory(self.root)
+            flush_path(self.root)
             self._point_to(step, POINTER)
         except (OSError, CheckpointError) as error:
             self.abort(step)
@@ -250,7 +250,7 @@ class CheckpointStore:
             file.flush()
             flush_file(file.fileno())
         os.replace(unfinished, self.root / pointer)
-        flush_directory(self.root)
+        flush_path(self.root)
 
     def _manifests(self) -> list[Manifest]:
         """Of the checkpoints whose manifest can be read; a folder that was renamed counts as what its name says."""

@@ -38,7 +38,7 @@ class Case:
     placement: Placement | None
 
 
-def model(architecture, *, layers, hidden, ffn, heads, groups, vocab, tied):
+def model(architecture, *, layers, hidden, ffn, heads, groups, vocab, tied, head_dim=2):
     return WeightMap(
         parse_model_config(
             {
@@ -48,7 +48,7 @@ def model(architecture, *, layers, hidden, ffn, heads, groups, vocab, tied):
                 "intermediate_size": ffn,
                 "num_attention_heads": heads,
                 "num_key_value_heads": groups,
-                "head_dim": 2,
+                "head_dim": head_dim,
                 "vocab_size": vocab,
                 "max_position_embeddings": 64,
                 "tie_word_embeddings": tied,

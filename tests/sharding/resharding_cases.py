@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from plan_cases import model
 
-from megarl.models import ParallelLayout, WeightMap, parse_model_config
+from megarl.models import ParallelLayout
 
 ARCHITECTURES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2MoeForCausalLM"]
 
@@ -12,28 +13,8 @@ ARCHITECTURES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qw
 def weight_map_of(
     architecture="Qwen2ForCausalLM", *, layers=2, hidden=6, ffn=8, heads=4, groups=4, head_dim=2, vocab=37, tied=False
 ):
-    return WeightMap(
-        parse_model_config(
-            {
-                "architectures": [architecture],
-                "num_hidden_layers": layers,
-                "hidden_size": hidden,
-                "intermediate_size": ffn,
-                "num_attention_heads": heads,
-                "num_key_value_heads": groups,
-                "head_dim": head_dim,
-                "vocab_size": vocab,
-                "max_position_embeddings": 64,
-                "tie_word_embeddings": tied,
-                # Of mixtures of experts: four, in every other layer, and one that all tokens share.
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": ffn,
-                "shared_expert_intermediate_size": ffn,
-                "decoder_sparse_step": 2,
-            }
-        )
-    )
+    sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "groups": groups, "vocab": vocab}
+    return model(architecture, **sizes, tied=tied, head_dim=head_dim)
 
 
 @st.composite
