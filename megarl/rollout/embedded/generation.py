@@ -92,7 +92,7 @@ class Generation:
         self._decoder, self._cache, self._sampler, self._rules = decoder, cache, sampler, rules
         self._prompt_tokens = prompt_tokens
         self._queue = PromptQueue([request.prompt_ids for request in requests])
-        self._device = device = cache.keys[0].device
+        self._device = device = cache.device
         longest = max(request.params.max_new_tokens for request in requests)
         self._answers = Answers(
             torch.zeros(len(requests), longest, dtype=torch.int64, device=device),
@@ -125,6 +125,7 @@ class Generation:
         length = self._queue.prefix_length
         if not length:
             return []
+        self._cache.fit(length, 0)
         attention = PromptAttention(self._cache, 0, [length], 0)
         tokens = torch.tensor(self._queue.peek()[:length], device=self._device)
         self._decoder.hidden(tokens, attention.positions, attention, wanted=attention.ends[:0])
@@ -133,6 +134,8 @@ class Generation:
     def _start(self, groups: Sequence[Group], prefix: list[Tensor]) -> None:
         """Computes prompts, each once, and draws the first token of every request of theirs."""
         first, skip = self._size, self._queue.prefix_length
+        longest = max(len(group.prompt) for group in groups)
+        self._cache.fit(max(longest, self._cache.width), first)
         if skip:
             self._cache.restore(prefix, first, len(groups))
         attention = PromptAttention(self._cache, first, [len(group.prompt) - skip for group in groups], skip)
@@ -143,7 +146,6 @@ class Generation:
         owners = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group.members[1:])]
         members = [group.members[0] for group in groups] + [m for group in groups for m in group.members[1:]]
         owner, request = torch.tensor([owners, members], device=self._device)
-        longest = max(len(group.prompt) for group in groups)
         if len(owners) > len(groups):
             copies = torch.arange(len(groups), len(owners), device=self._device)
             self._cache.copy(first + owner[len(groups) :], first + copies, longest)
@@ -158,7 +160,8 @@ class Generation:
     def _step(self) -> None:
         """One more token for every running sequence."""
         tokens, positions, counts, requests = self._state[:, : self._size]
-        attention = StepAttention(self._cache, positions, int(positions.max()) + 1)
+        self._cache.fit(int(positions.max()) + 1, self._size)
+        attention = StepAttention(self._cache, positions)
         logits = self._decoder.logits(self._decoder.hidden(tokens, positions, attention))
         positions += 1
         self._record(0, *self._sampler.draw(logits, requests, counts))

@@ -1,0 +1,59 @@
+"""The cache that changes its width: what a slot holds is held after every change, like in a list of lists."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.models import ModelConfig
+from megarl.rollout.embedded.kv_cache import WIDTH_MULTIPLE, KVCache
+
+SLOTS, HEADS, HEAD_DIM, LENGTH = 3, 2, 4, 300
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """A model of two layers."""
+    from transformers import Qwen2Config
+
+    from megarl.models import read_model_config
+
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 16}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    Qwen2Config(**sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+    return read_model_config(folder)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=st.lists(st.lists(st.integers(1, LENGTH), min_size=SLOTS, max_size=SLOTS), min_size=2, max_size=6))
+def test_slots_keep_their_tokens_through_every_change_of_width(config: ModelConfig, lengths: list[list[int]]) -> None:
+    """Each round wants other lengths: tokens that still fit are there, and what is new is written behind them."""
+    cache = KVCache(config, SLOTS, LENGTH, torch.float32, torch.device("cpu"))
+    held = [torch.zeros(0, HEADS, HEAD_DIM) for _ in range(SLOTS)]
+    for wanted in lengths:
+        held = [tokens[:length] for tokens, length in zip(held, wanted, strict=True)]
+        cache.fit(max(wanted), SLOTS)
+        for slot, (tokens, length) in enumerate(zip(held, wanted, strict=True)):
+            new = torch.randn(length - len(tokens), HEADS, HEAD_DIM)
+            positions = torch.arange(len(tokens), length)
+            for layer in range(2):
+                cache.write(layer, cache.places(torch.full_like(positions, slot), positions), new, -new)
+            held[slot] = torch.cat([tokens, new])
+        for layer in range(2):
+            keys, values = cache.read(layer, 0, SLOTS)
+            assert keys.is_contiguous() and keys.shape == (SLOTS, HEADS, cache.width, HEAD_DIM)
+            for slot, tokens in enumerate(held):
+                torch.testing.assert_close(keys[slot, :, : len(tokens)].transpose(0, 1), tokens, rtol=0, atol=0)
+                torch.testing.assert_close(values[slot, :, : len(tokens)].transpose(0, 1), -tokens, rtol=0, atol=0)
+
+
+def test_width_hugs_the_longest_and_ignores_small_falls(config: ModelConfig) -> None:
+    """At most a multiple too wide when it grows; a fall of less than a quarter is not worth moving everything."""
+    cache = KVCache(config, SLOTS, LENGTH, torch.float32, torch.device("cpu"))
+    widths = []
+    for length in (1, 32, 33, 200, 190, 161, 160, 100, 300, 290):
+        cache.fit(length, SLOTS)
+        widths.append(cache.width)
+    assert WIDTH_MULTIPLE == 32
+    assert widths == [32, 32, 64, 224, 224, 224, 160, 160, 300, 300]
