@@ -4,6 +4,9 @@ Life of an engine's weights: an engine starts stale (it has none) and serves not
 from a model folder (:meth:`RolloutEngine.load_hf`) or in a session, ``begin_update(version)``, any number of
 ``update_weights(slabs)``, ``end_update(version)``: the engine is stale from the first call on, and serves again only
 if the last finds every element of every parameter written exactly once. A session that fails is begun anew.
+
+Life of a request: :meth:`RolloutEngine.submit` hands it in, :meth:`RolloutEngine.poll` gives its completion once, when it
+has ended; others may come and go meanwhile. :meth:`RolloutEngine.generate` is both for a whole list.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 Slab: TypeAlias = "tuple[str, Sequence[int], Tensor] | tuple[str, Tensor]"
 """Parameter name, offset of the rectangle inside the parameter (absent: the whole parameter), its values."""
 
+POLL_S = 3600.0
+"""Seconds that :meth:`RolloutEngine.generate` waits for a completion before it asks again."""
+
 NO_VERSION = -1
 """``weight_version`` of a stale engine."""
 
@@ -42,6 +48,8 @@ class SamplingParams:
         top_p: sample from the fewest most likely tokens that hold this mass, after ``top_k``; 1 keeps all.
         top_k: sample from this many most likely tokens; -1 keeps all.
         stop_token_ids: generation ends after any of these, besides the engine's end-of-sequence tokens.
+        stop: generation ends after the token by which the decoded answer contains any of these strings; that token
+            stays, whatever else it decodes to.
         ignore_eos: nothing stops generation but ``max_new_tokens``.
     """
 
@@ -50,6 +58,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -68,7 +77,7 @@ class Request:
     """One sequence to generate; the n samples of a prompt are n requests with different seeds.
 
     Attributes:
-        request_id: the caller's name for it, given back in the completion.
+        request_id: the caller's name for it, given back in the completion; no two requests under way share it.
         prompt_ids: at least one token id, without padding.
         params: how to sample.
         seed: source of the request's random numbers. The same prompt, parameters, seed and weights give the same
@@ -90,9 +99,10 @@ class Completion:
         token_ids: generated tokens, the stop token included.
         log_probs: one per token, natural logarithm, under the distribution at the request's temperature over the
             whole vocabulary, before ``top_k`` and ``top_p``; a greedy request's are at temperature 1.
-        finish_reason: ``stop`` at a stop token, ``length`` at ``max_new_tokens``, ``abort`` if the engine was told to
-            give up (the embedded one never is).
-        weight_version: version of the weights that generated it.
+        finish_reason: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``abort`` if the engine was
+            told to give up: then the tokens are those it had by then, perhaps none.
+        weight_version: version of the weights that generated it, the oldest if there were several.
+        weight_versions: one per token if they differ; empty if all are ``weight_version``.
     """
 
     request_id: str
@@ -100,6 +110,7 @@ class Completion:
     log_probs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    weight_versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,16 +165,46 @@ class RolloutEngine(abc.ABC):
         """Whether the weights are absent or incomplete, so that nothing is served."""
 
     @abc.abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes requests in; returns without waiting for them. All are taken, or none.
+
+        Raises:
+            WeightSyncError: the engine is stale.
+            RolloutError: a request cannot be served, its id is under way, or something is asleep.
+        """
+
+    @abc.abstractmethod
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Completions of requests that have ended and were not given before, in any order.
+
+        An engine without processes of its own computes here, and only here.
+
+        Args:
+            timeout_s: wait for the first completion about so long (an engine may finish a step that it began); 0 takes
+                what is there. Nothing under way: returns at once.
+
+        Raises:
+            RolloutError: the model gave non-finite numbers; the requests under way are lost.
+        """
+
+    @abc.abstractmethod
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Gives up requests; :meth:`poll` brings what they have with ``finish_reason="abort"``. Unknown ids are ignored."""
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generates every request to its end.
+        """Generates every request to its end. Nothing else may be under way.
 
         Returns:
             Completions in the order of the requests.
 
         Raises:
-            WeightSyncError: the engine is stale.
-            RolloutError: a request cannot be served, something is asleep, or the model gave non-finite numbers.
+            WeightSyncError, RolloutError: as :meth:`submit` and :meth:`poll`.
         """
+        self.submit(requests)
+        done: dict[str, Completion] = {}
+        while len(done) < len(requests):
+            done.update((completion.request_id, completion) for completion in self.poll(POLL_S))
+        return [done[request.request_id] for request in requests]
 
     @abc.abstractmethod
     def load_hf(self, path: str, version: int = 0) -> None:
@@ -178,7 +219,7 @@ class RolloutEngine(abc.ABC):
         """Opens a session that replaces all weights; the engine is stale until it ends. Drops an unfinished session.
 
         Raises:
-            WeightSyncError: ``version`` is negative, or the weights are asleep.
+            WeightSyncError: ``version`` is negative, the weights are asleep, or requests are under way.
         """
 
     @abc.abstractmethod
