@@ -5,8 +5,8 @@ from a model folder (:meth:`RolloutEngine.load_hf`) or in a session, ``begin_upd
 ``update_weights(slabs)``, ``end_update(version)``: the engine is stale from the first call on, and serves again only
 if the last finds every element of every parameter written exactly once. A session that fails is begun anew.
 
-Life of a request: :meth:`RolloutEngine.submit` hands it in, :meth:`RolloutEngine.poll` gives its completion once, when it
-has ended; others may come and go meanwhile. :meth:`RolloutEngine.generate` is both for a whole list.
+Life of a request: :meth:`RolloutEngine.submit` hands it in, :meth:`RolloutEngine.poll` gives its completion, once, when
+it has ended; others may come and go meanwhile. :meth:`RolloutEngine.generate` is both for a whole list.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Gives up requests; :meth:`poll` brings what they have with ``finish_reason="abort"``. Unknown ids are ignored."""
+        """Gives up requests: :meth:`poll` brings what they have, ``finish_reason="abort"``. Unknown ids are ignored."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generates every request to its end. Nothing else may be under way.

@@ -1,20 +1,34 @@
 from megarl.rollout.embedded.queue import Group, PromptQueue, shared_prefix_length, within_budget
 
 
+def queue_of(*prompts):
+    queue = PromptQueue()
+    queue.add((prompt, number) for number, prompt in enumerate(prompts))
+    return queue
+
+
 def test_requests_are_grouped_by_prompt_in_order_of_arrival():
-    queue = PromptQueue([[1, 2], [3], [1, 2], (3,), [4]])
-    assert queue.take(99, may_split=False) == [Group((1, 2), [0, 2]), Group((3,), [1, 3]), Group((4,), [4])]
+    queue = queue_of([1, 2], [3], [1, 2], (3,))
+    queue.add([([4], 4), ([1, 2], 5)])
+    assert len(queue) == 6
+    assert queue.take(99, may_split=False) == [Group((1, 2), [0, 2, 5]), Group((3,), [1, 3]), Group((4,), [4])]
     assert not queue
 
 
 def test_a_group_waits_until_it_fits_or_may_be_split():
-    queue = PromptQueue([[1]] * 3 + [[2]] * 3)
+    queue = queue_of(*[[1]] * 3, *[[2]] * 3)
     assert queue.take(4, may_split=False) == [Group((1,), [0, 1, 2])]
     assert queue.take(2, may_split=False) == []
     assert queue.take(2, may_split=True) == [Group((2,), [3, 4])]
     assert queue.take(2, may_split=False) == [Group((2,), [5])]
     assert not queue
     assert queue.take(2, may_split=True) == []
+
+
+def test_requests_can_be_taken_out():
+    queue = queue_of([1], [2], [1], [3])
+    assert queue.remove(lambda number: number in (0, 1)) == [0, 1]
+    assert queue.take(9, may_split=False) == [Group((1,), [2]), Group((3,), [3])]
 
 
 def test_shared_prefix():
@@ -26,6 +40,7 @@ def test_shared_prefix():
     assert shared_prefix_length([(*start, 1), (*start, 2)]) == 0
     assert shared_prefix_length([(1, *start), (2, *start), (2, 3, *start)]) == 0
     assert shared_prefix_length([start]) == 0
+    assert shared_prefix_length([]) == 0
 
 
 def test_budget():

@@ -69,9 +69,15 @@ def test_keep_likely_against_a_loop(weights, top_k, top_p):
 
 def draw(logits, params, seeds=None, steps=None):
     rows = len(params)
-    sampler = Sampler(params, seeds or range(rows), torch.device("cpu"))
+    sampler = Sampler(rows + 2, torch.device("cpu"))
+    # Lanes are given in any order, and were used before.
+    lanes = list(range(rows + 2))[::-1]
+    sampler.assign(lanes, [SamplingParams(3, 0.3, top_k=2)] * len(lanes), [5] * len(lanes))
+    sampler.release(lanes)
+    lanes = lanes[:rows]
+    sampler.assign(lanes, params, list(seeds or range(rows)))
     steps = torch.zeros(rows, dtype=torch.int64) if steps is None else steps
-    return sampler.draw(logits, torch.arange(rows), steps)
+    return sampler.draw(logits, torch.tensor(lanes), steps)
 
 
 def test_tokens_invert_the_cumulated_distribution():
@@ -93,7 +99,8 @@ def test_tokens_invert_the_cumulated_distribution():
 def test_impossible_tokens_are_never_drawn(monkeypatch):
     # The largest and smallest random numbers there are, against zero probability at both ends.
     extremes = np.array([[0.0], [1 - 2**-53]])
-    monkeypatch.setattr("megarl.rollout.embedded.sampling.uniform_table", lambda seeds, count: extremes)
+    table = "megarl.rollout.embedded.sampling.uniform_table"
+    monkeypatch.setattr(table, lambda seeds, count: np.resize(extremes, (len(seeds), count)))
     row = torch.tensor([-torch.inf, -torch.inf, 0.3, -1.0, 0.1, -torch.inf])
     tokens, log_probs = draw(torch.stack([row, row]), [SamplingParams(1)] * 2)
     assert tokens.tolist() == [2, 4]

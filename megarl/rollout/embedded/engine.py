@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,17 @@ from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout.embedded.decoder import Decoder
-from megarl.rollout.embedded.generation import Answers, Generation, StopRules
+from megarl.rollout.embedded.generation import Ended, Generation
 from megarl.rollout.embedded.kv_cache import KVCache
 from megarl.rollout.embedded.sampling import Sampler
+from megarl.rollout.embedded.stopping import Decode, StopRules, decoder_of
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.rollout.interface import (
     TAGS,
     Completion,
     EngineHealth,
     EngineOptions,
+    FinishReason,
     Request,
     RolloutEngine,
     RolloutError,
@@ -47,6 +51,7 @@ class EmbeddedEngine(RolloutEngine):
     Args:
         config: the model.
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
+        decode: makes text of tokens, for stop strings; None = they are refused.
         prompt_tokens: most prompt tokens per forward pass; a longer prompt has one to itself.
 
     Raises:
@@ -55,12 +60,17 @@ class EmbeddedEngine(RolloutEngine):
     """
 
     def __init__(
-        self, config: ModelConfig, options: EngineOptions | None = None, prompt_tokens: int = PROMPT_TOKENS
+        self,
+        config: ModelConfig,
+        options: EngineOptions | None = None,
+        decode: Decode | None = None,
+        prompt_tokens: int = PROMPT_TOKENS,
     ) -> None:
         options = options or EngineOptions()
         _check_options(options)
         check_model(config)
-        self.config, self.options, self._prompt_tokens = config, options, prompt_tokens
+        self.config, self.options = config, options
+        self._decode, self._prompt_tokens = decode, prompt_tokens
         self._device = torch.device(options.device)
         self._max_length = options.max_model_len or config.max_position_embeddings
         given = options.eos_token_ids
@@ -72,7 +82,10 @@ class EmbeddedEngine(RolloutEngine):
         self._asleep: set[Tag] = set()
         self._closed = False
         self._cache: KVCache | None = None
-        self._decoder: Decoder | None = None
+        self._generation: Generation | None = None
+        self._under_way: set[str] = set()
+        self._dropped: list[Ended] = []
+        self._rotated = 0
 
     @property
     def weight_version(self) -> int:
@@ -84,7 +97,7 @@ class EmbeddedEngine(RolloutEngine):
         """See the contract."""
         return self._weights.version < 0
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def submit(self, requests: Sequence[Request]) -> None:
         """See the contract."""
         if self.stale:
             raise WeightSyncError(
@@ -92,13 +105,30 @@ class EmbeddedEngine(RolloutEngine):
             )
         if "kv_cache" in self._asleep:
             raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate")
+        ids = set(self._under_way)
         for request in requests:
             self._check_request(request)
-        if not requests:
-            return []
+            if request.request_id in ids:
+                raise RolloutError(f"request '{request.request_id}' is under way already: ids must differ")
+            ids.add(request.request_id)
+        if requests:
+            self._make_room(requests).add(requests)
+        self._under_way = ids
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """See the contract."""
+        deadline = time.monotonic() + timeout_s
+        ended, self._dropped = [self._completion(ended, "abort") for ended in self._dropped], []
         with torch.inference_mode():
-            answers = self._run(requests)
-        return self._completions(requests, answers)
+            while self._generation and not ended and time.monotonic() < deadline:
+                ended = [self._completion(e, "stop" if e.stopped else "length") for e in self._generation.advance()]
+        return ended
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """See the contract."""
+        if self._generation:
+            with torch.inference_mode():
+                self._dropped += self._generation.drop(set(request_ids))
 
     def load_hf(self, path: str, version: int = 0) -> None:
         """See the contract."""
@@ -111,6 +141,8 @@ class EmbeddedEngine(RolloutEngine):
 
     def begin_update(self, version: int) -> None:
         """See the contract."""
+        if self._under_way:
+            raise WeightSyncError(f"{len(self._under_way)} requests are under way: weights change between them")
         self._weights.begin(version)
 
     @torch.no_grad()
@@ -125,11 +157,13 @@ class EmbeddedEngine(RolloutEngine):
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract."""
         tags = _check_tags(tags)
+        if self._under_way:
+            raise RolloutError(f"{len(self._under_way)} requests are under way: the engine sleeps between them")
         self._asleep |= tags
+        self._generation = None
         if "kv_cache" in tags:
             self._cache = None
         if "weights" in tags:
-            self._decoder = None
             self._weights.free()
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
@@ -159,53 +193,44 @@ class EmbeddedEngine(RolloutEngine):
         self.sleep()
         self._closed = True
 
-    def _run(self, requests: Sequence[Request]) -> Answers:
-        params = [request.params for request in requests]
+    def _make_room(self, requests: Sequence[Request]) -> Generation:
+        """The running generation, or a new one, with a cache in which these requests fit, too."""
         # The last token of an answer is never stored.
         longest = max(len(r.prompt_ids) + r.params.max_new_tokens - 1 for r in requests)
-        decoder, cache = self._prepare(min(self.options.max_num_seqs, len(requests)), longest)
-        stop_ids = [frozenset() if p.ignore_eos else self._eos.union(p.stop_token_ids) for p in params]
-        generation = Generation(
-            requests,
-            decoder,
-            cache,
-            Sampler(params, [request.seed for request in requests], self._device),
-            StopRules(stop_ids, [p.max_new_tokens for p in params], self.config.vocab_size, self._device),
-            self._prompt_tokens,
-        )
-        return generation.run()
-
-    def _prepare(self, slots: int, length: int) -> tuple[Decoder, KVCache]:
-        """A decoder and a cache for so many sequences of that length; those of the last call where they suffice."""
+        length = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        slots = min(self.options.max_num_seqs, len(self._under_way) + len(requests))
         cache = self._cache
-        if cache is None or cache.slots < slots or cache.length < length or self._decoder is None:
-            length = -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        if cache is None:
             self._cache = cache = KVCache(self.config, slots, length, self._weights.dtype, self._device)
-            self._decoder = Decoder(self.config, self._weights.tensors, length)
-        return self._decoder, cache
+        elif slots > cache.slots or length > cache.length:
+            # Requests that come one by one must not make it grow every time.
+            slots = min(self.options.max_num_seqs, max(slots, 2 * cache.slots)) if slots > cache.slots else cache.slots
+            cache.grow(slots, max(length, cache.length))
+        if self._generation is None or cache.length > self._rotated:
+            self._rotated = cache.length
+            decoder = Decoder(self.config, self._weights.tensors, cache.length)
+            if self._generation is None:
+                self._generation = self._new_generation(decoder, cache)
+            self._generation.decoder = decoder
+        return self._generation
 
-    def _completions(self, requests: Sequence[Request], answers: Answers) -> list[Completion]:
-        lengths, stopped = answers.lengths.tolist(), answers.stopped.tolist()
-        tokens, log_probs = answers.tokens.tolist(), answers.log_probs.tolist()
-        finite = answers.log_probs.isfinite().all(1).tolist()
-        if not all(finite):
+    def _new_generation(self, decoder: Decoder, cache: KVCache) -> Generation:
+        lanes = self.options.max_num_seqs
+        rules = StopRules(lanes, self._eos, self.config.vocab_size, self._decode or _no_text, self._device)
+        return Generation(decoder, cache, Sampler(lanes, self._device), rules, lanes, self._prompt_tokens)
+
+    def _completion(self, ended: Ended, reason: FinishReason) -> Completion:
+        request, tokens, log_probs, _ = ended
+        if not all(map(math.isfinite, log_probs)):
+            lost = len(self._under_way)
             # What the model left in the cache would spoil later sequences.
-            self._cache = None
-            first = requests[finite.index(False)].request_id
+            self._cache, self._generation, self._under_way, self._dropped = None, None, set(), []
             raise RolloutError(
-                f"weight version {self.weight_version} gives log-probs that are not finite, in "
-                f"{finite.count(False)} of {len(finite)} completions, first '{first}'"
+                f"weight version {self.weight_version} gives log-probs that are not finite, in request "
+                f"'{request.request_id}'; {lost} requests were under way and are lost"
             )
-        return [
-            Completion(
-                request.request_id,
-                tokens[row][: lengths[row]],
-                log_probs[row][: lengths[row]],
-                "stop" if stopped[row] else "length",
-                self.weight_version,
-            )
-            for row, request in enumerate(requests)
-        ]
+        self._under_way.discard(request.request_id)
+        return Completion(request.request_id, tokens, log_probs, reason, self.weight_version)
 
     def _check_request(self, request: Request) -> None:
         prompt, limit = request.prompt_ids, request.params.max_new_tokens
@@ -216,6 +241,8 @@ class EmbeddedEngine(RolloutEngine):
                 f"request '{request.request_id}': a prompt of {len(prompt)} and max_new_tokens={limit} exceed the "
                 f"engine's max_model_len={self._max_length}"
             )
+        if request.params.stop and self._decode is None:
+            raise RolloutError(f"request '{request.request_id}': stop strings need an engine with a tokenizer")
         self._check_token_ids(f"request '{request.request_id}': prompt_ids", prompt)
         self._check_token_ids(f"request '{request.request_id}': stop_token_ids", request.params.stop_token_ids)
 
@@ -247,7 +274,11 @@ def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     generation = Path(model_path) / "generation_config.json"
     if options.eos_token_ids is None and generation.is_file():
         config.raw.update(_eos_of(generation))
-    return EmbeddedEngine(config, options)
+    return EmbeddedEngine(config, options, decoder_of(model_path))
+
+
+def _no_text(ids: Sequence[int]) -> str:
+    raise AssertionError("requests with stop strings are refused where there is no tokenizer")
 
 
 def _eos_of(generation_config: Path) -> dict[str, Any]:

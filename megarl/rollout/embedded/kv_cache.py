@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models import ModelConfig
@@ -62,6 +63,14 @@ class KVCache:
                 tokens = self._slots_of(cache)[:used, :, :kept].clone()
                 self._slots_of(cache, width)[:used, :, :kept] = tokens
         self.width = width
+
+    def grow(self, slots: int, length: int) -> None:
+        """Makes room for more slots, or longer ones; what it holds stays."""
+        self.slots, self.length = max(slots, self.slots), max(length, self.length)
+        size = math.prod((self.slots, self._heads, self.length, self._head_dim))
+        for caches in (self._keys, self._values):
+            for layer, cache in enumerate(caches):
+                caches[layer] = F.pad(cache, (0, size - len(cache)))
 
     def places(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Where :meth:`write` puts tokens: for ``[tokens]`` slots and positions, ``[tokens * kv_heads]``."""

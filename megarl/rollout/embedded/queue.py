@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Member = TypeVar("Member")
 
 # A prefix is computed on its own only if that saves at least this many tokens of prompts: it costs a forward pass.
 MIN_TOKENS_SAVED = 64
 
 
-class Group(NamedTuple):
-    """Requests with the same prompt."""
+@dataclass
+class Group(Generic[Member]):
+    """Requests with the same prompt, in the caller's order."""
 
     prompt: tuple[int, ...]
-    members: list[int]
-    """Indices of the requests, in the caller's order."""
+    members: list[Member]
 
 
-class PromptQueue:
+class PromptQueue(Generic[Member]):
     """Waiting requests, in the order in which their prompts first came.
 
-    Args:
-        prompts: one per request, token ids.
+    Attributes:
+        prefix_length: first tokens that all prompts share which have come since the queue was last empty.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        members: dict[tuple[int, ...], list[int]] = {}
-        for index, prompt in enumerate(prompts):
-            members.setdefault(tuple(prompt), []).append(index)
-        self._waiting = deque(Group(prompt, indices) for prompt, indices in members.items())
-        self.prefix_length = shared_prefix_length(list(members))
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, ...], Group[Member]] = {}
+        self.prefix_length = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        """Waiting requests."""
+        return sum(len(group.members) for group in self._waiting.values())
 
-    def peek(self) -> tuple[int, ...]:
-        """The next prompt."""
-        return self._waiting[0].prompt
+    def add(self, requests: Iterable[tuple[Sequence[int], Member]]) -> None:
+        """Puts requests, each with its prompt, behind the others, those with a known prompt beside their like."""
+        for prompt, member in requests:
+            ids = tuple(prompt)
+            self._waiting.setdefault(ids, Group(ids, [])).members.append(member)
+        self.prefix_length = shared_prefix_length(list(self._waiting))
 
-    def take(self, room: int, may_split: bool) -> list[Group]:
+    def remove(self, unwanted: Callable[[Member], bool]) -> list[Member]:
+        """Takes out the requests that are ``unwanted``."""
+        removed = [member for group in self._waiting.values() for member in group.members if unwanted(member)]
+        for group in list(self._waiting.values()):
+            group.members = [member for member in group.members if not unwanted(member)]
+            if not group.members:
+                del self._waiting[group.prompt]
+        return removed
+
+    def take(self, room: int, may_split: bool) -> list[Group[Member]]:
         """Removes the next groups.
 
         Args:
@@ -49,14 +61,16 @@ class PromptQueue:
         Returns:
             Groups of at most ``room`` requests together; none if the next group neither fits nor may be cut.
         """
-        taken: list[Group] = []
-        while self._waiting and len(self._waiting[0].members) <= room:
-            taken.append(self._waiting.popleft())
-            room -= len(taken[-1].members)
+        taken: list[Group[Member]] = []
+        for group in list(self._waiting.values()):
+            if len(group.members) > room:
+                break
+            taken.append(self._waiting.pop(group.prompt))
+            room -= len(group.members)
         if not taken and self._waiting and may_split and room:
-            prompt, members = self._waiting[0]
-            taken.append(Group(prompt, members[:room]))
-            self._waiting[0] = Group(prompt, members[room:])
+            group = next(iter(self._waiting.values()))
+            taken.append(Group(group.prompt, group.members[:room]))
+            group.members = group.members[room:]
         return taken
 
 
@@ -65,6 +79,8 @@ def shared_prefix_length(prompts: Sequence[tuple[int, ...]]) -> int:
 
     Every prompt keeps at least one token behind the prefix, whose output gives its first new token.
     """
+    if not prompts:
+        return 0
     lowest, highest = min(prompts), max(prompts)
     length = 0
     for ours, theirs in zip(lowest, highest, strict=False):
@@ -75,9 +91,9 @@ def shared_prefix_length(prompts: Sequence[tuple[int, ...]]) -> int:
     return length if length * (len(prompts) - 1) >= MIN_TOKENS_SAVED else 0
 
 
-def within_budget(groups: Sequence[Group], prefix: int, max_tokens: int) -> Iterator[list[Group]]:
+def within_budget(groups: Sequence[Group[Member]], prefix: int, max_tokens: int) -> Iterator[list[Group[Member]]]:
     """Cuts groups into runs of at most ``max_tokens`` prompt tokens behind the prefix; a longer prompt runs alone."""
-    run: list[Group] = []
+    run: list[Group[Member]] = []
     tokens = 0
     for group in groups:
         length = len(group.prompt) - prefix

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.rollout.interface import SamplingParams
@@ -41,35 +42,61 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 class Sampler:
-    """Draws the next tokens of any subset of a fixed list of requests.
+    """Draws the next tokens of requests, each of which has a lane.
 
     Args:
-        params: one per request.
-        seeds: one per request.
+        lanes: how many requests there can be at a time.
         device: where logits will be.
     """
 
-    def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
-        def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+    def __init__(self, lanes: int, device: torch.device) -> None:
+        def column(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(lanes, dtype=dtype, device=device)
 
-        greedy = [p.temperature == 0 for p in params]
-        self._greedy = column(greedy, torch.bool)
-        self._temperature = column([p.temperature or 1.0 for p in params], torch.float32)
-        self._top_p = column([p.top_p for p in params], torch.float64)
-        self._top_k = column([p.top_k if p.top_k > 0 else 2**31 for p in params], torch.int64)
-        self._all_greedy, self._any_greedy = all(greedy), any(greedy)
+        self._greedy, self._temperature = column(torch.bool), column(torch.float32)
+        self._top_p, self._top_k = column(torch.float64), column(torch.int64)
+        self._uniforms = torch.zeros(lanes, 0, dtype=torch.float64, device=device)
+        self._params: dict[int, SamplingParams] = {}
+        self._survey()
+
+    def assign(self, lanes: Sequence[int], params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
+        """Gives requests with these parameters and seeds the lanes."""
+        self._params.update(zip(lanes, params, strict=True))
+        self._survey()
+        at = torch.tensor(lanes, device=self._greedy.device)
+
+        def fill(column: Tensor, values: list) -> None:
+            column[at] = torch.tensor(values, dtype=column.dtype, device=column.device)
+
+        fill(self._greedy, [p.temperature == 0 for p in params])
+        fill(self._temperature, [p.temperature or 1.0 for p in params])
+        fill(self._top_p, [p.top_p for p in params])
+        fill(self._top_k, [p.top_k if p.top_k > 0 else 2**31 for p in params])
+        longest = max((p.max_new_tokens for p in params if p.temperature > 0), default=0)
+        if longest > self._uniforms.shape[1]:
+            self._uniforms = F.pad(self._uniforms, (0, longest - self._uniforms.shape[1]))
+        self._uniforms[at, :longest] = torch.from_numpy(uniform_table(seeds, longest)).to(at.device)
+
+    def release(self, lanes: Sequence[int]) -> None:
+        """Frees lanes."""
+        for lane in lanes:
+            del self._params[lane]
+        self._survey()
+
+    def _survey(self) -> None:
+        """Which work the requests at hand can do without."""
+        params = self._params.values()
+        self._all_greedy = all(p.temperature == 0 for p in params)
+        self._any_greedy = any(p.temperature == 0 for p in params)
         self._scaled = any(p.temperature not in (0, 1) for p in params)
         self._filtered = any(p.top_p < 1 or p.top_k > 0 for p in params)
-        longest = 0 if self._all_greedy else max(p.max_new_tokens for p in params)
-        self._uniforms = torch.from_numpy(uniform_table(seeds, longest)).to(device)
 
-    def draw(self, logits: Tensor, requests: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, lanes: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """One token per row.
 
         Args:
             logits: float32 ``[rows, vocab]``.
-            requests: int64 ``[rows]``, which request a row belongs to.
+            lanes: int64 ``[rows]``, that of the request a row belongs to.
             steps: int64 ``[rows]``, how many tokens the request already has.
 
         Returns:
@@ -77,23 +104,23 @@ class Sampler:
             is greedy), before top-k and top-p.
         """
         if self._scaled:
-            logits = logits / self._temperature[requests, None]
+            logits = logits / self._temperature[lanes, None]
         log_probs = logits.log_softmax(-1)
         if self._all_greedy:
             tokens = log_probs.argmax(-1)
         else:
-            tokens = self._invert_cdf(log_probs.exp(), requests, steps)
+            tokens = self._invert_cdf(log_probs.exp(), lanes, steps)
             if self._any_greedy:
-                tokens = torch.where(self._greedy[requests], log_probs.argmax(-1), tokens)
+                tokens = torch.where(self._greedy[lanes], log_probs.argmax(-1), tokens)
         return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
 
-    def _invert_cdf(self, probs: Tensor, requests: Tensor, steps: Tensor) -> Tensor:
+    def _invert_cdf(self, probs: Tensor, lanes: Tensor, steps: Tensor) -> Tensor:
         """The token in whose stretch of the cumulated distribution (in order of id) the row's number falls."""
         if self._filtered:
-            probs = keep_likely(probs, self._top_k[requests], self._top_p[requests])
+            probs = keep_likely(probs, self._top_k[lanes], self._top_p[lanes])
         cumulated = probs.cumsum(-1, dtype=torch.float64)
         # At most 1 - 2^-53, so the product stays below the total after rounding: the token found has probability > 0.
-        target = self._uniforms[requests, steps][:, None] * cumulated[:, -1:]
+        target = self._uniforms[lanes, steps][:, None] * cumulated[:, -1:]
         tokens = torch.searchsorted(cumulated, target, right=True)[:, 0]
         # Out of range only where the model gave NaN, which the engine reports once the batch is done.
         return tokens.clamp_(max=probs.shape[1] - 1)

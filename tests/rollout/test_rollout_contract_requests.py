@@ -1,0 +1,134 @@
+"""Requests that come and go while others run; each expectation is what the same request gets alone."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from megarl.errors import WeightSyncError
+from megarl.rollout import Request, RolloutError, SamplingParams
+
+VOCAB = 50
+
+
+def requests_of(lengths, prompt=(1, 2, 3), seed=0, **params):
+    params = {"ignore_eos": True, **params}
+    return [
+        Request(f"r{i}", [*prompt, i % VOCAB], SamplingParams(length, **params), seed + i)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def poll_until(engine, count):
+    completions = []
+    while len(completions) < count:
+        completions += engine.poll(5.0)
+    return {completion.request_id: completion for completion in completions}
+
+
+def test_requests_that_come_later_are_answered_as_if_alone(engine_for, make_folder):
+    engine = engine_for(make_folder())
+    requests = requests_of([30, 3, 12, 25, 1, 40, 8, 19], temperature=0.0)
+    alone = {request.request_id: engine.generate([request])[0].token_ids for request in requests}
+    engine.submit(requests[:2])
+    done = poll_until(engine, 1)
+    assert set(done) == {"r1"}
+    engine.submit(requests[2:5])
+    engine.submit([])
+    done |= poll_until(engine, 1)
+    engine.submit(requests[5:])
+    done |= poll_until(engine, len(requests) - len(done))
+    assert {name: completion.token_ids for name, completion in done.items()} == alone
+    assert engine.poll(0.0) == engine.poll(1.0) == []
+
+
+def test_a_poll_that_may_not_wait_returns_at_once(engine_for, make_folder):
+    engine = engine_for(make_folder())
+    engine.submit(requests_of([40]))
+    assert engine.poll(0.0) == []
+    assert len(poll_until(engine, 1)["r0"].token_ids) == 40
+
+
+def test_an_aborted_request_brings_what_it_has_and_the_others_go_on(engine_for, make_folder):
+    engine = engine_for(make_folder())
+    requests = requests_of([100, 5, 30, 100], temperature=0.0)
+    alone = {request.request_id: engine.generate([request])[0].token_ids for request in requests}
+    engine.submit(requests)
+    done = poll_until(engine, 1)
+    engine.abort(["r0", "r3", "r1", "unknown"])
+    done |= poll_until(engine, 3)
+    assert {name: completion.finish_reason for name, completion in done.items()} == {
+        "r0": "abort", "r1": "length", "r2": "length", "r3": "abort"}  # fmt: skip
+    for name, completion in done.items():
+        assert completion.token_ids == alone[name][: len(completion.token_ids)]
+        assert len(completion.log_probs) == len(completion.token_ids)
+    assert len(done["r0"].token_ids) < 100
+    assert done["r2"].token_ids == alone["r2"]
+    # Their names are free again.
+    assert engine.generate(requests[:1])[0].token_ids == alone["r0"]
+
+
+def test_a_waiting_request_can_be_aborted(engine_for, make_folder):
+    engine = engine_for(make_folder(), max_num_seqs=1)
+    engine.submit(requests_of([20, 20, 20]))
+    engine.abort(["r1"])
+    done = poll_until(engine, 3)
+    assert done["r1"].token_ids == [] and done["r1"].finish_reason == "abort"
+    assert len(done["r0"].token_ids) == len(done["r2"].token_ids) == 20
+
+
+def test_names_under_way_must_differ(engine_for, make_folder):
+    engine = engine_for(make_folder())
+    requests = requests_of([30])
+    with pytest.raises(RolloutError, match="request 'r0' is under way already"):
+        engine.submit([*requests, *requests])
+    assert engine.poll(0.0) == []
+    engine.submit(requests)
+    with pytest.raises(RolloutError, match="request 'r0' is under way already"):
+        engine.submit(requests)
+    poll_until(engine, 1)
+
+
+def test_weights_and_memory_stay_while_requests_are_under_way(engine_for, make_folder):
+    engine = engine_for(make_folder())
+    engine.submit(requests_of([60]))
+    with pytest.raises(WeightSyncError, match="1 requests are under way"):
+        engine.begin_update(3)
+    with pytest.raises(RolloutError, match="1 requests are under way"):
+        engine.sleep(["kv_cache"])
+    assert engine.health().ready
+    poll_until(engine, 1)
+    engine.sleep(["kv_cache"])
+    engine.wake(["kv_cache"])
+
+
+@pytest.fixture(scope="module")
+def folder_with_text(tmp_path_factory, make_folder):
+    """A model whose token ``i`` is one letter."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("text") / "model"
+    shutil.copytree(make_folder(seed=3), folder)
+    tokenizer = Tokenizer(models.WordLevel({letter(i): i for i in range(VOCAB)}, unk_token=letter(0)))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=letter(0)).save_pretrained(folder)
+    return folder
+
+
+def letter(token):
+    return chr(ord("A") + token)
+
+
+def test_generation_ends_with_the_token_that_completes_a_stop_string(engine_for, folder_with_text):
+    engine = engine_for(folder_with_text)
+    whole = engine.generate(requests_of([60] * 6, temperature=0.0))
+    texts = ["".join(map(letter, completion.token_ids)) for completion in whole]
+    # Strings of one to three letters, from somewhere in each answer; the last request has none.
+    stops = [(texts[0][17:20],), (texts[1][40:42], texts[1][11:13]), (texts[2][0],), ("~~",), (texts[4][59],), ()]
+    requests = [
+        Request(f"r{i}", request.prompt_ids, SamplingParams(60, 0.0, stop=stop, ignore_eos=True), request.seed)
+        for i, (request, stop) in enumerate(zip(requests_of([60] * 6), stops, strict=True))
+    ]
+    for text, stop, completion in zip(texts, stops, engine.generate(requests), strict=True):
+        ends = [text.find(string) + len(string) for string in stop if string in text]
+        assert "".join(map(letter, completion.token_ids)) == text[: min(ends, default=60)]
+        assert completion.finish_reason == ("stop" if ends else "length")
