@@ -56,10 +56,15 @@ def convert(source: Source, destination: Path, kind: str, options: Options) -> O
         options: how.
 
     Raises:
-        CheckpointError: the destination exists, the disk has too little room, the source is damaged, or what an
-            interrupted conversion left is of something else.
+        CheckpointError: the source has no head or is damaged, the destination exists, the disk has too little room,
+            or what an interrupted conversion left is of something else.
     """
     _check_apart(source, destination)
+    if source.lacks:
+        raise CheckpointError(
+            f"{source.path} lacks {' and '.join(source.lacks)}, without which no engine starts from it; inspect and "
+            f"verify read it as it is"
+        )
     selection = select(source, options.dtype, options.keep_value_head)
     if kind == MEGARL and selection.config["architectures"][0].endswith("Model"):
         raise CheckpointError(f"{source.path} has no output layer besides its scalar head, which must be kept")

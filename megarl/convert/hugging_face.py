@@ -22,14 +22,15 @@ DTYPES = {
 
 
 def open_hugging_face(path: Path) -> Source:
-    """Opens a model folder.
+    """Opens a model folder; one that was stripped of its head as well, which :attr:`Source.lacks` then names.
 
     Raises:
         ModelError: it is not whole: names the missing shard or tensor, the truncated file, or the wrong shape.
     """
-    folder = check_model_folder(path)
+    folder = check_model_folder(path, may_lack_head=True)
     shapes = WeightMap(folder.config, value_head=folder.config.is_value_model).hf_shapes()
-    names = [*shapes, *(name for name in SCORE if name in folder.tensors and name not in shapes)]
+    names = [name for name in shapes if name in folder.tensors]
+    names += [name for name in SCORE if name in folder.tensors and name not in shapes]
     tensors = {name: whole(name, _stored(name, folder.tensors[name])) for name in names}
     return Source(
         path,
@@ -37,6 +38,7 @@ def open_hugging_face(path: Path) -> Source:
         folder.config,
         path,
         tensors,
+        lacks=tuple(name for name in shapes if name not in folder.tensors),
         left_out=tuple(sorted(folder.tensors.keys() - set(names))),
         facts={"files": len({entry.file for entry in folder.tensors.values()})},
     )

@@ -23,7 +23,7 @@ def describe_source(source: Source, with_tensors: bool = False) -> str:
     rows = {
         "folder": str(source.path),
         "format": {"megarl": "megarl role", "torch_dist": "Megatron-Core torch_dist"}.get(source.kind, source.kind),
-        "model": f"{config.architecture}, {config.num_layers} layers, hidden {config.hidden_size}, "
+        "model": f"{config.raw['architectures'][0]}, {config.num_layers} layers, hidden {config.hidden_size}, "
         f"vocabulary {config.vocab_size}",
         "config from": str(source.companions),
         "parameters": f"{sum(formats.values()):,} in {len(source.tensors):,} tensors, {nbytes / 1e9:,.3f} GB",
@@ -48,4 +48,6 @@ def describe_source(source: Source, with_tensors: bool = False) -> str:
 def _head(source: Source) -> str:
     if source.has_value_head:
         return "scalar (value or reward), with bias" if "score.bias" in source.tensors else "scalar (value or reward)"
+    if source.lacks:
+        return f"none: {' and '.join(source.lacks)} absent"
     return "tied to the embedding" if source.config.tie_word_embeddings else "language model"

@@ -13,10 +13,8 @@ import torch
 from megarl.convert.source import SCORE, Source
 from megarl.convert.stored import TensorView
 from megarl.errors import CheckpointError
-from megarl.models import WeightMap, known_architectures
-from megarl.models.hf_config import VALUE_MODELS
-
-LM_HEAD = "lm_head.weight"
+from megarl.models import WeightMap
+from megarl.models.exported_config import exported_config, needs_head_bias
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,7 @@ class Selection:
     @property
     def dtype(self) -> torch.dtype:
         """The number format that most elements have."""
-        count: Counter[torch.dtype] = Counter()
-        for name, view in self.tensors.items():
-            count[self.dtypes[name]] += math.prod(view.shape)
-        return count.most_common(1)[0][0]
+        return _most_common(self.tensors, self.dtypes)
 
     @property
     def nbytes(self) -> int:
@@ -56,37 +51,19 @@ def select(source: Source, dtype: torch.dtype | None = None, keep_value_head: bo
     tensors = dict(source.tensors)
     if not keep_value_head:
         tensors = {name: view for name, view in tensors.items() if name not in SCORE}
-    config = _config(source, tensors)
-    if keep_value_head and source.has_value_head and _wants_bias(config) and SCORE[1] not in tensors:
-        tensors[SCORE[1]] = TensorView(SCORE[1], (1,), tensors[SCORE[0]].dtype, ())
     if not tensors:
         raise CheckpointError(f"{source.path} holds no tensors")
     float32 = WeightMap(source.config).is_float32
     dtypes = {n: torch.float32 if float32(n) else dtype or view.dtype for n, view in tensors.items()}
-    selection = Selection(tensors, dtypes, config)
-    # transformers 4 reads torch_dtype, transformers 5 either.
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(selection.dtype).removeprefix("torch.")
-    return selection
+    config = exported_config(source.config, tensors, _most_common(tensors, dtypes))
+    if SCORE[0] in tensors and needs_head_bias(config) and SCORE[1] not in tensors:
+        tensors[SCORE[1]] = TensorView(SCORE[1], (1,), tensors[SCORE[0]].dtype, ())
+        dtypes[SCORE[1]] = dtypes[SCORE[0]]
+    return Selection(tensors, dtypes, config)
 
 
-def _config(source: Source, tensors: Mapping[str, TensorView]) -> dict[str, Any]:
-    raw, architecture = dict(source.config.raw), source.config.architecture
-    if "num_nextn_predict_layers" in raw:
-        raw["num_nextn_predict_layers"] = 0  # such layers are not part of the model
-    base = architecture.removesuffix("ForCausalLM")
-    for kind in VALUE_MODELS:
-        base = base.removesuffix(kind)
-    if SCORE[0] not in tensors:
-        complete = source.config.tie_word_embeddings or LM_HEAD in tensors
-        raw["architectures"] = [f"{base}ForCausalLM" if complete else f"{base}Model"]
-    elif LM_HEAD not in tensors and not source.config.is_value_model:
-        kinds = [f"{base}{kind}" for kind in reversed(VALUE_MODELS) if f"{base}{kind}" in known_architectures()]
-        raw["architectures"] = kinds[:1]
-    if SCORE[0] in tensors and LM_HEAD not in tensors:
-        raw["id2label"], raw["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
-    return raw
-
-
-def _wants_bias(config: Mapping[str, Any]) -> bool:
-    architecture: str = config["architectures"][0]
-    return architecture.endswith(VALUE_MODELS[1]) and bool(config.get("token_classification_bias", True))
+def _most_common(tensors: Mapping[str, TensorView], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    count: Counter[torch.dtype] = Counter()
+    for name, view in tensors.items():
+        count[dtypes[name]] += math.prod(view.shape)
+    return count.most_common(1)[0][0]

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megarl.checkpoint_index import INDEX
 from megarl.convert.stored import Chunk, Part, StoredTensor, TensorView
 from megarl.errors import CheckpointError
-from megarl.models import ModelConfig
+from megarl.models import ModelConfig, hf_folder
 
 HUGGING_FACE, MEGARL, TORCH_DIST = "Hugging Face", "megarl", "torch_dist"
-SCORE = ("score.weight", "score.bias")
+SCORE = (hf_folder.SCORE, hf_folder.SCORE_BIAS)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Source:
     """What else is stored and is not weights: an optimizer's state, random states."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the format says beyond the tensors, for people."""
+    lacks: tuple[str, ...] = ()
+    """What the model has by its config and the folder does not: its head."""
 
     @property
     def has_value_head(self) -> bool:

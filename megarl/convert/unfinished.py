@@ -19,6 +19,7 @@ from typing import Any
 
 from megarl.errors import CheckpointError
 from megarl.files import flush_path
+from megarl.replacing import put_in_place, restore_replaced
 
 _JOURNAL = "conversion.json"
 _LOCK = "conversion.lock"
@@ -41,6 +42,7 @@ class Unfinished:
         self.finished: set[str] = set()
         self._fingerprint = ""
         self._writing = threading.Lock()
+        restore_replaced(self.path)
         if os.path.lexists(self.path) and not overwrite:
             raise CheckpointError(f"{path} exists already; choose another place, or --overwrite it")
 
@@ -76,20 +78,14 @@ class Unfinished:
             self._write_journal()
 
     def publish(self) -> None:
-        """Flushes the folder and gives it its own name; what had that name is gone for an instant, then replaced."""
+        """Flushes the folder and gives it its own name; what had that name is replaced."""
         for name in (_JOURNAL, _LOCK):
             (self.folder / name).unlink(missing_ok=True)
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 flush_path(Path(folder) / name)
             flush_path(Path(folder))
-        aside = self.folder.with_suffix(".replaced")
-        shutil.rmtree(aside, ignore_errors=True)
-        if os.path.lexists(self.path):
-            os.rename(self.path, aside)
-        os.rename(self.folder, self.path)
-        flush_path(self.path.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        put_in_place(self.folder, self.path)
 
     def _take_over(self, restart: bool) -> None:
         known = self._read_journal()

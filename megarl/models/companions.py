@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megarl.files import flush_path
 
 COPIED_FILES = (
     "tokenizer*",
@@ -55,9 +56,5 @@ def write_companions(folder: Path, config: Mapping[str, Any], copy_from: str | P
         copy_companions(Path(copy_from), folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in [*files, folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush_path(path)
     return {path.relative_to(folder.parent).as_posix() for path in files}

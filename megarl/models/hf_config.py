@@ -64,6 +64,14 @@ class ModelConfig:
         return self.experts is not None and self.experts.layers[layer]
 
     @property
+    def base_architecture(self) -> str:
+        """The architecture's name without its head, such as ``Qwen2``."""
+        for kind in ("ForCausalLM", *VALUE_MODELS):
+            if self.architecture.endswith(kind):
+                return self.architecture.removesuffix(kind)
+        return self.architecture
+
+    @property
     def is_value_model(self) -> bool:
         """Whether the folder holds a scalar head (``score.weight``) in place of the output layer."""
         return self.architecture.endswith(VALUE_MODELS)
@@ -74,11 +82,12 @@ class ModelConfig:
         return self.architecture.endswith(VALUE_MODELS[1]) and bool(self.raw.get("token_classification_bias", True))
 
 
-def read_model_config(path: str | Path) -> ModelConfig:
+def read_model_config(path: str | Path, *, may_be_bare: bool = False) -> ModelConfig:
     """Reads ``config.json`` of a model folder.
 
     Args:
         path: the folder.
+        may_be_bare: take a model without any head, such as ``Qwen2Model``, for a language model.
 
     Raises:
         ModelError: the folder or the file is missing or malformed, the architecture has no weight map, or the file
@@ -86,12 +95,12 @@ def read_model_config(path: str | Path) -> ModelConfig:
     """
     raw = _read_json(Path(path))
     try:
-        return parse_model_config(raw)
+        return parse_model_config(raw, may_be_bare=may_be_bare)
     except ModelError as error:
         raise ModelError(f"model folder {path}: {error}") from None
 
 
-def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
+def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> ModelConfig:
     """The neutral view of an already parsed ``config.json``; raises as :func:`read_model_config` does."""
     architectures = raw.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
@@ -99,13 +108,16 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"config.json: architectures={architectures!r}, expected a list with one of: "
             f"{', '.join(known_architectures())}"
         )
-    family = family_of(architectures[0])
+    causal = architectures[0].removesuffix("Model") + "ForCausalLM"
+    is_bare = may_be_bare and architectures[0].endswith("Model") and causal in known_architectures()
+    architecture = causal if is_bare else architectures[0]
+    family = family_of(architecture)
     traits = family.traits(raw)
     refuse_settings(raw, quantization_config=None)
     heads = count(raw, "num_attention_heads")
     theta, scaling = _rope(raw)
     return ModelConfig(
-        architecture=architectures[0],
+        architecture=architecture,
         family=family.name,
         num_layers=count(raw, "num_hidden_layers"),
         hidden_size=count(raw, "hidden_size"),

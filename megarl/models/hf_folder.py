@@ -15,8 +15,10 @@ from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-SCORE = "score.weight"
-OTHER_HEADS = {"classifier.weight": SCORE, "classifier.bias": "score.bias"}
+HEAD, SCORE, SCORE_BIAS = "lm_head.weight", "score.weight", "score.bias"
+HEADS = (HEAD, SCORE, SCORE_BIAS)
+"""What stands behind the last norm, in one kind of model or another."""
+OTHER_HEADS = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
 """Other names that checkpoints have for the scalar head, and the ones under which it is known here."""
 
 
@@ -42,19 +44,25 @@ class ModelFolder:
     tensors: Mapping[str, TensorEntry]
 
 
-def check_model_folder(path: str | Path) -> ModelFolder:
+def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> ModelFolder:
     """Checks that a folder holds a whole model: config, every shard, every tensor of the right shape.
 
     Reads JSON headers only, so it is quick for any model and fit for a check before anything starts.
+
+    Args:
+        path: the folder.
+        may_lack_head: the output layer, or the scalar head of a value model, may be absent.
 
     Raises:
         ModelError: names what is missing, truncated or of the wrong shape.
     """
     folder = Path(path)
-    config = read_model_config(folder)
+    config = read_model_config(folder, may_be_bare=may_lack_head)
     tensors = _known_heads(_tensor_entries(folder))
     for name, shape in WeightMap(config, value_head=config.is_value_model).hf_shapes().items():
         if name not in tensors:
+            if may_lack_head and name in HEADS:
+                continue
             raise ModelError(f"model folder {folder} lacks tensor '{name}' of shape {list(shape)}")
         _check_shape(tensors[name], name, shape)
     if SCORE in tensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Collection, Mapping
@@ -19,10 +18,12 @@ from torch import Tensor
 from megarl.errors import CheckpointError
 from megarl.files import flush_path
 from megarl.models.companions import copy_companions
+from megarl.models.exported_config import exported_config, needs_head_bias
 from megarl.models.hf_checkpoint import region
-from megarl.models.hf_config import VALUE_MODELS, ModelConfig
-from megarl.models.hf_folder import INDEX_FILE, SCORE, SINGLE_FILE
+from megarl.models.hf_config import ModelConfig
+from megarl.models.hf_folder import INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE
 from megarl.models.partition import LocalParam, Piece
+from megarl.replacing import put_in_place, restore_replaced
 
 
 class _Assembly:
@@ -50,18 +51,21 @@ class _Assembly:
 class HFWriter:
     """Streams an export: a shard file is written, and its memory freed, as soon as its tensors are whole.
 
+    A value head that was put on a language model is written as a model of token classification, its bias zero
+    (:func:`~megarl.models.exported_config.exported_config`).
+
     A context manager. Everything goes to a hidden folder beside ``path``, which is renamed when the block ends well
     and removed when it does not; so ``path`` is never half written.
 
     Args:
         path: folder to make.
-        config: the model; its ``config.json`` is written back, with the dtype that the weights really have and, for a
-            model with a scalar head, the architecture that loads it.
+        config: the model; its ``config.json`` is written back, with the dtype that the weights really have and the
+            architecture that loads them.
         shapes: the tensors to write, from :meth:`WeightMap.hf_shapes`.
         float32: those of them that are float32 whatever the others are.
         max_shard_bytes: size above which another shard file is begun.
         copy_from: folder whose tokenizer, chat template and generation config are copied; None copies nothing.
-        overwrite: replace ``path`` where it exists (absent for an instant while two folders are renamed).
+        overwrite: replace ``path`` where it exists; a reader finds the old folder or the new one.
 
     Raises:
         CheckpointError: ``path`` exists and ``overwrite`` is off; and at the end of the block, where an element of a
@@ -82,6 +86,11 @@ class HFWriter:
         self.path = Path(path)
         self._config = config
         self._shapes = dict(shapes)
+        # Megatron's scalar head has no bias; transformers' heads of token classification do.
+        exported = exported_config(config, shapes, None)
+        self._adds_bias = SCORE in shapes and SCORE_BIAS not in shapes and needs_head_bias(exported)
+        if self._adds_bias:
+            self._shapes[SCORE_BIAS] = (1,)
         self._float32 = frozenset(float32)
         self._max_shard_bytes = max_shard_bytes
         self._copy_from = Path(copy_from) if copy_from is not None else None
@@ -93,6 +102,7 @@ class HFWriter:
         self._assemblies: dict[str, _Assembly] = {}
 
     def __enter__(self) -> HFWriter:
+        restore_replaced(self.path)
         if self.path.exists() and not self._overwrite:
             raise CheckpointError(f"{self.path} exists already; remove it or choose another folder for the export")
         self._folder.mkdir(parents=True)
@@ -178,6 +188,8 @@ class HFWriter:
         return SINGLE_FILE if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
 
     def _finish(self) -> None:
+        if self._adds_bias and self._dtype is not None:
+            self.add_piece(Piece(SCORE_BIAS, (0,), (1,), (0,)), torch.zeros(1, dtype=self._dtype))
         missing = [name for names in self._unwritten for name in sorted(names)] if self._unwritten else [*self._shapes]
         if missing:
             raise CheckpointError(
@@ -185,12 +197,12 @@ class HFWriter:
             )
         if len(self._unwritten) > 1:
             self._write_index()
-        self._write_json("config.json", self._exported_config())
+        self._write_json("config.json", exported_config(self._config, self._shapes, self._dtype))
         if self._copy_from is not None:
             copy_companions(self._copy_from, self._folder)
         for path in [*self._folder.rglob("*"), self._folder]:
             flush_path(path)
-        self._publish()
+        put_in_place(self._folder, self.path)
 
     def _write_index(self) -> None:
         assert self._dtype is not None
@@ -202,24 +214,3 @@ class HFWriter:
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         (self._folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-    def _exported_config(self) -> dict[str, Any]:
-        raw = dict(self._config.raw)
-        # transformers 4 reads torch_dtype, transformers 5 either.
-        raw["dtype" if "dtype" in raw else "torch_dtype"] = str(self._dtype).removeprefix("torch.")
-        if "num_nextn_predict_layers" in raw:
-            raw["num_nextn_predict_layers"] = 0  # such layers are not part of the model
-        if SCORE in self._shapes:
-            if not self._config.is_value_model:
-                raw["architectures"] = [self._config.architecture.removesuffix("ForCausalLM") + VALUE_MODELS[0]]
-            raw["id2label"], raw["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
-        return raw
-
-    def _publish(self) -> None:
-        # A folder cannot replace another in one step: for an instant between the two renames there is neither.
-        aside = self._folder.with_suffix(".old")
-        if self.path.exists():
-            os.rename(self.path, aside)
-        os.rename(self._folder, self.path)
-        flush_path(self.path.parent)
-        shutil.rmtree(aside, ignore_errors=True)

@@ -13,8 +13,6 @@ of them. One run at a time saves into a root.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
 import os
 import re
@@ -26,6 +24,7 @@ from pathlib import Path
 
 from megarl.errors import CheckpointError, ConfigError
 from megarl.files import FileEntry, flush_file, flush_path
+from megarl.replacing import put_in_place, restore_replaced
 from megarl.trainer.checkpoint_manifest import (
     NO_ENTRIES,
     Manifest,
@@ -42,8 +41,8 @@ POINTER = "latest_checkpointed_iteration.txt"
 BEST_POINTER = "best_checkpointed_iteration.txt"
 RESUME_MODES = ("auto", "must", "disable", "resume_path")
 _FOLDER = re.compile(r"global_step_(\d+)")
-_UNFINISHED = re.compile(r"\.(?:global_step_\d+|(?:latest|best)_checkpointed_iteration\.txt)\.tmp-(\d+)(?:-replaced)?")
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+_UNFINISHED = re.compile(r"\.(?:global_step_\d+|(?:latest|best)_checkpointed_iteration\.txt)\.tmp-(\d+)")
+_REPLACED = re.compile(r"\.(global_step_\d+)\.replaced")
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +67,7 @@ class CheckpointStore:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            self._restore_replaced()
             self._remove_leftovers()
             folder = self._unfinished(step)
             folder.mkdir()
@@ -96,8 +96,7 @@ class CheckpointStore:
         try:
             sequence = 1 + max((manifest.sequence for manifest in self._manifests()), default=0)
             write_manifest(unfinished, step, sequence, known, score)
-            _put_in_place(unfinished, folder)
-            flush_path(self.root)
+            put_in_place(unfinished, folder)
             self._point_to(step, POINTER)
         except (OSError, CheckpointError) as error:
             self.abort(step)
@@ -207,6 +206,7 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def _newest(self, roles: Collection[str]) -> Path | None:
+        self._restore_replaced()
         steps, pointer = self.steps(), self.root / POINTER
         if not steps and not pointer.exists():
             return None
@@ -298,9 +298,16 @@ class CheckpointStore:
                 (thinner / name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(folder / name, thinner / name)
             write_document(thinner, replace(manifest, files=kept))
-            _put_in_place(thinner, folder)
+            put_in_place(thinner, folder)
         finally:
             shutil.rmtree(thinner, ignore_errors=True)
+
+    def _restore_replaced(self) -> None:
+        """Undoes a replacement that was killed, where the file system cannot exchange two names."""
+        for entry in self.root.iterdir() if self.root.is_dir() else ():
+            match = _REPLACED.fullmatch(entry.name)
+            if match and restore_replaced(self.root / match[1]):
+                logger.warning("Brought back %s, which a killed save was replacing", self.root / match[1])
 
     def _remove_leftovers(self) -> None:
         for entry in self.root.iterdir():
@@ -329,30 +336,3 @@ def _is_alive(process: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
-
-
-def _put_in_place(unfinished: Path, folder: Path) -> None:
-    """Renames, replacing what an earlier run saved for the same step without a moment in which neither is there."""
-    if not folder.exists():
-        os.rename(unfinished, folder)
-    elif _exchange(unfinished, folder):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    else:
-        # This file system cannot exchange two names. Only a kill between the two renames would lose the earlier save.
-        replaced = unfinished.with_name(f"{unfinished.name}-replaced")
-        os.rename(folder, replaced)
-        os.rename(unfinished, folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two names at once where kernel, C library and file system can; False where one cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    arguments = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
-    if renameat2(*arguments) == 0:
-        return True
-    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), os.fspath(second))

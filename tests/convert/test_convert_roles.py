@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from checkpoints import SETTINGS, assert_same, load_role, run, save_role, tensors_of
 from distributed import ProcessPool
+from safetensors.torch import save_file
 from whole_tensors import whole_tensors
 
 from megarl.models import ParallelLayout
@@ -97,6 +100,28 @@ def test_without_an_output_layer_a_stripped_model_is_the_bare_one(model: Model, 
     run("megatron-to-hf", tmp_path / "role", tmp_path / "out", "--value-head", "strip")
     loaded, report = transformers.AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert type(loaded).__name__ == "Qwen2Model" and not report["missing_keys"] and not report["unexpected_keys"]
+
+
+@pytest.mark.parametrize(("name", "head"), [("qwen2", "lm_head.weight"), ("reward_model", "score.weight")])
+@pytest.mark.parametrize("is_named_bare", [True, False])
+def test_a_folder_without_its_head_is_inspected_and_compared_and_not_converted(
+    name: str, head: str, is_named_bare: bool, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copytree(model(name), tmp_path / "bare")
+    tensors = tensors_of(folder)
+    del tensors[head]
+    save_file(tensors, folder / "model.safetensors")
+    if is_named_bare:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2Model"]}))
+        head = "lm_head.weight"  # what such a model has where it is more than the bare one
+    run("inspect", folder)
+    assert f"none: {head} absent" in capsys.readouterr().out
+    run("verify", folder, folder)
+    run("verify", model(name), folder, expect=1)
+    assert f"missing in {folder}: 1" in capsys.readouterr().out
+    run("hf-to-megatron", folder, tmp_path / "role", expect=1)
+    assert f"lacks {head}, without which no engine starts" in capsys.readouterr().err
 
 
 def test_numbers_are_cast_but_for_what_a_model_keeps_in_float32(model: Model, tmp_path: Path) -> None:

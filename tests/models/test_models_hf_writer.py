@@ -90,7 +90,7 @@ def test_transformers_loads_an_export_and_computes_the_same(family, tied, real_m
 
 
 def test_a_value_model_is_exported_with_the_architecture_that_loads_it(real_model_folder, tmp_path):
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForTokenClassification
 
     reader = HFReader(real_model_folder())
     weight_map = WeightMap(reader.config, value_head=True)
@@ -100,9 +100,9 @@ def test_a_value_model_is_exported_with_the_architecture_that_loads_it(real_mode
         local = dict(load_local(reader, params, torch.float32, optional=("score.weight",)))
         for param in params:
             writer.add(param, local.get(param.name, score))
-    model, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    model, report = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert torch.equal(model.score.weight, score)
+    assert torch.equal(model.score.weight, score) and model.score.bias.item() == 0.0
     assert read_model_config(tmp_path / "critic").is_value_model
     export(tmp_path / "critic", tmp_path / "again", ParallelLayout(2, 1, 1))
     assert torch.equal(load_all(tmp_path / "again")["score.weight"], score)

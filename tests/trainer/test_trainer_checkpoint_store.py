@@ -8,16 +8,17 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from dying import run_and_die
 
+from megarl import replacing
 from megarl.errors import CheckpointError, ConfigError
 from megarl.files import FileEntry
-from megarl.trainer import checkpoint_store
 from megarl.trainer.checkpoint_manifest import MANIFEST, Score
 from megarl.trainer.checkpoint_retention import BestBy, Retention
 from megarl.trainer.checkpoint_store import BEST_POINTER, POINTER, CheckpointStore
@@ -231,7 +232,7 @@ def test_a_new_run_in_an_old_folder_keeps_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_an_older_checkpoint_loses_one_role_and_stays_whole(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     if not can_exchange:
-        monkeypatch.setattr(checkpoint_store, "_exchange", lambda *_: False)
+        monkeypatch.setattr(replacing, "exchange", lambda *_: False)
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 1}))
     first, second = save(store, 1), save(store, 2)
     assert sorted(path.name for path in first.iterdir()) == ["actor", MANIFEST, "trainer_state.json"]
@@ -281,7 +282,7 @@ def test_what_the_writers_tell_of_their_files_is_believed_but_for_size_and_prese
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_saving_a_step_again_replaces_it(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     if not can_exchange:
-        monkeypatch.setattr(checkpoint_store, "_exchange", lambda *_: False)
+        monkeypatch.setattr(replacing, "exchange", lambda *_: False)
     store = CheckpointStore(tmp_path, Retention({"actor": 1}))
     save(store, 2)
     with store.saving(2) as folder:
@@ -382,35 +383,23 @@ with open(folder / "weights", "wb") as file:
     assert hidden(tmp_path) == [f".global_step_3.tmp-{os.getpid()}"]
 
 
-def die_after(changes: int) -> None:
-    """From now on, the n-th change to the file system is preceded by SIGKILL."""
-    left = [changes]
-
-    def count(event: str, args: tuple) -> None:
-        writing = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_CREAT)
-        if writing or event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "ctypes.dlopen"):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
-def test_killed_at_every_change_to_the_disk(again: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("again", "can_exchange"),
+    [(False, True), (True, True), (True, False)],
+    ids=["a new step", "the same step again", "where names cannot be exchanged"],
+)
+def test_killed_at_every_change_to_the_disk(again: bool, can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     """Whatever instant the process dies in, the old checkpoint or the new one is found whole, and saving goes on."""
+    if not can_exchange:
+        monkeypatch.setattr(replacing, "exchange", lambda *_: False)
     deaths, seen = 0, set()
     for changes in range(60):
         root = tmp_path / str(changes)
         save(CheckpointStore(root), 1)
         save(CheckpointStore(root), 2)
         old = (root / "global_step_2" / MANIFEST).read_text()
-        child = os.fork()
-        if child == 0:
-            die_after(changes)
-            save(CheckpointStore(root, Retention({"actor": 2, "critic": 2})), 2 if again else 3)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
+        store = CheckpointStore(root, Retention({"actor": 2, "critic": 2}))
+        died = run_and_die(changes, partial(save, store, 2 if again else 3))
         found = CheckpointStore(root).resolve("auto")
         assert found is not None
         seen.add("old" if (found / MANIFEST).read_text() == old else "new")
@@ -418,10 +407,8 @@ def test_killed_at_every_change_to_the_disk(again: bool, tmp_path: Path) -> None
         save(CheckpointStore(root, Retention({"actor": 2, "critic": 2})), 4)
         assert not hidden(root)
         assert step_of(CheckpointStore(root).resolve("auto")) == 4
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
+        if not died:
             break
-        assert os.WTERMSIG(status) == signal.SIGKILL
         deaths += 1
     else:
         pytest.fail("the save never finished")
