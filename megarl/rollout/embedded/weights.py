@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.models import LocalParam
+from megarl.rollout.coverage import Coverage, check_complete
 from megarl.rollout.interface import NO_VERSION, Slab
-
-
-class Coverage:
-    """Which elements of one parameter a session wrote, as rectangles that may not overlap."""
-
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        self.name, self.shape = name, shape
-        self.expected = math.prod(shape)
-        self.written = 0
-        # [rectangles, start or stop, dimensions], grown as rectangles come in.
-        self._bounds = np.empty((0, 2, len(shape)), dtype=np.int64)
-
-    def add(self, start: Sequence[int], shape: Sequence[int]) -> None:
-        """Records a rectangle.
-
-        Raises:
-            WeightSyncError: it leaves the parameter or overlaps an earlier one.
-        """
-        stop = [a + n for a, n in zip(start, shape, strict=False)]
-        name, whole = self.name, list(self.shape)
-        fits = len(start) == len(shape) == len(whole) and all(
-            0 <= a < b <= n for a, b, n in zip(start, stop, whole, strict=True)
-        )
-        if not fits:
-            raise WeightSyncError(f"'{name}': slab {list(shape)} at {list(start)} does not fit shape {whole}")
-        apart = (self._bounds[:, 0] >= stop) | (self._bounds[:, 1] <= start)
-        overlapping = np.flatnonzero(~apart.any(axis=1))
-        if len(overlapping):
-            other_start, other_stop = self._bounds[overlapping[0]].tolist()
-            raise WeightSyncError(
-                f"'{name}': slab [{list(start)}, {stop}) overlaps [{other_start}, {other_stop}), "
-                "already written in this update"
-            )
-        self._bounds = np.concatenate([self._bounds, np.array([[list(start), stop]], dtype=np.int64)])
-        self.written += math.prod(shape)
 
 
 class WeightStore:
@@ -119,11 +83,5 @@ class WeightStore:
         session, self._session = self._session, None
         if version != self._session_version:
             raise WeightSyncError(f"update to weight version {self._session_version} was ended as version {version}")
-        gaps = [cover for cover in session.values() if cover.written != cover.expected]
-        if gaps:
-            first = gaps[0]
-            raise WeightSyncError(
-                f"weight version {version} is incomplete: {len(gaps)} of {len(session)} parameters, first "
-                f"'{first.name}' with {first.written} of {first.expected} elements written"
-            )
+        check_complete(session.values(), version)
         self.version = version
