@@ -28,6 +28,7 @@ from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.kernels import kernels, uses_transformer_engine
 from megarl.megatron.logprobs import vocab_parallel_log_probs
 from megarl.megatron.model import build_model
+from megarl.megatron.moe import forget_graphs
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, Residence
 from megarl.megatron.optimizer import Optimizer, OptimizerOptions, StepResult
 from megarl.megatron.options import EngineOptions
@@ -279,6 +280,8 @@ class MegatronEngine:
         metrics = self._run(
             micro_batches, partial(self._contribute, loss), temperature, with_entropy, forward_only=False
         )
+        for chunk in self.chunks:
+            forget_graphs(chunk)
         return self._sum_metrics(metrics)
 
     @_entry

@@ -87,6 +87,23 @@ def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
                 setattr(param, "allreduce", False)  # noqa: B010  (Megatron's mark)
 
 
+def forget_graphs(module: nn.Module) -> None:
+    """Lets go of the last micro-batch's graph, which Megatron's dispatchers remember.
+
+    The graph leads back to the model through torch's own memory, where Python's collector does not look: with it the
+    model, its process groups and their threads would outlive everything that uses them.
+
+    Args:
+        module: a chunk of the model, after its backward pass.
+    """
+    for layer in module.modules():
+        dispatcher = getattr(layer, "token_dispatcher", None)
+        for holder in () if dispatcher is None else (dispatcher, layer):
+            for name, value in vars(holder).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(holder, name, value.detach())
+
+
 def choose_experts(logits: Tensor, experts: Experts, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from family_cases import MODELS
 from tiny_models import rows, save_model
 from torch import Tensor
 
-from megarl.megatron import OptimizerOptions, StepResult
+from megarl.megatron import MegatronEngine, OptimizerOptions, StepResult
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, Residence
 from megarl.megatron.optimizer_state import state_shards
 from megarl.megatron.options import OverlapOptions
@@ -89,6 +91,13 @@ def steps(place: Place, path: Path, setup: Setup, parts: tuple[str, ...]) -> tup
         return results, weights | state
 
 
+def threads_left(place: Place) -> tuple[int, int]:
+    """Engines and threads of a process that has left its groups."""
+    gc.collect()
+    engines = sum(isinstance(thing, MegatronEngine) for thing in gc.get_objects())
+    return engines, len(os.listdir("/proc/self/task"))
+
+
 def check_bytes(built: Any, freed: dict[str, int], weights: dict[str, Tensor]) -> None:
     """What was freed is what arithmetic says, up to the padding of Megatron's buffers."""
     count = sum(weight.numel() for weight in weights.values())
@@ -136,3 +145,6 @@ def test_training_goes_on_bit_for_bit(
             assert steps_here == steps_there
             assert held.keys() == kept.keys() and len(held) > 10
             assert all(torch.equal(held[name], kept[name]) for name in kept)
+    # Each group of gloo has threads of its own, dozens in all; a process has a handful besides.
+    for engines, threads in pool.run(threads_left, layout.world_size):
+        assert engines == 0 and threads < 20
