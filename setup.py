@@ -16,7 +16,10 @@ INSTALL_REQUIRES = [
     "torchdata>=0.10",
     "jinja2",
     "einops",  # megatron-core imports it in its mixture-of-experts code
+    "bm25s",  # ranking of the retrieval server
+    "jsonschema",  # arguments of tools
     "psutil",
+    "pyyaml",
     "rich",
     "plotly",
 ]

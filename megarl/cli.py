@@ -1,4 +1,4 @@
-"""Command lines: ``megarl train``, ``megarl sft``, ``megarl convert``; ``python -m megarl.train`` is the same."""
+"""Command lines: ``megarl train``, ``sft``, ``convert``, ``retrieval-server``; ``python -m megarl.train`` is the same."""
 
 from __future__ import annotations
 
@@ -46,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["convert"]:
         code: int = importlib.import_module("megarl.convert.command").main(arguments[1:])
         return code
+    if arguments[:1] == ["retrieval-server"]:
+        served: int = importlib.import_module("megarl.retrieval.command").main(arguments[1:])
+        return served
     usage = "usage: megarl JOB [options] [KEY=VALUE ...]\n\njobs:\n"
     usage += "\n".join(f"  {name:<8}{job.doc}; megarl {name} --help" for name, job in JOBS.items())
+    usage += "\n  retrieval-server  BM25 over a JSONL corpus, for agents that search; megarl retrieval-server --help"
     usage += "\n  convert checkpoints: to and from Hugging Face, inspect, verify; megarl convert --help"
     asked = arguments[:1] in (["-h"], ["--help"])
     print(usage, file=sys.stdout if asked else sys.stderr)

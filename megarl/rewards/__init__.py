@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.rewards.arithmetic import exact_integer
+from megarl.rewards.exact_match import search_exact_match
 from megarl.rewards.registry import custom_reward_spec, load_reward_function, register_reward
 
 if TYPE_CHECKING:
     from megarl.rewards.manager import RewardManager, Scored
 
-__all__ = ["RewardManager", "Scored", "custom_reward_spec", "exact_integer", "load_reward_function", "register_reward"]
+__all__ = ["RewardManager", "Scored", "custom_reward_spec", "exact_integer", "load_reward_function", "register_reward", "search_exact_match"]
 
 
 def __getattr__(name: str) -> object:

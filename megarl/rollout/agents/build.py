@@ -1,0 +1,95 @@
+"""Loops as a configuration asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megarl.config.agents import AgentConfig, MultiTurnConfig
+from megarl.errors import ConfigError
+from megarl.rollout.agents.loop import AgentLoop, Limits
+from megarl.rollout.agents.registry import find_agent_loop
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config import TrainConfig
+
+_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+
+def default_agent_loop(config: TrainConfig) -> str:
+    """The loop of rows that name none in ``agent_name``."""
+    agent: AgentConfig = config.actor_rollout_ref.rollout.agent
+    if agent.default_agent_loop is not None:
+        return agent.default_agent_loop
+    if config.do_search:
+        return "search_agent"
+    return "tool_agent" if config.actor_rollout_ref.rollout.multi_turn.enable else "single_turn_agent"
+
+
+def conversation_limits(config: TrainConfig) -> Limits:
+    """Where conversations end at the latest."""
+    multi_turn: MultiTurnConfig = config.actor_rollout_ref.rollout.multi_turn
+    agent: AgentConfig = config.actor_rollout_ref.rollout.agent
+    return Limits(
+        response_tokens=config.data.max_response_length,
+        assistant_turns=multi_turn.max_assistant_turns,
+        user_turns=multi_turn.max_user_turns,
+        seconds=agent.timeout_s,
+    )
+
+
+def build_agent_loops(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, names: Iterable[str]
+) -> dict[str, AgentLoop]:
+    """The loops that rows name, ready to lead conversations.
+
+    Args:
+        config: of the run, complete.
+        tokenizer: of the policy.
+        names: registered names, names from ``agent_loop_config_path``, or ``path.py:Class``.
+
+    Raises:
+        ConfigError: there is no such loop, or it refuses its options.
+    """
+    own = read_loop_file(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    loops = {}
+    for name in names:
+        options = dict(own.get(name, {}))
+        loop = find_agent_loop(str(options.pop("_target_", name)))
+        try:
+            loops[name] = loop.create(config, tokenizer, **options)
+        except TypeError as error:
+            raise ConfigError(f"agent loop {name!r} cannot be built with the options {options}: {error}") from error
+    return loops
+
+
+def read_loop_file(path: str | None) -> dict[str, Mapping[str, Any]]:
+    """The entries of ``agent_loop_config_path`` by their names: ``_target_`` names the class, the rest are its options.
+
+    Raises:
+        ConfigError: the file is not there or malformed.
+    """
+    if path is None:
+        return {}
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{_KEY}={path}: there is no such file")
+    try:
+        entries = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{_KEY}={path} is no YAML file: {error}") from error
+    if not isinstance(entries, list):
+        raise ConfigError(f"{_KEY}={path} must be a list of entries with 'name' and '_target_', got {entries!r:.200}")
+    found: dict[str, Mapping[str, Any]] = {}
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
+            raise ConfigError(f"{path}, entry {number} must have 'name' and '_target_', got {entry!r:.200}")
+        if entry["name"] in found:
+            raise ConfigError(f"{path}, entry {number}: there are two loops called {entry['name']!r}")
+        found[str(entry["name"])] = {key: value for key, value in entry.items() if key != "name"}
+    return found

@@ -1,0 +1,140 @@
+"""A policy that calls tools: generate, answer the calls, go on, until a turn calls nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from megarl.errors import ConfigError
+from megarl.rollout.agents.frames import encode_prompt, plain_text, turn_frame
+from megarl.rollout.agents.loop import AgentLoop, Conversation, Generate, Trajectory, Transcript
+from megarl.rollout.agents.registry import register_agent_loop
+from megarl.rollout.tools import EquippedTool, ToolCall, answer_call, clip_text, find_parser, load_tools
+from megarl.rollout.tools.calling import check_truncate_side
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """How tools are called; the names are those of ``multi_turn``.
+
+    Attributes:
+        format: parser of calls.
+        max_parallel_calls: calls of one turn that are made; the others are answered with an error.
+        max_tool_response_length: most tokens of one result.
+        tool_response_truncate_side: what is kept of a longer one: ``left``, ``right``, or both ends (``middle``).
+    """
+
+    format: str = "hermes"
+    max_parallel_calls: int = 1
+    max_tool_response_length: int = 256
+    tool_response_truncate_side: str = "middle"
+
+
+@register_agent_loop("tool_agent")
+class ToolLoop(AgentLoop):
+    """Leads conversations in which the policy calls tools.
+
+    Args:
+        tokenizer: of the policy, with a chat template that knows tools.
+        tools: by name.
+        options: how they are called.
+        template_kwargs: extra arguments for the chat template.
+
+    Raises:
+        ConfigError: an option has no meaning.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Mapping[str, EquippedTool],
+        options: ToolOptions | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.options = options or ToolOptions()
+        self.parse = find_parser(self.options.format)
+        check_truncate_side(self.options.tool_response_truncate_side)
+        self.template_kwargs = dict(template_kwargs or {})
+        self.schemas = [equipped.tool.declaration for equipped in tools.values()]
+
+    @classmethod
+    def create(cls, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
+        """As the base says.
+
+        Raises:
+            ConfigError: no tools are named.
+        """
+        multi_turn = config.actor_rollout_ref.rollout.multi_turn
+        if multi_turn.tool_config_path is None:
+            key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+            raise ConfigError(f"{key} is null; tool_agent needs a YAML file with at least one tool")
+        chosen = ToolOptions(
+            multi_turn.format,
+            multi_turn.max_parallel_calls,
+            multi_turn.max_tool_response_length,
+            multi_turn.tool_response_truncate_side,
+        )
+        return cls(tokenizer, load_tools(multi_turn.tool_config_path), replace(chosen, **options))
+
+    async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
+        """Turn by turn, until one calls nothing or a limit is met."""
+        transcript = Transcript(conversation, self._prompt(conversation))
+        counts: Counter[str] = Counter(tool_call_counts=0, malformed_calls=0)
+        reason = await self._turns(transcript, generate, counts)
+        return transcript.end(reason, {name: float(value) for name, value in counts.items()})
+
+    async def _turns(self, transcript: Transcript, generate: Generate, counts: Counter[str]) -> Any:
+        limits = transcript.conversation.limits
+        while True:
+            turn = await transcript.generate(generate)
+            calls = self.parse(self.tokenizer.decode(turn.token_ids, skip_special_tokens=False))
+            if not calls or turn.finish_reason == "length":
+                return turn.finish_reason
+            if limits.assistant_turns is not None and transcript.assistant_turns >= limits.assistant_turns:
+                return "turns"
+            if limits.user_turns is not None and transcript.user_turns >= limits.user_turns:
+                return "turns"
+            messages = await self._answers(calls, transcript.conversation, counts)
+            last = turn.token_ids[-1] if turn.token_ids else None
+            if not transcript.observe(turn_frame(self.tokenizer, messages, last, self.template_kwargs)):
+                return "length"
+
+    async def _answers(
+        self, calls: Sequence[ToolCall], conversation: Conversation, counts: Counter[str]
+    ) -> list[dict[str, str]]:
+        """A message for each call, in their order."""
+        most, options = self.options.max_parallel_calls, self.options
+        too_many = ToolCall(problem=f"only {most} calls are answered per turn; this one was not made")
+        answers = await asyncio.gather(
+            *(
+                answer_call(call if number < most else too_many, self.tools, conversation)
+                for number, call in enumerate(calls)
+            )
+        )
+        counts["tool_call_counts"] += len(calls)
+        messages = []
+        for answer in answers:
+            counts["malformed_calls"] += answer.wrong
+            counts.update(answer.metrics)  # type: ignore[arg-type]  # a Counter adds floats as well
+            text = clip_text(
+                self.tokenizer,
+                plain_text(self.tokenizer, answer.text),
+                options.max_tool_response_length,
+                options.tool_response_truncate_side,
+            )
+            messages.append({"role": "tool", "content": text})
+        return messages
+
+    def _prompt(self, conversation: Conversation) -> list[int]:
+        """The prompt with the tools' schemas, which the data set does not know."""
+        return encode_prompt(self.tokenizer, conversation.messages, self.schemas, self.template_kwargs)
