@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megarl.config.agents import agent_problems
 from megarl.config.batch import batch_problems
 from megarl.config.layouts import describe_pool, layout_problems
 from megarl.config.parts import OptimConfig
@@ -149,6 +150,7 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     _validation,
     _resume,
     saving_problems,
+    agent_problems,
     _optims,
     _batches,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.config.agents import AgentConfig, MultiTurnConfig, RetrieverConfig
 from megarl.config.keys import key, section
 from megarl.config.parts import (
     DTYPES,
@@ -28,6 +29,9 @@ class DataConfig(DataSourceConfig):
     val_files: list[str] = key([], "Parquet file or files to validate on; empty = no validation.")
     max_prompt_length: int = key(512, "Longest prompt, in tokens.", at_least=1)
     max_response_length: int = key(512, "Longest response, in tokens.", at_least=1)
+    max_obs_length: int = key(
+        500, "Longest answer of the retrieval server in a conversation, in tokens; a longer one is cut.", at_least=16
+    )
     val_batch_size: int | None = key(None, "Prompts per validation batch; null = all at once.", at_least=1)
     filter_overlong_prompts: bool = key(
         False, "Drop prompts longer than `max_prompt_length` (counted) instead of applying `truncation`."
@@ -58,6 +62,11 @@ class ActorConfig(UpdateBatchConfig):
     use_kl_loss: bool = key(False, "Add the KL to the reference policy to the loss.")
     kl_loss_coef: float = key(0.001, "Weight of the KL loss; read with `use_kl_loss`.", at_least=0)
     kl_loss_type: str = key("low_var_kl", "Estimator of the KL loss; read with `use_kl_loss`.", choices=KL_KINDS)
+    state_masking: bool = key(
+        True,
+        "Leave what tools and the retrieval server said out of losses, KL, advantages and entropy; it stays in the "
+        "context. Without, it is trained on like the policy's own tokens.",
+    )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     optim: OptimConfig = section(OptimConfig)
     megatron: MegatronConfig = section(MegatronConfig)
@@ -105,6 +114,8 @@ class RolloutConfig(LogProbBatchConfig):
     calculate_log_probs: bool = key(
         False, "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`)."
     )
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
+    agent: AgentConfig = section(AgentConfig)
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
 
 
@@ -148,7 +159,7 @@ class RewardModelConfig:
     name: str = key(
         "arithmetic",
         "Reward function that comes with megarl; not read where `custom_reward_function.path` is set.",
-        choices=("arithmetic",),
+        choices=("arithmetic", "search_em"),
         custom=True,
     )
     on_error: str = key(
@@ -278,6 +289,11 @@ class TrainConfig:
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)
+    do_search: bool = key(False, "Lead conversations with `search_agent`, which asks `retriever.url`.")
+    max_turns: int = key(
+        2, "Turns after which `search_agent` is answered; one more follows, whose search is not carried out.", at_least=0
+    )
+    retriever: RetrieverConfig = section(RetrieverConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
