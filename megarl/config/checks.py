@@ -13,7 +13,7 @@ from megarl.config.batch import batch_problems
 from megarl.config.layouts import describe_pool, layout_problems
 from megarl.config.parts import OptimConfig
 from megarl.config.problems import Problem, value_at
-from megarl.config.saving import saving_problems
+from megarl.config.saving import saving_problems, sft_saving_problems
 from megarl.config.schema import TrainConfig
 from megarl.config.sft_schema import SFTConfig
 
@@ -95,7 +95,7 @@ def _validation(config: TrainConfig) -> Iterator[Problem]:
         yield Problem.at(config, f"{path}.n", f"{path}.temperature=0 is greedy and gives {sampling.n} equal answers")
 
 
-def _resume(config: TrainConfig) -> Iterator[Problem]:
+def _resume(config: TrainConfig | SFTConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield Problem.at(config, "trainer.resume_from_path", "must be set with trainer.resume_mode=resume_path")
@@ -154,4 +154,12 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     _optims,
     _batches,
 )
-_SFT_CHECKS: tuple[Check, ...] = (_train_files, _names, _sft_layout, _sft_optim, _batches)
+_SFT_CHECKS: tuple[Check, ...] = (
+    _train_files,
+    _names,
+    _sft_layout,
+    _sft_optim,
+    _batches,
+    _resume,
+    sft_saving_problems,
+)

@@ -47,6 +47,7 @@ def _fill_sft(config: SFTConfig, root: str) -> None:
     _fill_layout(config.megatron, config.trainer.num_devices)
     config.data.seed = _first(config.data.seed, config.trainer.seed)
     config.trainer.hf_export_dir = _first(config.trainer.hf_export_dir, f"{root}/hf")
+    config.trainer.default_local_dir = _first(config.trainer.default_local_dir, f"{root}/checkpoints")
 
 
 def _first(value: Any, otherwise: Any) -> Any:

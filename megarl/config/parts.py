@@ -204,6 +204,29 @@ class RunConfig:
         "Folder for the final model in Hugging Face format; null = none is written, or in `megarl.sft` "
         "`outputs/<experiment_name>/hf`.",
     )
+    save_freq: int = key(-1, "Save every so many steps, and after the last; -1 = never.", at_least=1, allowed=(-1,))
+    resume_mode: str = key(
+        "auto",
+        "Continue from the newest checkpoint in `default_local_dir` (auto: or start anew where none was ever saved; "
+        "must: or stop), start anew, or continue from `resume_from_path`.",
+        choices=("auto", "must", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = key(None, "Checkpoint folder to continue from, with `resume_mode: resume_path`.")
+    default_local_dir: str | None = key(
+        None, "Folder of the checkpoints; null = `outputs/<experiment_name>/checkpoints`."
+    )
+    max_wall_seconds: float | None = key(
+        None,
+        "Wall-clock limit of the run, in seconds from its start: it saves and ends in time, with exit status 0, after "
+        "the last step that fits; null = none but those that the scheduler tells (see docs/checkpoints.md).",
+        above=0,
+    )
+    esi_redundant_time: float = key(
+        0.0,
+        "Seconds to spare where the run saves ahead of a deadline: of `max_wall_seconds`, of an elastic instance, of a "
+        "Slurm job.",
+        at_least=0,
+    )
 
     @property
     def num_devices(self) -> int:

@@ -1,4 +1,4 @@
-"""What a role's checkpoints hold, declared once for actor and critic, and the combinations that cannot work."""
+"""What a role's checkpoints hold, declared once for every role that learns, and the combinations that cannot work."""
 
 # ruff: noqa: RUF009 -- `key` returns dataclass fields
 from __future__ import annotations
@@ -12,6 +12,7 @@ from megarl.config.problems import Problem, value_at
 
 if TYPE_CHECKING:
     from megarl.config.schema import TrainConfig
+    from megarl.config.sft_schema import SFTConfig
 
 RESUMABLE = ("model", "optimizer", "extra")
 HF_MODEL = "hf_model"
@@ -61,7 +62,12 @@ def saving_problems(config: TrainConfig) -> Iterator[Problem]:
             yield Problem.at(config, "trainer.best_metric", text)
 
 
-def _contents(config: TrainConfig, path: str) -> Iterator[Problem]:
+def sft_saving_problems(config: SFTConfig) -> Iterator[Problem]:
+    """As :func:`saving_problems`, for supervised fine-tuning."""
+    yield from _contents(config, "trainer.checkpoint")
+
+
+def _contents(config: TrainConfig | SFTConfig, path: str) -> Iterator[Problem]:
     checkpoint: CheckpointConfig = value_at(config, path)
     saved, loaded = checkpoint.save_contents, checkpoint.load_contents
     if not saved:

@@ -238,17 +238,6 @@ class TrainerConfig(RunConfig):
     val_before_train: bool = key(False, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
     test_freq: int = key(-1, "Validate every so many steps, and after the last; -1 = never.", at_least=1, allowed=(-1,))
-    save_freq: int = key(-1, "Save every so many steps, and after the last; -1 = never.", at_least=1, allowed=(-1,))
-    resume_mode: str = key(
-        "auto",
-        "Continue from the newest checkpoint in `default_local_dir` (auto: or start anew where none was ever saved; "
-        "must: or stop), start anew, or continue from `resume_from_path`.",
-        choices=("auto", "must", "disable", "resume_path"),
-    )
-    resume_from_path: str | None = key(None, "Checkpoint folder to continue from, with `resume_mode: resume_path`.")
-    default_local_dir: str | None = key(
-        None, "Folder of the checkpoints; null = `outputs/<experiment_name>/checkpoints`."
-    )
     max_actor_ckpt_to_keep: int | None = key(
         None, "Newest checkpoints in which the actor is kept; null = all. One without any role is removed.", at_least=1
     )
@@ -264,18 +253,6 @@ class TrainerConfig(RunConfig):
     )
     best_mode: str = key(
         "max", "Whether the best is the largest or the smallest; read with `best_metric`.", choices=("max", "min")
-    )
-    max_wall_seconds: float | None = key(
-        None,
-        "Wall-clock limit of the run, in seconds from its start: it saves and ends in time, with exit status 0, after "
-        "the last step that fits; null = none but those that the scheduler tells (see docs/checkpoints.md).",
-        above=0,
-    )
-    esi_redundant_time: float = key(
-        0.0,
-        "Seconds to spare where the run saves ahead of a deadline: of `max_wall_seconds`, of an elastic instance, of a "
-        "Slurm job.",
-        at_least=0,
     )
     rollout_data_dir: str | None = key(None, "Folder for every step's answers as `<step>.jsonl`; null = none.")
     validation_data_dir: str | None = key(None, "Folder for validation answers as `<step>.jsonl`; null = none.")

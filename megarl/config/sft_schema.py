@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megarl.config.keys import key, section
 from megarl.config.parts import DataSourceConfig, MegatronConfig, ModelPathConfig, OptimConfig, RunConfig
+from megarl.config.saving import CheckpointConfig
 
 
 @dataclass
@@ -26,8 +27,10 @@ class SFTDataConfig(DataSourceConfig):
 
 @dataclass
 class SFTRunConfig(RunConfig):
-    """The run: length, devices and records."""
+    """The run: length, devices, checkpoints and records."""
 
+    max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null = all.", at_least=1)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     target_accuracy: float | None = key(
         None,
         "Stop early once `train/accuracy`, the share of responses that greedy decoding would give word for word, "

@@ -62,7 +62,7 @@ class Retention:
     def __post_init__(self) -> None:
         for role, limit in self.limits.items():
             if limit is not None and limit < 1:
-                raise ConfigError(f"trainer.max_{role}_ckpt_to_keep={limit}, expected at least 1, or null to keep all")
+                raise ConfigError(f"{limit_key(role)}={limit}, expected at least 1, or null to keep all")
 
     def best_of(self, manifests: Iterable[Manifest]) -> Manifest | None:
         """The best of some checkpoints, the newest of equally good ones; None where none has a score."""
@@ -96,6 +96,11 @@ class Retention:
         if self.best is None or manifest.score is None or manifest.score.metric != self.best.metric:
             return None
         return None if math.isnan(manifest.score.value) else manifest.score
+
+
+def limit_key(role: str) -> str:
+    """The configuration key that says in how many checkpoints a role is kept."""
+    return "trainer.max_ckpt_to_keep" if role == "sft" else f"trainer.max_{role}_ckpt_to_keep"
 
 
 def roles_in(manifest: Manifest) -> set[str]:

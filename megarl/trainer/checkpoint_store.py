@@ -35,7 +35,7 @@ from megarl.trainer.checkpoint_manifest import (
     write_document,
     write_manifest,
 )
-from megarl.trainer.checkpoint_retention import Retention, roles_in
+from megarl.trainer.checkpoint_retention import Retention, limit_key, roles_in
 
 POINTER = "latest_checkpointed_iteration.txt"
 BEST_POINTER = "best_checkpointed_iteration.txt"
@@ -195,7 +195,7 @@ class CheckpointStore:
         if missing:
             raise CheckpointError(
                 f"checkpoint {folder} holds no {' and no '.join(missing)}: it was saved without, or "
-                f"trainer.max_{missing[0]}_ckpt_to_keep removed it"
+                f"{limit_key(missing[0])} removed it"
             )
 
     def steps(self) -> list[int]:

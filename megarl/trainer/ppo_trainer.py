@@ -61,7 +61,7 @@ class PPOTrainer:
 
     def fit(self) -> RunSummary:
         """Train until the last step; continue, validate, save and report on the way."""
-        self.state.restore(self.roles)
+        self.state.restore(self.roles.learners())
         self.roles.sharding_manager.sync_weights()
         self.validate_before()
         for prompts in self.state.remaining_prompts() if not self.config.trainer.val_only else ():
@@ -117,7 +117,7 @@ class PPOTrainer:
         self.reporter.log_step(step, metrics, phase_tokens(batch, seconds))
         if self.state.must_save():
             with self.phase("save_checkpoint"):
-                self.state.save(self.roles, self.reporter.metrics_file)
+                self.state.save(self.roles.learners(), self.reporter.metrics_file)
 
     def balance(self, batch: DataProto) -> DataProto:
         """The batch in an order whose mini-batches have alike lengths; samples of one prompt stay together.

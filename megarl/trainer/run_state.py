@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.algorithms import KLController
-from megarl.cluster import wait_all
+from megarl.cluster import WorkerGroup, wait_all
 from megarl.config.compose import to_yaml
 from megarl.config.saving import CheckpointConfig
 from megarl.config.schema import TrainConfig
+from megarl.config.sft_schema import SFTConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.errors import CheckpointError, ConfigError
 from megarl.models import read_model_config
@@ -22,11 +23,15 @@ from megarl.trainer.checkpoint_manifest import Score
 from megarl.trainer.checkpoint_retention import BestBy, Retention
 from megarl.trainer.checkpoint_saver import CheckpointSaver
 from megarl.trainer.checkpoint_store import CheckpointStore
-from megarl.trainer.roles import Roles
 from megarl.trainer.stopping import Stop
 from megarl.trainer.trainer_state import TrainerState, model_fingerprint
 
 CONFIG_FILE = "config.yaml"
+CHECKPOINT_KEYS = {
+    "actor": "actor_rollout_ref.actor.checkpoint",
+    "critic": "critic.checkpoint",
+    "sft": "trainer.checkpoint",
+}
 VALIDATION_PREFIXES = ("val-core/", "val-aux/")
 
 logger = logging.getLogger(__name__)
@@ -40,23 +45,27 @@ class Resume:
     state: TrainerState
 
 
-def fingerprints(config: TrainConfig) -> dict[str, Any]:
+def fingerprints(config: TrainConfig | SFTConfig) -> dict[str, Any]:
     """What each learning role trains, for the check that a checkpoint is of the same model."""
+    if isinstance(config, SFTConfig):
+        return {"sft": model_fingerprint(read_model_config(config.model.path))}
     prints = {"actor": model_fingerprint(read_model_config(config.actor_rollout_ref.model.path))}
     if config.uses_critic:
         prints["critic"] = model_fingerprint(read_model_config(str(config.critic.model.path)))
     return prints
 
 
-def role_contents(config: TrainConfig) -> dict[str, CheckpointConfig]:
+def role_contents(config: TrainConfig | SFTConfig) -> dict[str, CheckpointConfig]:
     """By learning role, what its checkpoints hold and what is restored of them."""
+    if isinstance(config, SFTConfig):
+        return {"sft": config.trainer.checkpoint}
     contents = {"actor": config.actor_rollout_ref.actor.checkpoint}
     if config.uses_critic:
         contents["critic"] = config.critic.checkpoint
     return contents
 
 
-def inexact_checkpoints(config: TrainConfig) -> list[str]:
+def inexact_checkpoints(config: TrainConfig | SFTConfig) -> list[str]:
     """What to tell of roles whose checkpoints will lack something that an exact continuation needs."""
     if config.trainer.save_freq < 1:
         return []
@@ -68,8 +77,11 @@ def inexact_checkpoints(config: TrainConfig) -> list[str]:
     ]
 
 
-def checkpoint_store(config: TrainConfig) -> CheckpointStore:
+def checkpoint_store(config: TrainConfig | SFTConfig) -> CheckpointStore:
     """The checkpoints of the run."""
+    if isinstance(config, SFTConfig):
+        kept = Retention({"sft": config.trainer.max_ckpt_to_keep})
+        return CheckpointStore(str(config.trainer.default_local_dir), kept)
     trainer = config.trainer
     limits = {"actor": trainer.max_actor_ckpt_to_keep}
     if config.uses_critic:
@@ -78,7 +90,7 @@ def checkpoint_store(config: TrainConfig) -> CheckpointStore:
     return CheckpointStore(str(trainer.default_local_dir), Retention(limits, best))
 
 
-def find_resume(config: TrainConfig) -> Resume | None:
+def find_resume(config: TrainConfig | SFTConfig) -> Resume | None:
     """The checkpoint that the configuration asks to continue from, verified; None to start anew.
 
     Raises:
@@ -91,8 +103,7 @@ def find_resume(config: TrainConfig) -> Resume | None:
     state = TrainerState.read(path)
     state.check_model(fingerprints(config))
     for role, checkpoint in contents.items():
-        key = "critic" if role == "critic" else "actor_rollout_ref.actor"
-        state.check_contents(role, checkpoint.load_contents, f"{key}.checkpoint.load_contents")
+        state.check_contents(role, checkpoint.load_contents, f"{CHECKPOINT_KEYS[role]}.load_contents")
     if differing := state.differing_versions():
         logger.warning("%s was written by other software: %s", path, "; ".join(differing))
     return Resume(path, state)
@@ -117,7 +128,7 @@ class RunState:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TrainConfig | SFTConfig,
         loader: StatefulLoader,
         kl_controller: KLController | None,
         total_steps: int,
@@ -160,7 +171,7 @@ class RunState:
                 if self.ends:
                     return
 
-    def restore(self, roles: Roles) -> None:
+    def restore(self, learners: Iterable[WorkerGroup]) -> None:
         """Continue from the checkpoint, if there is one: weights, optimizers, random states, KL.
 
         The loader stands where the checkpoint left it already: other data than the checkpoint's is refused early.
@@ -172,7 +183,7 @@ class RunState:
         wait_all(
             [
                 group.submit("load_checkpoint", str(path / group.role), contents[group.role].load_contents)
-                for group in roles.learners()
+                for group in learners
             ]
         )
         if self.kl_controller is not None and state.kl_controller:  # none where the KL is new in this run
@@ -210,7 +221,11 @@ class RunState:
         known = [score.value for score in (self.saver.score_under_way, on_disk and on_disk.score) if score]
         return all(self._best_by.is_better(self._score.value, value) for value in known)
 
-    def save(self, roles: Roles, metrics_file: Path | None = None) -> None:
+    def end_here(self) -> None:
+        """Makes the step under way the last one: what the run was for is reached."""
+        self.total_steps = self.step
+
+    def save(self, learners: Iterable[WorkerGroup], metrics_file: Path | None = None) -> None:
         """Begin to save everything that :meth:`restore` needs, and the metrics so far; whole or not at all."""
         if self._score is not None and math.isnan(self._score.value):
             self._score = None
@@ -228,7 +243,7 @@ class RunState:
             if metrics_file is not None and metrics_file.exists():
                 shutil.copyfile(metrics_file, folder / metrics_file.name)
 
-        self.saver.begin(self.step, list(roles.learners()), write_own, self._score)
+        self.saver.begin(self.step, list(learners), write_own, self._score)
 
     def finish(self) -> str | None:
         """Completes the save under way; what to tell of a run that ends early, None where it does not."""

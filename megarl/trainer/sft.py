@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 
 from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
 from megarl.config.batch import BatchPlan, plan_batches, render_plan
 from megarl.config.sft_schema import SFTConfig
-from megarl.data import DataProto, SFTDataset, StatefulLoader
+from megarl.data import SFTDataset, StatefulLoader
 from megarl.models import read_model_config
 from megarl.models.sequence_cost import sequence_cost
-from megarl.tracking import SFT_COLUMNS, Console
+from megarl.tracking import SFT_COLUMNS, Console, read_metrics
 from megarl.trainer.metrics import Metrics, phase_tokens
 from megarl.trainer.preflight import check_schedules, check_sft
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.roles import update_plan
+from megarl.trainer.run_state import RunState, find_resume, inexact_checkpoints
 from megarl.trainer.session import load_tokenizer, placed_devices
+from megarl.trainer.stopping import Stop, ends_on_sigterm, own_deadlines
 from megarl.workers.layouts import layout_of
 from megarl.workers.settings import RoleSettings
 
@@ -26,7 +30,7 @@ TARGET_WINDOW = 10
 
 
 def run(config: SFTConfig, output_dir: Path) -> RunSummary:
-    """Fine-tune as the configuration says, and write the model as a Hugging Face folder.
+    """Fine-tune as the configuration says, from a checkpoint where there is one, and write a Hugging Face folder.
 
     Args:
         config: complete, as ``megarl.config.build`` returns it.
@@ -37,47 +41,68 @@ def run(config: SFTConfig, output_dir: Path) -> RunSummary:
     """
     check_sft(config)
     batches = plan_batches(config)
+    stop = Stop(own_deadlines(config.trainer.max_wall_seconds), config.trainer.esi_redundant_time)
+    resume = find_resume(config)
     loader = _loader(config)
+    if resume is not None:
+        loader.load_state_dict(resume.state.dataloader)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     check_schedules(config, batches, total_steps)
     with Console(total_steps, SFT_COLUMNS) as console:
-        console.message(render_plan(batches))
-        reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, console)
+        console.message("\n".join([render_plan(batches), *inexact_checkpoints(config)]))
+        state = RunState(config, loader, None, total_steps, resume, stop, console.message)
+        resumed_from = (resume.path, resume.state.step) if resume else None
+        reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, console, resumed_from)
         with placed_devices(config.trainer) as pool:
             with console.phase("start workers", announce=True):
                 workers = _start_workers(config, batches, total_steps, pool)
             console.message(workers.describe())
-            _fit(config, workers, loader, total_steps, reporter)
-            folder = str(config.trainer.hf_export_dir)
-            with console.phase("export", announce=True):
-                workers.export_hf(folder)
-        return reporter.finish(folder)
+            with ends_on_sigterm(stop) if config.trainer.save_freq > 0 else nullcontext():
+                _fit(config, workers, state, reporter)
+                return _close(config, workers, state, reporter)
 
 
-def _fit(
-    config: SFTConfig, workers: WorkerGroup, loader: StatefulLoader, total_steps: int, reporter: RunReporter
-) -> None:
-    """Steps until the last one, or until the accuracy reaches its target."""
-    recent: list[float] = []
-    for step, batch in enumerate(_batches(loader, total_steps), start=1):
+def _fit(config: SFTConfig, workers: WorkerGroup, state: RunState, reporter: RunReporter) -> None:
+    """Steps until the last one, until the accuracy reaches its target, or until the run has to end."""
+    state.restore([workers])
+    target = config.trainer.target_accuracy
+    recent = deque(_accuracies(reporter.metrics_file), TARGET_WINDOW)
+    for batch in state.remaining_prompts() if not _reached(recent, target) else ():
         with reporter.phase("step"), reporter.phase("update"):
             metrics: Metrics = workers.update_sft(batch)
-        reporter.log_step(step, metrics, phase_tokens(batch, reporter.seconds))
-        recent = [*recent[-TARGET_WINDOW + 1 :], metrics["train/accuracy"]]
-        target = config.trainer.target_accuracy
-        if target is not None and len(recent) == TARGET_WINDOW and sum(recent) / TARGET_WINDOW >= target:
-            reporter.console.message(f"stopped at step {step}: trainer.target_accuracy={target} is reached")
-            return
+        state.saver.advance()
+        metrics |= state.saver.take_metrics()
+        reporter.log_step(state.step, metrics, phase_tokens(batch, reporter.seconds))
+        recent.append(metrics["train/accuracy"])
+        if _reached(recent, target):
+            reporter.console.message(f"stopped at step {state.step}: trainer.target_accuracy={target} is reached")
+            state.end_here()
+        if state.must_save():
+            with reporter.phase("save_checkpoint"):
+                state.save([workers], reporter.metrics_file)
 
 
-def _batches(loader: StatefulLoader, total_steps: int) -> Iterator[DataProto]:
-    done = 0
-    while done < total_steps:
-        for batch in loader:
-            yield batch
-            done += 1
-            if done == total_steps:
-                return
+def _close(config: SFTConfig, workers: WorkerGroup, state: RunState, reporter: RunReporter) -> RunSummary:
+    """Completes the last save and exports the model, where the run is over."""
+    ended_early = state.finish()
+    folder = None if ended_early else str(config.trainer.hf_export_dir)
+    if ended_early:
+        reporter.console.message(ended_early)
+    if folder:
+        with reporter.console.phase("export", announce=True):
+            workers.export_hf(folder)
+    summary = reporter.finish(folder)
+    state.check_last_save()
+    return summary
+
+
+def _accuracies(metrics_file: Path) -> list[float]:
+    """Those of the steps before a run was continued."""
+    return [row["train/accuracy"] for row in read_metrics(metrics_file) if "train/accuracy" in row]
+
+
+def _reached(recent: Collection[float], target: float | None) -> bool:
+    return target is not None and len(recent) == TARGET_WINDOW and sum(recent) / TARGET_WINDOW >= target
 
 
 def _loader(config: SFTConfig) -> StatefulLoader:

@@ -116,7 +116,9 @@ def test_possible_combination(values: dict[str, Any]) -> None:
         ({"data.max_token_len_per_gpu": 100}, "data.max_token_len_per_gpu", "data.max_length = 1024"),
         ({"optim.min_lr": 1.0}, "optim.min_lr", "must not exceed optim.lr"),
         ({"data.max_prompt_length": 5}, "data.max_prompt_length", "unknown key"),
-        ({"trainer.save_freq": 5}, "trainer.save_freq", "unknown key"),
+        ({"trainer.test_freq": 5}, "trainer.test_freq", "unknown key"),
+        ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "must be set with"),
+        ({"trainer.checkpoint.save_contents": ["optimizer"]}, "trainer.checkpoint.save_contents", "without model"),
     ],
 )  # fmt: skip
 def test_impossible_fine_tuning(values: dict[str, Any], path: str, right: str) -> None:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 PAUSE_AT, PAUSED = "MEGARL_E2E_PAUSE_AT", "MEGARL_E2E_PAUSED"
+FULL_FROM, FULL_UNTIL, FULL_FOLDER = "MEGARL_E2E_FULL_FROM", "MEGARL_E2E_FULL_UNTIL", "MEGARL_E2E_FULL_FOLDER"
+BALLAST = "ballast"
 _training_calls = 0
+
+
+def fill_up(path: Path) -> None:
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)) == 4096:
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
 
 
 def pause(extra_info: dict[str, Any]) -> None:
     """Stops at the training sample whose number ``PAUSE_AT`` has: the run is in the middle of a known step then.
 
-    Makes the file ``PAUSED`` before, and goes on once that is gone.
+    Makes the file ``PAUSED`` before, and goes on once that is gone. From the sample ``FULL_FROM`` to ``FULL_UNTIL`` the
+    file system of ``FULL_FOLDER`` is full to the last block.
     """
     global _training_calls
     if extra_info["split"] == "train":
         _training_calls += 1
+        if str(_training_calls) == os.environ.get(FULL_FROM):
+            fill_up(Path(os.environ[FULL_FOLDER]) / BALLAST)
+        if str(_training_calls) == os.environ.get(FULL_UNTIL):
+            (Path(os.environ[FULL_FOLDER]) / BALLAST).unlink()
         if str(_training_calls) == os.environ.get(PAUSE_AT):
             paused = Path(os.environ[PAUSED])
             paused.touch()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +15,24 @@ from pathlib import Path
 import pytest
 import torch
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
-from reward_functions import PAUSE_AT, PAUSED
+from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.trainer.checkpoint_manifest import MANIFEST
+from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
 
 STEPS, PROMPTS, SAMPLES = 5, 24, 48
 TARGET_KL, HORIZON = 0.1, 1000
 IN_BACKGROUND = ["actor_rollout_ref.actor.checkpoint.async_save=true", "critic.checkpoint.async_save=true"]
+FULL_IN_STEP = 2
+OTHER_LAYOUT = [
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+    "actor_rollout_ref.actor.megatron.sequence_parallel=false",
+    *("critic.megatron.data_parallel_size=1", "critic.megatron.tensor_model_parallel_size=2"),
+]
+DYING_WRITER = Path(__file__).with_name("dying_writer")
 KILLED_IN_STEP = 3  # the checkpoint before is in the middle of an epoch; the next epoch begins with step 4
 
 METRICS = [
@@ -66,7 +80,7 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
         "actor_rollout_ref.actor.megatron.sequence_parallel=true",
         f"trainer.total_training_steps={STEPS}",
         *("trainer.test_freq=2", "trainer.save_freq=1", "trainer.resume_mode=auto"),
-        *("trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=1"),
+        *("trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=2"),
         *("algorithm.kl_ctrl.type=adaptive", f"algorithm.kl_ctrl.horizon={HORIZON}"),
         f"algorithm.kl_ctrl.target_kl={TARGET_KL}",
         *("trainer.validation_data_dir=validation", "trainer.rollout_data_dir=rollouts", "trainer.hf_export_dir=hf"),
@@ -75,12 +89,31 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
-    """A run that nothing interrupts."""
-    run = start(*arguments)
-    assert run.wait() == 0, run.output
-    assert run.remaining() == []
-    return RunFiles(run.folder, "ppo")
+def whole_run(
+    arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CliRun]:
+    """A run that nothing interrupts; where one may mount, its checkpoints' disk is full during one of its steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    checkpoints, env = folder / "outputs" / "ppo" / "checkpoints", {}
+    checkpoints.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(checkpoints)]
+    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    if is_mounted:
+        first = (FULL_IN_STEP - 1) * SAMPLES + 1
+        env = {FULL_FROM: str(first), FULL_UNTIL: str(first + SAMPLES), FULL_FOLDER: str(checkpoints)}
+    try:
+        run = start(*arguments, folder=folder, env=env)
+        assert run.wait() == 0, run.output
+        assert run.remaining() == []
+        yield run
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(checkpoints)], check=True)
+
+
+@pytest.fixture(scope="module")
+def whole(whole_run: CliRun) -> RunFiles:
+    return RunFiles(whole_run.folder, "ppo")
 
 
 def test_every_step_has_the_metrics_that_users_of_verl_know(whole: RunFiles) -> None:
@@ -157,9 +190,46 @@ def test_report_needs_nothing_but_itself(whole: RunFiles) -> None:
 
 def test_checkpoints_beyond_the_newest_are_removed(whole: RunFiles) -> None:
     root = whole.root / "checkpoints"
-    assert sorted(path.name for path in root.glob("global_step_*")) == ["global_step_4", "global_step_5"]
-    assert [(root / f"global_step_{step}" / "critic").is_dir() for step in (4, 5)] == [False, True]
+    assert sorted(path.name for path in root.glob("global_step_*")) == [f"global_step_{step}" for step in (3, 4, 5)]
+    assert [(root / f"global_step_{step}" / "critic").is_dir() for step in (3, 4, 5)] == [False, True, True]
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "5\n"
+
+
+def test_a_full_disk_is_told_and_training_goes_on(whole: RunFiles, whole_run: CliRun) -> None:
+    if not os.path.ismount(whole.root / "checkpoints"):
+        pytest.skip("this user may not mount a small file system")
+    said = " ".join(whole_run.output.split())
+    assert f"the checkpoint of step {FULL_IN_STEP} was not saved" in said and "No space left on device" in said
+    assert re.search(rf"Training goes on; kept: \S*global_step_{FULL_IN_STEP - 1}\b", said), said
+    failed = {step: row["checkpoint/failed_saves"] for step, row in whole.steps.items() if step > 1}
+    assert failed == dict.fromkeys(range(2, STEPS + 1), 1.0) | {FULL_IN_STEP: 0.0}
+    assert not [path.name for path in (whole.root / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_another_layout_continues_within_rounding_and_a_rank_that_dies_as_it_writes_harms_nothing(
+    arguments: list[str], whole: RunFiles, start: Callable[..., CliRun], tmp_path: Path
+) -> None:
+    """From the checkpoint before the last: actor from TP2 to PP2, critic from DP2 to TP2; then the save is cut off."""
+    saved = tmp_path / "outputs" / "ppo" / "checkpoints"
+    shutil.copytree(whole.root / "checkpoints" / f"global_step_{STEPS - 1}", saved / f"global_step_{STEPS - 1}")
+    (saved / POINTER).write_text(f"{STEPS - 1}\n")
+    dying = {"PYTHONPATH": str(DYING_WRITER), "MEGARL_E2E_DIE_WRITING": "/actor/__1_0.distcp"}
+    run = start(*arguments, *OTHER_LAYOUT, folder=tmp_path, env=dying)
+    assert run.wait() == 1, run.output
+    assert run.remaining() == []
+    assert re.search(r"actor rank 1 \(pid \d+ on [\d.]+\) died in save_checkpoint", run.output), run.output
+
+    last, expected = RunFiles(tmp_path, "ppo").steps[STEPS], reproducible(whole.steps[STEPS])
+    of_layout = ("global_seqlen/", "weight_sync/")  # who computes and sends what
+    expected = {name: value for name, value in expected.items() if not name.startswith(of_layout)}
+    assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    answers = [files.folder / "rollouts" / f"{STEPS}.jsonl" for files in (RunFiles(tmp_path, "ppo"), whole)]
+    assert answers[0].read_text() == answers[1].read_text()
+
+    (cut_off,) = saved.glob(f".global_step_{STEPS}.*")
+    assert (cut_off / "actor" / "__1_0.distcp").stat().st_size > 0 and not (cut_off / MANIFEST).exists()
+    store = CheckpointStore(saved)
+    assert store.resolve("auto", None, ("actor", "critic")) == saved / f"global_step_{STEPS - 1}"
 
 
 def test_exported_policy_gives_the_answers_of_the_last_validation(whole: RunFiles) -> None:
