@@ -1,4 +1,4 @@
-"""Command lines: ``megarl train``, ``sft``, ``convert``, ``retrieval-server``; ``python -m megarl.train`` is the same."""
+"""Command lines: ``megarl train``, ``sft``, ``convert``, ``retrieval-server``; ``python -m megarl.train`` works too."""
 
 from __future__ import annotations
 

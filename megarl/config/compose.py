@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from hydra.main import main as hydra_main
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from megarl.config.build import build, defaults, unknown_key
 from megarl.config.keys import Key, walk

@@ -11,7 +11,15 @@ from megarl.rewards.registry import custom_reward_spec, load_reward_function, re
 if TYPE_CHECKING:
     from megarl.rewards.manager import RewardManager, Scored
 
-__all__ = ["RewardManager", "Scored", "custom_reward_spec", "exact_integer", "load_reward_function", "register_reward", "search_exact_match"]
+__all__ = [
+    "RewardManager",
+    "Scored",
+    "custom_reward_spec",
+    "exact_integer",
+    "load_reward_function",
+    "register_reward",
+    "search_exact_match",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -21,8 +21,8 @@ def search_exact_match(
 ) -> dict[str, float | str]:
     """1.0 if the last ``<answer>`` outside of ``<information>`` is a right answer, else 0.0.
 
-    Answers are compared in lower case, without punctuation, articles and superfluous white space, as SQuAD's exact match
-    does (Rajpurkar et al. 2016, arXiv:1606.05250).
+    Answers are compared in lower case, without punctuation, articles and superfluous white space, as SQuAD's exact
+    match does (Rajpurkar et al. 2016, arXiv:1606.05250).
 
     Args:
         data_source: not read.

@@ -59,4 +59,4 @@ def find_agent_loop(name: str) -> type[AgentLoop]:
     if ":" not in name and "." not in name:
         known = ", ".join(known_agent_loops())
         raise ConfigError(f"agent loop {name!r} is unknown; known ones: {known}; or give path.py:Class")
-    return load_class(name, AgentLoop, "agent loop")
+    return load_class(name, AgentLoop, "agent loop")  # type: ignore[type-abstract]

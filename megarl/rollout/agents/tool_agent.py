@@ -125,7 +125,7 @@ class ToolLoop(AgentLoop):
         messages = []
         for answer in answers:
             counts["malformed_calls"] += answer.wrong
-            counts.update(answer.metrics)  # type: ignore[arg-type]  # a Counter adds floats as well
+            counts.update(answer.metrics)
             text = clip_text(
                 self.tokenizer,
                 plain_text(self.tokenizer, answer.text),

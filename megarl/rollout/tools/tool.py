@@ -137,4 +137,4 @@ def find_tool(name: str) -> type[Tool]:
         return _TOOLS[name]
     if ":" not in name and "." not in name:
         raise ConfigError(f"tool {name!r} is unknown; known ones: {sorted(_TOOLS)}; or give path.py:Class")
-    return load_class(name, Tool, "tool")
+    return load_class(name, Tool, "tool")  # type: ignore[type-abstract]
