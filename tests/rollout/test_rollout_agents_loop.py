@@ -1,0 +1,232 @@
+"""Loops, limits and the runner, against scripted turns and a real engine."""
+
+import asyncio
+
+import pytest
+from agent_cases import EngineGenerate, Scripted, merging_tokenizer, sampling
+
+from megarl.errors import ConfigError
+from megarl.rollout import Completion, Request
+from megarl.rollout.agents import (
+    AgentError,
+    AgentLoop,
+    Conversation,
+    Limits,
+    Transcript,
+    find_agent_loop,
+    run_all,
+    trajectories_to_batch,
+    trajectory_metrics,
+    turn_seed,
+)
+from megarl.rollout.agents.frames import encode_prompt, turn_frame
+from megarl.rollout.agents.single_turn import SingleTurnLoop
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return merging_tokenizer()
+
+
+def asked(key, **fields):
+    return Conversation(USER, fields.pop("params", sampling()), [1, 2, 3], seed=5, key=key, **fields)
+
+
+class Echo(AgentLoop):
+    """Turns with a fixed answer of the environment, ``turns`` of them."""
+
+    def __init__(self, turns=3, observation=(9, 9)):
+        self.turns, self.observation = turns, observation
+
+    async def run(self, conversation, generate):
+        transcript = Transcript(conversation)
+        for _ in range(self.turns):
+            await transcript.generate(generate)
+            if not transcript.observe(self.observation):
+                return transcript.end("length")
+        return transcript.end("turns")
+
+
+async def two_tokens(prompt_ids, params, *, seed, key):
+    if key == "bad":
+        raise ValueError("broken")
+    if key == "slow":
+        await asyncio.sleep(60)
+    ids = [4, 5][: params.max_new_tokens]
+    return Completion("", ids, [-1.0] * len(ids), "stop", weight_version=len(prompt_ids))
+
+
+def test_a_transcript_tells_who_wrote_what_and_with_which_weights():
+    (done,) = asyncio.run(run_all([asked("a", agent_name="echo")], {"echo": Echo(2)}, two_tokens))
+    assert done.prompt_ids == [1, 2, 3]
+    assert done.response_ids == [4, 5, 9, 9, 4, 5, 9, 9]
+    assert done.response_mask == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert done.log_probs == [-1.0, -1.0, 0.0, 0.0] * 2
+    assert (done.num_turns, done.finish_reason, done.weight_version) == (5, "turns", 3)
+    assert done.weight_versions == [3, 3, 3, 3, 7, 7, 7, 7]
+
+
+def test_the_response_never_exceeds_its_tokens_and_always_ends_with_room_for_the_policy():
+    for limit in range(1, 12):
+        conversation = asked("a", agent_name="echo", limits=Limits(response_tokens=limit))
+        (done,) = asyncio.run(run_all([conversation], {"echo": Echo(9)}, two_tokens))
+        expected = [4, 5, 9, 9, 4, 5, 9, 9, 4, 5, 9, 9][:limit]
+        while expected[-1:] == [9]:  # an observation that leaves no room for an answer is not appended
+            expected.pop()
+        assert list(done.response_ids) == expected, limit
+        assert done.finish_reason == "length" and done.error is None
+
+
+def test_one_that_fails_ends_alone_and_is_masked_and_counted():
+    conversations = [
+        asked("good"),
+        asked("bad"),
+        asked("slow", limits=Limits(seconds=0.05)),
+        asked("good too"),
+        asked("good as well", agent_name="broken"),
+    ]
+
+    class Broken(AgentLoop):
+        async def run(self, conversation, generate):
+            transcript = Transcript(conversation)
+            await transcript.generate(generate)
+            transcript.response_mask.pop()
+            return transcript.end("stop")
+
+    loops = {"single_turn_agent": SingleTurnLoop(), "broken": Broken()}
+    done = asyncio.run(run_all(conversations, loops, two_tokens))
+    assert [trajectory.error is None for trajectory in done] == [True, False, False, True, False]
+    assert "ValueError: broken" in done[1].error and "longer than 0.05 s" in done[2].error
+    assert "1 entries of response_mask for 2 response tokens" in done[4].error
+    batch = trajectories_to_batch(done, pad_token_id=0).tensors
+    assert batch["response_mask"].tolist() == [[1, 1], [0, 0], [0, 0], [1, 1], [0, 0]]
+    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1] * 5, [1] * 5]
+    metrics = trajectory_metrics(done)
+    assert metrics["agent/failed"] == 3 and metrics["num_turns/mean"] == 2
+
+
+def test_all_failing_and_fatal_failures_stop_the_run():
+    with pytest.raises(AgentError, match="all 2 conversations failed; the first: ValueError: broken"):
+        asyncio.run(run_all([asked("bad"), asked("bad")], {"single_turn_agent": SingleTurnLoop()}, two_tokens))
+    with pytest.raises(ValueError, match="broken"):
+        loops = {"single_turn_agent": SingleTurnLoop()}
+        asyncio.run(run_all([asked("slow"), asked("bad")], loops, two_tokens, fatal=(ValueError,)))
+    with pytest.raises(AgentError, match=r"not there: \['other'\]"):
+        asyncio.run(run_all([asked("a", agent_name="other")], {}, two_tokens))
+
+
+def test_no_more_than_concurrency_are_under_way():
+    under_way, most = 0, 0
+
+    async def counting(prompt_ids, params, *, seed, key):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return Completion("", [1], [0.0], "stop", 0)
+
+    many = [asked(str(number)) for number in range(50)]
+    asyncio.run(run_all(many, {"single_turn_agent": SingleTurnLoop()}, counting, concurrency=7))
+    assert most == 7
+
+
+def test_what_the_model_wrote_is_never_tokenized_again(tokenizer):
+    """The tokenizer would join ``>`` with the line break that follows the turn, and ``a`` with ``b``."""
+    written = "ab>"
+    script = Scripted(tokenizer, [written + "<|im_end|>", "ok<|im_end|>"])
+    frame = "\n<|im_start|>user\n<tool_response>\nyes\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+    class OneTool(AgentLoop):
+        async def run(self, conversation, generate):
+            transcript = Transcript(conversation)
+            turn = await transcript.generate(generate)
+            answer = [{"role": "tool", "content": "yes"}]
+            transcript.observe(turn_frame(tokenizer, answer, turn.token_ids[-1]))
+            await transcript.generate(generate)
+            return transcript.end("stop")
+
+    prompt = encode_prompt(tokenizer, USER)
+    conversation = Conversation(USER, sampling(), prompt, key="k", agent_name="one")
+    (done,) = asyncio.run(run_all([conversation], {"one": OneTool()}, script))
+    first = script.spelled(written + "<|im_end|>")
+    environment = tokenizer(frame, add_special_tokens=False)["input_ids"]
+    assert done.response_ids == first + environment + script.spelled("ok<|im_end|>")
+    assert script.asked[1][0] == prompt + first + environment
+    assert done.response_mask == [1] * len(first) + [0] * len(environment) + [1] * 3
+    whole = tokenizer.decode(done.prompt_ids + done.response_ids)
+    assert tokenizer(whole, add_special_tokens=False)["input_ids"] != done.prompt_ids + done.response_ids
+    turns = [*USER, {"role": "assistant", "content": written}, {"role": "tool", "content": "yes"}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert whole == rendered + "ok<|im_end|>"
+
+
+def test_a_turn_that_did_not_close_itself_is_closed(tokenizer):
+    closed = tokenizer.decode(turn_frame(tokenizer, [{"role": "user", "content": "go on"}], None))
+    assert closed == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_cannot_be_continued_is_refused(tokenizer):
+    other = merging_tokenizer()
+    other.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(AgentError, match="no turn can be appended"):
+        turn_frame(other, USER, None)
+    other.chat_template = "{{ raise_exception('no tools here') }}"
+    with pytest.raises(AgentError, match="no tools here"):
+        turn_frame(other, USER, None)
+
+
+def test_a_real_engine_leads_many_conversations_and_they_do_not_disturb_each_other(make_folder):
+    from megarl.rollout import EngineOptions, create_engine
+
+    folder = make_folder()
+    engine = create_engine("embedded", str(folder), EngineOptions(max_num_seqs=4))
+    engine.load_hf(str(folder))
+    conversations = [
+        Conversation(USER, sampling(max_new_tokens=6), [3 + n % 3, 11, 12], seed=n, key=f"{n}", agent_name="echo")
+        for n in range(9)
+    ]
+    limited = [Limits(response_tokens=20)] * 9
+    conversations = [
+        Conversation(c.messages, c.params, c.prompt_ids, c.seed, c.key, c.agent_name, limits=limit)
+        for c, limit in zip(conversations, limited, strict=True)
+    ]
+    done = asyncio.run(run_all(conversations, {"echo": Echo(2)}, EngineGenerate(engine)))
+    for conversation, trajectory in zip(conversations, done, strict=True):
+        context = list(conversation.prompt_ids)
+        for turn in range(2):  # the same turns asked one at a time, with nothing else in the engine
+            request = Request("r", context, conversation.params, turn_seed(conversation.seed, turn))
+            (alone,) = engine.generate([request])
+            context += [*alone.token_ids, 9, 9]
+        assert list(conversation.prompt_ids) + list(trajectory.response_ids) == context
+        assert sum(trajectory.response_mask) == len(trajectory.response_ids) - 4
+    engine.shutdown()
+
+
+def test_state_masking_decides_whether_the_environment_is_trained_on():
+    done = asyncio.run(run_all([asked("a", agent_name="echo")], {"echo": Echo(1)}, two_tokens))
+    assert trajectories_to_batch(done, 0).tensors["response_mask"].tolist() == [[1, 1, 0, 0]]
+    without = trajectories_to_batch(done, 0, state_masking=False).tensors
+    assert without["response_mask"].tolist() == [[1, 1, 1, 1]]
+    assert trajectory_metrics(done)["state_tokens/total"] == 2
+    assert trajectory_metrics(done)["state_tokens/coverage"] == 0.5
+
+
+def test_loops_are_found_by_name_and_by_file(tmp_path):
+    assert find_agent_loop("single_turn_agent") is SingleTurnLoop
+    assert {find_agent_loop(name).__name__ for name in ("tool_agent", "search_agent")} == {"ToolLoop", "SearchLoop"}
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from megarl.rollout.agents import AgentLoop\nclass Mine(AgentLoop):\n    async def run(self, c, g): ...\n"
+    )
+    assert find_agent_loop(f"{file}:Mine").__name__ == "Mine"
+    for name, told in (
+        ("singel_turn", "known ones: search_agent"),
+        (f"{file}:Other", r"it has \['Mine'\]"),
+        (f"{tmp_path}/none.py:Mine", "there is no file"),
+        ("megarl.errors.DataError", "has no AgentLoop called 'DataError'"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            find_agent_loop(name)
