@@ -268,7 +268,7 @@ class TrainConfig:
     critic: CriticConfig = section(CriticConfig)
     do_search: bool = key(False, "Lead conversations with `search_agent`, which asks `retriever.url`.")
     max_turns: int = key(
-        2, "Turns after which `search_agent` is answered; one more follows, whose search is not carried out.", at_least=0
+        2, "Turns after which `search_agent` is answered; one more follows, without a search.", at_least=0
     )
     retriever: RetrieverConfig = section(RetrieverConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
