@@ -1,0 +1,190 @@
+"""The index against BM25 by hand, the server over HTTP, the client against servers that fail."""
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megarl.errors import DataError
+from megarl.retrieval import RetrievalClient, RetrievalError, RetrievalOptions
+from megarl.retrieval.corpus import Document, read_corpus
+from megarl.retrieval.index import BM25Index
+from megarl.retrieval.server import RetrievalServer
+
+TEXTS = [
+    "Zebra\nThe zebra lives in Africa and eats grass",
+    "Penguin\nThe penguin lives in ice and eats fish, fish and more fish",
+    "Cow\nCows eat grass",
+]
+DOCUMENTS = [Document(str(number), text) for number, text in enumerate(TEXTS)]
+
+
+def bm25(query, k1=1.5, b=0.75):
+    """Lucene's BM25 (Kamphuis et al. 2020), document by document."""
+    stop = {"the", "in", "and"}
+    docs = [[w.strip(",").lower() for w in text.split() if w.strip(",").lower() not in stop] for text in TEXTS]
+    mean = sum(map(len, docs)) / len(docs)
+    scores = []
+    for doc in docs:
+        score = 0.0
+        for word in query.lower().split():
+            holding = sum(word in other for other in docs)
+            idf = math.log(1 + (len(docs) - holding + 0.5) / (holding + 0.5))
+            count = doc.count(word)
+            score += idf * count / (count + k1 * (1 - b + b * len(doc) / mean))
+        scores.append(score)
+    return scores
+
+
+@pytest.fixture
+def server():
+    with RetrievalServer(BM25Index(DOCUMENTS), port=0) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def post(url, body, raw=False):
+    data = body if raw else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data)) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+@pytest.mark.parametrize("query", ["zebra grass", "fish", "lives africa fish", "eats"])
+def test_documents_are_ranked_by_bm25(query):
+    scores = bm25(query)
+    expected = sorted((at for at in range(3) if scores[at]), key=lambda at: -scores[at])
+    (hits,) = BM25Index(DOCUMENTS).search([query], topk=3)
+    assert [document.id for document, _ in hits] == [str(at) for at in expected]
+    assert [score for _, score in hits] == pytest.approx([scores[at] for at in expected], rel=1e-5)
+
+
+def test_a_document_without_a_common_word_is_not_found():
+    assert BM25Index(DOCUMENTS).search(["quantum", "", "the in"], topk=2) == [[], [], []]
+
+
+def test_the_server_answers_as_search_r1_does(server):
+    status, answer = post(server.url, {"queries": ["fish", "zebra"], "topk": 1, "return_scores": True})
+    assert status == 200
+    assert [[hit["document"] for hit in row] for row in answer["result"]] == [
+        [{"id": "1", "contents": TEXTS[1]}],
+        [{"id": "0", "contents": TEXTS[0]}],
+    ]
+    assert answer["result"][0][0]["score"] == pytest.approx(bm25("fish")[1], rel=1e-5)
+    _, plain = post(server.url, {"queries": ["grass"], "topk": 5})
+    assert {document["id"] for document in plain["result"][0]} == {"0", "2"}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"queries": "fish"}, "queries must be a list"),
+        ({"queries": ["fish"], "topk": 0}, "topk must be a whole number"),
+        (["fish"], "must be a JSON object"),
+    ],
+)
+def test_malformed_requests_are_told_why(server, body, told):
+    status, answer = post(server.url, body)
+    assert status == 400 and told in answer["error"]
+    assert post(server.url, b"{not json", raw=True)[0] == 400
+    assert post(server.url.replace("retrieve", "other"), {})[0] == 404
+
+
+def test_a_corpus_names_the_line_that_is_wrong(tmp_path):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"id": 7, "contents": "A\\nb"}\n\n{"title": "T", "text": "x y"}\n')
+    assert read_corpus(file) == [Document("7", "A\nb"), Document("2", "T\nx y")]
+    file.write_text('{"id": 1, "contents": "A"}\n{"id": 2}\n')
+    with pytest.raises(DataError, match=r"corpus.jsonl:2 must be an object with 'contents'"):
+        read_corpus(file)
+    file.write_text("\n")
+    with pytest.raises(DataError, match="has no document"):
+        read_corpus(file)
+
+
+def test_queries_of_one_moment_share_a_request(server):
+    client = RetrievalClient(RetrievalOptions(server.url, topk=1))
+
+    async def many():
+        return await asyncio.gather(*(client.search(("fish", "zebra")[n % 2]) for n in range(100)))
+
+    for _ in range(2):  # each in an event loop of its own
+        found = asyncio.run(many())
+        assert [hits[0].title for hits in found] == ["Penguin", "Zebra"] * 50
+        assert found[1][0].text == "The zebra lives in Africa and eats grass"
+    assert client.requests == 2
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Gives ``server.answers`` one after the other, the last for ever."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.count += 1
+        answers = self.server.answers
+        status, body = answers.pop(0) if len(answers) > 1 else answers[0]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "requests"),
+    [
+        ([(503, "busy"), (200, '{"result": [[{"id": "a", "contents": "T\\nx"}]]}')], None, 2),
+        ([(503, "busy")], "status 503: busy", 2),
+        ([(400, "bad query")], "status 400: bad query", 1),
+        ([(200, "<html>")], "is not JSON", 1),
+        ([(200, '{"result": []}')], "entry for each of 1 queries", 1),
+        ([(200, '{"result": [[{"id": 1}]]}')], "without 'contents'", 1),
+    ],
+)
+def test_a_failure_is_never_an_empty_result(answers, told, requests):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as other:
+        other.answers, other.count = answers, 0
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        client = RetrievalClient(RetrievalOptions(f"http://127.0.0.1:{other.server_port}/retrieve", retries=1))
+        if told is None:
+            assert [hit.contents for hit in asyncio.run(client.search("x"))] == ["T\nx"]
+        else:
+            with pytest.raises(RetrievalError, match=told):
+                asyncio.run(client.search("x"))
+        assert other.count == requests
+        other.shutdown()
+
+
+def test_a_server_that_is_not_there_is_named():
+    client = RetrievalClient(RetrievalOptions("http://127.0.0.1:1/retrieve", retries=0))
+    with pytest.raises(RetrievalError, match=r"retriever.url=http://127.0.0.1:1/retrieve did not answer 1 queries"):
+        asyncio.run(client.search("x"))
+
+
+def test_the_command_serves_and_stops(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("\n".join(json.dumps(document.as_json()) for document in DOCUMENTS))
+    command = [sys.executable, "-c", "from megarl.retrieval.command import main; raise SystemExit(main())"]
+    process = subprocess.Popen(
+        [*command, "--corpus", str(corpus), "--port", "0"], stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT
+    )
+    line = process.stdout.readline()
+    assert line.startswith("serving 3 documents at http://127.0.0.1:")
+    assert post(line.split()[-1], {"queries": ["cows"]})[1]["result"][0][0]["id"] == "2"
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    missing = subprocess.run([*command, "--corpus", "none.jsonl"], capture_output=True, text=True)
+    assert missing.returncode == 1 and "there is no corpus none.jsonl" in missing.stderr
