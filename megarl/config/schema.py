@@ -95,6 +95,13 @@ class ValSamplingConfig:
 
 
 @dataclass
+class HealthConfig:
+    """When a rollout replica counts as lost: its requests go to others, and a new one takes its place."""
+
+    timeout_s: float = key(300.0, "Seconds that a replica may take to report.", above=0)
+
+
+@dataclass
 class RolloutConfig(LogProbBatchConfig):
     """Generation. The `log_prob_*` keys are those of the actor's recomputed log-probs."""
 
@@ -116,6 +123,7 @@ class RolloutConfig(LogProbBatchConfig):
     )
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
+    health: HealthConfig = section(HealthConfig)
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
 
 
@@ -216,6 +224,11 @@ class SyncConfig:
         256,
         "Most that one process sends, or receives, at a time, in MiB; two such buckets are on the way at most.",
         at_least=1,
+    )
+    timeout_s: float = key(
+        600.0,
+        "Seconds that a process waits for another to join or to answer (gloo, NCCL) before the sync fails and names it.",
+        above=0,
     )
     verify_freq: int = key(
         20,

@@ -12,10 +12,17 @@ from megarl.sharding.transports import Meeting, Transport, TransportOptions, cre
 
 
 class Address(NamedTuple):
-    """Where the store listens at which both sides of a process group meet."""
+    """Where the store listens at which both sides of a process group meet, and how long they wait for each other.
+
+    Attributes:
+        host: where the store listens.
+        port: its port.
+        timeout_s: seconds without an answer after which a peer counts as lost.
+    """
 
     host: str
     port: int
+    timeout_s: float = 600.0
 
 
 class Links:
@@ -39,7 +46,7 @@ class Links:
         """Those of a training rank that sends to rollout ranks ``peers``."""
         names = {peer: routes.between(rank, peer) for peer in sorted(peers)}
         met = [peer + len(routes.train) for peer, name in names.items() if name in JOINED]
-        return cls(names, TransportOptions(device, meeting=_meeting(routes, rank, met, address)))
+        return cls(names, _options(device, 0, _meeting(routes, rank, met, address), address))
 
     @classmethod
     def of_rollout(
@@ -55,7 +62,7 @@ class Links:
         names = {peer: routes.between(peer, rank) for peer in sorted(peers)}
         met = [peer for peer, name in names.items() if name in JOINED]
         meeting = _meeting(routes, rank + len(routes.train), met, address)
-        return cls(names, TransportOptions(device, receive_bytes, meeting))
+        return cls(names, _options(device, receive_bytes, meeting, address))
 
     def to(self, peer: int) -> Transport:
         """The transport that leads to a peer."""
@@ -77,8 +84,16 @@ class Links:
         return sum(transport.peak_bytes for transport in self.transports.values())
 
 
+def _options(
+    device: torch.device, receive_bytes: int, meeting: Meeting | None, address: Address | None
+) -> TransportOptions:
+    if address is None:
+        return TransportOptions(device, receive_bytes, meeting)
+    return TransportOptions(device, receive_bytes, meeting, address.timeout_s)
+
+
 def _meeting(routes: Routes, rank: int, peers: list[int], address: Address | None) -> Meeting | None:
     if address is None:
         return None
     size = len(routes.train) + len(routes.rollout)
-    return Meeting(rank, len(routes.train), size, tuple(peers), *address)
+    return Meeting(rank, len(routes.train), size, tuple(peers), address.host, address.port)

@@ -179,7 +179,7 @@ class RoleBuilder:
             ELEMENT_BYTES[config.rollout.dtype],
             routes.placement(),
         )
-        address = actor.host_sync()[0] if routes.need_meeting() else None
+        address = actor.host_sync()[0]._replace(timeout_s=sync.timeout_s) if routes.need_meeting() else None
         given = (plan, routes, address, config.rollout.dtype)
         wait_all([group.submit("connect_sync", *given) for group in (actor, rollout)])
         options = SyncOptions(sync.verify_freq, config.rollout.free_cache_engine, tp)

@@ -275,8 +275,25 @@ def test_a_meeting_that_nobody_hosts_is_told(monkeypatch):
 
     monkeypatch.setattr(point_to_point, "STORE_TIMEOUT", timedelta(seconds=1))
     transport = create_transport("gloo", TransportOptions(meeting=Meeting(0, 1, 2, (1,), "127.0.0.1", 9)))
-    with pytest.raises(WeightSyncError, match=r"process 0 of 2 could not join .* at 127\.0\.0\.1:9"):
+    with pytest.raises(WeightSyncError, match=r"training rank 0 could not join .* at 127\.0\.0\.1:9"):
         transport.open(0)
+
+
+def test_a_peer_that_does_not_come_is_named_and_one_that_is_not_needed_is_not_waited_for():
+    """Of training rank 0 and rollout ranks 0, 1 and 2, the last does not come; only the first two exchange weights."""
+    store = host_store("127.0.0.1")
+
+    def end(rank, peers, timeout_s):
+        meeting = Meeting(rank, 1, 4, peers, "127.0.0.1", store.port)
+        return create_transport("gloo", TransportOptions(meeting=meeting, timeout_s=timeout_s))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda end: end.open(0), (end(0, (1,), 60), end(1, (0,), 60))))
+    late = r"rollout rank 1 waited 0\.2 s \(sync\.timeout_s\) for training rank 0, which did not join"
+    with pytest.raises(WeightSyncError, match=late):
+        end(2, (0,), 0.2).open(1)
+    with pytest.raises(WeightSyncError, match="training rank 0 waited .* for rollout rank 2, which did not join"):
+        end(0, (3,), 0.2).open(1)
 
 
 def test_without_an_open_sync_nothing_is_sent():

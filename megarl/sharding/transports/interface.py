@@ -60,6 +60,12 @@ class Meeting(NamedTuple):
     host: str = "127.0.0.1"
     port: int = 0
 
+    def name_of(self, process: int) -> str:
+        """What one of the processes is called in an error."""
+        if process < self.train_ranks:
+            return f"training rank {process}"
+        return f"rollout rank {process - self.train_ranks}"
+
 
 class TransportOptions(NamedTuple):
     """What a transport is built with.

@@ -37,6 +37,9 @@ class NcclTransport(PointToPointTransport):
         options._timeout = self._timeout
         return ProcessGroupNCCL(store, self._meeting.rank, self._meeting.world_size, options)
 
+    def _channel(self, peer: int) -> tuple[Any, int]:
+        return self._group, peer
+
     def _greet(self) -> None:
         """One byte to or from each peer, because the first message of a pair makes their communicator and blocks.
 
@@ -47,7 +50,10 @@ class NcclTransport(PointToPointTransport):
         sends = self._meeting.rank < self._meeting.train_ranks
         for peer in sorted(self._meeting.peers):
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            self._wait(self._call("send to" if sends else "receive from", peer, byte, 0), f"greet process {peer}")
+            self._wait(
+                self._call("send to" if sends else "receive from", peer, byte, 0),
+                f"greet {self._meeting.name_of(peer)}",
+            )
             torch.cuda.synchronize(self._device)
 
     def finish(self, payload: Any) -> None:

@@ -1,12 +1,13 @@
-"""Messages between training and rollout ranks in a process group of their own.
+"""Messages between training and rollout ranks in process groups of their own.
 
-The group is made apart from :mod:`torch.distributed`'s default one, which belongs to Megatron: it is the bare object,
+A group is made apart from :mod:`torch.distributed`'s default one, which belongs to Megatron: it is the bare object,
 joined through a store that a training rank hosts, and torch keeps no record of it.
 """
 
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from itertools import accumulate
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from megarl.errors import WeightSyncError
 from megarl.sharding.transports.interface import Meeting, MemoryKind, Region, TransportOptions
@@ -60,7 +61,11 @@ class PointToPointTransport(abc.ABC):
 
     @abc.abstractmethod
     def _join(self, store: PrefixStore) -> Any:
-        """A new process group of the processes that meet at a store."""
+        """Whatever leads to the peers, which are all there and meet at a store."""
+
+    @abc.abstractmethod
+    def _channel(self, peer: int) -> tuple[Any, int]:
+        """The process group that leads to a peer, and the peer's rank in it."""
 
     def open(self, session: int) -> None:
         """See :meth:`Transport.open`."""
@@ -71,14 +76,19 @@ class PointToPointTransport(abc.ABC):
         try:
             if self._store is None:
                 self._store = TCPStore(where.host, where.port, is_master=False, timeout=STORE_TIMEOUT)
-            self._group = self._join(PrefixStore(f"weights/{type(self).__name__}/{session}", self._store))
+            store = PrefixStore(f"weights/{type(self).__name__}/{session}", self._store)
+            self._await_peers(store)
+            self._group = self._join(store)
             self._greet()
         except RuntimeError as error:
             self._leave()
             raise WeightSyncError(
-                f"process {where.rank} of {where.world_size} could not join the group that carries the weights, at "
+                f"{where.name_of(where.rank)} could not join the group that carries the weights, at "
                 f"{where.host}:{where.port}: {error}"
             ) from error
+        except WeightSyncError:
+            self._leave()
+            raise
         self._session = session
 
     def send(self, region: Region, dst_rank: int, tag: int) -> Message:
@@ -116,24 +126,43 @@ class PointToPointTransport(abc.ABC):
         if not completed:
             self._leave()
 
+    def _await_peers(self, store: PrefixStore) -> None:
+        """Tells the peers that this process is there, and waits for them; names the first that does not come."""
+        where = self._meeting
+        store.set(f"here/{where.rank}", "")
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for peer in where.peers:
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                store.wait([f"here/{peer}"], left)
+            except DistStoreError as error:
+                raise WeightSyncError(
+                    f"{where.name_of(where.rank)} waited {self._timeout.total_seconds():g} s (sync.timeout_s) for "
+                    f"{where.name_of(peer)}, which did not join the group that carries the weights, at "
+                    f"{where.host}:{where.port}"
+                ) from error
+
     def _greet(self) -> None:
         """Connects to the peers, where joining the group has not done so."""
         return
 
     def _call(self, what: str, peer: int, data: Tensor, tag: int) -> Any:
         if self._group is None:
-            raise WeightSyncError(f"cannot {what} process {peer}: no sync is open")
-        operation = self._group.send if what == "send to" else self._group.recv
+            raise WeightSyncError(f"cannot {what} {self._meeting.name_of(peer)}: no sync is open")
+        group, rank = self._channel(peer)
+        operation = group.send if what == "send to" else group.recv
         try:
-            return operation([data], peer, tag)
+            return operation([data], rank, tag)
         except RuntimeError as error:
-            raise WeightSyncError(f"cannot {what} process {peer}: {error}") from error
+            raise WeightSyncError(f"cannot {what} {self._meeting.name_of(peer)}: {error}") from error
 
     def _wait(self, work: Any, what: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise WeightSyncError(f"could not {what}: {error}") from error
+            raise WeightSyncError(
+                f"could not {what} within {self._timeout.total_seconds():g} s (sync.timeout_s): {error}"
+            ) from error
 
     def _receive_buffer(self, nbytes: int) -> Tensor:
         if self._buffer is None or len(self._buffer) < nbytes:
