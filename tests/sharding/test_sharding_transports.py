@@ -292,7 +292,7 @@ def test_a_peer_that_does_not_come_is_named_and_one_that_is_not_needed_is_not_wa
     late = r"rollout rank 1 waited 0\.2 s \(sync\.timeout_s\) for training rank 0, which did not join"
     with pytest.raises(WeightSyncError, match=late):
         end(2, (0,), 0.2).open(1)
-    with pytest.raises(WeightSyncError, match="training rank 0 waited .* for rollout rank 2, which did not join"):
+    with pytest.raises(WeightSyncError, match=r"training rank 0 waited .* for rollout rank 2, which did not join"):
         end(0, (3,), 0.2).open(1)
 
 
