@@ -39,7 +39,11 @@ setup(
     description="Reinforcement learning for large language models on Megatron-Core",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["py.typed"], "megarl.tracking.report": ["page.*"]},
+    package_data={
+        "megarl": ["py.typed"],
+        "megarl.tracking.report": ["page.*"],
+        "megarl.rollout.sglang": ["cpu_shim/**/*.py"],
+    },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},

@@ -13,7 +13,7 @@ _install_sglang() {
   # torch first and alone: pulled in by another package it would bring gigabytes of CUDA libraries.
   $pip torch
   $pip setuptools
-  alone="$(grep -E '^(sglang|triton|torchvision|xgrammar|apache-tvm-ffi|compressed-tensors)==' "$MEGARL_ROOT/launch/constraints-sglang.txt")"
+  alone="$(grep -E '^(sglang|triton|xgrammar|apache-tvm-ffi|compressed-tensors)==' "$MEGARL_ROOT/launch/constraints-sglang.txt")"
   $pip --no-deps $alone
   $pip -c "$MEGARL_ROOT/launch/constraints-sglang.txt" $_SGLANG_NEEDS
   $pip --no-build-isolation -e "$MEGARL_ROOT[dev]"

@@ -18,7 +18,7 @@ _Factory = TypeVar("_Factory", bound=EngineFactory)
 _FACTORIES: dict[str, EngineFactory] = {}
 _CHECKS: dict[str, ModelCheck] = {}
 # Imported on demand: an engine's own dependencies are needed only by those who use it.
-_BUILT_IN = {"embedded": "megarl.rollout.embedded.engine"}
+_BUILT_IN = {"embedded": "megarl.rollout.embedded.engine", "sglang": "megarl.rollout.sglang.engine"}
 
 
 def register_engine(name: str, check: ModelCheck | None = None) -> Callable[[_Factory], _Factory]:

@@ -33,7 +33,7 @@ def make_folder(tmp_path_factory):
             settings = {
                 "num_hidden_layers": 2,
                 "hidden_size": 32,
-                "intermediate_size": 48,
+                "intermediate_size": 64,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "vocab_size": VOCAB,

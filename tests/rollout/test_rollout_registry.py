@@ -7,7 +7,7 @@ from megarl.rollout.registry import _FACTORIES
 
 
 def test_an_unknown_engine_lists_the_known_ones(make_folder):
-    with pytest.raises(ConfigError, match="rollout engine 'vllm' is unknown; known ones: embedded"):
+    with pytest.raises(ConfigError, match="rollout engine 'vllm' is unknown; known ones: embedded, sglang"):
         create_engine("vllm", str(make_folder()))
 
 

@@ -1,0 +1,141 @@
+"""How the engine talks to SGLang, whether in its own process or over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from megarl.rollout.interface import RolloutError
+
+_T = TypeVar("_T")
+
+
+class Call(NamedTuple):
+    """A control call of SGLang, which has a name in Python and one in HTTP.
+
+    Attributes:
+        method: of the tokenizer manager.
+        request: structure of ``sglang.srt.managers.io_struct``; None = the method takes no request.
+        path: of the HTTP server.
+    """
+
+    method: str
+    request: str | None
+    path: str
+
+
+CALLS = {
+    call.method: call
+    for call in (
+        Call("begin_weight_update", "BeginWeightUpdateReqInput", "/begin_weight_update"),
+        Call("end_weight_update", "EndWeightUpdateReqInput", "/end_weight_update"),
+        Call("update_weights_from_tensor", "UpdateWeightsFromTensorReqInput", "/update_weights_from_tensor"),
+        Call("update_weights_from_disk", "UpdateWeightFromDiskReqInput", "/update_weights_from_disk"),
+        Call(
+            "update_weights_from_distributed",
+            "UpdateWeightsFromDistributedReqInput",
+            "/update_weights_from_distributed",
+        ),
+        Call("init_weights_update_group", "InitWeightsUpdateGroupReqInput", "/init_weights_update_group"),
+        Call("destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", "/destroy_weights_update_group"),
+        Call("release_memory_occupation", "ReleaseMemoryOccupationReqInput", "/release_memory_occupation"),
+        Call("resume_memory_occupation", "ResumeMemoryOccupationReqInput", "/resume_memory_occupation"),
+        Call("flush_cache", None, "/flush_cache"),
+        Call("pause_generation", "PauseGenerationReqInput", "/pause_generation"),
+        Call("continue_generation", "ContinueGenerationReqInput", "/continue_generation"),
+    )
+}
+
+
+class Outcome(NamedTuple):
+    """What SGLang answered to a call. It returns its failures and raises nothing."""
+
+    success: bool
+    message: str
+
+
+CallServer = Callable[..., Outcome]
+"""Makes one of :data:`CALLS` and waits for it: (method, **fields)."""
+
+
+class Backend(Protocol):
+    """A running SGLang. Its coroutines run on the engine's :class:`Loop`."""
+
+    async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Generates one sequence: SGLang's own fields in and out.
+
+        Raises:
+            RolloutError: SGLang refused the request.
+        """
+
+    async def abort(self, rid: str) -> None:
+        """Gives up a request; an unknown one is ignored."""
+
+    async def call(self, method: str, **fields: Any) -> Outcome:
+        """Makes one of :data:`CALLS`."""
+
+    async def has(self, method: str) -> bool:
+        """Whether this SGLang knows one of :data:`CALLS`."""
+
+    async def loaders(self) -> list[str]:
+        """The custom weight loaders that it was started with."""
+
+    def failure(self) -> str | None:
+        """Why it serves nothing any more; None while it runs."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its ranks run on this host, so that they can read this process's shared memory."""
+
+    async def disconnect(self) -> None:
+        """Closes connections, if there are any."""
+
+    def close(self) -> None:
+        """Ends it, if this process started it."""
+
+
+class Loop:
+    """An event loop in a thread of its own: requests go on while the engine's caller does other things."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="sglang-requests")
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        """Runs a coroutine in the background."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, _T], timeout_s: float, what: str) -> _T:
+        """Runs a coroutine and waits for it.
+
+        Raises:
+            RolloutError: it takes longer than ``timeout_s``.
+        """
+        future = self.start(work)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise RolloutError(f"SGLang did not finish '{what}' within {timeout_s:g} s") from None
+
+    def close(self) -> None:
+        """Cancels what still runs."""
+        if not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.close()

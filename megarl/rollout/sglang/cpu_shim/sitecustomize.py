@@ -1,0 +1,124 @@
+"""Lets SGLang run on a machine without a GPU and without its compiled kernels; Python imports this at its start.
+
+The engine puts this folder on the search path of SGLang's processes on such a machine, and nowhere else. Beside it lies
+``sgl_kernel``, a stand-in for the kernels. Two modules are completed as they are imported, and one is replaced:
+
+- ``sglang.srt.server_args``: seeds per request belong to SGLang's deterministic mode, which knows only attention
+  backends of GPUs. Plain torch attention computes each sequence on its own, so it is added.
+- ``sglang.srt.batch_invariant_ops``: that mode replaces matrix products by Triton's, which do not exist here.
+- ``torchvision``, unless it is installed: SGLang imports it for models that see, which do not run here; its usual build
+  is made for CUDA, does not load beside torch for CPUs, and then keeps transformers' models from loading too.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _admit_torch_attention(module: ModuleType) -> None:
+    for name in ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"):
+        choices = getattr(module, name, None)
+        if choices is not None and "torch_native" not in choices:
+            choices.append("torch_native")
+
+
+def _keep_torch_products(module: Any) -> None:
+    module.enable_batch_invariant_mode = lambda *args, **kwargs: None
+
+
+def _note_absence(module: Any) -> None:
+    """Has transformers look for torchvision before there is a stand-in; it remembers what it finds."""
+    sys.meta_path.remove(_ABSENT)
+    for name in ("is_torchvision_available", "is_torchvision_v2_available"):
+        if hasattr(module, name):
+            getattr(module, name)()
+    sys.meta_path.append(_ABSENT)
+
+
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.server_args": _admit_torch_attention,
+    "sglang.srt.batch_invariant_ops": _keep_torch_products,
+    "transformers.utils.import_utils": _note_absence,
+}
+
+
+class _Completing(importlib.abc.Loader):
+    """Runs a function when a module has been loaded by its own loader."""
+
+    def __init__(self, loader: importlib.abc.Loader, complete: Callable[[ModuleType], None]) -> None:
+        self._loader, self._complete = loader, complete
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._complete(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules that are completed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in AFTER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Completing(spec.loader, AFTER[name])
+        return spec
+
+
+class _Absent(type):
+    """Stands for any class of a module that is absent: it has every attribute, and none does anything."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name, (), {})
+
+
+class _AbsentPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Asked after all other finders: makes ``torchvision`` and its modules, where it is not installed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] != "torchvision":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__getattr__ = lambda name: getattr(_Absent("torchvision", (), {}), name)  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        return
+
+
+def _run_hidden_sitecustomize() -> None:
+    """Runs the ``sitecustomize`` that this one hides, if there is one."""
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+_ABSENT = _AbsentPackage()
+sys.meta_path.insert(0, _Finder())
+sys.meta_path.append(_ABSENT)
+for _name in AFTER.keys() & sys.modules.keys():
+    AFTER[_name](sys.modules[_name])
+if __name__ == "sitecustomize":
+    _run_hidden_sitecustomize()

@@ -1,0 +1,159 @@
+"""Where the weight map's shards of a model lie in SGLang's ranks.
+
+They differ in one thing. SGLang pads the vocabulary to a multiple of 64 before it divides it, the weight map only as
+far as it must, so that a rank's rows may be others: row 30 of 50 over two ranks lies in the map's second shard of 25,
+and in SGLang's first of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megarl.errors import ConfigError, ModelError
+from megarl.models import LocalParam, ModelConfig, WeightMap
+
+VOCAB_MULTIPLE = 64
+"""SGLang's vocabulary has a multiple of this many rows."""
+
+CPU_MULTIPLE = 32
+"""On a CPU SGLang pads the width of a rank's MLP to a multiple of this."""
+
+VOCAB_PARAMS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class Target(NamedTuple):
+    """A parameter of one of SGLang's ranks.
+
+    Attributes:
+        shape: as SGLang holds it.
+        live: extent of what a model's weights fill, from the start; the rest is vocabulary padding and holds zeros.
+    """
+
+    shape: tuple[int, ...]
+    live: tuple[int, ...]
+
+
+class Placed(NamedTuple):
+    """A rectangle of values, to be written at ``start`` of a parameter of SGLang's rank ``rank``."""
+
+    rank: int
+    name: str
+    start: tuple[int, ...]
+    values: Tensor
+
+
+class Placement:
+    """Shards of one model over SGLang's tensor-parallel ranks.
+
+    Args:
+        config: the model.
+        tp: tensor-parallel size.
+
+    Raises:
+        ModelError: SGLang holds such a model in another form.
+        ConfigError: the model does not divide over ``tp`` ranks.
+    """
+
+    def __init__(self, config: ModelConfig, tp: int) -> None:
+        check_model(config)
+        self.tp, self._vocab = tp, config.vocab_size
+        try:
+            shards = [WeightMap(config).rollout_params(tp, rank) for rank in range(tp)]
+        except ValueError as error:
+            raise ConfigError(f"rollout.tensor_model_parallel_size={tp}: {error}") from None
+        padded = -(-self._vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        if padded % tp:
+            raise ConfigError(
+                f"rollout.tensor_model_parallel_size={tp} does not divide SGLang's vocabulary of {padded} rows"
+            )
+        self._rows = padded // tp
+        self.params: list[dict[str, LocalParam]] = [{param.name: param for param in shard} for shard in shards]
+
+    def live_shape(self, rank: int, name: str) -> tuple[int, ...]:
+        """Extent of the part of the map's shard that the model's weights fill."""
+        shape = self.params[rank][name].shape
+        if name not in VOCAB_PARAMS:
+            return shape
+        return (_within(self._vocab - rank * shape[0], shape[0]), *shape[1:])
+
+    def targets(self, rank: int) -> dict[str, Target]:
+        """The parameters that SGLang's rank must have, by name."""
+        result = {}
+        for name, param in self.params[rank].items():
+            if name in VOCAB_PARAMS:
+                rest = param.shape[1:]
+                live = _within(self._vocab - rank * self._rows, self._rows)
+                result[name] = Target((self._rows, *rest), (live, *rest))
+            else:
+                result[name] = Target(param.shape, param.shape)
+        return result
+
+    def place(self, rank: int, name: str, start: Sequence[int], values: Tensor) -> Iterator[Placed]:
+        """The parts of a rectangle of the map's shard, where SGLang holds them; vocabulary padding is left out."""
+        if name not in VOCAB_PARAMS:
+            yield Placed(rank, name, tuple(start), values)
+            return
+        first = rank * self.params[rank][name].shape[0] + start[0]
+        stop = min(first + len(values), self._vocab)
+        row = first
+        while row < stop:
+            holder = row // self._rows
+            end = min((holder + 1) * self._rows, stop)
+            at = (row - holder * self._rows, *start[1:])
+            yield Placed(holder, name, at, values[row - first : end - first])
+            row = end
+
+    def held(self, rank: int, name: str) -> list[tuple[int, int, int]]:
+        """Where the live rows of the map's shard lie in SGLang: (rank, first row, number of rows), in order."""
+        rows = self.live_shape(rank, name)[0]
+        if name not in VOCAB_PARAMS:
+            return [(rank, 0, rows)]
+        first = rank * self.params[rank][name].shape[0]
+        parts, row = [], first
+        while row < first + rows:
+            holder = row // self._rows
+            count = min((holder + 1) * self._rows, first + rows) - row
+            parts.append((holder, row - holder * self._rows, count))
+            row += count
+        return parts
+
+
+def check_model(config: ModelConfig) -> None:
+    """Refuses models whose parameters SGLang holds in a form that is not handled here.
+
+    Raises:
+        ModelError: names the part of the model.
+    """
+    if config.latent is not None:
+        raise ModelError(
+            f"rollout engine 'sglang' does not take weights of {config.architecture} yet: SGLang fuses the projections "
+            "of its latent attention (fused_qkv_a_proj_with_mqa) and derives others from them"
+        )
+
+
+def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
+    """Refuses models that SGLang would pad on a CPU, where it wants whole heads and multiples of 32 on every rank.
+
+    Raises:
+        ModelError: names the size.
+    """
+    sizes = {
+        "num_attention_heads": (config.num_attention_heads, tp),
+        "num_key_value_heads": (config.num_key_value_heads, tp),
+        "intermediate_size": (config.ffn_hidden_size, CPU_MULTIPLE * tp),
+    }
+    if config.experts is not None:
+        sizes["moe_intermediate_size"] = (config.experts.ffn_hidden_size, CPU_MULTIPLE * tp)
+    for name, (size, multiple) in sizes.items():
+        if size % multiple:
+            raise ModelError(
+                f"rollout engine 'sglang' on a CPU over {tp} ranks needs {name} to be a multiple of {multiple}, "
+                f"{config.architecture} has {size}: SGLang would hold padded weights there"
+            )
+
+
+def _within(rows: int, most: int) -> int:
+    return max(0, min(rows, most))
