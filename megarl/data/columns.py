@@ -72,6 +72,7 @@ _declare(
     {
         "responses": "Token ids of the response, its end-of-sequence token included.",
         "response_mask": "1 = a token that is trained on; may be 0 inside a response (tool output, failed reward).",
+        "generated_mask": "1 = a token that the policy wrote, trained on or not; absent where it wrote all of them.",
     },
 )
 _declare(
@@ -97,6 +98,8 @@ NON_TENSOR_COLUMNS: dict[str, str] = {
     "uid": "Identity of a prompt in its step; samples of one prompt share it.",
     "index": "Number of the row in its data set, counted over all files.",
     "raw_prompt": "The prompt as chat messages.",
+    "num_turns": "Messages of the conversation, the prompt included.",
+    "agent_error": "Why the conversation failed; None = it did not.",
 }
 
 

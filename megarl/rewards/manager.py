@@ -69,7 +69,7 @@ class RewardManager:
     """Runs a reward function over the rows of a batch, one after another.
 
     A row fails if the function raises, if it returns no finite number, or if the row has no response token that could
-    carry the score.
+    carry the score. A row whose conversation failed (column ``agent_error``) is masked and counted, and not scored.
 
     Args:
         fn: reward function with verl's signature (see ``megarl.rewards.registry``).
@@ -102,7 +102,7 @@ class RewardManager:
         """
         _require_columns(batch)
         attention = batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :]
-        outcomes = [self._outcome(self._sample(batch, row)) for row in range(len(attention))]
+        outcomes = [_lost(batch, row) or self._outcome(self._sample(batch, row)) for row in range(len(attention))]
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if outcomes and len(failures) == len(outcomes):
             raise RewardError(f"none of {len(outcomes)} rows could be scored; the first: {failures[0]}")
@@ -172,6 +172,14 @@ class RewardManager:
         }
         shown = "\n".join(f"  {name}: {_short(repr(value))}" for name, value in parts.items())
         return f"the reward of row {sample.row} failed: {cause}\n{shown}"
+
+
+def _lost(batch: RewardBatch, row: int) -> Outcome | None:
+    """The outcome of a row whose conversation failed, before anything could be scored; None: it did not."""
+    errors = batch.non_tensor_batch.get("agent_error")
+    if errors is None or errors[row] is None:
+        return None
+    return Outcome(0.0, {}, f"the conversation of row {row} failed: {errors[row]}")
 
 
 def _require_columns(batch: RewardBatch) -> None:

@@ -48,11 +48,19 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     return metrics
 
 
+def generated_tokens(batch: DataProto) -> torch.Tensor:
+    """Which response tokens the policy wrote, ``[b, R]`` bool: all of them but what tools and searches said."""
+    tensors = batch.tensors
+    if "generated_mask" in tensors:
+        return tensors["generated_mask"].bool()
+    return tensors["attention_mask"][:, -tensors["responses"].shape[1] :].bool()
+
+
 def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     """How far the engine's token probabilities are from the actor's: statistics of ``|p_rollout - p_actor|``."""
     if "rollout_log_probs" not in batch.tensors:
         return {}
-    mask = batch.tensors["response_mask"].bool()
+    mask = batch.tensors["response_mask"].bool() & generated_tokens(batch)
     rollout, actor = batch.tensors["rollout_log_probs"][mask].double(), batch.tensors["old_log_probs"][mask].double()
     if rollout.numel() == 0:
         return {}
@@ -89,8 +97,8 @@ def throughput_metrics(batch: DataProto, seconds: Mapping[str, float], num_devic
 def phase_tokens(batch: DataProto, phases: Iterable[str]) -> dict[str, int]:
     """Tokens that each phase worked on: generated ones for ``gen``, prompts and responses for the others."""
     prompt_lengths, response_lengths = sequence_lengths(batch)
-    generated = int(response_lengths.sum())
-    total = generated + int(prompt_lengths.sum())
+    generated = int(generated_tokens(batch).sum())
+    total = int(response_lengths.sum()) + int(prompt_lengths.sum())
     return {phase: generated if phase == "gen" else total for phase in phases}
 
 

@@ -191,7 +191,9 @@ class MegatronWorker(SavingWorker):
         }
         micro_batches, groups = [], rows.micro_batches(plan.budget, mini_batch, self.counts_over_dp)
         for group in groups:
-            packed = {name: rows.column(name, group) for name in columns}
+            trained = rows.column("response_mask", group).bool()
+            # what a tool said may hold anything: a number that is not finite would survive a weight of zero
+            packed = {name: rows.column(name, group).where(trained, 0) for name in columns}
             for name, per_row in weights.items():
                 packed[name] = torch.cat([per_row[row - mini_batch.start] for row in group])
             micro_batches.append(rows.pack(group, packed))

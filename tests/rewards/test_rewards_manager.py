@@ -207,3 +207,18 @@ def test_bad_use(tokenizer, batch_of):
         broken = batch.with_columns(None, {"reward_model": [wrong]})
         with pytest.raises(RewardError, match=r"column 'reward_model', row 0 is .* must have a 'ground_truth'"):
             RewardManager(exact_integer, tokenizer, "mask").score(broken)
+
+
+def test_a_row_whose_conversation_failed_is_masked_and_never_scored(tokenizer, batch_of):
+    """Even under ``raise``: the reward function has done nothing wrong, and would be shown an answer that is none."""
+    batch = batch_of(("1+1=", "2", 2), ("1+2=", "", 3), agent_error=[None, "the search server is gone"])
+    seen = []
+
+    def fn(data_source, solution_str, ground_truth, extra_info):
+        seen.append(solution_str)
+        return 1.0
+
+    scored = RewardManager(fn, tokenizer, on_error="raise").score(batch)
+    assert seen == ["2"]
+    assert scored.batch.tensors["response_mask"].tolist() == [[1, 1], [0, 0]]
+    assert scored.extra_columns["reward_failed"].tolist() == [False, True] and scored.metrics["reward/failed"] == 1

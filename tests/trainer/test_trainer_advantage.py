@@ -86,3 +86,26 @@ def test_gae_with_kl_in_the_reward() -> None:
     errors = [g - columns["values"][row][t] for row, t, g in returns]
     unexplained = torch.tensor(errors).var().item() / torch.tensor([g for _, _, g in returns]).var().item()
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - unexplained, rel=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_what_a_tool_said_takes_no_part(estimator: str) -> None:
+    """Holes in the mask: the columns may hold anything there, and nothing changes."""
+    holes = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]])
+    given = batch().with_columns({"response_mask": holes}, {})
+    changed = given.with_columns(
+        {
+            name: torch.where(holes.bool(), given.tensors[name], torch.full_like(given.tensors[name], wild))
+            for name, wild in (("old_log_probs", 1e9), ("ref_log_prob", -7.0), ("values", 1e9), ("entropys", math.nan))
+        },
+        {},
+    )
+    results = []
+    for one in (given, changed):
+        metrics: dict[str, float] = {}
+        config = AlgorithmConfig(adv_estimator=estimator, lam=0.8, use_kl_in_reward=True)
+        tensors = AdvantagePhase(config).compute(one, metrics).tensors
+        results.append((tensors["advantages"], tensors["returns"], metrics))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2] and math.isfinite(results[0][2]["actor/entropy"])
+    assert not results[0][0][holes == 0].any() and results[0][0][holes == 1].any()

@@ -126,3 +126,16 @@ def test_validation_averages_prompts_not_answers() -> None:
 def test_best_of_one_is_not_told() -> None:
     metrics = validation_metrics(np.array(["s"], dtype=object), np.array([1.0]), np.array(["a"], dtype=object), 1)
     assert metrics == {"val-core/s/reward/mean@1": 1.0}
+
+
+def test_what_a_tool_said_is_neither_generated_nor_compared() -> None:
+    """Trained on or not (without ``state_masking`` it is): the engine has no log-prob of it."""
+    given = batch(
+        generated_mask=torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 0]]),
+        response_mask=torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]),
+        rollout_log_probs=torch.tensor([[0.5, 0.0, 0.25], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]).clamp(min=1e-9).log(),
+        old_log_probs=torch.tensor([[0.25, 0.01, 0.25], [0.5, 0.0, 0.0], [0.9, 0.9, 0.0]]).clamp(min=1e-9).log(),
+    )
+    assert rollout_mismatch_metrics(given)["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert rollout_mismatch_metrics(given)["training/rollout_probs_diff_mean"] == pytest.approx(0.25 / 3)
+    assert phase_tokens(given, ["gen", "adv"]) == {"gen": 5, "adv": 12}

@@ -162,3 +162,19 @@ def test_without_kl_loss_and_entropy_bonus(actor: Role, models: Models) -> None:
     assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-6)
     assert not {name for name in metrics if "kl_loss" in name or "kl_coef" in name or "entropy" in name}
     actor.rebuild(config=ACTOR)
+
+
+@pytest.mark.parametrize("actor", ["tp1"], indirect=True)
+def test_what_a_tool_said_may_hold_anything(
+    actor: Role, models: Models, reference: Callable[[str, str], Trained], tmp_path: Path
+) -> None:
+    """Numbers of masked tokens reach neither loss nor gradient, not even those that no weight of zero takes away."""
+    masked = ~models.batch.tensors["response_mask"].bool() & models.batch.tensors["attention_mask"][:, -8:].bool()
+    wild = {
+        name: models.batch.tensors[name].masked_fill(masked, float("nan"))
+        for name in ("old_log_probs", "ref_log_prob", "advantages")
+    }
+    actor.rebuild(plan=update_plan("token-mean", "tokens"))
+    metrics = actor.update("update_actor", models.batch.with_columns(wild, {}))
+    assert metrics.pop("actor/kl_coef") == ACTOR.kl_loss_coef
+    check(actor, tmp_path / "hf", metrics, reference("actor", "token-mean"), "actor")

@@ -26,8 +26,8 @@ def trajectories_to_batch(
             trained on like the policy's own.
 
     Returns:
-        ``prompts``, ``responses``, ``attention_mask``, ``response_mask``, ``rollout_log_probs`` (0.0 for tokens of the
-        environment), and the columns ``num_turns``, ``agent_error`` (None: it did not fail) and what ``fields`` name.
+        ``prompts``, ``responses``, ``attention_mask``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0
+        for tokens of the environment), and the columns ``num_turns``, ``agent_error`` (None: it did not fail) and what ``fields`` name.
     """
     prompts = [list(trajectory.prompt_ids) or [pad_token_id] for trajectory in trajectories]
     responses = [list(trajectory.response_ids) or [pad_token_id] for trajectory in trajectories]
@@ -36,6 +36,7 @@ def trajectories_to_batch(
         "prompts": pad_left(prompts, pad_token_id),
         "responses": pad_right(responses, pad_token_id),
         "response_mask": pad_right(masks),
+        "generated_mask": pad_right([list(trajectory.generated_mask) or [0] for trajectory in trajectories]),
         "rollout_log_probs": pad_right(
             [list(trajectory.log_probs) or [0.0] for trajectory in trajectories], dtype=torch.float32
         ),
@@ -57,4 +58,4 @@ def _mask(trajectory: Trajectory, state_masking: bool) -> list[int]:
     length = len(trajectory.response_ids)
     if trajectory.error is not None or not length:
         return [0] * max(length, 1)
-    return list(trajectory.response_mask) if state_masking else [1] * length
+    return list(trajectory.generated_mask) if state_masking else [1] * length
