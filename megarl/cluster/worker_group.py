@@ -16,7 +16,7 @@ from megarl.cluster.worker_process import WorkerCard, WorkerProcess
 from megarl.data import DataProto
 from megarl.errors import ResourceError, WorkerError
 from megarl.models.layout import ParallelLayout
-from megarl.sharding import ReshardPlan
+from megarl.sharding import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
 
@@ -26,7 +26,7 @@ _Collect = Callable[[list[Any]], Any]
 class PerRank:
     """An argument that differs by rank: ``values[rank]``, which may be a Ray reference, is what the rank receives."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Iterable[Any]) -> None:
         self.values = list(values)
 
 
@@ -159,7 +159,7 @@ class WorkerGroup:
         if mark.dispatch is Dispatch.SPLIT:
             return self._submit_split(verb, mark, args, kwargs)
         # What may be large is stored once, for all processes to read.
-        shared = [ray.put(arg) if isinstance(arg, DataProto | ReshardPlan) else arg for arg in args]
+        shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
         owner = self._owners[0]
         keep = [mark.dispatch is Dispatch.ALL or rank == owner for rank in range(self.world_size)]
         refs = [

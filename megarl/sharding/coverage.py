@@ -9,12 +9,13 @@ import numpy as np
 
 from megarl.errors import WeightSyncError
 from megarl.models import LocalParam
+from megarl.sharding.parts import PlanPart
 from megarl.sharding.plan import ReshardPlan
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, stop
 
 
-def check_coverage(plan: ReshardPlan, params: Mapping[int, Sequence[LocalParam]]) -> None:
+def check_coverage(plan: ReshardPlan | PlanPart, params: Mapping[int, Sequence[LocalParam]]) -> None:
     """Checks a plan against what its destinations hold.
 
     Args:

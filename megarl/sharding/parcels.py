@@ -70,6 +70,29 @@ class ParcelTable:
     parcel_nbytes: Numbers
     holder_sets: tuple[Numbers, ...]
 
+    def select(self, parcels: Numbers) -> ParcelTable:
+        """The table of some parcels alone, in this order, with what their moves are made of and nothing else.
+
+        Args:
+            parcels: ``[selected]``, numbers of parcels here; the new ones count from 0.
+        """
+        first, counts = self.first_row[parcels], np.diff(self.first_row)[parcels]
+        bounds = np.append(0, np.cumsum(counts))
+        rows = np.repeat(first - bounds[:-1], counts) + np.arange(bounds[-1])
+        used, rectangle = np.unique(self.rectangle[rows], return_inverse=True)
+        return ParcelTable(
+            patterns=tuple(pattern._replace(layers=(), sources=(), targets=()) for pattern in self.patterns),
+            rectangles=tuple(self.rectangles[number] for number in used.tolist()),
+            rectangle=compact(rectangle.astype(np.int32)),
+            layer=self.layer[rows],
+            expert=self.expert[rows],
+            first_row=bounds,
+            target=self.target[parcels],
+            holders=self.holders[:0],
+            parcel_nbytes=self.parcel_nbytes[parcels],
+            holder_sets=(),
+        )
+
 
 def replica_parcels(
     patterns: tuple[ShardPattern, ...],
@@ -101,7 +124,7 @@ def replica_parcels(
 
 def compact(column: Column) -> Column:
     """The same numbers in as few bits as hold them."""
-    return column.astype(np.uint16) if column.max() < 2**16 else column
+    return column.astype(np.uint16) if column.max(initial=0) < 2**16 else column
 
 
 def _rectangles(number: int, pattern: ShardPattern, limit: int) -> Iterator[Rectangle]:

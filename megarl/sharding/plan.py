@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -106,12 +106,40 @@ class ReshardPlan:
 
     def _buckets_of(self, replicas: Numbers, parcels: Numbers) -> list[Bucket]:
         """Buckets of these parcels only; both columns ascend."""
-        moves: list[list[Move]] = [[] for _ in self.buckets]
-        sources, buckets = self.source[replicas, parcels].tolist(), self.bucket[replicas, parcels].tolist()
-        maker = _MoveMaker(self.table, self.rollout, self.first_copy_rank)
-        for replica, parcel, source, bucket in zip(replicas.tolist(), parcels.tolist(), sources, buckets, strict=True):
-            moves[bucket].extend(maker.moves(parcel, source, replica))
-        return [Bucket(tuple(own), size.nbytes) for own, size in zip(moves, self.buckets, strict=True)]
+        return buckets_of(self, replicas, parcels, self.source[replicas, parcels], self.bucket[replicas, parcels])
+
+
+class _Geometry(Protocol):
+    """What moves are made of."""
+
+    @property
+    def table(self) -> ParcelTable: ...
+    @property
+    def rollout(self) -> RolloutLayout: ...
+    @property
+    def first_copy_rank(self) -> int: ...
+    @property
+    def buckets(self) -> tuple[BucketSize, ...]: ...
+
+
+def buckets_of(
+    plan: _Geometry, replicas: Column | Numbers, parcels: Column | Numbers, sources: Column, buckets: Column
+) -> list[Bucket]:
+    """The moves of some parcels, given as four equal columns, by bucket.
+
+    Args:
+        plan: theirs.
+        replicas: to which replica.
+        parcels: numbers in the plan's table.
+        sources: from which training rank.
+        buckets: in which bucket.
+    """
+    moves: list[list[Move]] = [[] for _ in plan.buckets]
+    maker = _MoveMaker(plan.table, plan.rollout, plan.first_copy_rank)
+    columns = (column.tolist() for column in (replicas, parcels, sources, buckets))
+    for replica, parcel, source, bucket in zip(*columns, strict=True):
+        moves[bucket].extend(maker.moves(parcel, source, replica))
+    return [Bucket(tuple(own), size.nbytes) for own, size in zip(moves, plan.buckets, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

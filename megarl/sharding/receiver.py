@@ -13,6 +13,7 @@ from megarl.errors import WeightSyncError
 from megarl.models import LocalParam
 from megarl.sharding.coverage import check_coverage
 from megarl.sharding.links import Links
+from megarl.sharding.parts import PlanPart
 from megarl.sharding.plan import Bucket, Move, ReshardPlan
 from megarl.sharding.sender import Shipment
 from megarl.sharding.wire import Packing, packing_of
@@ -47,7 +48,7 @@ class BucketReceiver:
     """A rollout rank's side of every sync: an update ends only when every bucket was written exactly once.
 
     Args:
-        plan: the plan.
+        plan: the plan, or this rank's part of it.
         rank: the rollout rank.
         params: what the rank holds (:meth:`WeightMap.rollout_params`); the plan's coverage of it is checked here.
         engine: the rank's engine.
@@ -60,7 +61,7 @@ class BucketReceiver:
 
     def __init__(
         self,
-        plan: ReshardPlan,
+        plan: ReshardPlan | PlanPart,
         rank: int,
         params: Sequence[LocalParam],
         engine: WeightTarget,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.sharding.links import Links
+from megarl.sharding.parts import PlanPart
 from megarl.sharding.plan import Bucket, Move, ReshardPlan
 from megarl.sharding.transports import Buffer, MemoryKind, Region, buffer_pool
 from megarl.sharding.wire import Packing, packing_of
@@ -40,7 +41,7 @@ class BucketSender:
     """A training rank's side of every sync: packs into one of two buffers while the other is being read.
 
     Args:
-        plan: the plan.
+        plan: the plan, or this rank's part of it.
         rank: the training rank.
         params: called at each export for the parameters by the weight map's names, on any device.
         links: the ways to the rollout ranks.
@@ -50,7 +51,7 @@ class BucketSender:
 
     def __init__(
         self,
-        plan: ReshardPlan,
+        plan: ReshardPlan | PlanPart,
         rank: int,
         params: Callable[[], Mapping[str, Tensor]],
         links: Links,

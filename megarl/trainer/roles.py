@@ -8,14 +8,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.cluster import PlacedPool, WorkerGroup, wait_all, wait_ready
+from megarl.cluster import PerRank, PlacedPool, WorkerGroup, wait_all, wait_ready
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
 from megarl.config import MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
 from megarl.config.sft_schema import SFTConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
-from megarl.sharding import RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
+from megarl.sharding import (
+    RolloutLayout,
+    Routes,
+    ShardingManager,
+    SyncOptions,
+    build_plan,
+    receiver_parts,
+    sender_parts,
+)
 from megarl.workers.layouts import layout_of
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan
 
@@ -180,8 +188,9 @@ class RoleBuilder:
             routes.placement(),
         )
         address = actor.host_sync()[0]._replace(timeout_s=sync.timeout_s) if routes.need_meeting() else None
-        given = (plan, routes, address, config.rollout.dtype)
-        wait_all([group.submit("connect_sync", *given) for group in (actor, rollout)])
+        given = (routes, address, config.rollout.dtype)
+        parts = ((actor, sender_parts(plan, actor.world_size)), (rollout, receiver_parts(plan)))
+        wait_all([group.submit("connect_sync", PerRank(own), *given) for group, own in parts])
         options = SyncOptions(sync.verify_freq, config.rollout.free_cache_engine, tp)
         return ShardingManager(plan, GroupSource(actor, rollout.world_size), GroupTarget(rollout), options)
 

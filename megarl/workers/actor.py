@@ -12,8 +12,8 @@ from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, entropy_loss, kl_
 from megarl.config import ActorConfig
 from megarl.data import DataProto
 from megarl.megatron import PolicyOutputs
-from megarl.sharding import ReshardPlan
 from megarl.sharding.links import Address, Links
+from megarl.sharding.parts import PlanPart
 from megarl.sharding.places import ProcessPlace, Routes, this_place
 from megarl.sharding.sender import BucketSender, Shipment, destinations
 from megarl.sharding.transports import host_store
@@ -130,7 +130,7 @@ class ActorWorker(PolicyWorker):
         return Address(self.host, self._store.port)
 
     @verb(Dispatch.ALL)
-    def connect_sync(self, plan: ReshardPlan, routes: Routes, address: Address | None, dtype: str) -> None:
+    def connect_sync(self, plan: PlanPart, routes: Routes, address: Address | None, dtype: str) -> None:
         """Get ready to send weights by a plan, in the engines' number format."""
         device, sent = self.runtime.device, getattr(torch, dtype)
         links = Links.of_trainer(routes, self.rank, destinations(plan.sent_by(self.rank)), device, address)

@@ -12,8 +12,8 @@ from megarl.data import DataProto, attention_mask_of, pad_right, sequence_length
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, EngineOptions, Request, SamplingParams, create_engine
 from megarl.rollout.interface import Tag
-from megarl.sharding import ReshardPlan
 from megarl.sharding.links import Address, Links
+from megarl.sharding.parts import PlanPart
 from megarl.sharding.places import ProcessPlace, Routes, this_place
 from megarl.sharding.receiver import BucketReceiver, Shipment, largest_bucket, sources
 from megarl.sharding.verification import Share, shares_of
@@ -76,7 +76,7 @@ class RolloutWorker:
         return this_place(self.settings.device)
 
     @verb(Dispatch.ALL)
-    def connect_sync(self, plan: ReshardPlan, routes: Routes, address: Address | None, dtype: str) -> None:
+    def connect_sync(self, plan: PlanPart, routes: Routes, address: Address | None, dtype: str) -> None:
         """Get ready to receive weights by a plan, whose coverage of this engine is checked here."""
         buckets, sent = plan.received_by(self.rank), getattr(torch, dtype)
         size = largest_bucket(buckets, sent, plan.float32_params)

@@ -10,7 +10,7 @@ from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, Work
 from megarl.data import DataProto
 from megarl.errors import DataError, ResourceError, WorkerError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.sharding import RolloutLayout, build_plan
+from megarl.sharding import RolloutLayout, build_plan, sender_parts
 
 PP2_DP2 = ParallelLayout(pp=2, dp=2)
 
@@ -89,13 +89,13 @@ def test_all_resolves_references_and_per_rank_values(echo):
     assert answers == [(rank, ("abcd"[rank], 7), {"note": "same"}) for rank in range(4)]
 
 
-def test_a_reshard_plan_arrives_as_it_is(echo):
+def test_each_rank_gets_its_part_of_a_reshard_plan(echo):
     sizes = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 50}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8}
     config = parse_model_config({"architectures": ["LlamaForCausalLM"], **sizes, **heads})
-    plan = build_plan(WeightMap(config), ParallelLayout(tp=2), RolloutLayout(replicas=2), 100, 4)
-    for rank, (there,), _ in echo.received(plan):
-        assert there.nbytes == plan.nbytes and there.sent_by(rank % 2) == plan.sent_by(rank % 2)
+    plan = build_plan(WeightMap(config), ParallelLayout(tp=2, dp=2), RolloutLayout(replicas=2), 100, 4)
+    for rank, (there,), _ in echo.received(PerRank(sender_parts(plan, 4))):
+        assert there.sent_by(rank) == plan.sent_by(rank)
 
 
 def test_split_comes_back_in_the_callers_order(echo):
