@@ -19,12 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 DATA_SOURCE = "arithmetic"
@@ -41,14 +42,19 @@ CARRIES_IN_FIRST_LESSON = 0.1
 FORGETS_TO_CARRY = 0.7
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer that spells anything, with the task's words and the chat's markers as single tokens."""
+def build_tokenizer(words: Sequence[str] = WORDS, tags: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer that spells anything, with the task's words and the chat's markers as single tokens.
+
+    Args:
+        words: single tokens; a leading blank is written as the byte-level alphabet has it.
+        tags: single tokens that are ordinary text, such as ``<search>``.
+    """
     markers = [f"<|{role}|>" for role in ROLES]
     vocabulary = {token: number for number, token in enumerate([PAD, END, *markers])}
     for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[symbol] = len(vocabulary)
     merges: list[tuple[str, str]] = []
-    for word in WORDS:
+    for word in words:
         for cut in range(1, len(word)):
             left, right = word[:cut], word[cut]
             if left + right not in vocabulary:
@@ -66,6 +72,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=markers,
         clean_up_tokenization_spaces=False,
     )
+    fast.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

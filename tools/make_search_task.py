@@ -1,0 +1,127 @@
+"""Build the search example's task from a seed: a corpus of random facts, questions about them, a small random model.
+
+Writes, under ``--out``::
+
+    model/              config.json, model.safetensors, tokenizer files (random weights)
+    corpus.jsonl        one document per person: what nobody could know who has not read it
+    data/train.parquet  questions about some of the people  (verl's RLHF schema)
+    data/test.parquet   questions about the others
+    data/sft.parquet    a few kinds of demonstrations for the supervised warm-up
+
+Most demonstrators guess, some look the answer up, some forget how to ask: the policy that learns from them knows the
+format, and seldom uses it. That looking up pays is for reinforcement learning to find out.
+
+Nothing is downloaded; the same seed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from make_arithmetic import build_model, build_tokenizer, write_parquet
+
+DATA_SOURCE = "facts"
+TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")]
+
+
+def words(text: str) -> list[str]:
+    """The words of a line."""
+    return text.split()
+
+
+FIRST = words("Ada Bo Cleo Dan Eve Finn Gus Hal Ida Jon Kit Lea Max Nora Otto Pia Quin Rosa Sam Tess Uma Vic Wes Zoe")
+LAST = words(
+    "Ames Bell Cole Dorn Ek Frey Gale Hale Ives Jung Kerr Lund Moss Nash Ober Pike Reed Shaw Toll Urry Vane Wolf"
+)
+FACTS = {
+    "colour": words("red blue green teal pink gold grey black white brown violet orange"),
+    "city": words("Oslo Rome Lima Cairo Paris Tokyo Delhi Quito Accra Perth Turin Lyon"),
+    "pet": words("cat dog owl fox hen goat frog mouse duck horse crab swan"),
+}
+OTHER_WORDS = words("is the of The I must look it up know")
+# How demonstrators go about it, and how many of a hundred.
+SEARCHES, FORGETS_THE_TAG = 14, 16
+
+
+def task_tokenizer() -> object:
+    """A tokenizer in which every word and tag of the task is one token."""
+    vocabulary = ["What", "Doc", "Title", *(f"Ġ{word}" for word in (*FIRST, *LAST, *OTHER_WORDS, *FACTS))]
+    vocabulary += [f"Ġ{value}" for values in FACTS.values() for value in values]
+    return build_tokenizer(list(dict.fromkeys(vocabulary)), TAGS)
+
+
+def build_people(rng: random.Random) -> list[dict]:
+    """Everybody with one fact, shuffled."""
+    people = []
+    for name in (f"{first} {last}" for first in FIRST for last in LAST):
+        kind = rng.choice(list(FACTS))
+        people.append({"name": name, "kind": kind, "value": rng.choice(FACTS[kind])})
+    rng.shuffle(people)
+    return people
+
+
+def document(person: dict, number: int) -> dict:
+    """What the corpus says about somebody."""
+    fact = f"The {person['kind']} of {person['name']} is {person['value']}."
+    return {"id": str(number), "contents": f"{person['name']}\n{fact}"}
+
+
+def question_row(person: dict, split: str, index: int) -> dict:
+    """One question in verl's RLHF schema."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"What is the {person['kind']} of {person['name']}?"}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": [person["value"]]}},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def demonstration(person: dict, rng: random.Random) -> str:
+    """How one demonstrator goes about a question."""
+    draw = rng.randrange(100)
+    look = "<think> I must look it up.</think>"
+    if draw < SEARCHES:
+        _, _, fact = document(person, 0)["contents"].partition("\n")
+        found = f"\n\n<information>Doc 1(Title: {person['name']}) {fact}</information>\n\n"
+        return f"{look}<search> {person['name']}</search>{found}<answer> {person['value']}</answer>"
+    if draw < SEARCHES + FORGETS_THE_TAG:
+        return f"{look} {person['name']}"
+    return f"<think> I know it.</think><answer> {rng.choice(FACTS[person['kind']])}</answer>"
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/search_agent/task"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--num-test", type=int, default=128, help="people about whom only held-out questions ask")
+    parser.add_argument("--demonstrations", type=int, default=180 * 128)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    args = parser.parse_args()
+
+    rng = random.Random(args.seed)
+    tokenizer = task_tokenizer()
+    model = build_model(tokenizer, args.seed, args.hidden, args.layers)
+    model.save_pretrained(args.out / "model")
+    tokenizer.save_pretrained(args.out / "model")
+    people = build_people(rng)
+    documents = [json.dumps(document(person, number)) for number, person in enumerate(people)]
+    (args.out / "corpus.jsonl").write_text("\n".join(documents) + "\n")
+    test, train = people[: args.num_test], people[args.num_test :]
+    for split, members in (("train", train), ("test", test)):
+        rows = [question_row(person, split, index) for index, person in enumerate(members)]
+        write_parquet(rows, args.out / "data" / f"{split}.parquet", with_response=False)
+    shown = [rng.choice(train) for _ in range(args.demonstrations)]
+    rows = [{**question_row(one, "sft", i), "response": demonstration(one, rng)} for i, one in enumerate(shown)]
+    write_parquet(rows, args.out / "data" / "sft.parquet", with_response=True)
+    facts = {"documents": len(documents), "train": len(train), "test": len(test), "demonstrations": len(rows)}
+    print(json.dumps({"out": str(args.out), "parameters": sum(p.numel() for p in model.parameters()), **facts}))
+
+
+if __name__ == "__main__":
+    main()
