@@ -18,7 +18,8 @@ Item = TypeVar("Item")
 def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
     """Each scored row as ``input, output, gts, score, step``, plus what the reward function returned beside the score.
 
-    A row whose reward failed has ``score`` None.
+    A row whose reward failed has ``score`` None. Where tools or a search took part, ``masked`` tells which characters of
+    ``output`` they wrote, as ``[begin, end]`` pairs; a conversation that failed has ``agent_error``.
     """
     prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
     prompts, responses = batch.tensors["prompts"], batch.tensors["responses"]
@@ -35,9 +36,34 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
                 "score": None if failed[row] else scores[row],
                 "step": step,
                 **{name.removeprefix("reward_extra_"): batch.non_tensor_batch[name][row] for name in extras},
+                **_agent_facts(batch, tokenizer, row, response),
             }
         )
     return samples
+
+
+def _agent_facts(batch: DataProto, tokenizer: PreTrainedTokenizerBase, row: int, length: int) -> Sample:
+    """What only conversations with tools or a search, and those that failed, have to tell."""
+    facts: Sample = {}
+    written = batch.tensors["generated_mask"][row, :length].tolist() if "generated_mask" in batch.tensors else []
+    error = batch.non_tensor_batch["agent_error"][row] if "agent_error" in batch.non_tensor_batch else None
+    if error is not None:
+        facts["agent_error"] = error
+    elif not all(written):
+        facts["masked"] = _spans(batch.tensors["responses"][row, :length].tolist(), written, tokenizer)
+    return facts
+
+
+def _spans(ids: list[int], written: list[int], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Characters of the decoded ids where ``written`` is 0."""
+    borders = [at for at in range(1, len(ids)) if written[at] != written[at - 1]]
+    begins, ends = [0, *borders], [*borders, len(ids)]
+    runs = [(begin, end) for begin, end in zip(begins, ends, strict=True) if not written[begin]]
+
+    def characters(count: int) -> int:
+        return len(tokenizer.decode(ids[:count], skip_special_tokens=True))
+
+    return [[characters(begin), characters(end)] for begin, end in runs]
 
 
 def dump_samples(folder: str | Path, step: int, samples: Iterable[Sample]) -> None:

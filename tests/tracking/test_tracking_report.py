@@ -169,3 +169,10 @@ def test_long_texts_say_what_was_left_out():
     text = "a" * 10 + "b" * 10
     assert shorten(text, 20) == text
     assert shorten(text, 8) == "aaaa\n[… 12 characters left out …]\nbbbb"
+
+
+def test_what_tools_wrote_is_marked(tmp_path):
+    entry = {"input": "q", "output": "ab🙂cdef", "masked": [[1, 3], [5, 7]], "gts": "", "score": 1}
+    (tmp_path / "1.jsonl").write_text(json.dumps(entry) + "\n" + json.dumps({**entry, "masked": []}) + "\n")
+    marked, plain = read_rollouts(tmp_path).rows
+    assert marked["parts"] == [("a", False), ("b🙂", True), ("cd", False), ("ef", True)] and plain["parts"] is None

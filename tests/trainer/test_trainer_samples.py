@@ -63,3 +63,23 @@ def test_evenly_spread(length: int) -> None:
     assert chosen == sorted(set(chosen)) and set(chosen) <= set(range(length))
     gaps = [b - a for a, b in pairwise(chosen)]
     assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_what_a_tool_wrote_is_told_by_its_characters(arithmetic: Path) -> None:
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+    turns = [("What? é", 1), (" 12 says", 0), (" so 3", 1), ("é.", 0)]
+    ids = [(token, mask) for text, mask in turns for token in tokenizer(text).input_ids]
+    responses = torch.tensor([[*(token for token, _ in ids), tokenizer.eos_token_id]] * 2)
+    batch = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[5]] * 2),
+            "responses": responses,
+            "attention_mask": torch.ones(2, 1 + responses.shape[1], dtype=torch.int64),
+            "generated_mask": torch.tensor([[*(mask for _, mask in ids), 1]] * 2),
+            "token_level_scores": torch.zeros(2, responses.shape[1]),
+        },
+        {"reward_model": [{"ground_truth": "3"}] * 2, "reward_failed": [False, True], "agent_error": [None, "lost"]},
+    )
+    good, lost = describe_samples(batch, tokenizer, step=1)
+    assert [good["output"][begin:end] for begin, end in good["masked"]] == [" 12 says", "é."]
+    assert lost["agent_error"] == "lost" and "masked" not in lost

@@ -166,6 +166,10 @@ function rowElement(index) {
   const score = rollouts.score[index];
   row.append(step, element("td", `number ${score > 0 ? "good" : "bad"}`, scoreText(score)));
   for (const field of ["input", "output", "gts"]) row.append(element("td", "text", rollouts[field][index]));
+  if (rollouts.parts[index]) {
+    const spans = rollouts.parts[index].map(([text, masked]) => element("span", masked ? "masked" : "", text));
+    row.children[3].replaceChildren(...spans);
+  }
   const toggle = () => {
     if (String(window.getSelection())) return; // the click ends a selection of text
     row.classList.toggle("open") ? view.open.add(index) : view.open.delete(index);

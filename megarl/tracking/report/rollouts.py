@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_TEXT = 6000
-FIELDS = ("step", "kind", "input", "output", "gts", "score")
+FIELDS = ("step", "kind", "input", "output", "gts", "score", "parts")
 
 
 class RolloutSample(NamedTuple):
     """Rollouts to show.
 
     Attributes:
-        rows: the rollouts, each with ``step, kind, input, output, gts, score``.
+        rows: the rollouts, each with ``step, kind, input, output, gts, score``, and ``parts``: the output as pairs of a
+            text and whether it is masked, None where nothing is.
         total: how many there were before some were left out.
     """
 
@@ -41,7 +43,17 @@ def _row(entry: Mapping[str, Any], step: int, kind: str) -> dict[str, Any]:
         "output": shorten(str(entry.get("output", ""))),
         "gts": shorten(gts if isinstance(gts, str) else json.dumps(gts, ensure_ascii=False)),
         "score": float(score) if isinstance(score, int | float) and math.isfinite(score) else None,
+        "parts": _parts(str(entry.get("output", "")), entry.get("masked")),
     }
+
+
+def _parts(output: str, masked: Any) -> list[tuple[str, bool]] | None:
+    """The output cut at the borders of what tools and searches wrote; None where it is one piece, or too long."""
+    if not masked or len(output) > MAX_TEXT:
+        return None
+    borders = [0, *(border for span in masked for border in span), len(output)]
+    pieces = [output[begin:end] for begin, end in pairwise(borders)]
+    return [(piece, bool(number % 2)) for number, piece in enumerate(pieces) if piece]
 
 
 def _spread(rows: Sequence[Any], count: int) -> list[Any]:
