@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import pickle
 import statistics
 import time
 import zlib
@@ -35,6 +36,7 @@ from megarl.sharding import ReshardPlan, RolloutLayout, Routes, ShardingManager,
 
 TRAIN = ParallelLayout(tp=2, pp=2)
 DTYPE, ELEMENT_BYTES = "bfloat16", 2
+PIECE_BYTES = 1 << 20
 
 
 def model(layers: int) -> ModelConfig:
@@ -243,19 +245,41 @@ def move_bytes(moves: Sequence[Any]) -> int:
     return sum(math.prod(move.shape) for move in moves) * ELEMENT_BYTES
 
 
+def post(pipe: Connection, content: Any) -> None:
+    """Sends an object; large arrays go from where they lie, in pieces, without a copy of the whole."""
+    parts: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(content, 5, buffer_callback=parts.append)
+    raws = [part.raw() for part in parts]
+    pipe.send((head, [raw.nbytes for raw in raws]))
+    for raw in raws:
+        for start in range(0, raw.nbytes, PIECE_BYTES):
+            pipe.send_bytes(raw[start : start + PIECE_BYTES])
+
+
+def take(pipe: Connection) -> Any:
+    """What :func:`post` sent; large arrays arrive in the memory that they stay in, as they do in Ray."""
+    head, sizes = pipe.recv()
+    parts = [bytearray(size) for size in sizes]
+    for part in parts:
+        for start in range(0, len(part), PIECE_BYTES):
+            pipe.recv_bytes_into(part, start)
+    return pickle.loads(head, buffers=parts)
+
+
 def serve(pipe: Connection, build: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """A process: builds its rank and does what it is told."""
     rank: Any = None
     try:
         rank = build(*arguments)
-        pipe.send(None)
+        post(pipe, None)
         while True:
-            verb, given = pipe.recv()
-            pipe.send(getattr(rank, verb)(*given))
+            verb, given = take(pipe)
+            post(pipe, getattr(rank, verb)(*given))
+            del given
     except EOFError:
         return
     except Exception as error:
-        pipe.send(error)
+        post(pipe, error)
         raise
 
 
@@ -289,14 +313,14 @@ class Ranks:
     def ask(self, verb: str, *given: Any, each: Sequence[tuple[Any, ...]] = ()) -> Answers:
         """Starts a verb on all processes; ``each`` are further arguments of each."""
         for rank, pipe in enumerate(self.pipes):
-            pipe.send((verb, (*given, *(each[rank] if each else ()))))
+            post(pipe, (verb, (*given, *(each[rank] if each else ()))))
         self.asked += 1
         return Answers(self, self.asked - 1)
 
     def answers(self, ticket: int) -> list[Any]:
         """What all processes answered to the call of that number."""
         while self.answered <= ticket:
-            self.known[self.answered] = [pipe.recv() for pipe in self.pipes]
+            self.known[self.answered] = [take(pipe) for pipe in self.pipes]
             for answer in self.known[self.answered]:
                 if isinstance(answer, Exception):
                     raise answer
