@@ -79,7 +79,7 @@ def gather(tasks: Sequence[Task], timeout_s: float | None = None) -> list[Any]:
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
-                failures.append(_failure(task, error))
+                failures.append(failure_of(task, error))
                 deadline = min(deadline or float("inf"), time.monotonic() + _ECHO_S)
         if failures and failures[-1].died:
             break
@@ -91,7 +91,7 @@ def gather(tasks: Sequence[Task], timeout_s: float | None = None) -> list[Any]:
     return [results[task.ref] for task in tasks]
 
 
-def _failure(task: Task, error: RayError) -> WorkerFailed:
+def failure_of(task: Task, error: RayError) -> WorkerFailed:
     """What Ray reports of a call, as an error that names the process."""
     cause = getattr(error, "cause", None)
     while isinstance(cause, RayTaskError):  # the call never ran, because what it waited for had failed

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from megarl.cluster.failures import Task, WorkerFailed, gather
+from megarl.cluster.failures import Task, WorkerFailed, failure_of, gather
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
 from megarl.cluster.worker_process import WorkerCard, WorkerProcess
@@ -114,20 +115,12 @@ class WorkerGroup:
         self.budgets = dict(budgets or {})
         self._failure: WorkerFailed | None = None
         self._cards: list[WorkerCard] = []
-        size = layout.world_size
-        host = ray.remote(WorkerProcess)
-        self._actors: list[Any] = [
-            host.options(**pool.actor_options(rank)).remote(role, rank, size, self._environment(pool, rank, env or {}))
-            for rank in range(size)
-        ]
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
-        described = [actor.describe.remote() for actor in self._actors]
-        loaded = [actor.load.remote(worker_cls) for actor in self._actors]
-        address = self._actors[0].reserve_address.remote()
-        kwargs = ray.put(dict(worker_kwargs))
-        started = [actor.start.remote(address, kwargs) for actor in self._actors]
-        self._described = self._tasks(described, "start")
-        self._starting = [*self._tasks(loaded, "load"), *self._tasks(started, "start")]
+        self._pool, self._env, self._worker_cls = pool, dict(env or {}), worker_cls
+        self._actors: list[Any] = [self._host(rank) for rank in range(layout.world_size)]
+        self._address = self._actors[0].reserve_address.remote()
+        self._kwargs = ray.put(dict(worker_kwargs))
+        self._described, self._starting = self._start(range(layout.world_size))
 
     @property
     def world_size(self) -> int:
@@ -156,6 +149,8 @@ class WorkerGroup:
             WorkerError: the group failed before.
         """
         mark = self._mark(verb)
+        if mark.dispatch is Dispatch.RANK:
+            raise TypeError(f"{self.role}.{verb} is for one rank: use call_on")
         if mark.dispatch is Dispatch.SPLIT:
             return self._submit_split(verb, mark, args, kwargs)
         # What may be large is stored once, for all processes to read.
@@ -168,6 +163,51 @@ class WorkerGroup:
         ]
         collect_one: _Collect = list if mark.dispatch is Dispatch.ALL else lambda results: results[owner]
         return Pending([self], self._tasks(refs, verb, mark.phase), collect_one)
+
+    def submit_on(self, ranks: Sequence[int], verb: str, *args: Any) -> Pending:
+        """Start a verb on some processes only; the result is the list of what they returned.
+
+        Raises:
+            AttributeError, WorkerError: as :meth:`submit`.
+        """
+        mark = self._mark(verb)
+        tasks = [
+            Task(self._actors[rank].call.remote(verb, True, {}, *args), self.role, rank, verb, mark.phase, card)
+            for rank, card in ((rank, self._cards[rank]) for rank in ranks)
+        ]
+        return Pending([self], tasks, list)
+
+    async def call_on(self, rank: int, verb: str, *args: Any) -> Any:
+        """Run a ``RANK`` verb on one process. A failure is that rank's alone: the group goes on.
+
+        Raises:
+            WorkerFailed: it raised, or its process died.
+            AttributeError, WorkerError: as :meth:`submit`.
+        """
+        mark = self._mark(verb)
+        ref = self._actors[rank].call.remote(verb, True, {}, *args)
+        try:
+            return await ref
+        except RayError as error:
+            raise failure_of(Task(ref, self.role, rank, verb, mark.phase, self._cards[rank]), error) from error
+
+    def restart(self, ranks: Sequence[int]) -> None:
+        """Replace processes, dead or alive, by new ones, and wait until their workers are built.
+
+        For workers that do not meet each other in the constructor. The new ones know nothing of earlier verbs.
+
+        Raises:
+            WorkerFailed: one did not start.
+        """
+        for rank in ranks:
+            ray.kill(self._actors[rank])
+            self._actors[rank] = self._host(rank)
+        described, starting = self._start(ranks)
+        for rank, card in zip(ranks, _gather([self], described, None), strict=True):
+            self._cards[rank] = card
+        started = _gather([self], [replace(task, card=self._cards[task.rank]) for task in starting], None)
+        for rank, card in zip(ranks, started[len(ranks) :], strict=True):
+            self._cards[rank] = card
 
     def plan(self, verb: str, batch: DataProto) -> Plan:
         """The rows of ``batch`` that each data-parallel rank would get of a ``SPLIT`` verb.
@@ -258,9 +298,26 @@ class WorkerGroup:
             raise AttributeError(f"{self.role} has no verb {verb!r}; it has: {', '.join(sorted(self.verbs))}")
         return self.verbs[verb]
 
+    def _host(self, rank: int) -> Any:
+        """A process without a worker."""
+        options, environment = self._pool.actor_options(rank), self._environment(self._pool, rank, self._env)
+        host = ray.remote(WorkerProcess).options(**options)
+        return host.remote(self.role, rank, self.world_size, environment)
+
+    def _start(self, ranks: Sequence[int]) -> tuple[list[Task], list[Task]]:
+        """Starts building the workers of new processes: who they are, then what tells that they are built."""
+
+        def tasks(refs: Sequence[ray.ObjectRef], verb: str) -> list[Task]:
+            return [Task(ref, self.role, rank, verb, "") for rank, ref in zip(ranks, refs, strict=True)]
+
+        actors = [self._actors[rank] for rank in ranks]
+        described = tasks([actor.describe.remote() for actor in actors], "start")
+        loaded = tasks([actor.load.remote(self._worker_cls) for actor in actors], "load")
+        started = tasks([actor.start.remote(self._address, self._kwargs) for actor in actors], "start")
+        return described, [*loaded, *started]
+
     def _tasks(self, refs: Sequence[ray.ObjectRef], verb: str, phase: str = "") -> list[Task]:
-        cards: list[WorkerCard | None] = [*self._cards] or [None] * len(refs)
-        return [Task(ref, self.role, rank, verb, phase, cards[rank]) for rank, ref in enumerate(refs)]
+        return [Task(ref, self.role, rank, verb, phase, self._cards[rank]) for rank, ref in enumerate(refs)]
 
     def _environment(self, pool: PlacedPool, rank: int, extra: Mapping[str, str]) -> dict[str, str]:
         """Variables of one process; ``extra`` wins."""

@@ -93,7 +93,7 @@ class TrainerBuilder:
         roles = RoleBuilder(config, self.batches, total_steps, self.tokenizer, pool).build()
         self.console.message(roles.describe())
         rollout = RolloutPhase(
-            roles.rollout, config.actor_rollout_ref.rollout, config.data.max_response_length, self._batch_facts()
+            roles.replicas(), config, self.tokenizer, self._batch_facts(), on_lost=roles.replace_replicas
         )
         validator = None
         if self.val_loader is not None:

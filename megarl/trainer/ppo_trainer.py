@@ -68,7 +68,7 @@ class PPOTrainer:
             metrics: Metrics = {}
             with self.phase("step"):
                 with self.phase("gen"):
-                    batch = self.rollout.generate_sequences(prompts, self.state.step)
+                    batch = self.rollout.generate_sequences(prompts, self.state.step, metrics)
                     self.roles.sharding_manager.free_engines()
                 with self.phase("reward"):
                     batch = self.balance(self.score(batch, metrics))

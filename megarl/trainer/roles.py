@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster import PerRank, PlacedPool, WorkerGroup, wait_all, wait_ready
+from megarl.cluster.replicas import GroupReplica
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
 from megarl.config import MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
@@ -40,6 +41,7 @@ class Roles:
         reference: tells the reference's log-probs; the actor's own group where the reference lives in it.
         rollout: the engine's replicas.
         sharding_manager: copies the actor's weights into the replicas.
+        connect: makes a sharding manager for the processes that there are.
     """
 
     actor: WorkerGroup
@@ -47,6 +49,26 @@ class Roles:
     reference: WorkerGroup | None
     rollout: WorkerGroup
     sharding_manager: ShardingManager
+    connect: Callable[[WorkerGroup, WorkerGroup], ShardingManager]
+
+    def replicas(self) -> list[GroupReplica]:
+        """The rollout replicas, as the router sees them."""
+        size = self.rollout.layout.tp
+        return [GroupReplica(self.rollout, replica * size) for replica in range(self.rollout.layout.dp)]
+
+    def replace_replicas(self, lost: Collection[int]) -> None:
+        """Put new processes in the place of lost replicas; they get the weights with the next sync.
+
+        Raises:
+            WorkerError: a new process failed.
+        """
+        size = self.rollout.layout.tp
+        ranks = [replica * size + rank for replica in sorted(lost) for rank in range(size)]
+        self.rollout.restart(ranks)
+        self.rollout.submit_on(ranks, "init_model").result()
+        version = self.sharding_manager.version
+        self.sharding_manager = self.connect(self.actor, self.rollout)
+        self.sharding_manager.version = version
 
     def describe(self) -> str:
         """What each group of Megatron workers computes with, a line each."""
@@ -114,7 +136,7 @@ class RoleBuilder:
         wait_ready(groups)
         wait_all([group.submit("init_model") for group in groups])
         reference = own_reference or (actor if self._has_reference() else None)
-        return Roles(actor, critic, reference, rollout, self._connect(actor, rollout))
+        return Roles(actor, critic, reference, rollout, self._connect(actor, rollout), self._connect)
 
     def _actor(self) -> WorkerGroup:
         reference = None

@@ -1,69 +1,138 @@
-"""Generation: from a batch of prompts to a batch of answers."""
+"""Generation: from a batch of prompts, by conversations that agents lead, to a batch of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
+from transformers import PreTrainedTokenizerBase
 
-from megarl.cluster import WorkerGroup
-from megarl.config.schema import RolloutConfig, ValSamplingConfig
-from megarl.data import DataProto
-from megarl.rollout.interface import SamplingParams
+from megarl.config.schema import RolloutConfig, TrainConfig, ValSamplingConfig
+from megarl.data import DataProto, sequence_lengths
+from megarl.errors import WeightSyncError, WorkerError
+from megarl.rollout.agents.batch import trajectories_to_batch
+from megarl.rollout.agents.build import build_agent_loops, conversation_limits, default_agent_loop
+from megarl.rollout.agents.loop import AgentLoop, Conversation, Trajectory
+from megarl.rollout.agents.metrics import trajectory_metrics
+from megarl.rollout.agents.runner import run_all
+from megarl.rollout.interface import RolloutError, SamplingParams
+from megarl.rollout.router import Replica, Router, Traffic
+from megarl.trainer.metrics import Metrics
 
 # Keeps the streams of training and validation apart.
 TRAINING, VALIDATION = 0, 1
+AGENT_NAME = "agent_name"
+"""Column that names a row's agent loop."""
+FATAL = (RolloutError, WorkerError, WeightSyncError)
+"""What ends a generation; anything else ends one conversation."""
 
 
 class RolloutPhase:
-    """Asks the rollout workers for answers.
+    """Has every prompt answered by the rollout replicas, one conversation per sample.
 
     What is drawn for a prompt depends on the seed, the step, the prompt's place in the step's batch and the sample's
     number, and on nothing else: not on replicas, not on batching.
 
     Args:
-        workers: the engine's replicas.
-        config: sampling, samples per prompt, seed.
-        max_response_length: longest answer, in tokens.
+        replicas: who generates.
+        config: complete.
+        tokenizer: of the policy.
         facts: what a training batch tells the verbs that it is passed to, such as rows per mini-batch.
+        on_lost: told of replicas that were lost, once the others have done their work.
     """
 
     def __init__(
-        self, workers: WorkerGroup, config: RolloutConfig, max_response_length: int, facts: Mapping[str, Any]
+        self,
+        replicas: Sequence[Replica],
+        config: TrainConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        facts: Mapping[str, Any],
+        on_lost: Callable[[Collection[int]], None] = lambda lost: None,
     ) -> None:
-        self.workers = workers
+        self.replicas = replicas
         self.config = config
-        self.max_response_length = max_response_length
+        self.rollout = config.actor_rollout_ref.rollout
+        self.tokenizer = tokenizer
         self.facts = facts
+        self._on_lost = on_lost
+        self._limits, self._default_loop = conversation_limits(config), default_agent_loop(config)
+        self._loops: dict[str, AgentLoop] = {}
 
-    def generate_sequences(self, prompts: DataProto, step: int) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, step: int, metrics: Metrics) -> DataProto:
         """``n`` answers to each prompt, adjacent rows, with ``uid`` naming the prompt."""
-        batch = self._generate(prompts, self.config, self.config.n, (TRAINING, step))
+        batch, told = self._generate(prompts, self.rollout, self.rollout.n, (TRAINING, step))
+        metrics |= told
         batch.meta_info |= self.facts
         return batch
 
     def validate(self, prompts: DataProto, step: int, batch: int = 0) -> DataProto:
         """Answers as validation samples them; ``batch`` numbers the validation batches of a step."""
-        sampling = self.config.val_kwargs
-        return self._generate(prompts, sampling, sampling.n, (VALIDATION, step, batch))
+        sampling = self.rollout.val_kwargs
+        return self._generate(prompts, sampling, sampling.n, (VALIDATION, step, batch))[0]
 
     def _generate(
         self, prompts: DataProto, sampling: RolloutConfig | ValSamplingConfig, samples: int, stream: tuple[int, ...]
-    ) -> DataProto:
+    ) -> tuple[DataProto, Metrics]:
         params = SamplingParams(
-            max_new_tokens=self.max_response_length,
+            max_new_tokens=self.config.data.max_response_length,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
         )
-        seeds = np.random.default_rng([self.config.seed or 0, *stream]).integers(0, 2**62, len(prompts))
-        asked = prompts.select(["prompts", "attention_mask"], []).with_columns(
-            {"sample_seed": torch.from_numpy(seeds)}, {}
+        seeds = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, len(prompts)).tolist()
+        conversations = self._conversations(prompts, samples, params, seeds)
+        trajectories, traffic = asyncio.run(self._lead(conversations))
+        if traffic.lost:
+            self._on_lost(traffic.lost)
+        batch = trajectories_to_batch(
+            trajectories,
+            self.tokenizer.pad_token_id or 0,
+            state_masking=self.config.actor_rollout_ref.actor.state_masking,
         )
-        answers = self.workers.generate_sequences(asked, samples, params)
         facts = DataProto.from_dict(
             {}, {**prompts.non_tensor_batch, "uid": [f"{'-'.join(map(str, stream))}-{i}" for i in range(len(prompts))]}
         )
-        return answers.union(facts.repeat(samples))
+        return batch.union(facts.repeat(samples)), trajectory_metrics(trajectories) | traffic.metrics()
+
+    async def _lead(self, conversations: Sequence[Conversation]) -> tuple[list[Trajectory], Traffic]:
+        limit = self.rollout.max_num_seqs
+        # An eighth more, so that what takes a freed place is there already.
+        async with Router(self.replicas, limit + limit // 8, self.rollout.health.timeout_s) as router:
+            most = self.rollout.agent.max_concurrency
+            trajectories = await run_all(conversations, self._loops, router.generate, most, FATAL)
+        return trajectories, router.traffic
+
+    def _conversations(
+        self, prompts: DataProto, samples: int, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Conversation]:
+        rectangle, (lengths, _) = prompts.tensors["prompts"], sequence_lengths(prompts)
+        ids = [row[len(row) - length :].tolist() for row, length in zip(rectangle, lengths.tolist(), strict=True)]
+        facts = [
+            {name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))
+        ]
+        names = [str(row.get(AGENT_NAME) or self._default_loop) for row in facts]
+        missing = sorted(set(names) - self._loops.keys())
+        self._loops |= build_agent_loops(self.config, self.tokenizer, missing)
+        return [
+            Conversation(
+                messages=facts[row].get("raw_prompt", ()),
+                prompt_ids=ids[row],
+                params=params,
+                seed=derive_seed(seeds[row], sample),
+                key=str(row),
+                agent_name=names[row],
+                facts=facts[row],
+                limits=self._limits,
+            )
+            for row in range(len(prompts))
+            for sample in range(samples)
+        ]
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """Seed of one sample of a prompt: 63 bits that depend on both numbers and look independent."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -51,9 +51,9 @@ class Validator:
             np.concatenate([column["data_source"] for column in columns]),
             np.array(scores, dtype=float),
             np.concatenate([column["uid"] for column in columns]),
-            self.rollout.config.val_kwargs.n,
+            self.rollout.rollout.val_kwargs.n,
             "acc" if told_apart else "reward",
         )
-        metrics["val-aux/num_prompts"] = float(sum(len(part) for part in parts) / self.rollout.config.val_kwargs.n)
+        metrics["val-aux/num_prompts"] = float(sum(len(part) for part in parts) / self.rollout.rollout.val_kwargs.n)
         metrics["val-aux/failed_rewards"] = float(sum(sample["score"] is None for sample in samples))
         return metrics, samples

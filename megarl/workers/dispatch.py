@@ -34,6 +34,8 @@ class Dispatch(Enum):
     """Same arguments to every rank; the result is the list of what all ranks returned, by rank."""
     ONE = "one"
     """Same arguments to every rank; the result is what the owner at DP rank 0 returned."""
+    RANK = "rank"
+    """Called on one rank, which the caller names, independently of the others."""
 
 
 @dataclass(frozen=True)

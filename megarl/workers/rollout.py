@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 
 from megarl.config import RolloutConfig
-from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.models import WeightMap, read_model_config
-from megarl.rollout import Completion, EngineOptions, Request, SamplingParams, create_engine
+from megarl.rollout import Completion, EngineOptions, Request, create_engine
+from megarl.rollout.exchange import exchange
 from megarl.rollout.interface import Tag
 from megarl.sharding.links import Address, Links
 from megarl.sharding.parts import PlanPart
@@ -23,7 +22,7 @@ from megarl.workers.settings import RolloutSettings
 
 
 class RolloutWorker:
-    """Holds an engine, turns batches into requests and answers into batches. Weights come from the actor only.
+    """Holds an engine and lets the driver's router have it. Weights come from the actor only.
 
     Args:
         place: its rank is ``replica * tensor parallel + tensor-parallel rank``; an engine of one process meets nobody.
@@ -52,23 +51,10 @@ class RolloutWorker:
             ),
         )
 
-    @verb(Dispatch.SPLIT, phase="gen")
-    def generate_sequences(self, prompts: DataProto, samples: int, sampling: SamplingParams) -> DataProto:
-        """Answer each prompt ``samples`` times; the answers to a prompt are adjacent rows, in the order of prompts.
-
-        Args:
-            prompts: ``prompts``, ``attention_mask`` and ``sample_seed`` ``[b]``, which with the sample's number
-                decides what is drawn, whatever the replica and the batch.
-            samples: answers per prompt.
-            sampling: temperature and the rest.
-
-        Returns:
-            ``samples * b`` rows of ``prompts``, ``responses``, ``attention_mask``, ``response_mask``,
-            ``rollout_log_probs``.
-        """
-        requests = self._requests(prompts, samples, sampling)
-        completions = self.engine.generate(requests)
-        return self._batch(prompts.repeat(samples), completions)
+    @verb(Dispatch.RANK, phase="gen")
+    def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
+        """Take new requests, give some up, work on what is under way; see :class:`megarl.rollout.router.Replica`."""
+        return exchange(self.engine, requests, aborted, slice_s)
 
     @verb(Dispatch.ALL)
     def sync_place(self) -> ProcessPlace:
@@ -135,36 +121,3 @@ class RolloutWorker:
     def checksum(self) -> dict[str, str]:
         """Digest of every parameter of the engine."""
         return self.engine.checksum()
-
-    def _requests(self, prompts: DataProto, samples: int, sampling: SamplingParams) -> list[Request]:
-        rectangle, seeds = prompts.tensors["prompts"], prompts.tensors["sample_seed"].tolist()
-        lengths, _ = sequence_lengths(prompts)
-        ids = [row[len(row) - length :].tolist() for row, length in zip(rectangle, lengths.tolist(), strict=True)]
-        return [
-            Request(f"{row}-{sample}", ids[row], sampling, derive_seed(seeds[row], sample))
-            for row in range(len(prompts))
-            for sample in range(samples)
-        ]
-
-    def _batch(self, prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
-        prompt_lengths, _ = sequence_lengths(prompts)
-        responses = pad_right([c.token_ids for c in completions], self.settings.pad_token_id)
-        lengths = torch.tensor([len(c.token_ids) for c in completions])
-        rectangle = prompts.tensors["prompts"]
-        return DataProto.from_dict(
-            {
-                "prompts": rectangle,
-                "responses": responses,
-                "attention_mask": attention_mask_of(
-                    prompt_lengths.tolist(), lengths.tolist(), rectangle.shape[1], responses.shape[1]
-                ),
-                "response_mask": (torch.arange(responses.shape[1]) < lengths[:, None]).long(),
-                "rollout_log_probs": pad_right([c.log_probs for c in completions], dtype=torch.float32),
-            }
-        )
-
-
-def derive_seed(seed: int, sample: int) -> int:
-    """Seed of one sample of a prompt: 63 bits that depend on both numbers and look independent."""
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -143,3 +143,24 @@ class Engine:
     def seen(self):
         events, self.events = self.events, []
         return events
+
+
+class Answerer:
+    """A replica that lives and dies by itself."""
+
+    def __init__(self, place):
+        self.rank = place.rank
+        self.ready = False
+
+    @verb(Dispatch.ALL)
+    def init_model(self):
+        self.ready = True
+        return os.getpid()
+
+    @verb(Dispatch.RANK)
+    def exchange(self, requests, aborted, slice_s):
+        if "die" in requests:
+            os._exit(1)
+        if "raise" in requests:
+            raise ValueError("not finite")
+        return [(self.rank, self.ready, *requests)]

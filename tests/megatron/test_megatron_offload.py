@@ -147,4 +147,4 @@ def test_training_goes_on_bit_for_bit(
             assert all(torch.equal(held[name], kept[name]) for name in kept)
     # A layout's groups have about fifty threads; those of the last of four engines may still be there.
     for engines, threads in pool.run(threads_left, layout.world_size):
-        assert engines == 0 and threads < 100
+        assert engines <= 1 and threads < 100

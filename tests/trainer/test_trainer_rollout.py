@@ -12,6 +12,7 @@ import torch
 from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.rewards import RewardManager
+from megarl.rollout.exchange import EngineReplica
 from megarl.trainer.main import prompt_loader, validation_loader
 from megarl.trainer.rollout import RolloutPhase
 from megarl.trainer.session import load_tokenizer
@@ -35,11 +36,14 @@ def worker(arithmetic: Path) -> RolloutWorker:
 
 
 @pytest.fixture
-def phase(worker: RolloutWorker, train_config: Callable[..., TrainConfig]) -> Callable[..., RolloutPhase]:
+def phase(
+    worker: RolloutWorker, train_config: Callable[..., TrainConfig], arithmetic: Path
+) -> Callable[..., RolloutPhase]:
     def make(changes: dict[str, Any] | None = None) -> RolloutPhase:
         changes = {f"actor_rollout_ref.rollout.{name}": value for name, value in (changes or {}).items()}
-        config = train_config(changes).actor_rollout_ref.rollout
-        return RolloutPhase(worker, config, max_response_length=6, facts=FACTS)
+        config = train_config({**changes, "data.max_response_length": 6})
+        tokenizer = load_tokenizer(str(arithmetic / "model"))
+        return RolloutPhase([EngineReplica(worker.engine)], config, tokenizer, FACTS)
 
     return make
 
@@ -56,7 +60,8 @@ def responses(batch: DataProto) -> list[list[int]]:
 
 
 def test_answers_carry_what_is_known_of_their_prompt(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
-    batch = phase({"n": 3}).generate_sequences(prompts, step=2)
+    batch = phase({"n": 3}).generate_sequences(prompts, 2, metrics := {})
+    assert metrics["rollout/replicas_lost"] == 0 and 0 < metrics["rollout/replica_utilization/min"] <= 1
     assert len(batch) == 24 and batch.tensors["responses"].shape[1] <= 6
     for row in range(24):
         assert batch.non_tensor_batch["reward_model"][row] == prompts.non_tensor_batch["reward_model"][row // 3]
@@ -68,17 +73,19 @@ def test_answers_carry_what_is_known_of_their_prompt(phase: Callable[..., Rollou
 
 
 def test_a_step_repeats_and_steps_differ(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
-    generate = phase().generate_sequences
+    def generate(prompts: DataProto, step: int) -> DataProto:
+        return phase().generate_sequences(prompts, step, {})
+
     assert responses(generate(prompts, 1)) == responses(generate(prompts, 1))
     assert responses(generate(prompts, 1)) != responses(generate(prompts, 2))
-    assert responses(generate(prompts, 1)) != responses(phase({"seed": 9}).generate_sequences(prompts, 1))
+    assert responses(generate(prompts, 1)) != responses(phase({"seed": 9}).generate_sequences(prompts, 1, {}))
 
 
 def test_equal_prompts_of_a_batch_are_answered_independently(
     phase: Callable[..., RolloutPhase], prompts: DataProto
 ) -> None:
     same = prompts[[0] * 8]
-    assert len({tuple(ids) for ids in responses(phase().generate_sequences(same, 1))}) > 1
+    assert len({tuple(ids) for ids in responses(phase().generate_sequences(same, 1, {}))}) > 1
 
 
 def test_validation_samples_as_its_own_section_says(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
@@ -91,7 +98,7 @@ def test_validation_samples_as_its_own_section_says(phase: Callable[..., Rollout
     # Batches of one validation, and training, have streams of their own.
     other = sampled.validate(prompts, 1, batch=1)
     assert responses(batch) != responses(other) and responses(batch)[::2] != responses(
-        sampled.generate_sequences(prompts, 1)
+        sampled.generate_sequences(prompts, 1, {})
     )
     assert not set(batch.non_tensor_batch["uid"]) & set(other.non_tensor_batch["uid"])
 

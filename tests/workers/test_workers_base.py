@@ -77,5 +77,5 @@ def test_split_verbs_of_models_name_the_columns_they_read(worker: type) -> None:
         assert not mark.equal_rows or {"response_mask", "uid", "index"} <= set(mark.columns)
 
 
-def test_generation_is_split_by_rows() -> None:
-    assert read_marks(RolloutWorker)["generate_sequences"].dispatch is Dispatch.SPLIT
+def test_each_replica_is_asked_by_itself() -> None:
+    assert read_marks(RolloutWorker)["exchange"].dispatch is Dispatch.RANK

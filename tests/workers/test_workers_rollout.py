@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,19 +16,25 @@ from safetensors.torch import load_file
 from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
 from torch import Tensor
 
-from megarl.cluster.split import collect, plan_split, split
 from megarl.config import RolloutConfig
 from megarl.data import DataProto
 from megarl.errors import WeightSyncError
 from megarl.megatron.offload import PARTS
 from megarl.models import WeightMap, read_model_config
-from megarl.rollout import SamplingParams
+from megarl.rollout import RolloutError, SamplingParams
+from megarl.rollout.agents.batch import trajectories_to_batch
+from megarl.rollout.agents.loop import Conversation, Trajectory
+from megarl.rollout.agents.runner import run_all
+from megarl.rollout.agents.single_turn import SingleTurnLoop
+from megarl.rollout.exchange import EngineReplica
 from megarl.rollout.interface import Tag
+from megarl.rollout.router import Router
 from megarl.sharding import ReshardPlan, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.receiver import route_shipments
+from megarl.trainer.rollout import derive_seed
 from megarl.workers.actor import ActorWorker
 from megarl.workers.place import WorkerPlace
-from megarl.workers.rollout import RolloutWorker, derive_seed
+from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
 
 SAMPLING = SamplingParams(max_new_tokens=9, temperature=TEMPERATURE)
@@ -39,6 +46,25 @@ def rollout_worker(path: Path, rank: int = 0, world_size: int = 1, **config: Any
     worker = RolloutWorker(WorkerPlace(rank, world_size, "127.0.0.1", 0), settings=settings)
     worker.init_model()
     return worker
+
+
+def answers(workers: Sequence[RolloutWorker], prompts: DataProto, samples: int, capacity: int = 99) -> DataProto:
+    """What a router gets from these replicas."""
+    rectangle, mask = prompts.tensors["prompts"], prompts.tensors["attention_mask"].bool()
+    ids = [row[real].tolist() for row, real in zip(rectangle, mask, strict=True)]
+    seeds = prompts.tensors["sample_seed"].tolist()
+    conversations = [
+        Conversation((), SAMPLING, prompt, derive_seed(seed, sample), str(row))
+        for row, (prompt, seed) in enumerate(zip(ids, seeds, strict=True))
+        for sample in range(samples)
+    ]
+
+    async def lead() -> list[Trajectory]:
+        async with Router([EngineReplica(worker.engine) for worker in workers], capacity, 60.0) as router:
+            loops = {"single_turn_agent": SingleTurnLoop()}
+            return await run_all(conversations, loops, router.generate, fatal=(RolloutError, WeightSyncError))
+
+    return trajectories_to_batch(asyncio.run(lead()), PAD)
 
 
 def prompts_of(batch: DataProto) -> DataProto:
@@ -69,12 +95,13 @@ def worker(models: Models) -> RolloutWorker:
 
 
 def test_answers_are_rows_in_the_order_of_the_prompts(worker: RolloutWorker, prompts: DataProto) -> None:
-    batch = worker.generate_sequences(prompts, 3, SAMPLING)
+    batch = answers([worker], prompts, 3)
     assert set(batch.tensors) == {
         "prompts",
         "responses",
         "attention_mask",
         "response_mask",
+        "generated_mask",
         "rollout_log_probs",
     }
     assert len(batch) == 24
@@ -96,12 +123,12 @@ def test_answers_are_rows_in_the_order_of_the_prompts(worker: RolloutWorker, pro
 
 
 def test_samples_of_a_prompt_differ_and_repeat(worker: RolloutWorker, prompts: DataProto) -> None:
-    first, again = (worker.generate_sequences(prompts, 4, SAMPLING) for _ in range(2))
+    first, again = (answers([worker], prompts, 4) for _ in range(2))
     assert torch.equal(first.tensors["responses"], again.tensors["responses"])
     texts = [tuple(row.response.tolist()) for row in rows_of(first)]
     assert len(set(texts)) > 24
     reseeded = prompts.with_columns({"sample_seed": prompts.tensors["sample_seed"] + 1}, {})
-    other = worker.generate_sequences(reseeded, 4, SAMPLING)
+    other = answers([worker], reseeded, 4)
     assert [tuple(row.response.tolist()) for row in rows_of(other)] != texts
 
 
@@ -109,14 +136,11 @@ def test_samples_of_a_prompt_differ_and_repeat(worker: RolloutWorker, prompts: D
 def test_what_is_drawn_does_not_depend_on_replicas_or_batching(
     models: Models, worker: RolloutWorker, prompts: DataProto, slots: int
 ) -> None:
-    whole = worker.generate_sequences(prompts, 2, SAMPLING)
+    whole = answers([worker], prompts, 2)
     replicas = [rollout_worker(models.policy_path, rank, 3, max_num_seqs=slots) for rank in range(3)]
-    plan = plan_split([1] * len(prompts), 3)
-    answers = []
-    for replica, chunk in zip(replicas, split(prompts, plan), strict=True):
+    for replica in replicas:
         replica.engine.load_hf(str(models.policy_path))
-        answers.append(replica.generate_sequences(chunk, 2, SAMPLING))
-    joined = collect(answers, plan)
+    joined = answers(replicas, prompts, 2, capacity=3)
     for ours, theirs in zip(rows_of(joined), rows_of(whole), strict=True):
         assert ours.prompt.tolist() == theirs.prompt.tolist()
         assert ours.response.tolist() == theirs.response.tolist()
@@ -127,13 +151,13 @@ def test_what_is_drawn_does_not_depend_on_replicas_or_batching(
 
 def test_a_prompt_keeps_its_answers_elsewhere_in_a_batch(worker: RolloutWorker, prompts: DataProto) -> None:
     order = [5, 0, 7, 2, 1, 6, 3, 4]
-    straight = rows_of(worker.generate_sequences(prompts, 1, SAMPLING))
-    shuffled = rows_of(worker.generate_sequences(prompts[order], 1, SAMPLING))
+    straight = rows_of(answers([worker], prompts, 1))
+    shuffled = rows_of(answers([worker], prompts[order], 1))
     assert [row.response.tolist() for row in shuffled] == [straight[row].response.tolist() for row in order]
 
 
 def test_more_samples_begin_with_the_same_ones(worker: RolloutWorker, prompts: DataProto) -> None:
-    two, three = (rows_of(worker.generate_sequences(prompts, n, SAMPLING)) for n in (2, 3))
+    two, three = (rows_of(answers([worker], prompts, n)) for n in (2, 3))
     assert [r.response.tolist() for r in two] == [three[i].response.tolist() for i in range(24) if i % 3 < 2]
 
 
@@ -306,7 +330,7 @@ def test_log_probs_of_answers_are_the_actors(learned: tuple[str, Role], models: 
     plan = reshard_plan(models.policy_path, layout)
     manager, ends = connected(actor, models.policy_path, plan, "inline")
     manager.sync_weights()
-    batch = ends.workers[1].generate_sequences(prompts, 2, SAMPLING)
+    batch = answers([ends.workers[1]], prompts, 2)
     ours = actor.map("compute_log_prob", batch).tensors["old_log_probs"]
     difference = ours - batch.tensors["rollout_log_probs"]
     assert difference.abs().max() < 1e-5
@@ -320,9 +344,9 @@ def test_an_interrupted_sync_serves_nothing_until_a_whole_one(
     plan = reshard_plan(models.policy_path, layout)
     manager, ends = connected(actor, models.policy_path, plan, transport)
     with pytest.raises(WeightSyncError, match="serves nothing"):
-        ends.workers[0].generate_sequences(prompts, 1, SAMPLING)  # before the first sync
+        answers([ends.workers[0]], prompts, 1)  # before the first sync
     manager.sync_weights()
-    answers = ends.workers[0].generate_sequences(prompts, 1, SAMPLING)
+    first = answers([ends.workers[0]], prompts, 1)
     ends.broken_at = 2
     with pytest.raises(WeightSyncError, match=r"version 2 failed at bucket 3 of .*the wire is cut"):
         manager.sync_weights()
@@ -330,16 +354,16 @@ def test_an_interrupted_sync_serves_nothing_until_a_whole_one(
     for worker in ends.workers:
         assert worker.weight_version() == -1
         with pytest.raises(WeightSyncError, match="serves nothing"):
-            worker.generate_sequences(prompts, 1, SAMPLING)
+            answers([worker], prompts, 1)
         with pytest.raises(WeightSyncError, match=f"received 0 of {len(plan.buckets)} weight buckets"):
             worker.end_update(2)
         with pytest.raises(WeightSyncError, match="serves nothing"):
-            worker.generate_sequences(prompts, 1, SAMPLING)
+            answers([worker], prompts, 1)
     ends.broken_at = None
     manager.sync_weights()
     assert [worker.weight_version() for worker in ends.workers] == [2, 2]
-    again = ends.workers[0].generate_sequences(prompts, 1, SAMPLING)
-    assert torch.equal(again.tensors["responses"], answers.tensors["responses"])
+    again = answers([ends.workers[0]], prompts, 1)
+    assert torch.equal(again.tensors["responses"], first.tensors["responses"])
 
 
 @pytest.mark.parametrize("learned", ["tp2"], indirect=True)
@@ -383,10 +407,10 @@ def test_a_shared_device_goes_from_hand_to_hand(
     for version in (1, 2):
         seen.clear()
         manager.sync_weights()
-        assert ends.workers[0].generate_sequences(prompts, 1, SAMPLING) is not None
+        assert answers([ends.workers[0]], prompts, 1) is not None
         manager.free_engines()
         with pytest.raises(WeightSyncError, match="serves nothing"):
-            ends.workers[0].generate_sequences(prompts, 1, SAMPLING)
+            answers([ends.workers[0]], prompts, 1)
         actor.update("update_actor", models.batch)  # the trainer comes back by itself
         asleep = () if version == 1 else ("kv_cache",)
         assert seen == [

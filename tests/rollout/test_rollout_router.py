@@ -1,0 +1,140 @@
+"""The router over scripted replicas: what it gives out, gets back, moves, and gives up."""
+
+import asyncio
+import random
+
+import pytest
+
+from megarl.errors import WeightSyncError
+from megarl.rollout import Completion, RolloutError, SamplingParams
+from megarl.rollout.router import NoReplicaLeft, ReplicaLost, RequestGivenUp, Router
+
+PARAMS = SamplingParams(1000)
+
+
+class Scripted:
+    """Answers a request with its prompt, after as many exchanges as the prompt's first token says."""
+
+    def __init__(self, dies_after=None, hangs_after=None, error=None):
+        self.dies_after, self.hangs_after, self.error = dies_after, hangs_after, error
+        self.under_way, self.seen, self.aborted, self.exchanges = {}, [], [], 0
+
+    async def exchange(self, requests, aborted, slice_s):
+        await asyncio.sleep(0)
+        self.exchanges += 1
+        if self.error is not None:
+            raise self.error
+        self.seen += requests
+        self.aborted += aborted
+        self.under_way.update({request.request_id: [request.prompt_ids[0], request] for request in requests})
+        if self.dies_after is not None and self.exchanges > self.dies_after:
+            raise ReplicaLost("its process was killed")
+        if self.hangs_after is not None and self.exchanges > self.hangs_after:
+            await asyncio.sleep(3600)
+        done = []
+        for name in [name for name in aborted if name in self.under_way]:
+            del self.under_way[name]
+            done.append(Completion(name, [], [], "abort", 1))
+        for name, state in list(self.under_way.items()):
+            state[0] -= 1
+            if state[0] <= 0:
+                del self.under_way[name]
+                done.append(Completion(name, list(state[1].prompt_ids), [0.0], "stop", 1))
+        return done
+
+
+def ask_all(replicas, prompts, capacity=4, timeout_s=5.0):
+    async def run():
+        async with Router(replicas, capacity, timeout_s) as router:
+            answers = await asyncio.gather(
+                *(
+                    router.generate(prompt, PARAMS, seed=0, key=f"{prompt[1:]}", expected_tokens=prompt[0])
+                    for prompt in prompts
+                ),
+                return_exceptions=True,
+            )
+        return answers, router.traffic
+
+    return asyncio.run(run())
+
+
+def prompts_of(count, longest=30, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randint(1, longest), number] for number in range(count)]
+
+
+def test_every_request_is_answered_by_one_replica():
+    replicas, prompts = [Scripted() for _ in range(3)], prompts_of(50)
+    answers, traffic = ask_all(replicas, prompts)
+    assert [answer.token_ids for answer in answers] == prompts
+    assert sum(len(replica.seen) for replica in replicas) == 50
+    assert traffic.lost == {} and traffic.moved == 0 and traffic.idle_while_waiting_s == 0
+    assert set(traffic.metrics()) == {
+        "rollout/replica_utilization/mean", "rollout/replica_utilization/min", "rollout/idle_while_waiting_s",
+        "rollout/replicas_lost", "rollout/requests_moved"}  # fmt: skip
+
+
+def test_lengths_of_any_skew_leave_no_replica_idle():
+    """Replicas take turns of equal length, so exchanges are time: all end within the longest answer of each other."""
+    rng = random.Random(1)
+    prompts = [[min(400, max(1, round(20 * rng.lognormvariate(0, 1.2)))), number] for number in range(200)]
+    replicas = [Scripted() for _ in range(4)]
+    ask_all(replicas, prompts, capacity=8)
+    # Places of 4 x 8 for the sum of lengths; the longest, begun first, may end last.
+    least = sum(prompt[0] for prompt in prompts) / 32
+    assert max(replica.exchanges for replica in replicas) <= max(1.1 * least + 5, max(p[0] for p in prompts) + 5)
+
+
+@pytest.mark.parametrize("how", ["dies_after", "hangs_after"])
+def test_what_a_lost_replica_had_is_answered_by_others_once(how):
+    replicas, prompts = [Scripted(), Scripted(**{how: 3}), Scripted()], prompts_of(40)
+    answers, traffic = ask_all(replicas, prompts, timeout_s=0.2)
+    assert [answer.token_ids for answer in answers] == prompts
+    assert list(traffic.lost) == [1] and traffic.moved == len(replicas[1].under_way) > 0
+    assert ("killed" if how == "dies_after" else "no answer within 0.2 s") in traffic.lost[1]
+
+
+def test_when_all_are_lost_every_request_says_so():
+    answers, traffic = ask_all([Scripted(dies_after=1), Scripted(dies_after=2)], prompts_of(9))
+    assert any(isinstance(answer, NoReplicaLeft) for answer in answers) and len(traffic.lost) == 2
+    assert all(isinstance(a, NoReplicaLeft | RequestGivenUp) or a.finish_reason == "stop" for a in answers)
+    assert "all 2 rollout replicas are lost; the last: its process was killed" in str(
+        next(answer for answer in answers if isinstance(answer, NoReplicaLeft))
+    )
+
+
+def test_a_request_that_kills_replicas_is_given_up_before_all_are_dead():
+    class Fragile(Scripted):
+        async def exchange(self, requests, aborted, slice_s):
+            if any(request.prompt_ids == [666, 0] for request in requests):
+                raise ReplicaLost("segmentation fault")
+            return await super().exchange(requests, aborted, slice_s)
+
+    answers, traffic = ask_all([Fragile() for _ in range(5)], [[666, 0], *prompts_of(10)[1:]])
+    assert isinstance(answers[0], RequestGivenUp) and "3 rollout replicas were lost" in str(answers[0])
+    assert len(traffic.lost) == 3
+    assert all(answer.finish_reason == "stop" for answer in answers[1:])
+
+
+@pytest.mark.parametrize("error", [WeightSyncError("serves nothing"), RolloutError("prompt is empty")])
+def test_what_is_no_replicas_fault_ends_everything(error):
+    answers, traffic = ask_all([Scripted(error=error), Scripted(error=error)], prompts_of(5))
+    assert all(answer is error or str(answer) == str(error) for answer in answers) and not traffic.lost
+
+
+def test_a_caller_that_is_cancelled_gives_its_request_up():
+    replica = Scripted()
+
+    async def run():
+        async with Router([replica], 1, 5.0) as router:
+            running = asyncio.create_task(router.generate([10**6, 1], PARAMS, seed=0))
+            waiting = asyncio.create_task(router.generate([10**6, 2], PARAMS, seed=0))
+            await asyncio.sleep(0.02)
+            running.cancel()
+            waiting.cancel()
+            answer = await asyncio.wait_for(router.generate([3, 3], PARAMS, seed=0), 5.0)
+            return answer.token_ids
+
+    assert asyncio.run(run()) == [3, 3]
+    assert [request.prompt_ids[1] for request in replica.seen] == [1, 3] or len(replica.seen) == 2
+    assert replica.aborted == [replica.seen[0].request_id]
