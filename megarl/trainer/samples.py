@@ -18,8 +18,8 @@ Item = TypeVar("Item")
 def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
     """Each scored row as ``input, output, gts, score, step``, plus what the reward function returned beside the score.
 
-    A row whose reward failed has ``score`` None. Where tools or a search took part, ``masked`` tells which characters of
-    ``output`` they wrote, as ``[begin, end]`` pairs; a conversation that failed has ``agent_error``.
+    A row whose reward failed has ``score`` None. Where tools or a search took part, ``masked`` tells which characters
+    of ``output`` they wrote, as ``[begin, end]`` pairs; a conversation that failed has ``agent_error``.
     """
     prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
     prompts, responses = batch.tensors["prompts"], batch.tensors["responses"]

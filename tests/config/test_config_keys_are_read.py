@@ -91,7 +91,7 @@ def pairs() -> set[tuple[str, str]]:
 
 def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:
     """Paths of the keys that no pair reads."""
-    sections = {path: item.section for path, item in walk(schema) if item.section is not None}
+    sections = {path: item.section for path, item in walk(schema) if item.section is not None} | {"": schema}
     unread = []
     for path, item in walk(schema):
         section, _, name = path.rpartition(".")

@@ -1,0 +1,136 @@
+"""From a configuration to loops, and what it refuses."""
+
+import asyncio
+import json
+
+import pytest
+from agent_cases import merging_tokenizer
+
+from megarl.config import TrainConfig
+from megarl.config.build import build
+from megarl.config.problems import InvalidConfigError
+from megarl.errors import ConfigError
+from megarl.rollout.agents import Limits, build_agent_loops, conversation_limits, default_agent_loop
+from megarl.rollout.agents.search_agent import SearchLoop
+from megarl.rollout.agents.single_turn import SingleTurnLoop
+from megarl.rollout.agents.tool_agent import ToolLoop, ToolOptions
+
+SCHEMA = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+OWN = """
+from megarl.rollout.agents import AgentLoop
+from megarl.rollout.tools import Tool
+
+class Mine(AgentLoop):
+    def __init__(self, factor):
+        self.factor = factor
+
+    async def run(self, conversation, generate):
+        raise NotImplementedError
+
+class Look(Tool):
+    async def call(self, arguments, conversation):
+        return "nothing"
+"""
+
+
+def configured(**sections):
+    values = {
+        "data": {"train_files": "a.parquet", "max_response_length": 600, **sections.pop("data", {})},
+        "actor_rollout_ref": {"model": {"path": "model"}, "rollout": sections.pop("rollout", {})},
+        "trainer": {"device": "cpu", "n_gpus_per_node": 1, "experiment_name": "agents"},
+        **sections,
+    }
+    return build(TrainConfig, values)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return merging_tokenizer()
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A module with a loop and a tool of one's own, and the files that name them."""
+    (tmp_path / "own.py").write_text(OWN)
+    tools = {"tools": [{"class_name": f"{tmp_path}/own.py:Look", "tool_schema": SCHEMA}]}
+    (tmp_path / "tools.yaml").write_text(json.dumps(tools))
+    loops = [{"name": "mine", "_target_": f"{tmp_path}/own.py:Mine", "factor": 3}]
+    (tmp_path / "loops.yaml").write_text(json.dumps(loops))
+    return tmp_path
+
+
+def test_the_default_loop_is_what_the_configuration_asks_for(files):
+    assert default_agent_loop(configured()) == "single_turn_agent"
+    tools = {"enable": True, "tool_config_path": str(files / "tools.yaml")}
+    assert default_agent_loop(configured(rollout={"multi_turn": tools})) == "tool_agent"
+    searching = {"do_search": True, "retriever": {"url": "http://127.0.0.1:1/retrieve"}}
+    assert default_agent_loop(configured(**searching)) == "search_agent"
+    chosen = {"agent": {"default_agent_loop": "mine"}}
+    assert default_agent_loop(configured(rollout=chosen, **searching)) == "mine"
+
+
+def test_every_key_reaches_its_loop(files, tokenizer):
+    config = configured(
+        do_search=True,
+        max_turns=5,
+        data={"max_obs_length": 77},
+        retriever={"url": "http://host:1/retrieve", "topk": 4, "timeout_s": 9, "retries": 1},
+        rollout={
+            "multi_turn": {
+                "max_assistant_turns": 6,
+                "max_user_turns": 7,
+                "max_parallel_calls": 8,
+                "max_tool_response_length": 99,
+                "tool_response_truncate_side": "left",
+                "tool_config_path": str(files / "tools.yaml"),
+                "format": "llama3_json",
+            },
+            "agent": {"agent_loop_config_path": str(files / "loops.yaml"), "timeout_s": 30},
+        },
+    )
+    names = ["single_turn_agent", "tool_agent", "search_agent", "mine", f"{files}/own.py:Mine"]
+    with pytest.raises(ConfigError, match="missing 1 required positional argument: 'factor'"):
+        build_agent_loops(config, tokenizer, names)
+    loops = build_agent_loops(config, tokenizer, names[:-1])
+    assert isinstance(loops["single_turn_agent"], SingleTurnLoop) and loops["mine"].factor == 3
+    tool, search = loops["tool_agent"], loops["search_agent"]
+    assert isinstance(tool, ToolLoop) and tool.options == ToolOptions("llama3_json", 8, 99, "left")
+    assert list(tool.tools) == ["look"]
+    assert isinstance(search, SearchLoop) and (search.max_turns, search.max_obs_length) == (5, 77)
+    asked = search.client.options
+    assert (asked.url, asked.topk, asked.timeout_s, asked.retries) == ("http://host:1/retrieve", 4, 9, 1)
+    assert conversation_limits(config) == Limits(600, 6, 7, 30)
+    assert asyncio.run(tool.tools["look"].tool.call({}, None)) == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"do_search": True}, "retriever.url"),
+        ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "retriever.url"),
+        ({"retriever": {"url": "127.0.0.1:8000"}}, "must begin with http"),
+        ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.tool_config_path"),
+        ({"rollout": {"multi_turn": {"tool_config_path": "none.yaml"}}}, "there is no such file"),
+        ({"rollout": {"multi_turn": {"format": "xml"}}}, "multi_turn.format"),
+        ({"rollout": {"agent": {"agent_loop_config_path": "none.yaml"}}}, "agent.agent_loop_config_path"),
+        (
+            {"do_search": True, "retriever": {"url": "http://h/r"}, "data": {"max_obs_length": 600}},
+            "data.max_obs_length",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(sections, told):
+    with pytest.raises(InvalidConfigError, match=told):
+        configured(**sections)
+
+
+def test_a_file_of_loops_that_is_malformed_is_named(files, tokenizer):
+    config = configured(rollout={"agent": {"agent_loop_config_path": str(files / "loops.yaml")}})
+    for content, told in (
+        ({"name": "mine"}, "must be a list"),
+        ([{"name": "mine"}], "entry 0 must have 'name' and '_target_'"),
+        ([{"name": "mine", "_target_": "a.B"}] * 2, "two loops called 'mine'"),
+    ):
+        (files / "loops.yaml").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=told):
+            build_agent_loops(config, tokenizer, ["mine"])
