@@ -98,6 +98,7 @@ NON_TENSOR_COLUMNS: dict[str, str] = {
     "uid": "Identity of a prompt in its step; samples of one prompt share it.",
     "index": "Number of the row in its data set, counted over all files.",
     "raw_prompt": "The prompt as chat messages.",
+    "agent_name": "The agent loop that leads the row's conversations; None = the default one.",
     "num_turns": "Messages of the conversation, the prompt included.",
     "agent_error": "Why the conversation failed; None = it did not.",
 }

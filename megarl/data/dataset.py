@@ -56,7 +56,7 @@ class RLHFDataset(torch.utils.data.Dataset):
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         check_truncation(truncation)
-        self.source = ParquetRows(files, prompt_key, RLHF_COLUMNS, optional=("ability", "extra_info"))
+        self.source = ParquetRows(files, prompt_key, RLHF_COLUMNS, optional=("ability", "extra_info", "agent_name"))
         self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
         self.max_prompt_length = max_prompt_length
         self.prompt_key = prompt_key
@@ -82,6 +82,7 @@ class RLHFDataset(torch.utils.data.Dataset):
             "ability": values["ability"],
             "reward_model": values["reward_model"],
             "extra_info": values["extra_info"] or {},
+            "agent_name": values["agent_name"],
             "index": row,
         }
 

@@ -16,13 +16,14 @@ from megarl.models import ParallelLayout, check_layout, check_model_folder
 from megarl.rewards import custom_reward_spec, load_reward_function
 from megarl.rewards.registry import RewardFunction
 from megarl.rollout import check_engine_model
+from megarl.rollout.agents import check_agent_loops
 from megarl.trainer.roles import run_updates
 from megarl.workers.layouts import check_role
 from megarl.workers.schedule import schedule_steps
 
 
 def check_train(config: TrainConfig) -> None:
-    """Check models, layouts, data files and the reward function of a reinforcement-learning job.
+    """Check models, layouts, data files, the reward function and the agents of a reinforcement-learning job.
 
     Raises:
         ModelError, ConfigError, DataError, RewardError: names the field, its value, and what would be right.
@@ -42,6 +43,7 @@ def check_train(config: TrainConfig) -> None:
         check_parquet(config.data.val_files, RLHF_COLUMNS, "data.val_files", config.data.prompt_key)
     check_export(config.trainer.hf_export_dir, [policy.model.path, str(config.critic.model.path)])
     reward_function(config)
+    check_agent_loops(config)
 
 
 def check_sft(config: SFTConfig) -> None:

@@ -37,6 +37,7 @@ def test_prompts_are_templated_and_left_padded(write, question_rows, tokenizer):
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "2"},
         "extra_info": {"split": "train", "index": 2},
+        "agent_name": None,
         "index": 2,
     }
 
@@ -54,6 +55,12 @@ def test_what_is_optional_may_be_missing(write, question_rows, tokenizer):
     batch = collated(RLHFDataset(write(rows), tokenizer, 20))
     assert batch.non_tensor_batch["ability"].tolist() == [None, None]
     assert batch.non_tensor_batch["extra_info"].tolist() == [{}, {}]
+    for row, name in zip(rows, ("search_agent", None), strict=True):
+        row["agent_name"] = name
+    assert collated(RLHFDataset(write(rows), tokenizer, 20)).non_tensor_batch["agent_name"].tolist() == [
+        "search_agent",
+        None,
+    ]
 
 
 def test_a_prompt_that_is_too_long_stops_before_the_run(write, question_rows, tokenizer):

@@ -10,7 +10,13 @@ from megarl.config import TrainConfig
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
 from megarl.errors import ConfigError
-from megarl.rollout.agents import Limits, build_agent_loops, conversation_limits, default_agent_loop
+from megarl.rollout.agents import (
+    Limits,
+    build_agent_loops,
+    check_agent_loops,
+    conversation_limits,
+    default_agent_loop,
+)
 from megarl.rollout.agents.search_agent import SearchLoop
 from megarl.rollout.agents.single_turn import SingleTurnLoop
 from megarl.rollout.agents.tool_agent import ToolLoop, ToolOptions
@@ -122,6 +128,20 @@ def test_every_key_reaches_its_loop(files, tokenizer):
 def test_what_cannot_work_is_refused_before_anything_starts(sections, told):
     with pytest.raises(InvalidConfigError, match=told):
         configured(**sections)
+
+
+def test_own_classes_are_looked_for_before_anything_starts(files):
+    config = configured(rollout={"agent": {"agent_loop_config_path": str(files / "loops.yaml")}})
+    check_agent_loops(config)
+    (files / "loops.yaml").write_text(json.dumps([{"name": "mine", "_target_": f"{files}/own.py:Yours"}]))
+    with pytest.raises(ConfigError, match="no AgentLoop called 'Yours'"):
+        check_agent_loops(config)
+    tools = {"enable": True, "tool_config_path": str(files / "tools.yaml")}
+    (files / "tools.yaml").write_text("tools: []")
+    with pytest.raises(ConfigError, match="at least one entry"):
+        check_agent_loops(configured(rollout={"multi_turn": tools}))
+    with pytest.raises(ConfigError, match="agent loop 'serch_agent' is unknown"):
+        check_agent_loops(configured(rollout={"agent": {"default_agent_loop": "serch_agent"}}))
 
 
 def test_a_file_of_loops_that_is_malformed_is_named(files, tokenizer):

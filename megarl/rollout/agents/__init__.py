@@ -6,7 +6,7 @@ those of a configuration, ``batch`` and ``metrics`` say what came of them. ``sin
 """
 
 from megarl.rollout.agents.batch import trajectories_to_batch
-from megarl.rollout.agents.build import build_agent_loops, conversation_limits, default_agent_loop
+from megarl.rollout.agents.build import build_agent_loops, check_agent_loops, conversation_limits, default_agent_loop
 from megarl.rollout.agents.loop import (
     AgentError,
     AgentLoop,
@@ -30,6 +30,7 @@ __all__ = [
     "Trajectory",
     "Transcript",
     "build_agent_loops",
+    "check_agent_loops",
     "conversation_limits",
     "default_agent_loop",
     "find_agent_loop",

@@ -26,8 +26,9 @@ def trajectories_to_batch(
             trained on like the policy's own.
 
     Returns:
-        ``prompts``, ``responses``, ``attention_mask``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0
-        for tokens of the environment), and the columns ``num_turns``, ``agent_error`` (None: it did not fail) and what ``fields`` name.
+        ``prompts``, ``responses``, ``attention_mask``, ``response_mask``, ``generated_mask``, ``rollout_log_probs``
+        (0.0 for tokens of the environment), and the columns ``num_turns``, ``agent_error`` (None: it did not fail) and
+        what ``fields`` name.
     """
     prompts = [list(trajectory.prompt_ids) or [pad_token_id] for trajectory in trajectories]
     responses = [list(trajectory.response_ids) or [pad_token_id] for trajectory in trajectories]

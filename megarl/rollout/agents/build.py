@@ -12,6 +12,7 @@ from megarl.config.agents import AgentConfig, MultiTurnConfig
 from megarl.errors import ConfigError
 from megarl.rollout.agents.loop import AgentLoop, Limits
 from megarl.rollout.agents.registry import find_agent_loop
+from megarl.rollout.tools import load_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,23 @@ def conversation_limits(config: TrainConfig) -> Limits:
         user_turns=multi_turn.max_user_turns,
         seconds=agent.timeout_s,
     )
+
+
+def check_agent_loops(config: TrainConfig) -> None:
+    """Checks, before anything starts, that the configuration's loops and tools are there.
+
+    Loops that rows alone name are found when the first of these rows is met.
+
+    Raises:
+        ConfigError: a file is missing or malformed, or a class is not there.
+    """
+    own = read_loop_file(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    default = default_agent_loop(config)
+    for target in {str(entry["_target_"]) for entry in own.values()} | ({default} - own.keys()):
+        find_agent_loop(target)
+    tools = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+    if tools is not None:
+        load_tools(tools)
 
 
 def build_agent_loops(
