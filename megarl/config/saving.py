@@ -38,7 +38,7 @@ class CheckpointConfig:
     async_save: bool = key(
         False,
         "Copy the state to host memory (as much as it takes on the device) and write it while training goes on. A "
-        "Hugging Face export is written before.",
+        "Hugging Face export is then made of the checkpoint's own files by the driver.",
     )
 
     @property

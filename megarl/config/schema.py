@@ -227,7 +227,7 @@ class SyncConfig:
     )
     timeout_s: float = key(
         600.0,
-        "Seconds that a process waits for another to join or to answer (gloo, NCCL) before the sync fails and names it.",
+        "Seconds that a process waits for another to join or answer (gloo, NCCL); then the sync fails and names it.",
         above=0,
     )
     verify_freq: int = key(

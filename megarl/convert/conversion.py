@@ -33,6 +33,8 @@ class Options:
     workers: int = 4
     overwrite: bool = False
     restart: bool = False
+    show_progress: bool = True
+    """Draw a progress bar, where a terminal is."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def convert(source: Source, destination: Path, kind: str, options: Options) -> O
         _check_room(unfinished.folder, sum(file.size for file in files))
         left = sum(band.nbytes for file in files for band in file.bands)
         total = sum(band.nbytes for file in plan.files for band in file.bands)
-        with progress(f"writing {destination.name}", total, total - left) as report:
+        with progress(f"writing {destination.name}", total, total - left, options.show_progress) as report:
             transfer(files, unfinished.folder, options.workers, unfinished.record, report)
         _write_small(unfinished.folder, plan, source)
         unfinished.publish()

@@ -12,13 +12,14 @@ from megarl.convert.transfer import Report
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int, done: int = 0) -> Iterator[Report]:
+def progress(title: str, total: int, done: int = 0, show: bool = True) -> Iterator[Report]:
     """Scope with a progress bar on the terminal's error stream.
 
     Args:
         title: what happens.
         total: bytes in all.
         done: bytes done before.
+        show: draw the bar.
 
     Yields:
         To be called with the number of bytes done, from any thread.
@@ -26,6 +27,6 @@ def progress(title: str, total: int, done: int = 0) -> Iterator[Report]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
                TextColumn("left"), TimeRemainingColumn())  # fmt: skip
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
         task = bar.add_task(title, total=total, completed=done)
         yield lambda count: bar.advance(task, count)

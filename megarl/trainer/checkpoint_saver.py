@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.cluster import Pending, WorkerGroup, wait_all
-from megarl.config.saving import CheckpointConfig
+from megarl.config.saving import HF_MODEL, CheckpointConfig
 from megarl.errors import CheckpointError
 from megarl.files import FileEntry
+from megarl.trainer.checkpoint_export import HF_FOLDER, BackgroundExport
 from megarl.trainer.checkpoint_manifest import Score
 from megarl.trainer.checkpoint_store import CheckpointStore
 from megarl.trainer.metrics import Metrics
@@ -33,6 +34,16 @@ class Flight:
     groups: Sequence[WorkerGroup]
     score: Score | None
     blocked_s: float = 0.0
+    known: dict[str, FileEntry] | None = None
+    """What the workers have written, once all have."""
+    write_s: float = 0.0
+    export: BackgroundExport | None = None
+    """Follows the workers' writing, where one is asked for in the background."""
+
+    @property
+    def files(self) -> Mapping[str, FileEntry]:
+        """What the workers have written."""
+        return self.known or {}
 
 
 class CheckpointSaver:
@@ -103,9 +114,10 @@ class CheckpointSaver:
         flight = self._flight
         if flight is None:
             return
-        with self._blocking(flight):
-            written = wait_all([group.submit("checkpoint_written") for group in flight.groups])
-        if all(done for ranks in written for done in ranks):
+        if flight.known is None and not (self._written(flight) and self._finish_workers(flight)):
+            return
+        export = self._export_of(flight)
+        if export is None or export.is_done:
             self.wait()
 
     def wait(self) -> None:
@@ -113,25 +125,55 @@ class CheckpointSaver:
         flight = self._flight
         if flight is None:
             return
-        begin = time.perf_counter()
-        parts = wait_all([group.submit("finish_checkpoint") for group in flight.groups])
+        if flight.known is None and not self._finish_workers(flight):
+            return
+        failure: CheckpointError | None = None
+        with self._blocking(flight):
+            try:
+                if export := self._export_of(flight):
+                    export.wait()
+                self.newest = self.store.commit(flight.step, flight.files, flight.score)
+            except CheckpointError as error:
+                failure = error
+        if failure is not None:
+            self._give_up(flight, str(failure))
+        else:
+            self._complete(flight)
+
+    def _written(self, flight: Flight) -> bool:
+        with self._blocking(flight):
+            written = wait_all([group.submit("checkpoint_written") for group in flight.groups])
+        return all(done for ranks in written for done in ranks)
+
+    def _finish_workers(self, flight: Flight) -> bool:
+        """Waits until the workers have written; whether all went well. If not, the save is given up."""
+        with self._blocking(flight):
+            parts = wait_all([group.submit("finish_checkpoint") for group in flight.groups])
         ranks: list[tuple[str, SavedPart]] = [
             (group.role, part) for group, saved in zip(flight.groups, parts, strict=True) for part in saved
         ]
         failures = dict.fromkeys(part.failure for _, part in ranks if part.failure)
         if failures:
-            flight.blocked_s += time.perf_counter() - begin
             self._give_up(flight, "; ".join(failures))
-            return
-        known = {f"{role}/{name}": entry for role, part in ranks for name, entry in part.entries.items()}
-        try:
-            self.newest = self.store.commit(flight.step, known, flight.score)
-        except CheckpointError as error:
-            flight.blocked_s += time.perf_counter() - begin
-            self._give_up(flight, str(error))
-            return
-        flight.blocked_s += time.perf_counter() - begin
-        self._complete(flight, known, max((part.seconds for _, part in ranks), default=0.0))
+            return False
+        flight.known = {f"{role}/{name}": entry for role, part in ranks for name, entry in part.entries.items()}
+        flight.write_s = max((part.seconds for _, part in ranks), default=0.0)
+        return True
+
+    def _export_of(self, flight: Flight) -> BackgroundExport | None:
+        """The exports that follow what the workers have written, begun where they have not; None where none do."""
+        roles = [group.role for group in flight.groups if self._exports_later(group.role)]
+        if roles and flight.export is None:
+            # The export takes the place of the config and tokenizer that the workers have written there.
+            replaced = tuple(f"{role}/{HF_FOLDER}/" for role in roles)
+            flight.known = {name: entry for name, entry in flight.files.items() if not name.startswith(replaced)}
+            flight.export = BackgroundExport([self.store.unfinished(flight.step) / role for role in roles])
+        return flight.export
+
+    def _exports_later(self, role: str) -> bool:
+        """Whether a role's export is made of its checkpoint: where training is not to wait for it."""
+        saved = self._saved[role]
+        return saved.async_save and {"model", HF_MODEL} <= {*saved.save_contents}
 
     def take_metrics(self) -> Metrics:
         """``checkpoint/*`` of the saves that ended since the last call, added up; empty where none did."""
@@ -147,13 +189,15 @@ class CheckpointSaver:
     def _submit(self, group: WorkerGroup, folder: Path) -> Pending:
         checkpoint: CheckpointConfig = self._saved[group.role]
         path = str(folder / group.role)
-        return group.submit("save_checkpoint", path, checkpoint.save_contents, checkpoint.async_save)
+        later = (HF_MODEL,) if self._exports_later(group.role) else ()
+        contents = [name for name in checkpoint.save_contents if name not in later]
+        return group.submit("save_checkpoint", path, contents, checkpoint.async_save)
 
-    def _complete(self, flight: Flight, files: Mapping[str, FileEntry], write_s: float) -> None:
+    def _complete(self, flight: Flight) -> None:
         self._flight, self.failure = None, None
-        self.slowest_s = max(self.slowest_s or 0.0, flight.blocked_s + write_s)
-        gigabytes = sum(entry.size for entry in files.values()) / 2**30
-        self._note(flight, {"checkpoint/write_s": write_s, "checkpoint/gb": gigabytes})
+        self.slowest_s = max(self.slowest_s or 0.0, flight.blocked_s + flight.write_s)
+        gigabytes = sum(entry.size for entry in flight.files.values()) / 2**30
+        self._note(flight, {"checkpoint/write_s": flight.write_s, "checkpoint/gb": gigabytes})
 
     def _give_up(self, flight: Flight, why: str) -> None:
         self.store.abort(flight.step)

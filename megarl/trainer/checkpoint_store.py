@@ -69,7 +69,7 @@ class CheckpointStore:
             self.root.mkdir(parents=True, exist_ok=True)
             self._restore_replaced()
             self._remove_leftovers()
-            folder = self._unfinished(step)
+            folder = self.unfinished(step)
             folder.mkdir()
         except OSError as error:
             raise CheckpointError(f"no checkpoint of step {step} can be written to {self.root}: {error}") from error
@@ -90,7 +90,7 @@ class CheckpointStore:
             CheckpointError: the save failed, for want of space for example; the earlier checkpoints are as they were
                 and the unfinished one is gone.
         """
-        unfinished, folder = self._unfinished(step), self.root / f"global_step_{step}"
+        unfinished, folder = self.unfinished(step), self.root / f"global_step_{step}"
         if not unfinished.is_dir():
             raise CheckpointError(f"checkpoint of step {step} was not begun: {unfinished} does not exist")
         try:
@@ -108,7 +108,7 @@ class CheckpointStore:
 
     def abort(self, step: int) -> None:
         """Removes the unfinished folder of a step; never raises."""
-        shutil.rmtree(self._unfinished(step), ignore_errors=True)
+        shutil.rmtree(self.unfinished(step), ignore_errors=True)
         with suppress(OSError):
             self._unfinished_pointer(POINTER).unlink()
 
@@ -283,14 +283,14 @@ class CheckpointStore:
                 logger.warning("%sthe outdated checkpoint of step %d could not be removed: %s", what, step, error)
 
     def _remove(self, step: int) -> None:
-        doomed = self._unfinished(step)
+        doomed = self.unfinished(step)
         # Hidden first: a reader never sees a folder that is half removed.
         os.rename(self.root / f"global_step_{step}", doomed)
         shutil.rmtree(doomed)
 
     def _thin_out(self, step: int, roles: Collection[str]) -> None:
         """Replaces a checkpoint by one without the files of some roles; a reader sees one or the other."""
-        folder, thinner = self.root / f"global_step_{step}", self._unfinished(step)
+        folder, thinner = self.root / f"global_step_{step}", self.unfinished(step)
         manifest = read_manifest(folder)
         kept = {name: entry for name, entry in manifest.files.items() if name.split("/")[0] not in roles}
         try:
@@ -321,7 +321,8 @@ class CheckpointStore:
             else:
                 entry.unlink()
 
-    def _unfinished(self, step: int) -> Path:
+    def unfinished(self, step: int) -> Path:
+        """The folder of :meth:`begin`, until it is committed."""
         return self.root / f".global_step_{step}.tmp-{os.getpid()}"
 
     def _unfinished_pointer(self, pointer: str) -> Path:

@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
 from megarl.config.saving import CheckpointConfig
+from megarl.convert.conversion import Options, convert
+from megarl.convert.open import open_source
+from megarl.convert.source import MEGARL
 from megarl.errors import CheckpointError
 from megarl.models import ParallelLayout
 from megarl.trainer.checkpoint_manifest import Score
@@ -143,6 +148,38 @@ def test_a_failure_of_the_drivers_own_is_no_different(run: Run, actor: WorkerGro
     run.begin(4, actor)
     run.complete()
     assert run.store.steps() == [4]
+
+
+def test_an_export_is_made_of_the_written_files_while_training_goes_on(
+    run: Run, actor: WorkerGroup, arithmetic: Path
+) -> None:
+    """The actor's tensors are written by the driver here, by the conversion, which engines read as their own."""
+    saved = CheckpointConfig(async_save=True, save_contents=["model", "hf_model"])
+    saver = CheckpointSaver(run.store, {"actor": saved}, run.told.append)
+
+    def save(step: int, damage: bool = False) -> dict[str, float]:
+        def write_own(folder: Path) -> None:
+            convert(open_source(arithmetic / "model"), folder / "actor", MEGARL, Options())
+            if damage:
+                next((folder / "actor").glob("*.distcp")).write_bytes(b"short")
+
+        saver.begin(step, [actor], write_own)
+        while not (metrics := saver.take_metrics()):
+            saver.advance()
+        return metrics
+
+    assert save(1)["checkpoint/failed_saves"] == 0, run.told
+    whole = run.store.resolve("must", None, ["actor"])
+    exported = load_file(whole / "actor" / "huggingface" / "model.safetensors")
+    expected = load_file(arithmetic / "model" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert (whole / "actor" / "huggingface" / "tokenizer.json").is_file()
+
+    assert save(2, damage=True)["checkpoint/failed_saves"] == 1
+    (told,) = run.told
+    assert "step 2 was not saved: the Hugging Face export failed" in told and "is truncated" in told
+    assert run.store.resolve("must") == whole and run.hidden == []
 
 
 def test_a_writer_that_is_killed_leaves_the_old_checkpoint(
