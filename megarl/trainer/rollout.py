@@ -26,6 +26,8 @@ from megarl.trainer.metrics import Metrics
 TRAINING, VALIDATION = 0, 1
 AGENT_NAME = "agent_name"
 """Column that names a row's agent loop."""
+ROLLOUT_METRICS = "rollout_metrics"
+"""Metrics of the conversations of a validation batch, in its ``meta_info``."""
 FATAL = (RolloutError, WorkerError, WeightSyncError)
 """What ends a generation; anything else ends one conversation."""
 
@@ -69,9 +71,14 @@ class RolloutPhase:
         return batch
 
     def validate(self, prompts: DataProto, step: int, batch: int = 0) -> DataProto:
-        """Answers as validation samples them; ``batch`` numbers the validation batches of a step."""
+        """Answers as validation samples them; ``batch`` numbers the validation batches of a step.
+
+        What is told of the conversations is in ``meta_info[ROLLOUT_METRICS]``.
+        """
         sampling = self.rollout.val_kwargs
-        return self._generate(prompts, sampling, sampling.n, (VALIDATION, step, batch))[0]
+        answers, told = self._generate(prompts, sampling, sampling.n, (VALIDATION, step, batch))
+        answers.meta_info[ROLLOUT_METRICS] = told
+        return answers
 
     def _generate(
         self, prompts: DataProto, sampling: RolloutConfig | ValSamplingConfig, samples: int, stream: tuple[int, ...]

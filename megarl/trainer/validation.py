@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data import DataProto, StatefulLoader
 from megarl.rewards import RewardManager
 from megarl.trainer.metrics import Metrics, validation_metrics
-from megarl.trainer.rollout import RolloutPhase
+from megarl.trainer.rollout import ROLLOUT_METRICS, RolloutPhase
 from megarl.trainer.samples import Sample, describe_samples
+
+SHOWN = ("env/number_of_valid_search", "env/ratio_of_valid_action", "env/finish_ratio", "tool_call_counts/mean")
+"""What validation reports of conversations, where it is told."""
 
 
 class Validator:
@@ -55,5 +60,23 @@ class Validator:
             "acc" if told_apart else "reward",
         )
         metrics["val-aux/num_prompts"] = float(sum(len(part) for part in parts) / self.rollout.rollout.val_kwargs.n)
+        metrics |= conversation_metrics(
+            [part.meta_info.get(ROLLOUT_METRICS, {}) for part in parts], list(map(len, parts))
+        )
         metrics["val-aux/failed_rewards"] = float(sum(sample["score"] is None for sample in samples))
         return metrics, samples
+
+
+def conversation_metrics(told: Sequence[Metrics], rows: Sequence[int]) -> Metrics:
+    """``val-aux/<name>`` of what was told of conversations with tools or a search: the mean over batches by their rows.
+
+    Args:
+        told: metrics of each batch.
+        rows: its rows.
+    """
+    names = [name for name in dict.fromkeys(name for metrics in told for name in metrics) if name in SHOWN]
+    result = {}
+    for name in names:
+        known = [(metrics[name], count) for metrics, count in zip(told, rows, strict=True) if name in metrics]
+        result[f"val-aux/{name}"] = sum(value * count for value, count in known) / sum(count for _, count in known)
+    return result

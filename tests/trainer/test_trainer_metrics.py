@@ -17,6 +17,7 @@ from megarl.trainer.metrics import (
     throughput_metrics,
     validation_metrics,
 )
+from megarl.trainer.validation import conversation_metrics
 
 
 def batch(**more: torch.Tensor) -> DataProto:
@@ -139,3 +140,12 @@ def test_what_a_tool_said_is_neither_generated_nor_compared() -> None:
     assert rollout_mismatch_metrics(given)["training/rollout_probs_diff_max"] == pytest.approx(0.25)
     assert rollout_mismatch_metrics(given)["training/rollout_probs_diff_mean"] == pytest.approx(0.25 / 3)
     assert phase_tokens(given, ["gen", "adv"]) == {"gen": 5, "adv": 12}
+
+
+def test_conversations_of_validation_batches_are_averaged_by_their_rows() -> None:
+    told = [{"env/finish_ratio": 1.0, "num_turns/mean": 9.0}, {"env/finish_ratio": 0.0, "tool_call_counts/mean": 2.0}]
+    assert conversation_metrics(told, [3, 1]) == {
+        "val-aux/env/finish_ratio": 0.75,
+        "val-aux/tool_call_counts/mean": 2.0,
+    }
+    assert conversation_metrics([{}], [4]) == {}
