@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from megarl.convert import conversion
 from megarl.convert.open import open_source
+from megarl.convert.unfinished import Unfinished
 from megarl.errors import MegarlError
 
 Model = Callable[[str], Path]
@@ -212,10 +213,19 @@ def test_a_killed_conversion_never_looks_finished_and_goes_on(
 
 
 def test_an_interrupted_conversion_can_begin_anew(
-    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def interrupt(unfinished: Unfinished, name: str) -> None:
+        if len(unfinished.finished) == 2:
+            raise KeyboardInterrupt  # as Ctrl-C in the main thread while it waits for the others
+        record(unfinished, name)
+
+    record = Unfinished.record
     line = ["hf-to-megatron", str(model("qwen2")), str(tmp_path / "out"), "--max-shard-size", "40KB"]
-    subprocess.run([sys.executable, "-c", KILLED_AT_THIRD_FILE, *line, "--dtype", "bfloat16"], timeout=120, check=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "record", interrupt)
+        run(*line, "--dtype", "bfloat16", "--workers", "1", expect=130)
+    assert "the same command goes on" in capsys.readouterr().err and not (tmp_path / "out").exists()
     run(*line, "--restart")
     assert "from the interrupted conversion" not in capsys.readouterr().out
     run("verify", model("qwen2"), tmp_path / "out")

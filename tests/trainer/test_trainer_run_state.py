@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.algorithms import make_kl_controller
-from megarl.config import TrainConfig
+from megarl.config import SFTConfig, TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.errors import CheckpointError, ConfigError
 from megarl.trainer.checkpoint_manifest import Score
@@ -201,6 +201,17 @@ def test_a_run_asked_to_end_does_so_after_the_step_and_saves(train_config: Calla
     assert "not saved" in state.finish()
     with pytest.raises(CheckpointError, match="last save of the run, after step 2, failed: No space"):
         state.check_last_save()
+
+
+def test_a_run_that_has_what_it_was_for_saves_and_is_over(sft_config: Callable[..., SFTConfig]) -> None:
+    state = RunState(sft_config({"trainer.save_freq": 100}), loader(), None, 8, None)
+    steps = []
+    for _ in state.remaining_prompts():
+        steps.append(state.step)
+        if state.step == 4:
+            state.end_here()
+        assert state.must_save() == (state.step == 4)
+    assert steps == [1, 2, 3, 4] and state.finish() is None
 
 
 def test_a_run_asked_to_end_before_its_first_step(train_config: Callable[..., TrainConfig]) -> None:
