@@ -6,10 +6,13 @@ The contract suite runs against every engine named in ``ENGINES``; an engine joi
 import pytest
 import torch
 import transformers
+from sglang_engines import IN_PROCESS, OVER_HTTP, SGLangEngines, is_for_engine
 
 from megarl.rollout import EngineOptions, create_engine
+from megarl.rollout.sglang.features import is_installed
 
-ENGINES = ["embedded"]
+SGLANG = [IN_PROCESS, OVER_HTTP] if is_installed() else []
+ENGINES = ["embedded", *SGLANG]
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 VOCAB, EOS = 50, 7
 
@@ -97,6 +100,11 @@ def engine_name(request):
     return request.param
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the few cases that say nothing of an engine, or would only start it once more."""
+    items[:] = [item for item in items if is_for_engine(item)]
+
+
 @pytest.fixture(scope="session")
 def _engines():
     made = {}
@@ -105,16 +113,43 @@ def _engines():
         engine.shutdown()
 
 
+@pytest.fixture(scope="session")
+def _sglang():
+    engines = SGLangEngines()
+    yield engines
+    engines.shutdown()
+
+
 @pytest.fixture
-def engine_for(engine_name, _engines):
+def engine_for(engine_name, _engines, _sglang):
     """``engine_for(folder, **options)``: an engine with the folder's weights; started once, since some start slowly."""
 
     def make(folder, **options):
-        key = (engine_name, folder, repr(sorted(options.items())))
-        if key not in _engines:
-            _engines[key] = create_engine(engine_name, str(folder), EngineOptions(**options))
-        _engines[key].wake()
-        _engines[key].load_hf(str(folder))
-        return _engines[key]
+        if engine_name in SGLANG:
+            engine = _sglang.get(engine_name, folder)
+        else:
+            key = (engine_name, folder, repr(sorted(options.items())))
+            if key not in _engines:
+                _engines[key] = create_engine(engine_name, str(folder), EngineOptions(**options))
+            engine = _engines[key]
+        engine.wake()
+        engine.load_hf(str(folder))
+        return engine
 
     return make
+
+
+@pytest.fixture
+def new_engine(engine_name, _sglang):
+    """``new_engine(folder)``: one that nothing was done with yet."""
+    made = []
+
+    def make(folder):
+        if engine_name in SGLANG:
+            return _sglang.new(engine_name, folder)
+        made.append(create_engine(engine_name, str(folder)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.shutdown()

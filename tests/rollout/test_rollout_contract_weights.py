@@ -11,7 +11,6 @@ from megarl.rollout import (
     Request,
     RolloutError,
     SamplingParams,
-    create_engine,
 )
 
 REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
@@ -50,12 +49,11 @@ def engine(engine_for, folders):
     return engine_for(folders[0], max_num_seqs=16)
 
 
-def test_a_new_engine_serves_nothing(engine_name, folders):
-    fresh = create_engine(engine_name, str(folders[0]))
+def test_a_new_engine_serves_nothing(new_engine, folders):
+    fresh = new_engine(folders[0])
     assert (fresh.stale, fresh.weight_version, fresh.health().ready) == (True, NO_VERSION, False)
     with pytest.raises(WeightSyncError, match="absent or incomplete"):
         fresh.generate(REQUESTS)
-    fresh.shutdown()
 
 
 def test_new_weights_in_buckets_of_slabs(engine, folders, reference_for):
@@ -205,8 +203,8 @@ def test_unknown_sleep_tag(engine):
         engine.sleep(["weight"])
 
 
-def test_shutdown_is_final(engine_name, folders):
-    engine = create_engine(engine_name, str(folders[0]))
+def test_shutdown_is_final(new_engine, folders):
+    engine = new_engine(folders[0])
     engine.load_hf(str(folders[0]))
     assert engine.health().ready
     engine.shutdown()

@@ -35,7 +35,7 @@ from megarl.rollout.sglang import features
 from megarl.rollout.sglang.backend import Backend, Loop, Outcome
 from megarl.rollout.sglang.options import MODES, TRANSPORTS, SGLangOptions
 from megarl.rollout.sglang.placement import Placement, check_cpu_sizes, check_model
-from megarl.rollout.sglang.server_args import KEY
+from megarl.rollout.sglang.server_args import KEY, decodes
 from megarl.rollout.sglang.translation import Reading, completion_of, payload_of
 from megarl.rollout.sglang.weights import WeightSession
 
@@ -88,6 +88,7 @@ class SGLangEngine(RolloutEngine):
         self._max_length = options.max_model_len or config.max_position_embeddings
         self._eos = frozenset(_eos_of(config, folder) if options.eos_token_ids is None else options.eos_token_ids)
         self._check_token_ids("eos_token_ids", self._eos)
+        self._decodes = decodes(folder, options)
         self._asleep: set[Tag] = set()
         self._closed = False
         self._version = NO_VERSION
@@ -113,6 +114,16 @@ class SGLangEngine(RolloutEngine):
         """See the contract."""
         return self._version < 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut down."""
+        return self._closed
+
+    @property
+    def url(self) -> str | None:
+        """Address of its server, which other engines can be given too; None in process."""
+        return getattr(self._backend, "url", None)
+
     def submit(self, requests: Sequence[Request]) -> None:
         """See the contract."""
         if self.stale:
@@ -126,7 +137,7 @@ class SGLangEngine(RolloutEngine):
         for request in requests:
             self._check_request(request)
             if request.request_id in names:
-                raise RolloutError(f"request '{request.request_id}' is already under way")
+                raise RolloutError(f"request '{request.request_id}' is under way already: ids must differ")
             names.add(request.request_id)
         for request in requests:
             entry = UnderWay(request, next(self._names))
@@ -247,7 +258,8 @@ class SGLangEngine(RolloutEngine):
         try:
             if entry.given_up:
                 raise RolloutError("given up before it was sent")
-            payload = payload_of(entry.request, entry.rid, self._eos, self.options.seeded)
+            every_token = self.config.vocab_size if self.options.seeded else 0
+            payload = payload_of(entry.request, entry.rid, self._eos, every_token)
             answer = await self._backend.generate(payload)
             result = completion_of(entry.request, answer, Reading(self._eos, self._version))
         except RolloutError as error:
@@ -304,8 +316,11 @@ class SGLangEngine(RolloutEngine):
                 f"{name}: a prompt of {len(prompt)} and max_new_tokens={limit} exceed the engine's "
                 f"max_model_len={self._max_length}"
             )
-        if params.stop and not self.options.stop_strings:
-            raise RolloutError(f"{name}: has stop strings, for which the engine needs {KEY}.stop_strings=true")
+        if params.stop and not self._decodes:
+            raise RolloutError(
+                f"{name}: has stop strings, for which the engine needs a tokenizer in the model folder, and not "
+                f"{KEY}.stop_strings=false"
+            )
         self._check_token_ids(f"{name}: prompt_ids", prompt)
         self._check_token_ids(f"{name}: stop_token_ids", params.stop_token_ids)
 
@@ -328,7 +343,7 @@ def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: Loop) 
     if options.url is not None:
         from megarl.rollout.sglang.http import attach
 
-        return attach(options.url, options, loop)
+        return attach(options.url, folder, options, loop)
     if options.mode == "http":
         from megarl.rollout.sglang.http import start_server
 

@@ -23,6 +23,7 @@ from megarl.rollout.interface import RolloutError
 from megarl.rollout.sglang.backend import CALLS, Loop, Outcome
 from megarl.rollout.sglang.environment import environment
 from megarl.rollout.sglang.options import SGLangOptions
+from megarl.rollout.sglang.server_args import decodes
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_TAIL = 4000
@@ -118,7 +119,7 @@ class HttpServer:
             raise RolloutError(self._lost) from None
 
 
-def attach(url: str, options: SGLangOptions, loop: Loop) -> HttpServer:
+def attach(url: str, folder: str, options: SGLangOptions, loop: Loop) -> HttpServer:
     """A client of a server that somebody else started.
 
     Raises:
@@ -127,7 +128,7 @@ def attach(url: str, options: SGLangOptions, loop: Loop) -> HttpServer:
     """
     server = HttpServer(url, loop)
     facts = loop.call(server.facts(), options.start_timeout_s, f"asking {url} for its arguments")
-    expected = {"tp_size": options.tensor_parallel_size, "skip_tokenizer_init": not options.stop_strings}
+    expected = {"tp_size": options.tensor_parallel_size, "skip_tokenizer_init": not decodes(folder, options)}
     for name, value in expected.items():
         if facts.get(name, value) != value:
             raise ConfigError(f"the SGLang server at {url} runs with {name}={facts[name]}, the options say {value}")

@@ -30,6 +30,7 @@ class SGLangOptions(EngineOptions):
         deterministic: SGLang's deterministic mode, in which a request's seed decides its tokens. None: on a CPU only;
             on a GPU it costs speed, and without it SGLang draws from one generator for all requests.
         stop_strings: requests may have stop strings; SGLang then loads the folder's tokenizer and decodes every answer.
+            None: if the folder has a tokenizer.
         start_timeout_s: seconds after which a start counts as failed.
         call_timeout_s: seconds after which a call that moves weights or memory counts as failed.
     """
@@ -42,7 +43,7 @@ class SGLangOptions(EngineOptions):
     weight_transport: str = "tensor"
     bucket_bytes: int = 2**27
     deterministic: bool | None = None
-    stop_strings: bool = False
+    stop_strings: bool | None = None
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0
 

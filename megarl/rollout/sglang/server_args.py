@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
@@ -70,7 +71,7 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
         "context_length": max_model_len + RESERVED_TOKENS,
         "max_running_requests": options.max_num_seqs,
         "load_format": "dummy",
-        "skip_tokenizer_init": not options.stop_strings,
+        "skip_tokenizer_init": not decodes(folder, options),
         "custom_weight_loader": [LOADER],
         "enable_deterministic_inference": options.seeded,
         # A fused expert more would not be one of the checkpoint.
@@ -87,6 +88,13 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
     chosen = own | dict(options.server_args)
     known = features.server_arg_names()
     return {name: value for name, value in chosen.items() if name in known or name not in _OPTIONAL}
+
+
+def decodes(folder: str, options: SGLangOptions) -> bool:
+    """Whether SGLang decodes answers, without which it knows no stop strings."""
+    if options.stop_strings is None:
+        return (Path(folder) / "tokenizer_config.json").is_file()
+    return options.stop_strings
 
 
 def check_server_args(given: Mapping[str, Any]) -> None:

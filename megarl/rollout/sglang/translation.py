@@ -13,21 +13,24 @@ BROKEN = "NaN happened"
 """What SGLang reports as the stop string of an answer that it ended because of a token that does not exist."""
 
 
-def payload_of(request: Request, rid: str, eos: frozenset[int], seeded: bool) -> dict[str, Any]:
+def payload_of(request: Request, rid: str, eos: frozenset[int], every_token: int) -> dict[str, Any]:
     """The fields with which SGLang generates one request.
 
     Args:
         request: the request.
         rid: SGLang's name for it; none may begin with another, since SGLang aborts by the beginning of a name.
         eos: tokens that end every answer.
-        seeded: SGLang runs in its deterministic mode, the only one in which it knows seeds.
+        every_token: size of the vocabulary if SGLang runs in its deterministic mode, the only one in which it knows
+            seeds; else 0. In that mode a batch in which some request filters by rank draws by rank, another one by
+            token, so that a seed would mean another token in other company: here every request filters by rank, if
+            only by one that lets all pass.
     """
     params = request.params
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "top_k": params.top_k,
+        "top_k": every_token if every_token and params.top_k == -1 else params.top_k,
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
@@ -36,7 +39,7 @@ def payload_of(request: Request, rid: str, eos: frozenset[int], seeded: bool) ->
         sampling["stop_token_ids"] = sorted(eos.union(params.stop_token_ids))
     if params.stop:
         sampling["stop"] = list(params.stop)
-    if seeded:
+    if every_token:
         sampling["sampling_seed"] = request.seed
     return {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "return_logprob": True, "rid": rid}
 
