@@ -33,8 +33,7 @@ class MultiTurnConfig:
     tool_config_path: str | None = key(None, "YAML file that lists the tools; null = none.")
     format: str = key(
         "hermes",
-        "How the model writes calls: hermes (also Qwen), or Llama 3's JSON.",
-        choices=("hermes", "llama3_json"),
+        "How the model writes calls: hermes (also Qwen), llama3_json, or a parser that one's own module registers.",
     )
 
 

@@ -117,7 +117,6 @@ def test_every_key_reaches_its_loop(files, tokenizer):
         ({"retriever": {"url": "127.0.0.1:8000"}}, "must begin with http"),
         ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.tool_config_path"),
         ({"rollout": {"multi_turn": {"tool_config_path": "none.yaml"}}}, "there is no such file"),
-        ({"rollout": {"multi_turn": {"format": "xml"}}}, "multi_turn.format"),
         ({"rollout": {"agent": {"agent_loop_config_path": "none.yaml"}}}, "agent.agent_loop_config_path"),
         (
             {"do_search": True, "retriever": {"url": "http://h/r"}, "data": {"max_obs_length": 600}},
@@ -136,6 +135,8 @@ def test_own_classes_are_looked_for_before_anything_starts(files):
     (files / "loops.yaml").write_text(json.dumps([{"name": "mine", "_target_": f"{files}/own.py:Yours"}]))
     with pytest.raises(ConfigError, match="no AgentLoop called 'Yours'"):
         check_agent_loops(config)
+    with pytest.raises(ConfigError, match=r"multi_turn\.format=xml is unknown; known ones: hermes, llama3_json"):
+        check_agent_loops(configured(rollout={"multi_turn": {"format": "xml"}}))
     tools = {"enable": True, "tool_config_path": str(files / "tools.yaml")}
     (files / "tools.yaml").write_text("tools: []")
     with pytest.raises(ConfigError, match="at least one entry"):

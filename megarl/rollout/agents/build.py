@@ -12,7 +12,7 @@ from megarl.config.agents import AgentConfig, MultiTurnConfig
 from megarl.errors import ConfigError
 from megarl.rollout.agents.loop import AgentLoop, Limits
 from megarl.rollout.agents.registry import find_agent_loop
-from megarl.rollout.tools import load_tools
+from megarl.rollout.tools import find_parser, load_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,15 +50,16 @@ def check_agent_loops(config: TrainConfig) -> None:
     Loops that rows alone name are found when the first of these rows is met.
 
     Raises:
-        ConfigError: a file is missing or malformed, or a class is not there.
+        ConfigError: a file is missing or malformed, or a class or parser is not there.
     """
     own = read_loop_file(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
     default = default_agent_loop(config)
     for target in {str(entry["_target_"]) for entry in own.values()} | ({default} - own.keys()):
         find_agent_loop(target)
-    tools = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
-    if tools is not None:
-        load_tools(tools)
+    multi_turn: MultiTurnConfig = config.actor_rollout_ref.rollout.multi_turn
+    if multi_turn.tool_config_path is not None:
+        load_tools(multi_turn.tool_config_path)
+    find_parser(multi_turn.format)  # after the modules that may register it
 
 
 def build_agent_loops(

@@ -1,0 +1,129 @@
+"""What agent loops cost beside the engine: conversations and turns per second with a null engine.
+
+The null engine answers at once, so that all time is the runner's and the loops' own: asyncio, tokenizing, parsing,
+rendering of the chat template. ``search_agent`` asks a real retrieval server, in a process of its own.
+
+    python benchmarks/agents.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import ClassVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests/rollout"))
+
+from agent_cases import ids_of, merging_tokenizer  # noqa: E402
+
+from megarl.retrieval import RetrievalClient, RetrievalOptions  # noqa: E402
+from megarl.retrieval.corpus import Document  # noqa: E402
+from megarl.retrieval.index import BM25Index  # noqa: E402
+from megarl.retrieval.server import RetrievalServer  # noqa: E402
+from megarl.rollout import Completion, SamplingParams  # noqa: E402
+from megarl.rollout.agents import AgentLoop, Conversation, Limits, run_all  # noqa: E402
+from megarl.rollout.agents.search_agent import SearchLoop  # noqa: E402
+from megarl.rollout.agents.single_turn import SingleTurnLoop  # noqa: E402
+from megarl.rollout.agents.tool_agent import ToolLoop  # noqa: E402
+from megarl.rollout.tools import EquippedTool, Tool  # noqa: E402
+
+CONCURRENT, TURNS, ROUNDS = 256, 4, 3
+
+
+class Look(Tool):
+    """Answers at once."""
+
+    schema: ClassVar = {"function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+
+    async def call(self, arguments, conversation):
+        """A short text."""
+        return "There are 7 keys in the drawer."
+
+
+class NullEngine:
+    """Gives the same answer to every turn, and another to the last."""
+
+    def __init__(self, turn: list[int], last: list[int]) -> None:
+        self.answers = {True: turn, False: last}
+        self.turns: dict[str, int] = {}
+
+    async def __call__(self, prompt_ids, params, *, seed, key):
+        """An answer without waiting."""
+        turn = self.turns[key] = self.turns.get(key, 0) + 1
+        ids = self.answers[turn < TURNS]
+        await asyncio.sleep(0)
+        return Completion("", ids, [0.0] * len(ids), "stop", 0)
+
+
+def serve(pipe: Connection) -> None:
+    """A retrieval server over a few thousand documents; tells its address."""
+    documents = [Document(str(n), f"Drawer {n}\nThe drawer {n} of the desk holds {n % 97} keys") for n in range(5000)]
+    server = RetrievalServer(BM25Index(documents), port=0)
+    pipe.send(server.url)
+    server.serve_forever()
+
+
+def measured(loop: AgentLoop, engine: NullEngine, conversations: int, prompt: list[int]) -> tuple[float, int]:
+    """Median seconds of a round, and the policy's turns in it."""
+    params, seconds, turns = SamplingParams(max_new_tokens=100_000), [], 0
+    for _ in range(ROUNDS):
+        engine.turns = {}
+        talks = [
+            Conversation(
+                [{"role": "user", "content": "How many keys?"}],
+                params,
+                prompt,
+                key=str(number),
+                agent_name="it",
+                limits=Limits(100_000),
+            )
+            for number in range(conversations)
+        ]
+        begin = time.perf_counter()
+        done = asyncio.run(run_all(talks, {"it": loop}, engine, CONCURRENT))
+        seconds.append(time.perf_counter() - begin)
+        assert not any(trajectory.error for trajectory in done)
+        turns = sum(engine.turns.values())
+    return sorted(seconds)[len(seconds) // 2], turns
+
+
+def main() -> None:
+    """Prints the table."""
+    tokenizer = merging_tokenizer()
+    here, there = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
+    server.start()
+    url = here.recv()
+    prompt = ids_of(tokenizer, "<|im_start|>user\nHow many keys are in the drawer?<|im_end|>\n<|im_start|>assistant\n")
+    call = f"<tool_call>{json.dumps({'name': 'look', 'arguments': {}})}</tool_call><|im_end|>"
+    search = "<think>I do not know.</think><search>drawer keys</search>"
+    answer = ids_of(tokenizer, "<answer>7</answer>")
+    cases = {
+        "single_turn_agent": (SingleTurnLoop(), NullEngine(answer, answer), 8192),
+        "tool_agent": (
+            ToolLoop(tokenizer, {"look": EquippedTool(Look())}),
+            NullEngine(ids_of(tokenizer, call), answer),
+            256,
+        ),
+        "search_agent": (
+            SearchLoop(tokenizer, RetrievalClient(RetrievalOptions(url)), max_turns=TURNS),
+            NullEngine(ids_of(tokenizer, search), answer),
+            256,
+        ),
+    }
+    print(f"{'loop':<20}{'conversations':>14}{'turns each':>12}{'conversations/s':>17}{'ms per turn':>13}")
+    for name, (loop, engine, count) in cases.items():
+        seconds, turns = measured(loop, engine, count, prompt)
+        print(f"{name:<20}{count:>14}{turns / count:>12.1f}{count / seconds:>17,.0f}{1e3 * seconds / turns:>13.3f}")
+    print(f"\n{CONCURRENT} conversations at a time, median of {ROUNDS} rounds")
+    server.terminate()
+
+
+if __name__ == "__main__":
+    main()

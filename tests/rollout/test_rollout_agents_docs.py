@@ -1,0 +1,46 @@
+"""The loop and the tool that docs/agents.md shows work as they stand there."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from agent_cases import Scripted, merging_tokenizer, sampling
+
+from megarl.rollout.agents import Conversation, find_agent_loop, run_all
+from megarl.rollout.agents.build import read_loop_file
+from megarl.rollout.tools import ToolCall, answer_call, load_tools
+
+PAGE = (Path(__file__).parents[2] / "docs/agents.md").read_text()
+TALK = Conversation([{"role": "user", "content": "2+2?"}], sampling(), [1, 2], key="k", agent_name="ask_twice")
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch):
+    """The page's files, each under the name in its first line."""
+    for code in re.findall(r"```(?:python|yaml)\n(# (?:my_\w+\.py|\w+\.yaml).*?)```", PAGE, re.DOTALL):
+        (tmp_path / re.match(r"# ([\w.]+)", code)[1].rstrip(",")).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_loop(shown):
+    ((name, entry),) = read_loop_file("loops.yaml").items()
+    tokenizer = merging_tokenizer()
+    loop = find_agent_loop(entry["_target_"]).create(None, tokenizer, question=entry["question"])
+    script = Scripted(tokenizer, ["5<|im_end|>", "4<|im_end|>"])
+    (done,) = asyncio.run(run_all([TALK], {name: loop}, script))
+    assert done.error is None and done.fields == {"question": "Are you sure?"}
+    asked = "<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(done.response_ids) == f"5<|im_end|>\n{asked}4<|im_end|>"
+
+
+def test_the_tool(shown):
+    code = (shown / "my_tools.py").read_text()
+    (shown / "my_tools.py").write_text(f"def evaluate(text):\n    return eval(text)\n\n\n{code}")
+    tools = load_tools("tools.yaml")
+    answers = [
+        asyncio.run(answer_call(ToolCall("calculate", {"expression": text}), tools, TALK)) for text in ("2/3", "2+")
+    ]
+    assert answers[0].text == "0.667" and answers[0].metrics == {"calculations": 1.0}
+    assert answers[1].text.startswith("Error: not an expression") and answers[1].wrong
