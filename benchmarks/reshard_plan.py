@@ -20,7 +20,8 @@ over its eight links, spread evenly, and passes it on inside, as a good collecti
 
 Planning time is the median of ``--runs`` in processor seconds, which other processes on the machine do not lengthen
 much; memory is the peak of Python's and numpy's allocations in a run of its own; "plan MB" is the size of the pickled
-plan, and the check that of one engine rank's part. Of the last row, 4,096 training ranks, only these are shown.
+plan, "part MB" that of the largest of what the ranks are sent of it, "parts s" the time of cutting it into those, and
+the check that of one engine rank's part. Of the last row, 4,096 training ranks, only these are shown.
 """
 
 from __future__ import annotations
@@ -42,7 +43,15 @@ import numpy as np
 from machine import processor
 
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, parse_model_config
-from megarl.sharding import Placement, ReshardPlan, RolloutLayout, build_plan, check_coverage
+from megarl.sharding import (
+    Placement,
+    ReshardPlan,
+    RolloutLayout,
+    build_plan,
+    check_coverage,
+    receiver_parts,
+    sender_parts,
+)
 
 GPUS_PER_NODE, INSIDE, BETWEEN = 8, 450e9, 50e9
 ELEMENT_BYTES, BUCKET_BYTES = 2, 512 * 2**20
@@ -261,6 +270,8 @@ class Cost(NamedTuple):
     seconds: float
     megabytes: float
     pickled: int
+    largest_part: int
+    parts_seconds: float
     coverage_seconds: float
 
 
@@ -273,6 +284,11 @@ def planning_cost(case: Case, weight_map: WeightMap, runs: int) -> Cost:
         seconds.append(time.process_time() - started)
     pickled = len(pickle.dumps(plan, 5))
     started = time.process_time()
+    parts = [*sender_parts(plan, case.train.world_size), *receiver_parts(plan)]
+    cutting = time.process_time() - started
+    largest = max(len(pickle.dumps(part, 5)) for part in parts)
+    del parts
+    started = time.process_time()
     check_coverage(plan, {0: weight_map.rollout_params(case.rollout.tp, 0, case.rollout.ep)})
     coverage = time.process_time() - started
     del plan
@@ -280,7 +296,7 @@ def planning_cost(case: Case, weight_map: WeightMap, runs: int) -> Cost:
     plan_of(case, weight_map)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return Cost(statistics.median(seconds), peak / 1e6, pickled, coverage)
+    return Cost(statistics.median(seconds), peak / 1e6, pickled, largest, cutting, coverage)
 
 
 def row(case: Case, weight_map: WeightMap, runs: int) -> list[str]:
@@ -295,6 +311,8 @@ def row(case: Case, weight_map: WeightMap, runs: int) -> list[str]:
         f"{cost.seconds:.2f}",
         f"{cost.megabytes:.0f}",
         f"{cost.pickled / 1e6:.1f}",
+        f"{cost.largest_part / 1e6:.2f}",
+        f"{cost.parts_seconds:.2f}",
         f"{cost.coverage_seconds:.2f}",
     ]
 
@@ -330,7 +348,7 @@ def main() -> None:
     print(f"{processor()}, one thread, buckets of {BUCKET_BYTES // 2**20} MiB\n")
     head = ["model", "layouts", "GPUs", "everything GB", "within TP GB", "megarl GB", "bound GB"]
     head += ["everything, alone ms", "everything, by node ms", "within TP ms", "megarl ms"]
-    head += ["plan s", "peak MB", "plan MB", "one rank's check s"]
+    head += ["plan s", "peak MB", "plan MB", "part MB", "parts s", "one rank's check s"]
     cases = [*(case._replace(apart=apart) for case in CASES for apart in (False, True)), LARGEST]
     maps = {case.model: weight_map_of(case) for case in cases}
     print_table(head, [row(case, maps[case.model], runs) for case in cases])
