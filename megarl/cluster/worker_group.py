@@ -194,11 +194,13 @@ class WorkerGroup:
     def restart(self, ranks: Sequence[int]) -> None:
         """Replace processes, dead or alive, by new ones, and wait until their workers are built.
 
-        For workers that do not meet each other in the constructor. The new ones know nothing of earlier verbs.
+        For workers that do not meet each other in the constructor. The new ones know nothing of earlier verbs. A
+        group that failed is usable again.
 
         Raises:
             WorkerFailed: one did not start.
         """
+        self._failure = None
         for rank in ranks:
             ray.kill(self._actors[rank])
             self._actors[rank] = self._host(rank)

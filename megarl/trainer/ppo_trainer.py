@@ -10,6 +10,8 @@ from megarl.cluster import seqlen_metrics
 from megarl.config.schema import TrainConfig
 from megarl.data import DataProto, alike_mini_batches
 from megarl.rewards import RewardManager
+from megarl.rollout.interface import RolloutError
+from megarl.rollout.router import NoReplicaLeft
 from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.metrics import Metrics, batch_metrics, phase_tokens, rollout_mismatch_metrics, throughput_metrics
 from megarl.trainer.reporting import RunReporter, RunSummary
@@ -62,14 +64,14 @@ class PPOTrainer:
     def fit(self) -> RunSummary:
         """Train until the last step; continue, validate, save and report on the way."""
         self.state.restore(self.roles.learners())
-        self.roles.sharding_manager.sync_weights()
+        self.roles.sync_weights()
         self.validate_before()
         for prompts in self.state.remaining_prompts() if not self.config.trainer.val_only else ():
             metrics: Metrics = {}
             with self.phase("step"):
                 with self.phase("gen"):
-                    batch = self.rollout.generate_sequences(prompts, self.state.step, metrics)
-                    self.roles.sharding_manager.free_engines()
+                    batch = self.generate(prompts, metrics)
+                    self.roles.free_engines()
                 with self.phase("reward"):
                     batch = self.balance(self.score(batch, metrics))
                 with self.phase("old_log_prob"):
@@ -89,9 +91,23 @@ class PPOTrainer:
                     with self.phase("update_actor"):
                         metrics |= self.roles.actor.update_actor(batch)
                 with self.phase("update_weights"):
-                    metrics |= self.roles.sharding_manager.sync_weights()
+                    metrics |= self.roles.sync_weights()
             self.finish_step(batch, metrics)
         return self.close()
+
+    def generate(self, prompts: DataProto, metrics: Metrics) -> DataProto:
+        """Answers to the prompts.
+
+        Raises:
+            RolloutError: all rollout replicas are lost; what was learned until then is saved.
+        """
+        try:
+            return self.rollout.generate_sequences(prompts, self.state.step, metrics)
+        except NoReplicaLeft as error:
+            self.state.undo_step()
+            place = self.state.save_now(self.roles.learners(), self.reporter.metrics_file)
+            saved = f"saved in {place}, from where it continues" if place else "nothing was learned yet"
+            raise RolloutError(f"{error}\nThe run ends after step {self.state.step}; {saved}.") from error
 
     def score(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """The batch with its scores; what could not be scored is masked and counted, or stops the run."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.cluster import PerRank, PlacedPool, WorkerGroup, wait_all, wait_ready
+from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerGroup, wait_all, wait_ready
 from megarl.cluster.replicas import GroupReplica
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
 from megarl.config import MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
 from megarl.config.sft_schema import SFTConfig
+from megarl.errors import WeightSyncError
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.sharding import (
@@ -27,6 +29,9 @@ from megarl.sharding import (
 )
 from megarl.workers.layouts import layout_of
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -56,6 +61,27 @@ class Roles:
         size = self.rollout.layout.tp
         return [GroupReplica(self.rollout, replica * size) for replica in range(self.rollout.layout.dp)]
 
+    def sync_weights(self) -> dict[str, float]:
+        """Give the rollout replicas the actor's weights; see :meth:`ShardingManager.sync_weights`."""
+        return self._replacing_the_dead(lambda: self.sharding_manager.sync_weights())
+
+    def free_engines(self) -> None:
+        """Before training: engines give their devices to the trainer."""
+        self._replacing_the_dead(lambda: self.sharding_manager.free_engines())
+
+    def _replacing_the_dead(self, action: Callable[[], _Result]) -> _Result:
+        """Does something with all replicas, again and again while each time another one turns out to be dead."""
+        for _ in range(self.rollout.layout.dp):
+            try:
+                return action()
+            except (WeightSyncError, WorkerFailed) as error:
+                rank = _dead_rank(error, self.rollout.role)
+                if rank is None:
+                    raise
+                logger.warning("rollout replica %d is lost and is replaced: %s", rank // self.rollout.layout.tp, error)
+                self.replace_replicas([rank // self.rollout.layout.tp])
+        return action()
+
     def replace_replicas(self, lost: Collection[int]) -> None:
         """Put new processes in the place of lost replicas; they get the weights with the next sync.
 
@@ -81,6 +107,15 @@ class Roles:
         yield self.actor
         if self.critic:
             yield self.critic
+
+
+def _dead_rank(error: BaseException | None, role: str) -> int | None:
+    """The rank of a role whose death is behind an error; None where it is not that."""
+    while error is not None:
+        if isinstance(error, WorkerFailed) and error.died and error.role == role:
+            return error.rank
+        error = error.__cause__
+    return None
 
 
 def run_updates(config: TrainConfig | SFTConfig, batches: BatchPlan, phase: str, total_steps: int) -> int:

@@ -143,6 +143,8 @@ class RunState:
         self.resume = resume
         self.stop = stop or Stop()
         self.step = 0
+        self._position: tuple[int, dict[str, Any]] = (0, {})
+        self._undone = False
         self.saver = CheckpointSaver(checkpoint_store(config), role_contents(config), tell)
         self._best_by = self.saver.store.retention.best
         self._score: Score | None = None
@@ -165,11 +167,24 @@ class RunState:
         """Batches of prompts until the last step or a reason to end earlier; ``step`` counts along, over all epochs."""
         self.stop.begin()
         while not self.ends:
+            self._position = self._position_now()
             for prompts in self.loader:
                 self.step += 1
                 yield prompts
                 if self.ends:
                     return
+                self._position = self._position_now()
+
+    def undo_step(self) -> None:
+        """Makes the step before the one under way the last: the run cannot go on, and nothing was learned since.
+
+        What is saved from now on stands before the batch of prompts that was taken for the step.
+        """
+        self.step -= 1
+        self._undone = True
+
+    def _position_now(self) -> tuple[int, dict[str, Any]]:
+        return self.loader.epoch, self.loader.state_dict()
 
     def restore(self, learners: Iterable[WorkerGroup]) -> None:
         """Continue from the checkpoint, if there is one: weights, optimizers, random states, KL.
@@ -230,12 +245,14 @@ class RunState:
         if self._score is not None and math.isnan(self._score.value):
             self._score = None
 
+        epoch, position = self._position if self._undone else self._position_now()
+
         def write_own(folder: Path) -> None:
             TrainerState(
                 step=self.step,
-                epoch=self.loader.epoch,
+                epoch=epoch,
                 kl_controller=self.kl_controller.state_dict() if self.kl_controller else {},
-                dataloader=self.loader.state_dict(),
+                dataloader=position,
                 model=fingerprints(self.config),
                 contents={role: saved.save_contents for role, saved in role_contents(self.config).items()},
             ).write(folder)
@@ -244,6 +261,22 @@ class RunState:
                 shutil.copyfile(metrics_file, folder / metrics_file.name)
 
         self.saver.begin(self.step, list(learners), write_own, self._score)
+
+    def save_now(self, learners: Iterable[WorkerGroup], metrics_file: Path | None = None) -> Path | None:
+        """Save, unless this step is saved already or nothing was learned yet, and wait for it.
+
+        Returns:
+            The newest checkpoint, None if there is none.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        self.saver.wait()
+        if self.step > 0 and self.step not in self.saver.store.steps():
+            self.save(learners, metrics_file)
+            self.saver.wait()
+            self.check_last_save()
+        return self.saver.newest
 
     def finish(self) -> str | None:
         """Completes the save under way; what to tell of a run that ends early, None where it does not."""

@@ -6,10 +6,11 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
-from cli_runs import REWARDS, CliRun
+from cli_runs import REWARDS, CliRun, RunFiles
 
 # A slow machine is allowed for; what is to be seen is that nothing waits for a timeout of a minute or more.
 AT_ONCE_S = 25.0
@@ -72,6 +73,23 @@ def test_killed_worker_ends_the_run(endless: list[str], start: Callable[..., Cli
     named = re.search(rf"(actor|rollout) rank [01] \(pid {victim.pid} on [\d.]+\) died in (\w+)", output)
     assert named, output
     assert "its process was killed" in output and "Traceback (most recent call last)" not in output
+
+
+def test_dead_replicas_are_replaced_and_if_all_die_the_run_is_saved(
+    endless: list[str], start: Callable[..., CliRun]
+) -> None:
+    deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}"
+    run = start(*endless, deadly, "custom_reward_function.name=score", "trainer.save_freq=1000")
+    assert run.wait() == 1, run.output
+    assert run.remaining(AT_ONCE_S) == []
+    steps = RunFiles(run.folder, "endless").steps
+    assert sorted(steps) == [1, 2, 3, 4]
+    assert [steps[step]["rollout/replicas_lost"] for step in steps] == [0, 1, 0, 0]
+    assert steps[2]["rollout/requests_moved"] > 0
+    assert run.output.count("is lost") == 4, run.output
+    assert "rollout replica 0 is lost and is replaced: weight sync to version 3 failed" in run.output
+    assert "all 2 rollout replicas are lost" in run.output and "The run ends after step 4; saved in" in run.output
+    assert "global_step_4, from where it continues" in run.output
 
 
 def test_worker_that_raises_ends_the_run(

@@ -55,6 +55,28 @@ def test_epoch_after_epoch_until_the_last_step(train_config: Callable[..., Train
     assert list(state.remaining_prompts()) == []
 
 
+@pytest.mark.parametrize("failed", [1, 2, 4, 5, 7])
+def test_a_step_that_cannot_be_done_is_done_by_the_next_run(
+    train_config: Callable[..., TrainConfig], failed: int
+) -> None:
+    """Also where it is the first of an epoch."""
+    config = train_config({"trainer.save_freq": 100})
+    state = RunState(config, loader(), make_kl_controller("fixed", 0.1, 0.1, 1), 8, None)
+    for prompts in state.remaining_prompts():
+        if state.step == failed:
+            lost = rows(prompts)
+            break
+    state.undo_step()
+    place = state.save_now([])
+    assert state.save_now([]) == place and (place is None) == (failed == 1)
+    following = run_state(train_config, 8, loader())
+    if place is not None:
+        kept = TrainerState.read(place)
+        following.loader.load_state_dict(kept.dataloader)
+        following.step = kept.step
+    assert rows(next(following.remaining_prompts())) == lost and following.step == failed
+
+
 @pytest.mark.parametrize("done", [1, 3, 4, 6, 8])
 def test_a_run_continues_with_the_prompts_that_remain(train_config: Callable[..., TrainConfig], done: int) -> None:
     whole = [rows(prompts) for prompts in run_state(train_config, 8, loader()).remaining_prompts()]
