@@ -168,6 +168,20 @@ def test_a_turn_that_did_not_close_itself_is_closed(tokenizer):
     assert closed == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_turn_that_closed_itself_with_another_token_is_not_closed_again():
+    """Llama 3 ends a call with ``<|eom_id|>`` where the template writes ``<|eot_id|>``."""
+    llama = merging_tokenizer()
+    llama.add_special_tokens({"additional_special_tokens": ["<|eom_id|>", "<|eot_id|>", "<|h|>"]})
+    llama.chat_template = (
+        "{% for m in messages %}<|h|>{{ 'ipython' if m.role == 'tool' else m.role }}:{{ m.content | trim }}<|eot_id|>"
+        "{% endfor %}{% if add_generation_prompt %}<|h|>assistant:{% endif %}"
+    )
+    rest = "<|h|>ipython:5<|eot_id|><|h|>assistant:"
+    for end, expected in (("<|eom_id|>", rest), ("<|eot_id|>", rest), ("x", "<|eot_id|>" + rest)):
+        frame = turn_frame(llama, [{"role": "tool", "content": "5"}], llama.convert_tokens_to_ids(end))
+        assert llama.decode(frame) == expected
+
+
 def test_a_template_that_cannot_be_continued_is_refused(tokenizer):
     other = merging_tokenizer()
     other.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,6 +30,7 @@ class SearchLoop(AgentLoop):
         client: of the retrieval server.
         max_turns: turns after which the environment answers.
         max_obs_length: most tokens of one such answer; a longer one is cut at its right, its closing tag kept.
+        template_kwargs: extra arguments for the chat template, where prompts come as messages only.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class SearchLoop(AgentLoop):
         client: RetrievalClient,
         max_turns: int = 2,
         max_obs_length: int = 500,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.client = client
         self.max_turns = max_turns
         self.max_obs_length = max_obs_length
+        self.template_kwargs = dict(template_kwargs or {})
         self._around = len(self._ids(information("")))
 
     @classmethod
@@ -58,12 +62,18 @@ class SearchLoop(AgentLoop):
         asked = RetrievalOptions(
             config.retriever.url, config.retriever.topk, config.retriever.timeout_s, config.retriever.retries
         )
-        given = {"max_turns": config.max_turns, "max_obs_length": config.data.max_obs_length}
+        given = {
+            "max_turns": config.max_turns,
+            "max_obs_length": config.data.max_obs_length,
+            "template_kwargs": config.data.apply_chat_template_kwargs,
+        }
         return cls(tokenizer, RetrievalClient(asked), **{**given, **options})
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Turn by turn, until the policy answers or a limit is met."""
-        encoded = conversation.prompt_ids or encode_prompt(self.tokenizer, conversation.messages)
+        encoded = conversation.prompt_ids or encode_prompt(
+            self.tokenizer, conversation.messages, template_kwargs=self.template_kwargs
+        )
         transcript = Transcript(conversation, encoded)
         params = replace(conversation.params, stop=(*conversation.params.stop, *STOP))
         actions: list[Action] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.rollout.agents.frames import encode_prompt
@@ -20,15 +21,19 @@ class SingleTurnLoop(AgentLoop):
 
     Args:
         tokenizer: encodes prompts that come as messages only; not needed where all come encoded.
+        template_kwargs: extra arguments for its chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
 
     @classmethod
     def create(cls, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
         """As the base says."""
-        return cls(tokenizer, **options)
+        return cls(tokenizer, config.data.apply_chat_template_kwargs, **options)
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """One turn; built without a transcript, for there may be thousands of conversations in a second."""
@@ -50,4 +55,4 @@ class SingleTurnLoop(AgentLoop):
     def _encoded(self, conversation: Conversation) -> list[int]:
         if self.tokenizer is None:
             raise AgentError("single_turn_agent got a prompt as messages and has no tokenizer to encode it with")
-        return encode_prompt(self.tokenizer, conversation.messages)
+        return encode_prompt(self.tokenizer, conversation.messages, template_kwargs=self.template_kwargs)

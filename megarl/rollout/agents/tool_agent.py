@@ -84,7 +84,8 @@ class ToolLoop(AgentLoop):
             multi_turn.max_tool_response_length,
             multi_turn.tool_response_truncate_side,
         )
-        return cls(tokenizer, load_tools(multi_turn.tool_config_path), replace(chosen, **options))
+        tools = load_tools(multi_turn.tool_config_path)
+        return cls(tokenizer, tools, replace(chosen, **options), config.data.apply_chat_template_kwargs)
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Turn by turn, until one calls nothing or a limit is met."""
