@@ -32,6 +32,7 @@ they wait for each other, so on a busy machine this ratio is fair to TRL in two 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.metadata
 import json
 import math
@@ -54,7 +55,6 @@ from grpo_workload import (
     MARK,
     MIXES,
     PAD,
-    PROMPT_TOKENS,
     PROMPTS,
     ROWS,
     SAMPLES,
@@ -162,7 +162,6 @@ def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any
     """The actor's rank and the rollout replica of one process."""
     from megarl.config import ActorConfig, MegatronConfig, OptimConfig, RolloutConfig
     from megarl.models import ParallelLayout
-    from megarl.rollout import Request, SamplingParams
     from megarl.workers.actor import ActorWorker
     from megarl.workers.place import WorkerPlace
     from megarl.workers.rollout import RolloutWorker
@@ -173,16 +172,6 @@ def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any
         RolloutSettings,
         UpdatePlan,
     )
-
-    class ForcedLengths(RolloutWorker):
-        """Each request ends at its drawn length."""
-
-        def _requests(self, prompts: Any, samples: int, sampling: SamplingParams) -> list[Request]:
-            lengths = prompts.tensors["answer_lengths"].flatten().tolist()
-            return [
-                Request(r.request_id, r.prompt_ids, SamplingParams(length, ignore_eos=True), r.seed)
-                for r, length in zip(super()._requests(prompts, samples, sampling), lengths, strict=True)
-            ]
 
     place, layout = WorkerPlace(rank, 2, "127.0.0.1", port), ParallelLayout(dp=2)
     budget = MicroBatchBudget(max_tokens=2048, share_prompts=True)
@@ -204,7 +193,22 @@ def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any
         reference=None,
     )
     rollout = RolloutSettings(str(folder), PAD, "cpu", RolloutConfig(dtype="float32"))
-    return {"actor": actor, "rollout": ForcedLengths(place, settings=rollout)}
+    return {"actor": actor, "rollout": RolloutWorker(place, settings=rollout)}
+
+
+class PipeReplica:
+    """A replica of the two processes, as the router sees it."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+
+    async def exchange(self, requests: Sequence[Any], aborted: Sequence[str], slice_s: float) -> list[Any]:
+        """New requests in, completions out."""
+        self._pipe.send(("rollout", "exchange", (requests, aborted, slice_s)))
+        answer = await asyncio.to_thread(self._pipe.recv)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
 class Done:
@@ -335,26 +339,38 @@ class Megarl:
         return sum(self.processes.call("clock", "")) + time.process_time()
 
     def _generate(self, number: int) -> Any:
-        import torch
+        from megarl.rollout.agents.batch import trajectories_to_batch
+        from megarl.rollout.agents.loop import Trajectory
 
-        from megarl.cluster.split import collect, plan_split, split
-        from megarl.data import DataProto
-        from megarl.rollout import SamplingParams
-
-        lengths = self.mix.lengths(number)
-        prompts = DataProto.from_dict(
-            {
-                "prompts": torch.tensor(prompt_ids(number)),
-                "attention_mask": torch.ones(PROMPTS, PROMPT_TOKENS, dtype=torch.int64),
-                "sample_seed": torch.arange(PROMPTS) + number * PROMPTS,
-                "answer_lengths": torch.tensor(lengths).view(PROMPTS, SAMPLES),
-            }
+        prompts, lengths = prompt_ids(number), self.mix.lengths(number)
+        completions = asyncio.run(self._answers(number, prompts, lengths))
+        assert [len(c.token_ids) for c in completions] == lengths
+        return trajectories_to_batch(
+            [
+                Trajectory(prompts[row // SAMPLES], c.token_ids, [1] * len(c.token_ids), c.log_probs, "length", 2)
+                for row, c in enumerate(completions)
+            ],
+            PAD,
         )
-        plan = plan_split([1.0] * PROMPTS, 2)
-        asked = [(part, SAMPLES, SamplingParams(self.mix.longest)) for part in split(prompts, plan)]
-        batch = collect(self.processes.scatter("rollout", "generate_sequences", asked), plan)
-        assert batch.tensors["response_mask"].sum(-1).tolist() == lengths
-        return batch
+
+    async def _answers(self, number: int, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Any]:
+        """Each answer ends at its drawn length, which the router, as in a training job, does not know."""
+        from megarl.rollout import SamplingParams
+        from megarl.rollout.router import Router
+
+        replicas = [PipeReplica(pipe) for pipe in self.processes.pipes]
+        async with Router(replicas, ROWS // 2 + 16, 600.0) as router:
+            asked = [
+                router.generate(
+                    prompts[row // SAMPLES],
+                    SamplingParams(length, ignore_eos=True),
+                    seed=number * ROWS + row,
+                    key=str(row // SAMPLES),
+                    expected_tokens=self.mix.longest,
+                )
+                for row, length in enumerate(lengths)
+            ]
+            return await asyncio.gather(*asked)
 
     def _advantages(self, batch: Any) -> Any:
         from megarl.algorithms import ADVANTAGES, AdvantageInputs
