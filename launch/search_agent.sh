@@ -44,7 +44,7 @@ python - outputs/search_agent/validation <<'SHOW'
 import json, pathlib, sys
 files = sorted(pathlib.Path(sys.argv[1]).glob("*.jsonl"), key=lambda file: int(file.stem))
 for file in (files[0], files[-1]):
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for line in file.read_text().split("\n") if line]
     right = sum(row["score"] == 1 for row in rows)
     print(f"\nstep {file.stem}: {right} of {len(rows)} answers are right")
     for row in rows[:3]:

@@ -9,6 +9,8 @@ import bm25s
 from megarl.errors import DataError
 from megarl.retrieval.corpus import Document
 
+_WORD = r"(?u)\b\w+\b"  # single letters and digits too, which the library would leave out
+
 
 class BM25Index:
     """Ranks documents by the words that they share with a query (Lucene's variant of BM25).
@@ -52,4 +54,4 @@ class BM25Index:
 
 
 def _words(texts: Sequence[str]) -> list[list[str]]:
-    return bm25s.tokenize(list(texts), stopwords="en", return_ids=False, show_progress=False)
+    return bm25s.tokenize(list(texts), token_pattern=_WORD, stopwords="en", return_ids=False, show_progress=False)

@@ -130,7 +130,7 @@ class RunFiles:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 def reproducible(row: Mapping[str, float]) -> dict[str, float]:

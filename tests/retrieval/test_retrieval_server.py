@@ -71,6 +71,11 @@ def test_documents_are_ranked_by_bm25(query):
     assert [score for _, score in hits] == pytest.approx([scores[at] for at in expected], rel=1e-5)
 
 
+def test_single_letters_and_digits_are_words():
+    index = BM25Index([Document("a", "Sum\n3 + 4 is 7"), Document("b", "Sum\n5 + 6 is 11")])
+    assert [[document.id for document, _ in hits] for hits in index.search(["4", "6 ?"], topk=2)] == [["a"], ["b"]]
+
+
 def test_a_document_without_a_common_word_is_not_found():
     assert BM25Index(DOCUMENTS).search(["quantum", "", "the in"], topk=2) == [[], [], []]
 

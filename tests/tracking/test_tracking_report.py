@@ -174,5 +174,8 @@ def test_long_texts_say_what_was_left_out():
 def test_what_tools_wrote_is_marked(tmp_path):
     entry = {"input": "q", "output": "ab🙂cdef", "masked": [[1, 3], [5, 7]], "gts": "", "score": 1}
     (tmp_path / "1.jsonl").write_text(json.dumps(entry) + "\n" + json.dumps({**entry, "masked": []}) + "\n")
-    marked, plain = read_rollouts(tmp_path).rows
+    with open(tmp_path / "1.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({**entry, "output": "a\u2028b\x85", "masked": []}, ensure_ascii=False) + "\n")
+    marked, plain, separated = read_rollouts(tmp_path).rows
+    assert separated["output"] == "a\u2028b\x85"
     assert marked["parts"] == [("a", False), ("b🙂", True), ("cd", False), ("ef", True)] and plain["parts"] is None

@@ -81,7 +81,8 @@ def read_rollouts(train: Path | None, validation: Path | None = None, max_rows: 
     rows: list[dict[str, Any]] = []
     total = 0
     for kind, path in files:
-        lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        # not splitlines: an answer may hold characters that it takes for the end of a line
+        lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
         entries = []
         for line in lines:
             try:
