@@ -7,17 +7,13 @@ number, or a mapping with the number under ``score`` and whatever else is to be 
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from hashlib import sha1
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megarl.errors import RewardError
+from megarl.errors import ConfigError, RewardError
+from megarl.own_module import import_dotted, import_file
 
 RewardFunction = Callable[..., float | Mapping[str, Any]]
 
@@ -62,20 +58,21 @@ def load_reward_function(spec: str) -> RewardFunction:
     if spec in REWARDS:
         return REWARDS[spec]
     path, colon, function = spec.rpartition(":")
-    if colon:
-        module = _import_file(path, spec)
-    elif spec.endswith(".py"):
-        raise RewardError(f"reward function {spec!r} names no function; write {spec}:<function>")
-    else:
-        dotted, dot, function = spec.rpartition(".")
+    if not colon:
+        if spec.endswith(".py"):
+            raise RewardError(f"reward function {spec!r} names no function; write {spec}:<function>")
+        path, dot, function = spec.rpartition(".")
         if not dot:
             near = difflib.get_close_matches(spec, REWARDS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise RewardError(f"there is no reward {spec!r}; {hint}known are {sorted(REWARDS)}; or give {_WAYS}")
-        module = _import(dotted, spec)
+    try:
+        module = import_file(path) if colon else import_dotted(path)
+    except ConfigError as error:
+        raise RewardError(f"reward function {spec!r}: {error}; give {_WAYS}") from error
     fn = getattr(module, function, None)
     if fn is None:
-        raise RewardError(f"reward function {spec!r}: no {function!r} in {path or dotted}; {_what_there_is(module)}")
+        raise RewardError(f"reward function {spec!r}: no {function!r} in {path}; {_what_there_is(module)}")
     check_signature(fn, spec)
     return fn
 
@@ -106,37 +103,3 @@ def check_signature(fn: Any, spec: str) -> None:
 def _what_there_is(module: ModuleType) -> str:
     own = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
     return f"its functions are {sorted(own)}"
-
-
-def _import_file(path: str, spec: str) -> ModuleType:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise RewardError(f"reward function {spec!r}: there is no file {path}; give {_WAYS}")
-    # one module per file, under a name of its own that shadows nothing
-    name = f"megarl_reward_{file.stem}_{sha1(str(file.resolve()).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, file)
-    if module_spec is None or module_spec.loader is None:
-        raise RewardError(f"reward function {spec!r}: {path} is not a Python file (*.py)")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RewardError(f"reward function {spec!r}: importing {path} failed: {_line(error)}") from error
-    return module
-
-
-def _import(dotted: str, spec: str) -> ModuleType:
-    try:
-        return importlib.import_module(dotted)
-    except (Exception, SystemExit) as error:
-        raise RewardError(
-            f"reward function {spec!r}: importing {dotted} failed: {_line(error)}; give {_WAYS}"
-        ) from error
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

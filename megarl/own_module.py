@@ -1,0 +1,53 @@
+"""Imports a user's own code, named in a configuration by file or by module; imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from hashlib import sha1
+from pathlib import Path
+from types import ModuleType
+
+from megarl.errors import ConfigError
+
+
+def import_file(path: str) -> ModuleType:
+    """The module of a file, imported once per process.
+
+    Args:
+        path: of a Python file.
+
+    Raises:
+        ConfigError: there is no such file, it is no Python file, or importing it fails; says which.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"there is no file {path}")
+    # one module per file, under a name of its own that shadows nothing
+    name = f"megarl_own_{file.stem}_{sha1(str(file.resolve()).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file (*.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"importing {path} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def import_dotted(name: str) -> ModuleType:
+    """The module ``package.module``.
+
+    Raises:
+        ConfigError: importing it fails.
+    """
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
