@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.agents import AgentConfig, MultiTurnConfig, RetrieverConfig
+from megarl.config.engines import EngineKwargsConfig
 from megarl.config.keys import key, section
 from megarl.config.parts import (
     DTYPES,
@@ -105,7 +106,7 @@ class HealthConfig:
 class RolloutConfig(LogProbBatchConfig):
     """Generation. The `log_prob_*` keys are those of the actor's recomputed log-probs."""
 
-    name: str = key("embedded", "Rollout engine.", choices=("embedded",))
+    name: str = key("embedded", "Rollout engine.", choices=("embedded", "sglang"))
     n: int = key(1, "Answers per prompt.", at_least=1)
     temperature: float = key(1.0, "Sampling temperature; log-probs in training are taken at it too.", above=0)
     top_p: float = key(1.0, "Smallest probability mass to sample from.", above=0, at_most=1)
@@ -121,6 +122,7 @@ class RolloutConfig(LogProbBatchConfig):
     calculate_log_probs: bool = key(
         False, "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`)."
     )
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
     health: HealthConfig = section(HealthConfig)

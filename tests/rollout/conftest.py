@@ -13,6 +13,8 @@ from megarl.rollout.sglang.features import is_installed
 
 SGLANG = [IN_PROCESS, OVER_HTTP] if is_installed() else []
 ENGINES = ["embedded", *SGLANG]
+# Run where SGLang is installed, in an environment of its own.
+collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py"]
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 VOCAB, EOS = 50, 7
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from megarl.rollout import create_engine
 from megarl.rollout.sglang.options import SGLangOptions
 
-IN_PROCESS, OVER_HTTP = "sglang", "sglang-http-tp2"
+IN_PROCESS, OVER_HTTP = "sglang", "sglang-http"
 
 # What an engine is left out of: a start each, for what another case shows.
 _LEFT_OUT = {
@@ -38,7 +38,7 @@ def kind_of(folder):
 
 
 class SGLangEngines:
-    """At most one engine in this process and one server with two ranks; started anew for another kind of model."""
+    """At most one engine in this process and one server; started anew for another kind of model."""
 
     def __init__(self):
         self._kinds, self._running, self._attached = {}, {}, {}
@@ -61,7 +61,7 @@ class SGLangEngines:
             return self._running[name]
         if self._kinds.get(name) != kind_of(folder):
             self._start(name, folder)
-        options = SGLangOptions(url=self._running[name].url, tensor_parallel_size=2)
+        options = SGLangOptions(url=self._running[name].url)
         return create_engine("sglang", str(folder), options)
 
     def shutdown(self):
@@ -77,9 +77,7 @@ class SGLangEngines:
                 engine.shutdown()
             self._attached = {}
         options = (
-            SGLangOptions(max_num_seqs=128)
-            if name == IN_PROCESS
-            else SGLangOptions(max_num_seqs=128, mode="http", tensor_parallel_size=2)
+            SGLangOptions(max_num_seqs=128) if name == IN_PROCESS else SGLangOptions(max_num_seqs=128, mode="http")
         )
         self._running[name] = create_engine("sglang", str(folder), options)
         self._kinds[name] = kind_of(folder)

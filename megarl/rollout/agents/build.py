@@ -41,6 +41,7 @@ def conversation_limits(config: TrainConfig) -> Limits:
         assistant_turns=multi_turn.max_assistant_turns,
         user_turns=multi_turn.max_user_turns,
         seconds=agent.timeout_s,
+        prompt_tokens=config.data.max_prompt_length,
     )
 
 

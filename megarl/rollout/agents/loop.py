@@ -51,12 +51,14 @@ class Limits:
         assistant_turns: turns that the policy takes; None = no limit.
         user_turns: turns that the environment takes; None = no limit.
         seconds: wall time; a conversation that takes longer fails. None = no limit.
+        prompt_tokens: longest prompt, with the tools that it declares; a longer one fails. None = no limit.
     """
 
     response_tokens: int | None = None
     assistant_turns: int | None = None
     user_turns: int | None = None
     seconds: float | None = None
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,20 @@ class Transcript:
     Args:
         conversation: whose prompt begins it.
         prompt_ids: the encoded prompt, if not the conversation's own.
+
+    Raises:
+        AgentError: the prompt is too long.
     """
 
     def __init__(self, conversation: Conversation, prompt_ids: Sequence[int] | None = None) -> None:
         self.conversation = conversation
         self.prompt_ids = list(conversation.prompt_ids if prompt_ids is None else prompt_ids)
+        longest = conversation.limits.prompt_tokens
+        if longest is not None and len(self.prompt_ids) > longest:
+            raise AgentError(
+                f"the prompt has {len(self.prompt_ids)} tokens, with the tools that it declares; "
+                f"data.max_prompt_length={longest} allows no more, raise it"
+            )
         self.response_ids: list[int] = []
         self.response_mask: list[int] = []
         self.log_probs: list[float] = []

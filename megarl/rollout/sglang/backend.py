@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megarl.rollout.interface import RolloutError
 
 _T = TypeVar("_T")
+
+WATCH_S = 0.5
+"""Seconds between looks whether SGLang still runs, while something is waited for."""
 
 
 class Call(NamedTuple):
@@ -109,18 +113,34 @@ class Loop:
         """Runs a coroutine in the background."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def call(self, work: Coroutine[Any, Any, _T], timeout_s: float, what: str) -> _T:
+    def call(
+        self,
+        work: Coroutine[Any, Any, _T],
+        timeout_s: float,
+        what: str,
+        failure: Callable[[], str | None] = lambda: None,
+    ) -> _T:
         """Runs a coroutine and waits for it.
 
+        Args:
+            work: the coroutine.
+            timeout_s: most seconds to wait.
+            what: it does, for errors.
+            failure: says why it will never finish, or None.
+
         Raises:
-            RolloutError: it takes longer than ``timeout_s``.
+            RolloutError: it takes longer than ``timeout_s``, or never finishes.
         """
-        future = self.start(work)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise RolloutError(f"SGLang did not finish '{what}' within {timeout_s:g} s") from None
+        future, deadline = self.start(work), time.monotonic() + timeout_s
+        while True:
+            done, _ = concurrent.futures.wait([future], timeout=min(WATCH_S, max(0.0, deadline - time.monotonic())))
+            if done:
+                return future.result()
+            reason = failure()
+            if reason is not None or time.monotonic() >= deadline:
+                future.cancel()
+                reason = reason or f"it takes longer than {timeout_s:g} s"
+                raise RolloutError(f"SGLang did not finish '{what}': {reason}")
 
     def close(self) -> None:
         """Cancels what still runs."""

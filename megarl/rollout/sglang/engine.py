@@ -32,7 +32,7 @@ from megarl.rollout.interface import (
 )
 from megarl.rollout.registry import register_engine
 from megarl.rollout.sglang import features
-from megarl.rollout.sglang.backend import Backend, Loop, Outcome
+from megarl.rollout.sglang.backend import WATCH_S, Backend, Loop, Outcome
 from megarl.rollout.sglang.options import MODES, TRANSPORTS, SGLangOptions
 from megarl.rollout.sglang.placement import Placement, check_cpu_sizes, check_model
 from megarl.rollout.sglang.server_args import KEY, decodes
@@ -45,8 +45,8 @@ ABORT_AGAIN_S = 0.05
 CLOSE_S = 10.0
 """Seconds for connections to close."""
 
-WATCH_S = 0.5
-"""Seconds between looks whether SGLang still runs, while completions are waited for."""
+IDLE_S = 30.0
+"""Seconds for SGLang to notice that it has nothing to do, after its last answer."""
 
 _FIRST_NUMBER = itertools.count()
 
@@ -216,6 +216,7 @@ class SGLangEngine(RolloutEngine):
             self._version = NO_VERSION
             self._session.abandon()
         if chosen and not self._closed:
+            self._wait_until_idle()
             self._demand("release_memory_occupation", tags=sorted(chosen))
         self._asleep |= chosen
 
@@ -293,12 +294,24 @@ class SGLangEngine(RolloutEngine):
         self._version = NO_VERSION
 
     def _call(self, method: str, **fields: Any) -> Outcome:
-        return self._loop.call(self._backend.call(method, **fields), self.options.call_timeout_s, method)
+        work = self._backend.call(method, **fields)
+        return self._loop.call(work, self.options.call_timeout_s, method, self._backend.failure)
 
     def _demand(self, method: str, **fields: Any) -> None:
         outcome = self._call(method, **fields)
         if not outcome.success:
             raise RolloutError(f"SGLang refused {method}: {outcome.message}")
+
+    def _wait_until_idle(self) -> None:
+        """SGLang ends when its memory is to be released and it is not idle, which it is a moment after it answered."""
+        deadline = time.monotonic() + IDLE_S
+        while True:
+            outcome = self._call("flush_cache")
+            if outcome.success:
+                return
+            if time.monotonic() >= deadline:
+                raise RolloutError(f"SGLang is not idle: {outcome.message}")
+            time.sleep(ABORT_AGAIN_S)
 
     def _check_alive(self) -> None:
         failure = self._backend.failure()

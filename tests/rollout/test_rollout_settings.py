@@ -1,0 +1,26 @@
+from megarl.config import RolloutConfig
+from megarl.config.engines import EngineKwargsConfig, SGLangConfig
+from megarl.rollout import EngineOptions
+from megarl.rollout.settings import engine_options
+from megarl.rollout.sglang.options import SGLangOptions
+
+
+def test_every_engine_gets_what_all_have():
+    rollout = RolloutConfig(dtype="float32", max_num_seqs=7)
+    assert engine_options(rollout, "cuda:1") == EngineOptions(dtype="float32", device="cuda:1", max_num_seqs=7)
+
+
+def test_sglang_gets_its_own_section():
+    own = SGLangConfig(mode="http", update_weights_bucket_megabytes=2, server_args={"mem_fraction_static": 0.5})
+    rollout = RolloutConfig(
+        name="sglang", tensor_model_parallel_size=2, engine_kwargs=EngineKwargsConfig(sglang=own), dtype="bfloat16"
+    )
+    options = engine_options(rollout, "cpu")
+    assert options == SGLangOptions(
+        dtype="bfloat16",
+        tensor_parallel_size=2,
+        mode="http",
+        bucket_bytes=2 * 1024 * 1024,
+        server_args={"mem_fraction_static": 0.5},
+    )
+    assert isinstance(options, SGLangOptions) and options.seeded and not options.stop_strings

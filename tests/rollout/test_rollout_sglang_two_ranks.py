@@ -1,0 +1,150 @@
+"""A replica of two ranks: each is sent its own shard, by every way that SGLang offers.
+
+The model is Qwen3 with a tied output layer, and a vocabulary of 50: the weight map's shards have 25 rows, SGLang's 32.
+"""
+
+import pytest
+import torch
+
+from megarl.errors import ConfigError, WeightSyncError
+from megarl.models import WeightMap, read_model_config
+from megarl.models.checksum import tensor_checksum
+from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
+from megarl.rollout.sglang.options import SGLangOptions
+
+REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
+
+
+def shards_of(folder):
+    reader = HFReader(folder)
+    return [
+        dict(load_local(reader, WeightMap(reader.config).rollout_params(2, rank), torch.float32)) for rank in (0, 1)
+    ]
+
+
+def assert_generates(engine, reference, version):
+    for request, completion in zip(REQUESTS, engine.generate(REQUESTS), strict=True):
+        expected = reference.log_probs(request.prompt_ids, completion.token_ids)
+        assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
+        assert completion.weight_version == version
+
+
+@pytest.fixture(scope="module")
+def folders(make_folder):
+    return [make_folder("qwen3", True, seed=seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    options = SGLangOptions(mode="http", tensor_parallel_size=2, max_num_seqs=2, bucket_bytes=5000)
+    engine = create_engine("sglang", str(folders[0]), options)
+    yield engine
+    engine.shutdown()
+
+
+def update(engine, folder, version, rows=None):
+    engine.begin_update(version)
+    for rank, shard in enumerate(shards_of(folder)):
+        if rows is None:
+            engine.update_weights(shard.items(), rank)
+            continue
+        for name, tensor in shard.items():
+            starts = range(0, len(tensor), rows)
+            engine.update_weights(((name, (a, *[0] * (tensor.dim() - 1)), tensor[a : a + rows]) for a in starts), rank)
+    engine.end_update(version)
+
+
+def test_each_rank_gets_its_shard_in_buckets(server, folders, reference_for):
+    server.load_hf(str(folders[0]), version=1)
+    assert_generates(server, reference_for(folders[0]), 1)
+    update(server, folders[1], 2, rows=7)
+    assert_generates(server, reference_for(folders[1]), 2)
+    for rank, shard in enumerate(shards_of(folders[1])):
+        assert server.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
+        held = server.weights(rank)
+        assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+def test_whole_tensors_put_together_of_both_shards(server, folders, reference_for, transport):
+    folder = folders[2 if transport == "disk" else 3]
+    options = SGLangOptions(
+        url=server.url, tensor_parallel_size=2, max_num_seqs=2, bucket_bytes=5000, weight_transport=transport
+    )
+    engine = create_engine("sglang", str(folders[0]), options)
+    update(engine, folder, 7, rows=9)
+    assert_generates(engine, reference_for(folder), 7)
+    for rank, shard in enumerate(shards_of(folder)):
+        assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
+    engine.shutdown()
+    server.load_hf(str(folders[0]))
+
+
+def test_the_shard_of_one_rank_is_not_enough(server, folders):
+    server.begin_update(3)
+    server.update_weights(shards_of(folders[0])[0].items(), 0)
+    with pytest.raises(WeightSyncError, match="version 3 is incomplete"):
+        server.end_update(3)
+    assert server.stale
+    with pytest.raises(WeightSyncError, match="rank 2, expected 0 to 1"):
+        server.begin_update(4)
+        server.update_weights([], 2)
+    update(server, folders[0], 5)
+    assert server.health().ready
+
+
+def test_a_request_that_waits_is_given_up(server, folders):
+    server.load_hf(str(folders[0]))
+    server.submit([Request(f"r{i}", [1, 2, i], SamplingParams(60, ignore_eos=True), i) for i in range(6)])
+    server.abort(["r5"])
+    done = {}
+    while len(done) < 6:
+        done.update((c.request_id, c) for c in server.poll(10.0))
+    assert done["r5"].finish_reason == "abort" and len(done["r5"].token_ids) < 60
+    assert all(len(done[f"r{i}"].token_ids) == 60 for i in range(5))
+
+
+def test_a_server_that_is_not_what_the_options_say(server, folders):
+    with pytest.raises(ConfigError, match="runs with tp_size=2, the options say 1"):
+        create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url))
+    with pytest.raises(RolloutError, match="does not answer"):
+        create_engine("sglang", str(folders[0]), SGLangOptions(url="http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"server_args": {"tp_size": 2}}, "server_args.tp_size: the engine sets this itself"),
+        ({"server_args": {"chunked_prefil_size": 2}}, "no such argument; nearest: chunked_prefill_size"),
+        ({"mode": "inprocess"}, "mode='inprocess', expected one of: in_process, http"),
+        ({"tensor_parallel_size": 3}, "tensor_model_parallel_size=3"),
+    ],
+)
+def test_options_are_refused_before_anything_starts(folders, options, says):
+    from megarl.rollout.sglang.server_args import check_server_args
+
+    with pytest.raises(ConfigError, match=says):
+        if "server_args" in options:
+            check_server_args(options["server_args"])
+        create_engine("sglang", str(folders[0]), SGLangOptions(**options))
+
+
+def test_sizes_that_sglang_would_pad_are_refused(make_folder):
+    folder = make_folder(intermediate_size=96)
+    assert read_model_config(folder).ffn_hidden_size == 96
+    from megarl.errors import ModelError
+
+    with pytest.raises(ModelError, match="over 2 ranks needs intermediate_size to be a multiple of 64"):
+        create_engine("sglang", str(folder), SGLangOptions(tensor_parallel_size=2))
+
+
+def test_a_server_that_dies_is_noticed(server, folders):
+    """Comes last: ends the server that the others share."""
+    server.load_hf(str(folders[0]))
+    server.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
+    server._backend._process.kill()
+    with pytest.raises(RolloutError):
+        while True:
+            server.poll(30.0)
+    assert not server.health().ready
