@@ -38,7 +38,10 @@ def render_reference() -> str:
     jobs = (("`megarl.train`", TrainConfig), ("`megarl.sft`", SFTConfig))
     parts = [_INTRODUCTION]
     for title, schema in jobs:
-        parts += [f"## {title}: {_doc(schema)}", *_sections(schema)]
+        parts.append(f"## {title}: {_doc(schema)}")
+        if any(item.section is None for item in keys_of(schema)):
+            parts.append(_table(schema()))
+        parts += _sections(schema)
     parts.append("## Shared sections")
     for shared, title in _SHARED.items():
         parts += [f"### {title}", _doc(shared), _table(shared())]

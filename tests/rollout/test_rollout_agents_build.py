@@ -105,7 +105,7 @@ def test_every_key_reaches_its_loop(files, tokenizer):
     assert isinstance(search, SearchLoop) and (search.max_turns, search.max_obs_length) == (5, 77)
     asked = search.client.options
     assert (asked.url, asked.topk, asked.timeout_s, asked.retries) == ("http://host:1/retrieve", 4, 9, 1)
-    assert conversation_limits(config) == Limits(600, 6, 7, 30)
+    assert conversation_limits(config) == Limits(600, 6, 7, 30, 512)
     assert asyncio.run(tool.tools["look"].tool.call({}, None)) == "nothing"
 
 

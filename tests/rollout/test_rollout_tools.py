@@ -161,6 +161,12 @@ def test_limits_on_turns_calls_and_tokens(tokenizer):
     assert "only 1 calls are answered per turn" in said
 
 
+def test_a_prompt_that_its_tools_make_too_long_says_so(tokenizer):
+    talk = Conversation(USER, sampling(), key="t", agent_name="tool_agent", limits=Limits(prompt_tokens=50))
+    with pytest.raises(AgentError, match=r"prompt has \d+ tokens, with the tools .* data.max_prompt_length=50"):
+        asyncio.run(run_all([talk], loop_of(tokenizer), Scripted(tokenizer, ["5<|im_end|>"])))
+
+
 def test_a_result_cannot_pass_for_a_turn_of_the_chat(tokenizer):
     class Evil(Add):
         async def call(self, arguments, conversation):
