@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from megarl.rollout.agents.build import build_agent_loops, conversation_limits, 
 from megarl.rollout.agents.loop import AgentLoop, Conversation, Trajectory
 from megarl.rollout.agents.metrics import trajectory_metrics
 from megarl.rollout.agents.runner import run_all
-from megarl.rollout.interface import RolloutError, SamplingParams
+from megarl.rollout.interface import Completion, RolloutError, SamplingParams
 from megarl.rollout.router import Replica, Router, Traffic
 from megarl.trainer.metrics import Metrics
 
@@ -62,6 +63,7 @@ class RolloutPhase:
         self._on_lost = on_lost
         self._limits, self._default_loop = conversation_limits(config), default_agent_loop(config)
         self._loops: dict[str, AgentLoop] = {}
+        self._lengths = LengthMemory()
 
     def generate_sequences(self, prompts: DataProto, step: int, metrics: Metrics) -> DataProto:
         """``n`` answers to each prompt, adjacent rows, with ``uid`` naming the prompt."""
@@ -108,8 +110,14 @@ class RolloutPhase:
         limit = self.rollout.max_num_seqs
         # An eighth more, so that what takes a freed place is there already.
         async with Router(self.replicas, limit + limit // 8, self.rollout.health.timeout_s) as router:
+            expected = {c.key: self._lengths.expected(c.prompt_ids) for c in conversations}
+
+            async def generate(prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
+                return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=expected.get(key))
+
             most = self.rollout.agent.max_concurrency
-            trajectories = await run_all(conversations, self._loops, router.generate, most, FATAL)
+            trajectories = await run_all(conversations, self._loops, generate, most, FATAL)
+        self._lengths.note(trajectories)
         return trajectories, router.traffic
 
     def _conversations(
@@ -137,6 +145,28 @@ class RolloutPhase:
             for row in range(len(prompts))
             for sample in range(samples)
         ]
+
+
+class LengthMemory:
+    """How long the answers to a prompt were when it was last asked, so that the longest can be begun first.
+
+    It decides who answers when, not what: a run that continues may begin with an empty one.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}
+
+    def expected(self, prompt_ids: Sequence[int]) -> float | None:
+        """Generated tokens per answer, None of a prompt that was never asked."""
+        return self._means.get(hash(tuple(prompt_ids)))
+
+    def note(self, trajectories: Sequence[Trajectory]) -> None:
+        """Takes in what was generated."""
+        lengths: dict[int, list[int]] = defaultdict(list)
+        for trajectory in trajectories:
+            if trajectory.error is None:
+                lengths[hash(tuple(trajectory.prompt_ids))].append(sum(trajectory.response_mask))
+        self._means.update({prompt: sum(found) / len(found) for prompt, found in lengths.items()})
 
 
 def derive_seed(seed: int, sample: int) -> int:

@@ -12,9 +12,10 @@ import torch
 from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.rewards import RewardManager
+from megarl.rollout.agents.loop import Trajectory
 from megarl.rollout.exchange import EngineReplica
 from megarl.trainer.main import prompt_loader, validation_loader
-from megarl.trainer.rollout import RolloutPhase
+from megarl.trainer.rollout import LengthMemory, RolloutPhase
 from megarl.trainer.session import load_tokenizer
 from megarl.trainer.validation import Validator
 from megarl.workers.place import WorkerPlace
@@ -136,3 +137,13 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
     # Greedy, the result does not depend on the size of a batch, the last and smaller one included.
     assert run(4) == (metrics, samples)
     assert torch.is_tensor(rows.tensors["prompts"])
+
+
+def test_lengths_are_remembered_by_prompt() -> None:
+    memory = LengthMemory()
+    answers = [([1, 2], 3), ([1, 2], 6), ([5], 1)]
+    memory.note([Trajectory(ids, [9] * n, [1] * n, [0.0] * n, "stop", 2) for ids, n in answers])
+    memory.note([Trajectory([7], [], [], [], "error", 1, error="lost")])
+    assert [memory.expected(ids) for ids in ([1, 2], (5,), [7], [1])] == [4.5, 1.0, None, None]
+    memory.note([Trajectory([5], [9, 9, 8], [1, 0, 1], [0.0] * 3, "stop", 3)])
+    assert memory.expected([5]) == 2.0
