@@ -67,5 +67,7 @@ def murmur_hash32_cpu(seed: Tensor, positions: Tensor, columns: Tensor) -> Tenso
 
 
 _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
-_LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-_LIBRARY.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+# Another copy of this module may have done it in this process.
+if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+    _LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    _LIBRARY.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
