@@ -107,10 +107,12 @@ class RolloutPhase:
         return batch.union(facts.repeat(samples)), trajectory_metrics(trajectories) | traffic.metrics()
 
     async def _lead(self, conversations: Sequence[Conversation]) -> tuple[list[Trajectory], Traffic]:
-        limit = self.rollout.max_num_seqs
         # An eighth more, so that what takes a freed place is there already.
-        async with Router(self.replicas, limit + limit // 8, self.rollout.health.timeout_s) as router:
-            expected = {c.key: self._lengths.expected(c.prompt_ids) for c in conversations}
+        capacity = self.rollout.max_num_seqs + self.rollout.max_num_seqs // 8
+        waits = len(conversations) > capacity * len(self.replicas)
+        # Where all begin at once, who answers what follows from the batch alone, and a run repeats to the last digit.
+        expected = {c.key: self._lengths.expected(c.prompt_ids) for c in conversations} if waits else {}
+        async with Router(self.replicas, capacity, self.rollout.health.timeout_s) as router:
 
             async def generate(prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
                 return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=expected.get(key))
