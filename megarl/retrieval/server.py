@@ -77,12 +77,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """``/retrieve``."""
-        length = int(self.headers.get("Content-Length") or 0)
-        if length > _LONGEST_BODY:
-            self.close_connection = True
-            self._send(413, {"error": f"the body has {length} bytes, at most {_LONGEST_BODY} are taken"})
+        told = self.headers.get("Content-Length") or ""
+        if not told.isdecimal() or int(told) > _LONGEST_BODY:
+            self.close_connection = True  # whatever follows cannot be told from the next request
+            self._send(413, {"error": f"Content-Length is {told!r:.40}, it must be a number up to {_LONGEST_BODY}"})
             return
-        body = self.rfile.read(length)
+        body = self.rfile.read(int(told))
         if self.path.rstrip("/") != "/retrieve":
             self._send(404, {"error": f"there is no {self.path}; POST /retrieve"})
             return

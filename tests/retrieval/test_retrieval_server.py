@@ -1,6 +1,7 @@
 """The index against BM25 by hand, the server over HTTP, the client against servers that fail."""
 
 import asyncio
+import http.client
 import json
 import math
 import subprocess
@@ -105,6 +106,15 @@ def test_malformed_requests_are_told_why(server, body, told):
     assert status == 400 and told in answer["error"]
     assert post(server.url, b"{not json", raw=True)[0] == 400
     assert post(server.url.replace("retrieve", "other"), {})[0] == 404
+
+
+@pytest.mark.parametrize("length", ["-1", "many", str(2**40)])
+def test_a_body_without_a_sensible_length_is_refused(server, length):
+    connection = http.client.HTTPConnection(*server.server_address)
+    connection.request("POST", "/retrieve", headers={"Content-Length": length})
+    response = connection.getresponse()
+    assert response.status == 413 and "it must be a number up to" in response.read().decode()
+    connection.close()
 
 
 def test_a_corpus_names_the_line_that_is_wrong(tmp_path):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megarl.errors import ConfigError
 from megarl.rollout.agents.frames import encode_prompt, plain_text, turn_frame
-from megarl.rollout.agents.loop import AgentLoop, Conversation, Generate, Trajectory, Transcript
+from megarl.rollout.agents.loop import AgentLoop, Conversation, Generate, Trajectory, TrajectoryEnd, Transcript
 from megarl.rollout.agents.registry import register_agent_loop
 from megarl.rollout.tools import EquippedTool, ToolCall, answer_call, clip_text, find_parser, load_tools
 from megarl.rollout.tools.calling import check_truncate_side
@@ -94,13 +94,13 @@ class ToolLoop(AgentLoop):
         reason = await self._turns(transcript, generate, counts)
         return transcript.end(reason, {name: float(value) for name, value in counts.items()})
 
-    async def _turns(self, transcript: Transcript, generate: Generate, counts: Counter[str]) -> Any:
+    async def _turns(self, transcript: Transcript, generate: Generate, counts: Counter[str]) -> TrajectoryEnd:
         limits = transcript.conversation.limits
         while True:
             turn = await transcript.generate(generate)
             calls = self.parse(self.tokenizer.decode(turn.token_ids, skip_special_tokens=False))
             if not calls or turn.finish_reason == "length":
-                return turn.finish_reason
+                return "length" if turn.finish_reason == "length" else "stop"
             if limits.assistant_turns is not None and transcript.assistant_turns >= limits.assistant_turns:
                 return "turns"
             if limits.user_turns is not None and transcript.user_turns >= limits.user_turns:
