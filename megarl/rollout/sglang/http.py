@@ -106,9 +106,10 @@ class HttpServer:
         import aiohttp
 
         if self._client is None:
-            # As many connections as requests, each for as long as it takes.
+            # As many connections as requests, each for as long as it takes. None is used again: the server closes idle
+            # ones after seconds, and a request that meets such an end cannot know whether it was read.
             self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
             )
         try:
             async with self._client.request(verb, self.url + path, json=fields) as response:

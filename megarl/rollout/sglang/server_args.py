@@ -28,6 +28,8 @@ _CPU = {
     "disable_overlap_schedule": True,
     "mem_fraction_static": 0.3,
     "max_total_tokens": 2**16,
+    # Else its scheduler takes a whole core while it waits.
+    "sleep_on_idle": True,
 }
 
 # What the engine's own options say, or what it cannot do without.
@@ -48,7 +50,13 @@ _OWN = (
 )
 
 # Absent from some version, and then of no consequence.
-_OPTIONAL = ("grammar_backend", "disable_overlap_schedule", "enable_memory_saver", "disable_shared_experts_fusion")
+_OPTIONAL = (
+    "grammar_backend",
+    "disable_overlap_schedule",
+    "enable_memory_saver",
+    "sleep_on_idle",
+    "disable_shared_experts_fusion",
+)
 
 
 def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict[str, Any]:
