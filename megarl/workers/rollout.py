@@ -8,9 +8,10 @@ import torch
 
 from megarl.config import RolloutConfig
 from megarl.models import WeightMap, read_model_config
-from megarl.rollout import Completion, EngineOptions, Request, create_engine
+from megarl.rollout import Completion, Request, create_engine
 from megarl.rollout.exchange import exchange
 from megarl.rollout.interface import Tag
+from megarl.rollout.settings import engine_options
 from megarl.sharding.links import Address, Links
 from megarl.sharding.parts import PlanPart
 from megarl.sharding.places import ProcessPlace, Routes, this_place
@@ -37,19 +38,10 @@ class RolloutWorker:
     @verb(Dispatch.ALL)
     def init_model(self) -> None:
         """Build the engine, stale until the first weight sync."""
-        path, device = self.settings.model_path, self.settings.device
-        rollout: RolloutConfig = self.settings.config
-        self.model_config = read_model_config(path)
-        self.engine = create_engine(
-            rollout.name,
-            path,
-            EngineOptions(
-                dtype=rollout.dtype,
-                device=device,
-                tensor_parallel_size=rollout.tensor_model_parallel_size,
-                max_num_seqs=rollout.max_num_seqs,
-            ),
-        )
+        settings: RolloutSettings = self.settings
+        rollout: RolloutConfig = settings.config
+        self.model_config = read_model_config(settings.model_path)
+        self.engine = create_engine(rollout.name, settings.model_path, engine_options(rollout, settings.device))
 
     @verb(Dispatch.RANK, phase="gen")
     def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
