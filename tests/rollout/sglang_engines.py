@@ -64,6 +64,11 @@ class SGLangEngines:
         options = SGLangOptions(url=self._running[name].url)
         return create_engine("sglang", str(folder), options)
 
+    def make_room(self):
+        """Ends the engine in this process, of which there can be one."""
+        if IN_PROCESS in self._running:
+            self._running[IN_PROCESS].shutdown()
+
     def shutdown(self):
         """Ends all."""
         for engine in [*self._attached.values(), *self._running.values()]:

@@ -81,6 +81,20 @@ def test_whole_tensors_put_together_of_both_shards(server, folders, reference_fo
     server.load_hf(str(folders[0]))
 
 
+def test_two_ranks_behind_a_front_end_in_this_process(_sglang, folders, reference_for):
+    _sglang.make_room()
+    engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=2, max_num_seqs=8))
+    with pytest.raises(RolloutError, match="this process already holds an SGLang engine"):
+        create_engine("sglang", str(folders[0]), SGLangOptions())
+    update(engine, folders[1], 2)
+    assert_generates(engine, reference_for(folders[1]), 2)
+    engine.sleep()
+    engine.wake()
+    update(engine, folders[2], 3, rows=9)
+    assert_generates(engine, reference_for(folders[2]), 3)
+    engine.shutdown()
+
+
 def test_the_shard_of_one_rank_is_not_enough(server, folders):
     server.begin_update(3)
     server.update_weights(shards_of(folders[0])[0].items(), 0)
