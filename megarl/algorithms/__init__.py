@@ -32,6 +32,16 @@ from megarl.algorithms.policy_loss import (
     entropy_loss,
     register_policy_loss,
 )
+from megarl.algorithms.rollout_correction import (
+    REJECTIONS,
+    Rejection,
+    Truncation,
+    importance_weights,
+    log_prob_differences,
+    log_ratios,
+    off_policy_statistics,
+    rejected_tokens,
+)
 from megarl.algorithms.value_loss import clipped_value_loss
 
 __all__ = [
@@ -40,6 +50,7 @@ __all__ = [
     "KL_CONTROLLERS",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
+    "REJECTIONS",
     "AdaptiveKLController",
     "AdvantageInputs",
     "FixedKLController",
@@ -47,7 +58,9 @@ __all__ = [
     "LearningRateSchedule",
     "LossCounts",
     "PolicyLossInputs",
+    "Rejection",
     "TokenLoss",
+    "Truncation",
     "apply_kl_penalty",
     "clipped_policy_loss",
     "clipped_value_loss",
@@ -56,15 +69,20 @@ __all__ = [
     "gae",
     "generalized_advantages",
     "grpo",
+    "importance_weights",
     "kl_penalty",
     "learning_rate",
+    "log_prob_differences",
+    "log_ratios",
     "loss_counts",
     "make_kl_controller",
     "masked_mean",
     "masked_sum",
     "masked_variance",
     "masked_whiten",
+    "off_policy_statistics",
     "register_advantage",
     "register_policy_loss",
+    "rejected_tokens",
     "token_weights",
 ]

@@ -13,6 +13,7 @@ from megarl.config.checks import check
 from megarl.config.derived import fill_derived
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
+from megarl.config.rollout_correction import NOT_SUPPORTED
 from megarl.config.schema import TrainConfig
 from megarl.config.sft_schema import SFTConfig
 
@@ -108,7 +109,9 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
 
 
 def unknown_key(path: str, value: Any, known: list[str]) -> Problem:
-    """The problem that a key is in no schema, with the nearest one that is."""
+    """The problem that a key is in no schema, with the nearest one that is, or what there is in its place."""
+    if path in NOT_SUPPORTED:
+        return Problem(path, value, f"is not supported: {NOT_SUPPORTED[path]}")
     nearest = " or ".join(nearest_keys(path, known))
     return Problem(path, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
 

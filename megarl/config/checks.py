@@ -13,6 +13,7 @@ from megarl.config.batch import batch_problems
 from megarl.config.layouts import describe_pool, layout_problems
 from megarl.config.parts import OptimConfig
 from megarl.config.problems import Problem, value_at
+from megarl.config.rollout_correction import correction_problems
 from megarl.config.saving import saving_problems, sft_saving_problems
 from megarl.config.schema import TrainConfig
 from megarl.config.sft_schema import SFTConfig
@@ -151,6 +152,7 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     _resume,
     saving_problems,
     agent_problems,
+    correction_problems,
     _optims,
     _batches,
 )

@@ -20,6 +20,7 @@ from megarl.config.parts import (
     RunConfig,
     UpdateBatchConfig,
 )
+from megarl.config.rollout_correction import RolloutCorrectionConfig
 from megarl.config.saving import CheckpointConfig
 
 
@@ -120,7 +121,9 @@ class RolloutConfig(LogProbBatchConfig):
     )
     seed: int | None = key(None, "Seed of sampling; null = `trainer.seed`.", at_least=0)
     calculate_log_probs: bool = key(
-        False, "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`)."
+        False,
+        "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and keep "
+        "them beside `trainer.rollout_data_dir`'s answers as `<step>.npz`, for `megarl doctor logprobs`.",
     )
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
@@ -210,6 +213,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference policy from each token's reward.")
     kl_penalty: str = key("kl", "Estimator of the KL in the reward.", choices=KL_KINDS)
     kl_ctrl: KLControlConfig = section(KLControlConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
 
 
 @dataclass

@@ -87,6 +87,7 @@ _declare(
         "token_level_rewards": "Reward that is learned from: the scores, less the KL penalty where there is one.",
         "advantages": "Advantage of each token.",
         "returns": "Target of the value function at each token.",
+        "rollout_is_weights": "Importance weight of each token's policy loss; absent where nothing is corrected.",
     },
 )
 
@@ -101,6 +102,7 @@ NON_TENSOR_COLUMNS: dict[str, str] = {
     "agent_name": "The agent loop that leads the row's conversations; None = the default one.",
     "num_turns": "Messages of the conversation, the prompt included.",
     "agent_error": "Why the conversation failed; None = it did not.",
+    "weight_version": "Version of the weights that the engine generated with, the oldest if there were several.",
 }
 
 

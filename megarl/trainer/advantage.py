@@ -47,7 +47,8 @@ class AdvantagePhase:
             )
         )
         mask = tensors["response_mask"]
-        metrics["actor/entropy"] = masked_mean(tensors["entropys"], mask).item()
+        if "entropys" in tensors:
+            metrics["actor/entropy"] = masked_mean(tensors["entropys"], mask).item()
         if "values" in tensors:
             metrics["critic/vf_explained_var"] = explained_variance(tensors["values"], returns, mask)
         return batch.with_columns({"advantages": advantages, "returns": returns}, {})

@@ -16,6 +16,7 @@ from megarl.data import RLHFDataset, StatefulLoader
 from megarl.rewards import RewardManager
 from megarl.tracking import Console
 from megarl.trainer.advantage import AdvantagePhase
+from megarl.trainer.correction import CorrectionPhase
 from megarl.trainer.ppo_trainer import PPOTrainer
 from megarl.trainer.preflight import check_schedules, check_train, reward_function
 from megarl.trainer.reporting import RunReporter, RunSummary
@@ -98,7 +99,8 @@ class TrainerBuilder:
         validator = None
         if self.val_loader is not None:
             validator = Validator(rollout, self.rewards, self.val_loader, self.tokenizer)
-        return PPOTrainer(config, roles, rollout, self.rewards, advantage, validator, state, reporter)
+        correction = CorrectionPhase(config.algorithm.rollout_correction)
+        return PPOTrainer(config, roles, rollout, self.rewards, advantage, correction, validator, state, reporter)
 
     def _batch_facts(self) -> dict[str, Any]:
         """What dispatch must know of a training batch: rows per mini-batch of each update, and whether to balance."""

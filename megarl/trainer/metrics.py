@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
+from megarl.algorithms import log_prob_differences, off_policy_statistics
 from megarl.data import DataProto, sequence_lengths
 
 Metrics = dict[str, float]
@@ -56,19 +57,21 @@ def generated_tokens(batch: DataProto) -> torch.Tensor:
     return tensors["attention_mask"][:, -tensors["responses"].shape[1] :].bool()
 
 
+def compared_tokens(batch: DataProto) -> torch.Tensor:
+    """Which tokens both the engine and the actor have a log-prob of, and are trained on; ``[b, R]`` bool."""
+    return batch.tensors["response_mask"].bool() & generated_tokens(batch)
+
+
 def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
-    """How far the engine's token probabilities are from the actor's: statistics of ``|p_rollout - p_actor|``."""
-    if "rollout_log_probs" not in batch.tensors:
+    """How far the engine's log-probs are from the actor's: ``training/rollout_*`` and ``rollout_corr/*``."""
+    tensors = batch.tensors
+    if "rollout_log_probs" not in tensors:
         return {}
-    mask = batch.tensors["response_mask"].bool() & generated_tokens(batch)
-    rollout, actor = batch.tensors["rollout_log_probs"][mask].double(), batch.tensors["old_log_probs"][mask].double()
-    if rollout.numel() == 0:
-        return {}
-    difference = (rollout.exp() - actor.exp()).abs()
-    return {
-        "training/rollout_probs_diff_mean": difference.mean().item(),
-        "training/rollout_probs_diff_max": difference.max().item(),
-        "training/rollout_probs_diff_std": difference.std(unbiased=False).item(),
+    mask, rollout, old = compared_tokens(batch), tensors["rollout_log_probs"], tensors["old_log_probs"]
+    differences = log_prob_differences(old[mask], rollout[mask])
+    distances = off_policy_statistics(old, rollout, mask)
+    return {f"training/{name}": value for name, value in differences.items()} | {
+        f"rollout_corr/{name}": value for name, value in distances.items()
     }
 
 

@@ -13,6 +13,7 @@ from megarl.rewards import RewardManager
 from megarl.rollout.interface import RolloutError
 from megarl.rollout.router import NoReplicaLeft
 from megarl.trainer.advantage import AdvantagePhase
+from megarl.trainer.correction import CorrectionPhase
 from megarl.trainer.metrics import Metrics, batch_metrics, phase_tokens, rollout_mismatch_metrics, throughput_metrics
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.roles import Roles
@@ -41,6 +42,7 @@ class PPOTrainer:
         rollout: RolloutPhase,
         rewards: RewardManager,
         advantage: AdvantagePhase,
+        correction: CorrectionPhase,
         validator: Validator | None,
         state: RunState,
         reporter: RunReporter,
@@ -50,6 +52,7 @@ class PPOTrainer:
         self.rollout = rollout
         self.rewards = rewards
         self.advantage = advantage
+        self.correction = correction
         self.validator = validator
         self.state = state
         self.reporter = reporter
@@ -75,7 +78,7 @@ class PPOTrainer:
                 with self.phase("reward"):
                     batch = self.balance(self.score(batch, metrics))
                 with self.phase("old_log_prob"):
-                    batch = batch.union(self.roles.actor.compute_log_prob(batch))
+                    batch = batch.union(self.correction.old_log_probs(batch, self.roles.actor))
                 if self.roles.reference:
                     with self.phase("ref"):
                         batch = batch.union(self.roles.reference.compute_ref_log_prob(batch))
@@ -84,12 +87,13 @@ class PPOTrainer:
                         batch = batch.union(self.roles.critic.compute_values(batch))
                 with self.phase("adv"):
                     batch = self.advantage.compute(batch, metrics)
+                    learned = self.correction.apply(batch, metrics)
                 if self.roles.critic:
                     with self.phase("update_critic"):
-                        metrics |= self.roles.critic.update_critic(batch)
+                        metrics |= self.roles.critic.update_critic(learned)
                 if self.state.step > self.config.trainer.critic_warmup:
                     with self.phase("update_actor"):
-                        metrics |= self.roles.actor.update_actor(batch)
+                        metrics |= self.roles.actor.update_actor(learned)
                 with self.phase("update_weights"):
                     metrics |= self.roles.sync_weights()
             self.finish_step(batch, metrics)
@@ -122,7 +126,7 @@ class PPOTrainer:
         metrics |= batch_metrics(batch, self.config.data.max_prompt_length, self.config.data.max_response_length)
         metrics |= throughput_metrics(batch, seconds, trainer.num_devices)
         metrics |= self.balance_metrics(batch)
-        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+        if self.compares_log_probs:
             metrics |= rollout_mismatch_metrics(batch)
         self.dump(batch)
         if self.state.due(trainer.test_freq):
@@ -134,6 +138,11 @@ class PPOTrainer:
         if self.state.must_save():
             with self.phase("save_checkpoint"):
                 self.state.save(self.roles.learners(), self.reporter.metrics_file)
+
+    @property
+    def compares_log_probs(self) -> bool:
+        """Whether the engine's log-probs are compared with the actor's, which there must be."""
+        return self.config.actor_rollout_ref.rollout.calculate_log_probs and not self.correction.bypass
 
     def balance(self, batch: DataProto) -> DataProto:
         """The batch in an order whose mini-batches have alike lengths; samples of one prompt stay together.

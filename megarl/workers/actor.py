@@ -24,6 +24,9 @@ from megarl.workers.place import WorkerPlace
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES
 from megarl.workers.settings import LogProbSettings, RoleSettings, UpdatePlan
 
+POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
+"""What the policy's loss reads of the tokens; the last two where there is a reference, and a correction."""
+
 
 class PolicyWorker(MegatronWorker):
     """A role whose model is a language model: it can tell log-probs."""
@@ -105,11 +108,12 @@ class ActorWorker(PolicyWorker):
         Dispatch.SPLIT,
         mini_batches="actor_mini_batch_rows",
         phase="update_actor",
-        columns=(*SEQUENCES, "response_mask", "old_log_probs", "advantages", "ref_log_prob", *SAMPLE_IDS),
+        columns=(*SEQUENCES, "response_mask", *POLICY_COLUMNS, *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """PPO's updates: ``ppo_epochs`` passes over the mini-batches."""
-        columns = ["old_log_probs", "advantages", *(["ref_log_prob"] if self.config.use_kl_loss else [])]
+        unread = () if self.config.use_kl_loss else ("ref_log_prob",)
+        columns = [name for name in POLICY_COLUMNS if name in batch.tensors and name not in unread]
         outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
         metrics = self.update(batch, self.plan, columns, partial(policy_loss, self.config), outputs)
         if self.config.use_kl_loss:
@@ -174,7 +178,8 @@ class ActorWorker(PolicyWorker):
 def policy_loss(config: ActorConfig, outputs: PolicyOutputs, columns: Mapping[str, Tensor]) -> TokenLosses:
     """Per-token loss of the policy with entropy bonus and KL to the reference, and the metrics of its parts.
 
-    ``loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl``; all tensors are packed ``[n]``.
+    ``loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl``; all tensors are packed ``[n]``. Where the rollout
+    is corrected, ``pg_loss`` is the policy's loss times the token's importance weight.
     """
     policy = POLICY_LOSSES[config.policy_loss.loss_mode](
         PolicyLossInputs(
@@ -186,7 +191,10 @@ def policy_loss(config: ActorConfig, outputs: PolicyOutputs, columns: Mapping[st
             clip_ratio_c=config.clip_ratio_c,
         )
     )
-    loss, parts = policy.loss, {"pg_loss": policy.loss}
+    loss = policy.loss
+    if "rollout_is_weights" in columns:
+        loss = loss * columns["rollout_is_weights"]
+    parts = {"pg_loss": loss}
     if outputs.entropy is not None:
         loss = loss + entropy_loss(outputs.entropy, config.entropy_coeff)
     if config.use_kl_loss:

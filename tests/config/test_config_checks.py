@@ -12,6 +12,8 @@ from megarl.config.build import build
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 GRPO = {"algorithm.adv_estimator": "grpo"}
+RC = "algorithm.rollout_correction"
+RS = {f"{ROLLOUT}.calculate_log_probs": True, f"{RC}.rollout_rs": "token_k1,seq_mean_k3, seq_max_k2"}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,21 @@ GRPO = {"algorithm.adv_estimator": "grpo"}
         ({"trainer.device": "cpu", "sync.transport": "nccl"}, "sync.transport", "trainer.device is cpu; set auto"),
         ({"trainer.device": "cpu", "sync.transport": "cuda_ipc"}, "sync.transport", "trainer.device is cpu; set auto"),
         ({"trainer.nnodes": 2, "sync.transport": "shared_memory"}, "sync.transport", "one node to another"),
+        ({f"{RC}.rollout_is": "token"}, f"{ROLLOUT}.calculate_log_probs", "rollout_is needs the engine's log-probs"),
+        ({f"{RC}.rollout_is_threshold": 0.9}, f"{RC}.rollout_is_threshold", "1, the ratio of equal policies"),
+        ({f"{RC}.rollout_is_threshold": "1.5_5.0"}, f"{RC}.rollout_is_threshold", "must be within"),
+        ({f"{RC}.rollout_is_threshold": "2.0_x"}, f"{RC}.rollout_is_threshold", "is not a number"),
+        ({**RS, f"{RC}.rollout_rs": "token_k9"}, f"{RC}.rollout_rs", "known are token_k1"),
+        ({**RS, f"{RC}.rollout_rs_threshold": None}, f"{RC}.rollout_rs_threshold", "needs bounds"),
+        ({**RS, f"{RC}.rollout_rs_threshold": "1_2,3"}, f"{RC}.rollout_rs_threshold", "one for all 3 options"),
+        ({**RS, f"{RC}.rollout_rs_threshold": "0.5_2"}, f"{RC}.rollout_rs_threshold", "seq_mean_k3 has one bound"),
+        ({**RS, f"{RC}.rollout_rs_threshold": "2_0.5"}, f"{RC}.rollout_rs_threshold", "two that rise"),
+        ({**RS, f"{RC}.rollout_rs_threshold": "0.5_0.9"}, f"{RC}.rollout_rs_threshold", "within for token_k1"),
+        ({f"{RC}.rollout_rs_threshold": "2"}, f"{RC}.rollout_rs_threshold", "has no effect without"),
+        ({**RS, f"{RC}.rollout_rs_threshold": "2", f"{RC}.bypass_mode": True}, f"{RC}.rollout_rs",
+         "nothing to compare"),
+        ({f"{RC}.bypass_mode": True, f"{ROLLOUT}.calculate_log_probs": True, f"{ACTOR}.state_masking": False},
+         f"{RC}.bypass_mode", "without actor_rollout_ref.actor.state_masking"),
         ({"trainer.val_only": True}, "trainer.val_only", "needs data.val_files"),
         ({"trainer.val_before_train": True}, "trainer.val_before_train", "needs data.val_files"),
         ({"trainer.test_freq": 5}, "trainer.test_freq", "needs data.val_files"),
@@ -130,3 +147,9 @@ def test_combinations_are_reported_together() -> None:
                          "data.train_batch_size": 100})  # fmt: skip
     assert set(found) == {f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.val_only", "data.train_batch_size"}
     assert TRAIN["data"] == {"train_files": ["train.parquet"]}
+
+
+def test_keys_of_verl_that_megarl_has_not_are_refused_by_what_there_is_instead() -> None:
+    problems = problems_of({f"{RC}.rollout_token_veto_threshold": 1e-4, f"{RC}.rollout_rs_threshold_lower": 0.5})
+    assert "rollout_rs=seq_max_k2" in problems[f"{RC}.rollout_token_veto_threshold"].text
+    assert "'0.5_2.0'" in problems[f"{RC}.rollout_rs_threshold_lower"].text

@@ -82,14 +82,20 @@ def test_distance_between_engine_and_actor() -> None:
     actor = torch.tensor([[0.4, 0.1, 0.25], [0.4, 0.1, 0.1], [0.1, 0.1, 0.1]]).log()
     metrics = rollout_mismatch_metrics(batch(rollout_log_probs=rollout, old_log_probs=actor))
     differences = [0.1, 0.0, 0.3]
-    assert metrics == pytest.approx(
-        {
-            "training/rollout_probs_diff_mean": 0.4 / 3,
-            "training/rollout_probs_diff_max": 0.3,
-            "training/rollout_probs_diff_std": float(np.std(differences)),
-        },
-        rel=1e-6,
-    )
+    ratios = [math.log(0.5 / 0.4), 0.0, math.log(0.1 / 0.4)]
+    wanted = {
+        "training/rollout_probs_diff_mean": 0.4 / 3,
+        "training/rollout_probs_diff_max": 0.3,
+        "training/rollout_probs_diff_std": float(np.std(differences)),
+        "training/rollout_log_probs_diff_mean": float(np.mean(np.abs(ratios))),
+        "training/rollout_log_probs_diff_max": math.log(4),
+        "training/rollout_actor_probs_pearson_corr": float(np.corrcoef([0.5, 0.25, 0.1], [0.4, 0.25, 0.4])[0, 1]),
+        "rollout_corr/kl": float(np.mean(ratios)),
+        "rollout_corr/k3_kl": float(np.mean([math.exp(-x) - 1 + x for x in ratios])),
+        "rollout_corr/ppl_ratio": ((0.5 / 0.4) ** 0.5 + 0.25) / 2,
+    }
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+    assert {name.partition("/")[0] for name in metrics} == {"training", "rollout_corr"}
     assert rollout_mismatch_metrics(batch()) == {}
 
 

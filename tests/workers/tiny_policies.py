@@ -169,7 +169,7 @@ Token = tuple[Tensor, dict[str, Tensor], dict[str, float]]
 
 
 def actor_tokens(model: Any, row: Row) -> list[Token]:
-    """Clip range 0.8 to 1.3, dual clip at 1.5, entropy bonus 0.01, KL loss k3 times 0.2."""
+    """Clip range 0.8 to 1.3, dual clip at 1.5, entropy bonus 0.01, KL loss k3 times 0.2; weights where there are."""
     log_probs, entropies = policy_tokens(model, row)
     tokens: list[Token] = []
     for index, (log_prob, entropy) in enumerate(zip(log_probs, entropies, strict=True)):
@@ -183,6 +183,8 @@ def actor_tokens(model: Any, row: Row) -> list[Token]:
         dual = advantage < 0 and ratio.item() > 1.5
         if dual:
             loss = torch.tensor(-advantage * 1.5)
+        if "rollout_is_weights" in row.columns:
+            loss = loss * row.columns["rollout_is_weights"][index].item()
         kl = (ref - log_prob).exp() - (ref - log_prob) - 1
         facts = {"ppo_kl": old - log_prob.item(), "pg_clipfrac": float(clipped), "pg_clipfrac_lower": float(dual)}
         tokens.append((loss - 0.01 * entropy + 0.2 * kl, {"pg_loss": loss, "kl_loss": kl}, facts))

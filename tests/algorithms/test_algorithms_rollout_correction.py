@@ -1,0 +1,224 @@
+"""Correction of the mismatch between engine and actor, against loops over tokens."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms import (
+    REJECTIONS,
+    Rejection,
+    Truncation,
+    importance_weights,
+    log_prob_differences,
+    log_ratios,
+    off_policy_statistics,
+    rejected_tokens,
+)
+
+ROWS, WIDTH = 6, 7
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, torch.Tensor]:
+    """Log-probs with masks that have holes: row 1 has a tool's token that is trained on, row 4 nothing to train on."""
+    generator = torch.Generator().manual_seed(1)
+    old = -3 * torch.rand(ROWS, WIDTH, generator=generator)
+    rollout = old + 0.5 * torch.randn(ROWS, WIDTH, generator=generator)
+    trained = (torch.rand(ROWS, WIDTH, generator=generator) < 0.8).long()
+    trained[4] = 0
+    trained[1, 2] = 1
+    compared = trained.bool().clone()
+    compared[1, 2] = False
+    rollout[1, 2] = math.nan  # the engine has said nothing of it
+    return {"old": old, "rollout": rollout, "trained": trained, "compared": compared}
+
+
+def tokens_of(drawn: dict[str, torch.Tensor]) -> list[tuple[int, int, float, float]]:
+    """Row, place, the actor's and the engine's log-prob of each compared token."""
+    return [
+        (i, j, drawn["old"][i, j].item(), drawn["rollout"][i, j].item())
+        for i in range(ROWS)
+        for j in range(WIDTH)
+        if drawn["compared"][i, j]
+    ]
+
+
+def rows_of(drawn: dict[str, torch.Tensor]) -> dict[int, list[tuple[float, float]]]:
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for i, _, a, b in tokens_of(drawn):
+        rows.setdefault(i, []).append((a, b))
+    return rows
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("bounds", [(1.3, None), (1.3, 0.6)])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_importance_weights(
+    drawn: dict[str, torch.Tensor], level: str, bounds: tuple[float, float | None], normalize: bool
+) -> None:
+    upper, lower = bounds
+
+    def cut(ratio: float) -> float:
+        if lower is not None:
+            return ratio if lower <= ratio <= upper else 0.0
+        return min(ratio, upper)
+
+    ratios = {(i, j): math.exp(a - b) for i, j, a, b in tokens_of(drawn)}
+    whole = {i: math.prod(math.exp(a - b) for a, b in row) for i, row in rows_of(drawn).items()}
+    units = list(ratios.values()) if level == "token" else list(whole.values())
+    mean = np.mean([cut(ratio) for ratio in units]) if normalize else 1.0
+    expected = np.zeros((ROWS, WIDTH))
+    for i, j in np.argwhere(drawn["trained"].numpy()).tolist():
+        ratio = whole[i] if level == "sequence" else ratios.get((i, j), 1.0)
+        expected[i, j] = cut(ratio) / mean
+    weights, told = importance_weights(
+        log_ratios(drawn["old"], drawn["rollout"], drawn["compared"]),
+        drawn["compared"],
+        drawn["trained"],
+        level=level,
+        truncation=Truncation(upper, lower),
+        normalize=normalize,
+    )
+    assert weights.dtype == torch.float32 and not weights.requires_grad
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)
+    used = np.array([expected[i, j] for i, j, _, _ in tokens_of(drawn)])
+    lowest = 1 / upper if lower is None else lower
+    wanted = {
+        "rollout_is_mean": used.mean(),
+        "rollout_is_std": used.std(),
+        "rollout_is_min": min(units),
+        "rollout_is_max": max(units),
+        "rollout_is_eff_sample_size": used.sum() ** 2 / (used**2).sum() / len(used),
+        "rollout_is_ratio_fraction_high": np.mean([ratio > upper for ratio in units]),
+        "rollout_is_ratio_fraction_low": np.mean([ratio < lowest for ratio in units]),
+    }
+    if level == "sequence":
+        by_row = np.array([cut(ratio) / mean for ratio in units])
+        wanted |= {
+            "rollout_is_seq_mean": by_row.mean(),
+            "rollout_is_seq_std": by_row.std(),
+            "rollout_is_seq_min": by_row.min(),
+            "rollout_is_seq_max": by_row.max(),
+            "rollout_is_seq_max_deviation": np.abs(by_row - 1).max(),
+        }
+    assert told == pytest.approx(wanted, rel=1e-5)
+    assert 0 < told["rollout_is_ratio_fraction_high"] < 1
+
+
+ESTIMATES = {
+    "k1": lambda r: math.log(r),
+    "k2": lambda r: math.log(r) ** 2 / 2,
+    "k3": lambda r: r - 1 - math.log(r),
+}
+REDUCE = {"seq_sum": sum, "seq_mean": lambda values: sum(values) / len(values), "seq_max": max}
+
+
+def out_by_loops(drawn: dict[str, torch.Tensor], rule: Rejection) -> np.ndarray:
+    scope, _, estimate = rule.option.rpartition("_")
+
+    def out(value: float) -> bool:
+        if estimate == "k1":
+            return not rule.lower <= math.exp(value) <= rule.upper
+        return value > rule.upper
+
+    result = np.zeros((ROWS, WIDTH), dtype=bool)
+    if scope == "token":
+        for i, j, a, b in tokens_of(drawn):
+            result[i, j] = out(ESTIMATES[estimate](math.exp(a - b)))
+        return result
+    for i, row in rows_of(drawn).items():
+        if out(REDUCE[scope]([ESTIMATES[estimate](math.exp(a - b)) for a, b in row])):
+            result[i] = drawn["trained"][i].numpy() > 0
+    return result
+
+
+LIMITS = {"k1": (0.75, 1.4), "k2": (0.0, 0.15), "k3": (0.0, 0.12)}
+
+
+@pytest.mark.parametrize("option", REJECTIONS)
+def test_rejections(drawn: dict[str, torch.Tensor], option: str) -> None:
+    lower, upper = LIMITS[option[-2:]]
+    rule = Rejection(option, upper * (3 if "sum" in option else 1), lower)
+    ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
+    rejected, told = rejected_tokens(ratios, drawn["compared"], drawn["trained"], [rule])
+    expected = out_by_loops(drawn, rule)
+    np.testing.assert_array_equal(rejected.numpy(), expected)
+    tokens = int(drawn["trained"].sum())
+    assert told == pytest.approx(
+        {
+            f"rollout_rs_{option}_masked_fraction": expected.sum() / tokens,
+            "rollout_rs_masked_fraction": expected.sum() / tokens,
+            "rollout_rs_seq_masked_fraction": expected.any(-1).sum() / (ROWS - 1),
+        }
+    )
+    assert 0 < expected.sum() < tokens
+
+
+def test_several_rules_add_up_and_an_unknown_one_is_refused(drawn: dict[str, torch.Tensor]) -> None:
+    rules = [Rejection("token_k1", 1.4, 0.75), Rejection("seq_max_k2", 0.3)]
+    ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
+    rejected, told = rejected_tokens(ratios, drawn["compared"], drawn["trained"], rules)
+    both = out_by_loops(drawn, rules[0]) | out_by_loops(drawn, rules[1])
+    np.testing.assert_array_equal(rejected.numpy(), both)
+    assert told["rollout_rs_masked_fraction"] == pytest.approx(both.sum() / int(drawn["trained"].sum()))
+    with pytest.raises(ValueError, match="'seq_max_k1' is not known; known are token_k1"):
+        rejected_tokens(ratios, drawn["compared"], drawn["trained"], [Rejection("seq_max_k1", 2.0)])
+
+
+def test_distances(drawn: dict[str, torch.Tensor]) -> None:
+    logs = [a - b for _, _, a, b in tokens_of(drawn)]
+    rows = [np.array(row) for row in rows_of(drawn).values()]
+    old, rollout = [-row[:, 0].mean() for row in rows], [-row[:, 1].mean() for row in rows]
+    difference = [a - b for a, b in zip(old, rollout, strict=True)]
+    assert off_policy_statistics(drawn["old"], drawn["rollout"], drawn["compared"]) == pytest.approx(
+        {
+            "kl": -np.mean(logs),
+            "k3_kl": np.mean([math.exp(x) - 1 - x for x in logs]),
+            "training_ppl": np.mean(np.exp(old)),
+            "rollout_ppl": np.mean(np.exp(rollout)),
+            "ppl_ratio": np.mean([math.exp(a - b) for a, b in zip(old, rollout, strict=True)]),
+            "training_log_ppl": np.mean(old),
+            "rollout_log_ppl": np.mean(rollout),
+            "log_ppl_diff": np.mean(difference),
+            "log_ppl_abs_diff": np.mean(np.abs(difference)),
+            "log_ppl_diff_max": max(difference),
+            "log_ppl_diff_min": min(difference),
+            "chi2_token": np.mean([math.exp(x) ** 2 for x in logs]) - 1,
+            "chi2_seq": np.mean([math.exp(sum(a - b for a, b in row)) ** 2 for row in rows]) - 1,
+        },
+        rel=1e-5,
+    )
+    assert off_policy_statistics(drawn["old"], drawn["rollout"], torch.zeros(ROWS, WIDTH)) == {}
+
+
+def test_differences_of_two_lists(drawn: dict[str, torch.Tensor]) -> None:
+    mask = drawn["compared"]
+    old, rollout = drawn["old"][mask], drawn["rollout"][mask]
+    a, b = old.double().numpy(), rollout.double().numpy()
+    probs = np.abs(np.exp(a) - np.exp(b))
+    assert log_prob_differences(old, rollout) == pytest.approx(
+        {
+            "rollout_log_probs_diff_mean": np.abs(a - b).mean(),
+            "rollout_log_probs_diff_max": np.abs(a - b).max(),
+            "rollout_probs_diff_mean": probs.mean(),
+            "rollout_probs_diff_max": probs.max(),
+            "rollout_probs_diff_std": probs.std(),
+            "rollout_actor_probs_pearson_corr": np.corrcoef(np.exp(a), np.exp(b))[0, 1],
+        }
+    )
+    assert "rollout_actor_probs_pearson_corr" not in log_prob_differences(old[:1], rollout[:1])
+    assert log_prob_differences(old[:0], rollout[:0]) == {}
+
+
+def test_ratios_that_overflow_stay_finite() -> None:
+    old, rollout = torch.tensor([[0.0, -400.0]]), torch.tensor([[-300.0, 0.0]])
+    mask = torch.ones(1, 2)
+    ratios = log_ratios(old, rollout, mask)
+    for level in ("token", "sequence"):
+        weights, told = importance_weights(ratios, mask, mask, level=level, truncation=Truncation(2.0))
+        assert torch.isfinite(weights).all() and weights.max() <= 2
+        assert told["rollout_is_ratio_fraction_high"] + told["rollout_is_ratio_fraction_low"] == 1
