@@ -145,7 +145,7 @@ class TensorSender:
         for placed in self._placement.place(rank, name, start, values):
             staging = self._stagings[placed.rank]
             if staging.slabs and not staging.fits(placed.values.numel() * placed.values.element_size()):
-                self._flush()
+                self.flush()
             staging.add(placed)
 
     def end(self, version: int) -> None:
@@ -154,7 +154,7 @@ class TensorSender:
         Raises:
             WeightSyncError: a rank refuses or misses something.
         """
-        self._flush()
+        self.flush()
         self.order("end", [{} for _ in self._stagings], name=str(version), version=version)
         self.abandon()
 
@@ -203,7 +203,7 @@ class TensorSender:
             raise WeightSyncError(f"SGLang refused to {action} weights: {outcome.message}")
         return self._replies.collect(ticket, set(range(len(fields))), REPLY_S)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if not any(staging.slabs for staging in self._stagings):
             return
         taken = [staging.take() for staging in self._stagings]

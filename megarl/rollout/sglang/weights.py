@@ -180,6 +180,9 @@ class WeightSession:
     def _ask(self, action: str, fields: list[dict[str, Any]]) -> dict[int, Reply]:
         """An order to the loader that writes nothing; SGLang takes it within a session only."""
         self._require_loader()
+        if self._covers is not None and self._sender is self._tensors:
+            # A sync is verified before it ends: what was taken in must be there to be read.
+            self._tensors.flush()
         was_open = self._open
         self._open_session()
         try:
