@@ -204,6 +204,7 @@ class TensorSender:
         return self._replies.collect(ticket, set(range(len(fields))), REPLY_S)
 
     def flush(self) -> None:
+        """Sends what has been taken in so far."""
         if not any(staging.slabs for staging in self._stagings):
             return
         taken = [staging.take() for staging in self._stagings]
