@@ -49,8 +49,12 @@ def _replicas(config: TrainConfig) -> Iterator[Problem]:
             f"{rollout.replicas} replicas x tensor parallel {tp} = {rollout.replicas * tp} devices are more than {pool}"
         )
         yield Problem.at(config, f"{path}.replicas", text)
-    elif rollout.name == "embedded" and tp != 1:
-        text = f"{path}.name=embedded runs each replica on one device; set 1"
+    elif tp != 1:
+        why = {
+            "embedded": "runs each replica on one device",
+            "sglang": "has replicas of one rank in a training job: the weight sync does not reach further ranks yet",
+        }
+        text = f"{path}.name={rollout.name} {why.get(rollout.name, 'has replicas of one rank')}; set 1"
         yield Problem.at(config, f"{path}.tensor_model_parallel_size", text)
 
 
