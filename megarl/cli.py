@@ -1,4 +1,4 @@
-"""Command lines: ``megarl train``, ``sft``, ``convert``, ``retrieval-server``; ``python -m megarl.train`` works too."""
+"""Command lines: ``megarl train``, ``sft``, ``convert``, ``doctor``, ...; ``python -m megarl.train`` works too."""
 
 from __future__ import annotations
 
@@ -49,10 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["retrieval-server"]:
         served: int = importlib.import_module("megarl.retrieval.command").main(arguments[1:])
         return served
+    if arguments[:1] == ["doctor"]:
+        told: int = importlib.import_module("megarl.doctor.command").main(arguments[1:])
+        return told
     usage = "usage: megarl JOB [options] [KEY=VALUE ...]\n\njobs:\n"
     usage += "\n".join(f"  {name:<8}{job.doc}; megarl {name} --help" for name, job in JOBS.items())
     usage += "\n  retrieval-server  BM25 over a JSONL corpus, for agents that search; megarl retrieval-server --help"
     usage += "\n  convert checkpoints: to and from Hugging Face, inspect, verify; megarl convert --help"
+    usage += "\n  doctor  why the engine's log-probs are not the actor's; megarl doctor --help"
     asked = arguments[:1] in (["-h"], ["--help"])
     print(usage, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else EXIT_BAD_CONFIG

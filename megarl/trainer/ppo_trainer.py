@@ -19,7 +19,7 @@ from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.roles import Roles
 from megarl.trainer.rollout import RolloutPhase
 from megarl.trainer.run_state import RunState
-from megarl.trainer.samples import describe_samples, dump_samples, evenly
+from megarl.trainer.samples import describe_samples, dump_log_probs, dump_samples, evenly
 from megarl.trainer.validation import Validator
 
 MINI_BATCH_ROWS = ("actor_mini_batch_rows", "critic_mini_batch_rows")
@@ -169,6 +169,8 @@ class PPOTrainer:
         tokenizer, step, folder = self.rewards.tokenizer, self.state.step, self.config.trainer.rollout_data_dir
         if folder:
             dump_samples(folder, step, describe_samples(batch, tokenizer, step))
+            if self.compares_log_probs:
+                dump_log_probs(folder, step, batch, self.config.actor_rollout_ref)
         shown = batch[evenly(range(len(batch)), SAMPLES_PER_STEP_IN_REPORT)]
         self.reporter.keep_samples(step, describe_samples(shown, tokenizer, step), "train")
 

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.config.schema import ActorRolloutRefConfig
 from megarl.data import DataProto, sequence_lengths
+from megarl.data.rollout_dump import DumpFacts, RolloutDump
 
 Sample = dict[str, Any]
 Item = TypeVar("Item")
@@ -72,6 +74,13 @@ def dump_samples(folder: str | Path, step: int, samples: Iterable[Sample]) -> No
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(sample, ensure_ascii=False, default=str) for sample in samples)
     (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def dump_log_probs(folder: str | Path, step: int, batch: DataProto, config: ActorRolloutRefConfig) -> None:
+    """Write ``<folder>/<step>.npz``: tokens and log-probs of engine and actor, for ``megarl doctor logprobs``."""
+    rollout, actor = config.rollout, config.actor
+    facts = DumpFacts(step, rollout.temperature, rollout.name, rollout.dtype, actor.megatron.dtype)
+    RolloutDump.of(batch, facts).save(Path(folder) / f"{step}.npz")
 
 
 def evenly(items: Sequence[Item], count: int) -> list[Item]:

@@ -27,7 +27,7 @@ def trajectories_to_batch(
 
     Returns:
         ``prompts``, ``responses``, ``attention_mask``, ``response_mask``, ``generated_mask``, ``rollout_log_probs``
-        (0.0 for tokens of the environment), and the columns ``num_turns``, ``agent_error`` (None: it did not fail) and
+        (0.0 for tokens of the environment), and the columns ``num_turns``, ``weight_version``, ``agent_error`` (None: it did not fail) and
         what ``fields`` name.
     """
     prompts = [list(trajectory.prompt_ids) or [pad_token_id] for trajectory in trajectories]
@@ -51,6 +51,7 @@ def trajectories_to_batch(
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.fields)
     others = {name: [trajectory.fields.get(name) for trajectory in trajectories] for name in names}
     others["num_turns"] = [trajectory.num_turns for trajectory in trajectories]
+    others["weight_version"] = [trajectory.weight_version for trajectory in trajectories]
     others["agent_error"] = [trajectory.error for trajectory in trajectories]
     return DataProto.from_dict(tensors, others)
 

@@ -1,0 +1,1 @@
+"""Looks into what a run has left behind and says what is wrong with it."""

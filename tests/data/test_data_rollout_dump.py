@@ -1,0 +1,42 @@
+"""A step's rollout as numbers, to file and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megarl.data import DataProto
+from megarl.data.rollout_dump import DumpFacts, RolloutDump
+
+
+def test_a_batch_to_file_and_back(tmp_path: Path) -> None:
+    batch = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[0, 1, 2], [3, 4, 5]]),
+            "responses": torch.tensor([[6, 7], [8, 0]]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+            "generated_mask": torch.tensor([[1, 0], [1, 0]]),
+            "rollout_log_probs": torch.tensor([[-1.0, 0.0], [-2.0, 0.0]]),
+            "old_log_probs": torch.tensor([[-1.5, -9.0], [-2.5, 0.0]]),
+        },
+        {"weight_version": [3, 4]},
+    )
+    facts = DumpFacts(7, 0.7, "embedded", "bfloat16", "float32")
+    RolloutDump.of(batch, facts).save(tmp_path / "new" / "7.npz")
+    read = RolloutDump.load(tmp_path / "new" / "7.npz")
+    assert asdict(read.facts) == asdict(facts) and len(read) == 2
+    expected = {
+        "prompts": [[1, 2], [3, 4, 5]],
+        "responses": [[6, 7], [8]],
+        "generated": [[1, 0], [1]],
+        "rollout_log_probs": [[-1.0, 0.0], [-2.0]],
+        "old_log_probs": [[-1.5, -9.0], [-2.5]],
+    }
+    assert {name: [row.tolist() for row in getattr(read, name)] for name in expected} == expected
+    assert read.weight_versions.tolist() == [3, 4]
+    plain = batch.select([name for name in batch.tensors if name != "generated_mask"])
+    without = RolloutDump.of(DataProto.from_dict(plain.tensors), facts)
+    assert np.all(np.concatenate(without.generated)) and without.weight_versions.tolist() == [-1, -1]
