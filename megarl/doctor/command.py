@@ -81,7 +81,8 @@ def examine(path: Path, model: str, rows: int, device: str) -> str:
     temperature = dump.facts.temperature
     rounded = PlainPolicy(model, torch.bfloat16, device).log_probs(dump, [temperature])[0]
     exact = PlainPolicy(model, torch.float32, device)
-    found = diagnose(engine, actor, temperature, lambda each: exact.log_probs(dump, each), rounded)
+    in_bfloat16 = (dump.facts.engine_dtype == "bfloat16", dump.facts.actor_dtype == "bfloat16")
+    found = diagnose(engine, actor, temperature, lambda each: exact.log_probs(dump, each), rounded, in_bfloat16)
     return render(str(path), dump, found, retokenized(dump, model))
 
 

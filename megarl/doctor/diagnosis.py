@@ -2,8 +2,8 @@
 
 Each side, engine and actor, is compared with what plain transformers make of the weights that both should have had. A
 side that differs is explained by the first of these that fits: another temperature; other weights, where the
-difference is larger than rounding; another number format, where it has the pattern of bfloat16's errors; what is as
-small as rounding and has no such pattern is the kernels'.
+difference is larger than rounding; another number format, where the side is said to compute in bfloat16 or the
+difference has the pattern of bfloat16's errors; what is as small as rounding and neither of these is the kernels'.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ AGREES = 1e-4
 """Mean absolute difference of log-probs, in nats, up to which two computations in float32 are the same."""
 EXPLAINED = 0.3
 """A temperature explains a difference where it leaves no more than this share of it."""
-ALIKE = 0.6
-"""Correlation with bfloat16's rounding errors from which on a side's differences are those errors."""
+ALIKE, SIGNIFICANT = 0.25, 3.0
+"""A side's differences are bfloat16's errors from this correlation on, if it is so many times what chance makes."""
 ROUNDING = 4.0
 """A difference of more than so many times what bfloat16 makes is not rounding."""
 SAME_TEMPERATURE = 0.02
@@ -86,7 +86,12 @@ class Diagnosis:
 
 
 def diagnose(
-    engine: np.ndarray, actor: np.ndarray, temperature: float, exact: LogProbsAt, rounded: np.ndarray
+    engine: np.ndarray,
+    actor: np.ndarray,
+    temperature: float,
+    exact: LogProbsAt,
+    rounded: np.ndarray,
+    in_bfloat16: tuple[bool, bool] = (False, False),
 ) -> Diagnosis:
     """Compare both sides with a third computation of the same tokens.
 
@@ -96,13 +101,14 @@ def diagnose(
         temperature: of the run.
         exact: transformers in float32, at any temperature.
         rounded: transformers in bfloat16 at the run's temperature, ``[tokens]``.
+        in_bfloat16: whether engine and actor are said to compute in it.
     """
     reference = exact([temperature])[0]
     rounding = _distance(rounded, reference)
     log_ratio = actor - engine
     return Diagnosis(
-        engine=_examine(engine, temperature, reference, exact, rounded, rounding),
-        actor=_examine(actor, temperature, reference, exact, rounded, rounding),
+        engine=_examine(engine, temperature, reference, exact, rounded, in_bfloat16[0]),
+        actor=_examine(actor, temperature, reference, exact, rounded, in_bfloat16[1]),
         between=_distance(engine, actor),
         largest=float(np.abs(log_ratio).max()),
         signed=float(-log_ratio.mean()),
@@ -122,7 +128,7 @@ def _examine(
     reference: np.ndarray,
     exact: LogProbsAt,
     rounded: np.ndarray,
-    rounding: float,
+    in_bfloat16: bool,
 ) -> Finding:
     difference, to_rounded = _distance(side, reference), _distance(side, rounded)
     alike = _correlation(side - reference, rounded - reference)
@@ -131,10 +137,11 @@ def _examine(
     best, remaining = _nearest_temperature(side, temperature, exact)
     if abs(best / temperature - 1) > SAME_TEMPERATURE and remaining <= EXPLAINED * difference:
         cause = Cause.TEMPERATURE
-    elif difference > ROUNDING * rounding:
+    elif difference > ROUNDING * _distance(rounded, reference):
         cause = Cause.WEIGHTS
     else:
-        cause = Cause.DTYPE if alike >= ALIKE else Cause.KERNELS
+        pattern = alike >= max(ALIKE, SIGNIFICANT / len(side) ** 0.5)
+        cause = Cause.DTYPE if in_bfloat16 or pattern else Cause.KERNELS
     return Finding(cause, difference, to_rounded, alike, best, remaining)
 
 

@@ -21,6 +21,8 @@ def verdict(found: Diagnosis, temperature: float) -> str:
         )
     if found.between <= AGREES:
         return "none: engine and actor agree"
+    if engine.cause is Cause.DTYPE and actor.cause is Cause.DTYPE:
+        return "kernels: both sides compute in bfloat16, and each rounds in its own way"
     causes = [
         _cause("the engine", engine, found, temperature),
         _cause("the actor", actor, found, temperature),
@@ -33,7 +35,10 @@ def _cause(name: str, side: Finding, found: Diagnosis, temperature: float) -> st
     if side.cause is Cause.TEMPERATURE:
         return f"temperature: {name}'s log-probs are those at {side.temperature:.3g}, the run's is {temperature:g}"
     if side.cause is Cause.DTYPE:
-        return f"dtype: {name}'s log-probs are those of bfloat16"
+        return (
+            f"dtype: {name} computes in bfloat16 (the difference is {side.difference / max(found.rounding, 1e-12):.2g} "
+            "times what that makes)"
+        )
     if side.cause is Cause.WEIGHTS:
         return (
             f"weights: {name} computed with other weights than this folder's (the difference is "

@@ -27,8 +27,8 @@ def trajectories_to_batch(
 
     Returns:
         ``prompts``, ``responses``, ``attention_mask``, ``response_mask``, ``generated_mask``, ``rollout_log_probs``
-        (0.0 for tokens of the environment), and the columns ``num_turns``, ``weight_version``, ``agent_error`` (None: it did not fail) and
-        what ``fields`` name.
+        (0.0 for tokens of the environment), and the columns ``num_turns``, ``weight_version``, ``agent_error`` (None:
+        it did not fail) and what ``fields`` name.
     """
     prompts = [list(trajectory.prompt_ids) or [pad_token_id] for trajectory in trajectories]
     responses = [list(trajectory.response_ids) or [pad_token_id] for trajectory in trajectories]
