@@ -137,6 +137,7 @@ def test_training_goes_on_bit_for_bit(
     save_model(tmp_path, **MODELS.get(family, {"family": family}))
     adam = OptimizerOptions(lr=1e-2, use_distributed_optimizer=distributed)
     setup = Setup(layout, dtype=dtype, optimizer=adam, overlap=overlap)
+    before = pool.run(threads_left, layout.world_size)
     plain = pool.run(steps, layout.world_size, tmp_path, setup, ())
     for parts in (PARTS, (OPTIMIZER,), (PARAM,)):
         for (steps_here, held), (steps_there, kept) in zip(
@@ -146,5 +147,7 @@ def test_training_goes_on_bit_for_bit(
             assert held.keys() == kept.keys() and len(held) > 10
             assert all(torch.equal(held[name], kept[name]) for name in kept)
     # A layout's groups have about fifty threads; those of the last of four engines may still be there.
-    for engines, threads in pool.run(threads_left, layout.world_size):
-        assert engines <= 1 and threads < 100
+    for (engines, threads), (engines_then, threads_then) in zip(
+        pool.run(threads_left, layout.world_size), before, strict=True
+    ):
+        assert engines <= engines_then + 1 and threads < threads_then + 100
