@@ -192,7 +192,7 @@ def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any
         log_prob=LogProbSettings(budget, 1.0),
         reference=None,
     )
-    rollout = RolloutSettings(str(folder), PAD, "cpu", RolloutConfig(dtype="float32"))
+    rollout = RolloutSettings(str(folder), "cpu", RolloutConfig(dtype="float32"))
     return {"actor": actor, "rollout": RolloutWorker(place, settings=rollout)}
 
 

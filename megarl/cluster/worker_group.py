@@ -172,8 +172,7 @@ class WorkerGroup:
         """
         mark = self._mark(verb)
         tasks = [
-            Task(self._actors[rank].call.remote(verb, True, {}, *args), self.role, rank, verb, mark.phase, card)
-            for rank, card in ((rank, self._cards[rank]) for rank in ranks)
+            self._task(self._actors[rank].call.remote(verb, True, {}, *args), rank, verb, mark.phase) for rank in ranks
         ]
         return Pending([self], tasks, list)
 
@@ -189,7 +188,7 @@ class WorkerGroup:
         try:
             return await ref
         except RayError as error:
-            raise failure_of(Task(ref, self.role, rank, verb, mark.phase, self._cards[rank]), error) from error
+            raise failure_of(self._task(ref, rank, verb, mark.phase), error) from error
 
     def restart(self, ranks: Sequence[int]) -> None:
         """Replace processes, dead or alive, by new ones, and wait until their workers are built.
@@ -319,7 +318,10 @@ class WorkerGroup:
         return described, [*loaded, *started]
 
     def _tasks(self, refs: Sequence[ray.ObjectRef], verb: str, phase: str = "") -> list[Task]:
-        return [Task(ref, self.role, rank, verb, phase, self._cards[rank]) for rank, ref in enumerate(refs)]
+        return [self._task(ref, rank, verb, phase) for rank, ref in enumerate(refs)]
+
+    def _task(self, ref: ray.ObjectRef, rank: int, verb: str, phase: str) -> Task:
+        return Task(ref, self.role, rank, verb, phase, self._cards[rank])
 
     def _environment(self, pool: PlacedPool, rank: int, extra: Mapping[str, str]) -> dict[str, str]:
         """Variables of one process; ``extra`` wins."""

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, WeightSyncError
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
@@ -190,6 +190,24 @@ class RolloutEngine(abc.ABC):
     @abc.abstractmethod
     def abort(self, request_ids: Iterable[str]) -> None:
         """Gives up requests: :meth:`poll` brings what they have, ``finish_reason="abort"``. Unknown ids are ignored."""
+
+    def _names_with(self, requests: Sequence[Request], under_way: Iterable[str]) -> set[str]:
+        """Names of the requests under way and of new ones, for :meth:`submit`.
+
+        Raises:
+            WeightSyncError: the engine is stale.
+            RolloutError: two have one name.
+        """
+        if self.stale:
+            raise WeightSyncError(
+                "the engine's weights are absent or incomplete; it serves nothing until they are whole"
+            )
+        names = set(under_way)
+        for request in requests:
+            if request.request_id in names:
+                raise RolloutError(f"request '{request.request_id}' is under way already: ids must differ")
+            names.add(request.request_id)
+        return names
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generates every request to its end. Nothing else may be under way.

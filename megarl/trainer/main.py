@@ -91,7 +91,7 @@ class TrainerBuilder:
         )
         resumed_from = (self.resume.path, self.resume.state.step) if self.resume else None
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), self.output_dir, self.console, resumed_from)
-        roles = RoleBuilder(config, self.batches, total_steps, self.tokenizer, pool).build()
+        roles = RoleBuilder(config, self.batches, total_steps, pool).build()
         self.console.message(roles.describe())
         rollout = RolloutPhase(
             roles.replicas(), config, self.tokenizer, self._batch_facts(), on_lost=roles.replace_replicas

@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
-
 from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerGroup, wait_all, wait_ready
 from megarl.cluster.replicas import GroupReplica
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
@@ -139,7 +137,6 @@ class RoleBuilder:
         config: complete, as ``megarl.config.build`` returns it.
         batches: the batch arithmetic of ``config``.
         total_steps: training steps of the whole run.
-        tokenizer: of the policy.
         pool: devices that all roles share.
     """
 
@@ -148,14 +145,12 @@ class RoleBuilder:
         config: TrainConfig,
         batches: BatchPlan,
         total_steps: int,
-        tokenizer: PreTrainedTokenizerBase,
         pool: PlacedPool,
     ) -> None:
         self.config = config
         self.policy = config.actor_rollout_ref
         self.batches = batches
         self.total_steps = total_steps
-        self.tokenizer = tokenizer
         self.pool = pool
 
     def build(self) -> Roles:
@@ -225,7 +220,6 @@ class RoleBuilder:
         rollout = self.policy.rollout
         settings = RolloutSettings(
             model_path=self.policy.model.path,
-            pad_token_id=self.tokenizer.pad_token_id or 0,
             device=self.config.trainer.device,
             config=rollout,
         )

@@ -85,12 +85,10 @@ class RolloutSettings:
 
     Attributes:
         model_path: Hugging Face folder; its configuration is read, its weights come from the actor.
-        pad_token_id: fills the rectangle of responses.
         device: ``cpu``, ``cuda`` or ``auto``.
         config: engine, sampling and size.
     """
 
     model_path: str
-    pad_token_id: int
     device: str
     config: RolloutConfig

@@ -29,7 +29,7 @@ FACTS = {"actor_mini_batch_rows": 8}
 def worker(arithmetic: Path) -> RolloutWorker:
     from megarl.config import RolloutConfig
 
-    settings = RolloutSettings(str(arithmetic / "model"), 0, "cpu", RolloutConfig(dtype="float32"))
+    settings = RolloutSettings(str(arithmetic / "model"), "cpu", RolloutConfig(dtype="float32"))
     worker = RolloutWorker(WorkerPlace(0, 1, "127.0.0.1", 0), settings=settings)
     worker.init_model()
     worker.engine.load_hf(str(arithmetic / "model"))

@@ -42,7 +42,7 @@ REPLICAS = 2
 
 
 def rollout_worker(path: Path, rank: int = 0, world_size: int = 1, **config: Any) -> RolloutWorker:
-    settings = RolloutSettings(str(path), PAD, "cpu", RolloutConfig(dtype="float32", **config))
+    settings = RolloutSettings(str(path), "cpu", RolloutConfig(dtype="float32", **config))
     worker = RolloutWorker(WorkerPlace(rank, world_size, "127.0.0.1", 0), settings=settings)
     worker.init_model()
     return worker

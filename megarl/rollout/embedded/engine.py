@@ -99,21 +99,14 @@ class EmbeddedEngine(RolloutEngine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See the contract."""
-        if self.stale:
-            raise WeightSyncError(
-                "the engine's weights are absent or incomplete; it serves nothing until they are whole"
-            )
+        names = self._names_with(requests, self._under_way)
         if "kv_cache" in self._asleep:
             raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate")
-        ids = set(self._under_way)
         for request in requests:
             self._check_request(request)
-            if request.request_id in ids:
-                raise RolloutError(f"request '{request.request_id}' is under way already: ids must differ")
-            ids.add(request.request_id)
         if requests:
             self._make_room(requests).add(requests)
-        self._under_way = ids
+        self._under_way = names
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """See the contract."""

@@ -126,19 +126,12 @@ class SGLangEngine(RolloutEngine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See the contract."""
-        if self.stale:
-            raise WeightSyncError(
-                "the engine's weights are absent or incomplete; it serves nothing until they are whole"
-            )
+        self._names_with(requests, self._under_way)
         if self._asleep:
             raise RolloutError(f"the engine's '{min(self._asleep)}' is asleep: wake it before requests come")
         self._check_alive()
-        names = set(self._under_way)
         for request in requests:
             self._check_request(request)
-            if request.request_id in names:
-                raise RolloutError(f"request '{request.request_id}' is under way already: ids must differ")
-            names.add(request.request_id)
         for request in requests:
             entry = UnderWay(request, next(self._names))
             self._under_way[request.request_id] = entry
