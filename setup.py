@@ -17,7 +17,8 @@ INSTALL_REQUIRES = [
     "jinja2",
     "einops",  # megatron-core imports it in its mixture-of-experts code
     "bm25s",  # ranking of the retrieval server
-    "jsonschema",  # arguments of tools
+    "jsonschema",  # arguments of tools, requests to the chat endpoint
+    "aiohttp",  # the chat endpoint
     "psutil",
     "pyyaml",
     "rich",
