@@ -2,6 +2,7 @@
 
 from megarl.config.batch import BatchPlan, plan_batches, render_plan
 from megarl.config.build import build
+from megarl.config.evaluate_schema import EvaluateConfig
 from megarl.config.parts import (
     LogProbBatchConfig,
     MegatronConfig,
@@ -10,14 +11,24 @@ from megarl.config.parts import (
     RunConfig,
     UpdateBatchConfig,
 )
-from megarl.config.schema import ActorConfig, CriticConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig
+from megarl.config.schema import (
+    ActorConfig,
+    AnswersConfig,
+    CriticConfig,
+    DataConfig,
+    RolloutConfig,
+    TrainConfig,
+    TrainerConfig,
+)
 from megarl.config.sft_schema import SFTConfig
 
 __all__ = [
     "ActorConfig",
+    "AnswersConfig",
     "BatchPlan",
     "CriticConfig",
     "DataConfig",
+    "EvaluateConfig",
     "LogProbBatchConfig",
     "MegatronConfig",
     "ModelPathConfig",

@@ -11,7 +11,7 @@ from megarl.config.keys import key
 from megarl.config.problems import Problem
 
 if TYPE_CHECKING:
-    from megarl.config.schema import TrainConfig
+    from megarl.config.schema import AnswersConfig
 
 
 @dataclass
@@ -67,7 +67,7 @@ class RetrieverConfig:
     retries: int = key(3, "Further attempts after a request that failed; then the conversation fails.", at_least=0)
 
 
-def agent_problems(config: TrainConfig) -> Iterator[Problem]:
+def agent_problems(config: AnswersConfig) -> Iterator[Problem]:
     """What cannot work about the agents of a job."""
     rollout = config.actor_rollout_ref.rollout
     path = "actor_rollout_ref.rollout"

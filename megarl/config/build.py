@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.checks import check
 from megarl.config.derived import fill_derived
+from megarl.config.jobs import JobT
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.rollout_correction import NOT_SUPPORTED
-from megarl.config.schema import TrainConfig
-from megarl.config.sft_schema import SFTConfig
-
-T = TypeVar("T", bound=TrainConfig | SFTConfig)
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def build(schema: type[T], values: Mapping[str, Any] | DictConfig, files_root: str | None = None) -> T:
+def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root: str | None = None) -> JobT:
     """Makes a typed configuration out of nested values, complete and checked.
 
     Args:
-        schema: ``TrainConfig`` or ``SFTConfig``; it supplies every default.
+        schema: ``TrainConfig``, ``SFTConfig`` or ``EvaluateConfig``; it supplies every default.
         values: what differs from the defaults; interpolations may refer to any key.
         files_root: folder under which files without an explicit place go; None = ``outputs/<experiment_name>``.
 
@@ -40,7 +37,7 @@ def build(schema: type[T], values: Mapping[str, Any] | DictConfig, files_root: s
     problems = _fill(typed, schema, _resolved(schema, values), "", [path for path, _ in walk(schema)])
     if problems:
         raise InvalidConfigError(problems)
-    config = cast(T, OmegaConf.to_object(typed))
+    config = cast(JobT, OmegaConf.to_object(typed))
     fill_derived(config, files_root)
     problems = check(config)
     if problems:

@@ -10,6 +10,8 @@ from typing import Any
 
 from megarl.config.agents import agent_problems
 from megarl.config.batch import batch_problems
+from megarl.config.evaluate_schema import EvaluateConfig
+from megarl.config.jobs import JobConfig
 from megarl.config.layouts import describe_pool, layout_problems
 from megarl.config.parts import OptimConfig
 from megarl.config.problems import Problem, value_at
@@ -21,10 +23,9 @@ from megarl.config.sft_schema import SFTConfig
 Check = Callable[[Any], Iterator[Problem]]
 
 
-def check(config: TrainConfig | SFTConfig) -> list[Problem]:
+def check(config: JobConfig) -> list[Problem]:
     """All problems of a configuration whose keys are, one by one, right."""
-    checks = _TRAIN_CHECKS if isinstance(config, TrainConfig) else _SFT_CHECKS
-    return [problem for one in checks for problem in one(config)]
+    return [problem for one in _CHECKS[type(config)] for problem in one(config)]
 
 
 def _layouts(config: TrainConfig) -> Iterator[Problem]:
@@ -39,7 +40,7 @@ def _sft_layout(config: SFTConfig) -> Iterator[Problem]:
     yield from layout_problems(config, "megatron")
 
 
-def _replicas(config: TrainConfig) -> Iterator[Problem]:
+def _replicas(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     rollout, path = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     tp, pool = rollout.tensor_model_parallel_size, describe_pool(config.trainer)
     if rollout.replicas is None:
@@ -94,6 +95,9 @@ def _validation(config: TrainConfig) -> Iterator[Problem]:
                 yield Problem.at(config, f"trainer.{name}", "needs data.val_files, which is empty")
         if trainer.test_freq > 0:
             yield Problem.at(config, "trainer.test_freq", "needs data.val_files, which is empty; -1 = never validate")
+
+
+def _val_sampling(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     sampling = config.actor_rollout_ref.rollout.val_kwargs
     if sampling.n > 1 and sampling.temperature == 0:
         path = "actor_rollout_ref.rollout.val_kwargs"
@@ -114,7 +118,12 @@ def _train_files(config: TrainConfig | SFTConfig) -> Iterator[Problem]:
         yield Problem.at(config, "data.train_files", "must name at least one file")
 
 
-def _names(config: TrainConfig | SFTConfig) -> Iterator[Problem]:
+def _val_files(config: EvaluateConfig) -> Iterator[Problem]:
+    if not config.data.val_files:
+        yield Problem.at(config, "data.val_files", "must name at least one file")
+
+
+def _names(config: JobConfig) -> Iterator[Problem]:
     if not config.trainer.experiment_name.strip():
         yield Problem.at(config, "trainer.experiment_name", "must not be empty; the run's folder has this name")
 
@@ -153,6 +162,7 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     _groups,
     _critic_warmup,
     _validation,
+    _val_sampling,
     _resume,
     saving_problems,
     agent_problems,
@@ -169,3 +179,9 @@ _SFT_CHECKS: tuple[Check, ...] = (
     _resume,
     sft_saving_problems,
 )
+_EVALUATE_CHECKS: tuple[Check, ...] = (_val_files, _names, _replicas, _val_sampling, agent_problems)
+_CHECKS: dict[type, tuple[Check, ...]] = {
+    TrainConfig: _TRAIN_CHECKS,
+    SFTConfig: _SFT_CHECKS,
+    EvaluateConfig: _EVALUATE_CHECKS,
+}

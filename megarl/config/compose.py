@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -28,13 +28,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.config.build import build, defaults, unknown_key
+from megarl.config.jobs import JobConfig, JobT
 from megarl.config.keys import Key, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-from megarl.config.schema import TrainConfig
-from megarl.config.sft_schema import SFTConfig
 from megarl.errors import ConfigError
-
-T = TypeVar("T", bound=TrainConfig | SFTConfig)
 
 REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -43,7 +40,7 @@ _RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
 
 
 @dataclass(frozen=True)
-class Request(Generic[T]):
+class Request(Generic[JobT]):
     """What a command line asks for.
 
     Attributes:
@@ -54,14 +51,14 @@ class Request(Generic[T]):
         multirun: whether overrides may list several values, each a run of its own.
     """
 
-    schema: type[T]
+    schema: type[JobT]
     config_name: str
     overrides: tuple[str, ...] = ()
     config_dir: str | None = None
     multirun: bool = False
 
 
-def compose(request: Request[T]) -> T:
+def compose(request: Request[JobT]) -> JobT:
     """The typed, complete and checked configuration of a single run.
 
     Raises:
@@ -80,7 +77,7 @@ def compose(request: Request[T]) -> T:
     return config
 
 
-def compose_sweep(request: Request[T]) -> list[T]:
+def compose_sweep(request: Request[JobT]) -> list[JobT]:
     """The configuration of every run of a sweep, in order, so that a wrong one is found before the first starts.
 
     Raises:
@@ -215,6 +212,6 @@ def _arguments(arguments: Sequence[str], multirun: bool) -> Iterator[None]:
         sys.argv = before
 
 
-def to_yaml(config: TrainConfig | SFTConfig) -> str:
+def to_yaml(config: JobConfig) -> str:
     """The resolved configuration as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
+from megarl.config.evaluate_schema import EvaluateConfig
+from megarl.config.jobs import JobConfig
 from megarl.config.layouts import devices_per_replica
-from megarl.config.parts import LogProbBatchConfig, MegatronConfig, ModelPathConfig
-from megarl.config.schema import ActorConfig, CriticConfig, RolloutConfig, TrainConfig
+from megarl.config.parts import LogProbBatchConfig, MegatronConfig, ModelPathConfig, RunConfig
+from megarl.config.schema import ActorConfig, AnswersConfig, CriticConfig, RolloutConfig, TrainConfig
 from megarl.config.sft_schema import SFTConfig
 
 
-def fill_derived(config: Any, files_root: str | None = None) -> None:
+def fill_derived(config: JobConfig, files_root: str | None = None) -> None:
     """Fills null keys of a configuration in place from the keys they follow.
 
     A size that does not come out (a layout that does not divide the devices) stays null for the checks to report.
 
     Args:
-        config: a ``TrainConfig`` or an ``SFTConfig``.
+        config: of any job.
         files_root: folder under which files without an explicit place go; None = ``outputs/<experiment_name>``.
     """
     root = files_root or f"outputs/{config.trainer.experiment_name}"
     if isinstance(config, TrainConfig):
         _fill_train(config, root)
+    elif isinstance(config, EvaluateConfig):
+        _fill_answers(config, config.trainer)
     else:
-        _fill_sft(cast(SFTConfig, config), root)
+        _fill_sft(config, root)
 
 
 def _fill_train(config: TrainConfig, root: str) -> None:
     policy, trainer = config.actor_rollout_ref, config.trainer
-    _fill_model(policy.model)
+    _fill_answers(config, trainer)
     _fill_clip(policy.actor)
     _fill_log_prob(policy.rollout, policy.actor)
     _fill_log_prob(policy.ref, policy.actor)
@@ -36,10 +40,15 @@ def _fill_train(config: TrainConfig, root: str) -> None:
     for megatron in (policy.actor.megatron, policy.ref.megatron, config.critic.megatron):
         if megatron is not None:
             _fill_layout(megatron, trainer.num_devices)
-    _fill_replicas(policy.rollout, trainer.num_devices)
     config.data.seed = _first(config.data.seed, trainer.seed)
-    policy.rollout.seed = _first(policy.rollout.seed, trainer.seed)
     trainer.default_local_dir = _first(trainer.default_local_dir, f"{root}/checkpoints")
+
+
+def _fill_answers(config: AnswersConfig, trainer: RunConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    _fill_model(config.actor_rollout_ref.model)
+    _fill_replicas(rollout, trainer.num_devices)
+    rollout.seed = _first(rollout.seed, trainer.seed)
 
 
 def _fill_sft(config: SFTConfig, root: str) -> None:

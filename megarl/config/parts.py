@@ -166,14 +166,10 @@ class LogProbBatchConfig:
 
 
 @dataclass
-class DataSourceConfig:
-    """Data files and the order in which they are read."""
+class RowConfig:
+    """How a row of the data becomes tokens."""
 
-    train_files: list[str] = key(REQUIRED, "Parquet file or files to train on.")
     prompt_key: str = key("prompt", "Column that holds the chat messages.")
-    train_batch_size: int = key(1024, "Rows of the data per training step.", at_least=1)
-    shuffle: bool = key(True, "Draw rows in a random order, a new one in each epoch.")
-    seed: int | None = key(None, "Seed of the order; null = `trainer.seed`.")
     truncation: str = key(
         "error",
         "What happens to a row that is too long: stop with an error, or cut it at the left or right.",
@@ -183,8 +179,18 @@ class DataSourceConfig:
 
 
 @dataclass
+class DataSourceConfig(RowConfig):
+    """Data files to train on and the order in which they are read."""
+
+    train_files: list[str] = key(REQUIRED, "Parquet file or files to train on.")
+    train_batch_size: int = key(1024, "Rows of the data per training step.", at_least=1)
+    shuffle: bool = key(True, "Draw rows in a random order, a new one in each epoch.")
+    seed: int | None = key(None, "Seed of the order; null = `trainer.seed`.")
+
+
+@dataclass
 class RunConfig:
-    """Length, devices and records of a run."""
+    """Name, devices and records of a run."""
 
     project_name: str = key("megarl", "Project under which trackers file the run.")
     experiment_name: str = key(REQUIRED, "Name of the run; its files go to `outputs/<experiment_name>/<time>`.")
@@ -195,6 +201,17 @@ class RunConfig:
     n_gpus_per_node: int = key(8, "Devices per machine: GPUs, or process slots where `device` is cpu.", at_least=1)
     device: str = key("auto", "What to compute on; auto = CUDA where there is one.", choices=("auto", "cpu", "cuda"))
     seed: int = key(1, "Seed of everything that has no seed of its own.", at_least=0)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole pool."""
+        return self.nnodes * self.n_gpus_per_node
+
+
+@dataclass
+class TrainingRunConfig(RunConfig):
+    """Length, devices, checkpoints and records of a run that learns."""
+
     total_epochs: int = key(1, "Passes over the training data.", at_least=1)
     total_training_steps: int | None = key(
         None, "Training steps, in place of `total_epochs`; null = as many as the epochs give.", at_least=1
@@ -227,8 +244,3 @@ class RunConfig:
         "Slurm job.",
         at_least=0,
     )
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the whole pool."""
-        return self.nnodes * self.n_gpus_per_node

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megarl.config.evaluate_schema import EvaluateConfig
 from megarl.config.keys import REQUIRED, Key, keys_of
 from megarl.config.parts import MegatronConfig, OptimConfig
 from megarl.config.problems import show
@@ -35,28 +36,46 @@ Each run writes to `outputs/<experiment_name>/<time>`, with its complete configu
 
 def render_reference() -> str:
     """The whole page as Markdown."""
-    jobs = (("`megarl.train`", TrainConfig), ("`megarl.sft`", SFTConfig))
+    jobs = (("`megarl.train`", TrainConfig), ("`megarl.sft`", SFTConfig), ("`megarl.evaluate`", EvaluateConfig))
     parts = [_INTRODUCTION]
     for title, schema in jobs:
         parts.append(f"## {title}: {_doc(schema)}")
         if any(item.section is None for item in keys_of(schema)):
             parts.append(_table(schema()))
-        parts += _sections(schema)
+        same = _as_in_training(schema) if schema is not TrainConfig else []
+        parts += _sections(schema, leave_out=same)
+        if same:
+            parts.append(f"As in `megarl.train`: {', '.join(f'`{path}`' for path in same)}.")
     parts.append("## Shared sections")
     for shared, title in _SHARED.items():
         parts += [f"### {title}", _doc(shared), _table(shared())]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def _sections(schema: Any, prefix: str = "") -> Iterator[str]:
+def _as_in_training(schema: Any, training: Any = TrainConfig, prefix: str = "") -> list[str]:
+    """Paths of the topmost sections that are the same in both jobs."""
+    others = {item.name: item for item in keys_of(training)}
+    same = []
     for item in keys_of(schema):
-        if item.section is None or item.section in _SHARED:
+        other, path = others.get(item.name), f"{prefix}{item.name}"
+        if item.section is None or other is None or other.section is None:
             continue
+        if other.default == item.default:
+            same.append(path)
+        else:
+            same += _as_in_training(item.default, other.default, f"{path}.")
+    return same
+
+
+def _sections(schema: Any, prefix: str = "", leave_out: Sequence[str] = ()) -> Iterator[str]:
+    for item in keys_of(schema):
         path = f"{prefix}{item.name}"
+        if item.section is None or item.section in _SHARED or path in leave_out:
+            continue
         yield f"### `{path}`\n\n{_doc(item.section)}"
         if any(inner.section is None or inner.section in _SHARED for inner in keys_of(item.default)):
             yield _table(item.default)
-        yield from _sections(item.default, f"{path}.")
+        yield from _sections(item.default, f"{path}.", leave_out)
 
 
 def _table(instance: Any) -> str:

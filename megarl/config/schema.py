@@ -17,7 +17,8 @@ from megarl.config.parts import (
     MegatronConfig,
     ModelPathConfig,
     OptimConfig,
-    RunConfig,
+    RowConfig,
+    TrainingRunConfig,
     UpdateBatchConfig,
 )
 from megarl.config.rollout_correction import RolloutCorrectionConfig
@@ -25,8 +26,8 @@ from megarl.config.saving import CheckpointConfig
 
 
 @dataclass
-class DataConfig(DataSourceConfig):
-    """Prompts: files, lengths and how many make a step. `train_batch_size` counts prompts."""
+class PromptsConfig(RowConfig):
+    """Prompts to answer: held-out files and lengths."""
 
     val_files: list[str] = key([], "Parquet file or files to validate on; empty = no validation.")
     max_prompt_length: int = key(512, "Longest prompt, in tokens.", at_least=1)
@@ -38,6 +39,11 @@ class DataConfig(DataSourceConfig):
     filter_overlong_prompts: bool = key(
         False, "Drop prompts longer than `max_prompt_length` (counted) instead of applying `truncation`."
     )
+
+
+@dataclass
+class DataConfig(DataSourceConfig, PromptsConfig):
+    """Prompts: files, lengths and how many make a step. `train_batch_size` counts prompts."""
 
 
 @dataclass
@@ -133,13 +139,19 @@ class RolloutConfig(LogProbBatchConfig):
 
 
 @dataclass
-class ActorRolloutRefConfig:
-    """The policy: its model, its update, the reference, and generation."""
+class PolicyConfig:
+    """A policy that only answers: its model, and generation."""
 
     model: ModelPathConfig = section(ModelPathConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+
+
+@dataclass
+class ActorRolloutRefConfig(PolicyConfig):
+    """The policy: its model, its update, the reference, and generation."""
+
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
-    rollout: RolloutConfig = section(RolloutConfig)
 
 
 @dataclass
@@ -190,6 +202,21 @@ class CustomRewardConfig:
     name: str = key(
         "compute_score", "Its name; it is called as fn(data_source, solution_str, ground_truth, extra_info)."
     )
+
+
+@dataclass
+class AnswersConfig:
+    """What training and evaluation share, and agent loops may read: prompts, a policy that answers, and a reward."""
+
+    data: PromptsConfig = section(PromptsConfig)
+    actor_rollout_ref: PolicyConfig = section(PolicyConfig)
+    do_search: bool = key(False, "Lead conversations with `search_agent`, which asks `retriever.url`.")
+    max_turns: int = key(
+        2, "Turns after which `search_agent` is answered; one more follows, without a search.", at_least=0
+    )
+    retriever: RetrieverConfig = section(RetrieverConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
 
 
 @dataclass
@@ -245,7 +272,15 @@ class SyncConfig:
 
 
 @dataclass
-class TrainerConfig(RunConfig):
+class ValidationRecordsConfig:
+    """What is kept of validation answers."""
+
+    validation_data_dir: str | None = key(None, "Folder for validation answers as `<step>.jsonl`; null = none.")
+    log_val_generations: int = key(0, "Validation answers to show in the trackers.", at_least=0)
+
+
+@dataclass
+class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
     """The run: length, devices, validation, checkpoints and records."""
 
     critic_warmup: int = key(0, "Steps in which only the critic learns.", at_least=0)
@@ -274,24 +309,15 @@ class TrainerConfig(RunConfig):
         "max", "Whether the best is the largest or the smallest; read with `best_metric`.", choices=("max", "min")
     )
     rollout_data_dir: str | None = key(None, "Folder for every step's answers as `<step>.jsonl`; null = none.")
-    validation_data_dir: str | None = key(None, "Folder for validation answers as `<step>.jsonl`; null = none.")
-    log_val_generations: int = key(0, "Validation answers to show in the trackers.", at_least=0)
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(AnswersConfig):
     """Reinforcement learning: PPO or GRPO."""
 
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)
-    do_search: bool = key(False, "Lead conversations with `search_agent`, which asks `retriever.url`.")
-    max_turns: int = key(
-        2, "Turns after which `search_agent` is answered; one more follows, without a search.", at_least=0
-    )
-    retriever: RetrieverConfig = section(RetrieverConfig)
-    reward_model: RewardModelConfig = section(RewardModelConfig)
-    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     sync: SyncConfig = section(SyncConfig)
     trainer: TrainerConfig = section(TrainerConfig)

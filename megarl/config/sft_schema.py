@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.keys import key, section
-from megarl.config.parts import DataSourceConfig, MegatronConfig, ModelPathConfig, OptimConfig, RunConfig
+from megarl.config.parts import DataSourceConfig, MegatronConfig, ModelPathConfig, OptimConfig, TrainingRunConfig
 from megarl.config.saving import CheckpointConfig
 
 
@@ -26,7 +26,7 @@ class SFTDataConfig(DataSourceConfig):
 
 
 @dataclass
-class SFTRunConfig(RunConfig):
+class SFTRunConfig(TrainingRunConfig):
     """The run: length, devices, checkpoints and records."""
 
     max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null = all.", at_least=1)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import megarl
-from megarl.config import SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.keys import walk
 
 PACKAGE = Path(megarl.__file__).parent
@@ -104,7 +104,7 @@ def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:
     return unread
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig])
+@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvaluateConfig])
 def test_every_key_is_read(schema: Any, pairs: set[tuple[str, str]]) -> None:
     unread = unread_keys(schema, pairs)
     assert not unread, f"nothing reads {', '.join(unread)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config import SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.keys import walk
 from megarl.config.parts import KL_KINDS, LOSS_AGG_MODES
 from megarl.config.reference import render_reference
@@ -19,7 +19,7 @@ def test_committed_page_is_up_to_date() -> None:
 
 def test_every_key_is_on_the_page() -> None:
     page = render_reference()
-    for schema in (TrainConfig, SFTConfig):
+    for schema in (TrainConfig, SFTConfig, EvaluateConfig):
         for path, item in walk(schema):
             if item.section is None:
                 assert f"| `{item.name}` | " in page, path

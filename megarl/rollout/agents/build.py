@@ -17,12 +17,12 @@ from megarl.rollout.tools import find_parser, load_tools
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config import TrainConfig
+    from megarl.config import AnswersConfig
 
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
 
-def default_agent_loop(config: TrainConfig) -> str:
+def default_agent_loop(config: AnswersConfig) -> str:
     """The loop of rows that name none in ``agent_name``."""
     agent: AgentConfig = config.actor_rollout_ref.rollout.agent
     if agent.default_agent_loop is not None:
@@ -32,7 +32,7 @@ def default_agent_loop(config: TrainConfig) -> str:
     return "tool_agent" if config.actor_rollout_ref.rollout.multi_turn.enable else "single_turn_agent"
 
 
-def conversation_limits(config: TrainConfig) -> Limits:
+def conversation_limits(config: AnswersConfig) -> Limits:
     """Where conversations end at the latest."""
     multi_turn: MultiTurnConfig = config.actor_rollout_ref.rollout.multi_turn
     agent: AgentConfig = config.actor_rollout_ref.rollout.agent
@@ -45,7 +45,7 @@ def conversation_limits(config: TrainConfig) -> Limits:
     )
 
 
-def check_agent_loops(config: TrainConfig) -> None:
+def check_agent_loops(config: AnswersConfig) -> None:
     """Checks, before anything starts, that the configuration's loops and tools are there.
 
     Loops that rows alone name are found when the first of these rows is met.
@@ -64,7 +64,7 @@ def check_agent_loops(config: TrainConfig) -> None:
 
 
 def build_agent_loops(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, names: Iterable[str]
+    config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, names: Iterable[str]
 ) -> dict[str, AgentLoop]:
     """The loops that rows name, ready to lead conversations.
 

@@ -18,7 +18,7 @@ from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config import TrainConfig
+    from megarl.config import AnswersConfig
 
 Message: TypeAlias = Mapping[str, Any]
 TrajectoryEnd: TypeAlias = Literal["stop", "length", "turns", "error"]
@@ -144,7 +144,7 @@ class AgentLoop(abc.ABC):
     """Leads conversations, many at a time: state of a conversation belongs into :meth:`run`, not onto the loop."""
 
     @classmethod
-    def create(cls, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
+    def create(cls, config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
         """Builds the loop.
 
         Args:

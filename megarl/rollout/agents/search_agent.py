@@ -16,7 +16,7 @@ from megarl.rollout.agents.search_protocol import INVALID, STOP, Action, informa
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config import TrainConfig
+    from megarl.config import AnswersConfig
 
 
 @register_agent_loop("search_agent")
@@ -49,7 +49,7 @@ class SearchLoop(AgentLoop):
         self._around = len(self._ids(information("")))
 
     @classmethod
-    def create(cls, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
+    def create(cls, config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
         """As the base says.
 
         Raises:

@@ -12,7 +12,7 @@ from megarl.rollout.agents.registry import register_agent_loop
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config import TrainConfig
+    from megarl.config import AnswersConfig
 
 
 @register_agent_loop("single_turn_agent")
@@ -31,7 +31,7 @@ class SingleTurnLoop(AgentLoop):
         self.template_kwargs = dict(template_kwargs or {})
 
     @classmethod
-    def create(cls, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
+    def create(cls, config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
         """As the base says."""
         return cls(tokenizer, config.data.apply_chat_template_kwargs, **options)
 

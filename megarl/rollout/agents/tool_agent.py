@@ -18,7 +18,7 @@ from megarl.rollout.tools.calling import check_truncate_side
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config import TrainConfig
+    from megarl.config import AnswersConfig
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ToolLoop(AgentLoop):
         self.schemas = [equipped.tool.declaration for equipped in tools.values()]
 
     @classmethod
-    def create(cls, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
+    def create(cls, config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
         """As the base says.
 
         Raises:

@@ -1,0 +1,12 @@
+"""The kinds of jobs."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+from megarl.config.evaluate_schema import EvaluateConfig
+from megarl.config.schema import TrainConfig
+from megarl.config.sft_schema import SFTConfig
+
+JobConfig: TypeAlias = TrainConfig | SFTConfig | EvaluateConfig
+JobT = TypeVar("JobT", bound=JobConfig)
