@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -282,7 +283,7 @@ class EngineEnd:
 
     def checksums(self) -> Done:
         """What the engines hold."""
-        return Done(self._call("rollout", "weight_shares"))
+        return Done([share for replica in self._call("rollout", "weight_shares") for share in replica])
 
     def close_transfer(self, completed: bool) -> Done:
         """Nothing more is received."""
@@ -301,7 +302,7 @@ class Megarl:
 
         from megarl.models import ParallelLayout, WeightMap, read_model_config
         from megarl.rewards.manager import RewardManager
-        from megarl.sharding import RolloutLayout, Routes, ShardingManager, build_plan
+        from megarl.sharding import RolloutLayout, Routes, ShardingManager, build_plan, replica_parts
 
         self.mix, self.recompute = mix, recompute
         self.processes = Processes(folder, mix, free_port())
@@ -310,9 +311,11 @@ class Megarl:
         )
         for role in ("actor", "rollout"):
             self.processes.call(role, "init_model")
-        routes = Routes(self.processes.call("actor", "sync_place"), self.processes.call("rollout", "sync_place"))
-        for role in ("actor", "rollout"):
-            self.processes.call(role, "connect_sync", plan, routes, None, "float32")
+        engines = itertools.chain(*self.processes.call("rollout", "sync_places"))
+        routes = Routes(self.processes.call("actor", "sync_place"), tuple(engines))
+        self.processes.call("actor", "connect_sync", plan, routes, None, "float32")
+        given = [(parts, routes, None, "float32") for parts in replica_parts(plan)]
+        self.processes.scatter("rollout", "connect_sync", given)
         self.sync = ShardingManager(plan, ActorEnd(self.processes), EngineEnd(self.processes))
         self.sync.sync_weights()
         self.rewards = RewardManager(score, PreTrainedTokenizerFast.from_pretrained(folder))

@@ -159,7 +159,7 @@ class RolloutRank:
 
         from megarl.rollout.embedded.weights import WeightStore
         from megarl.sharding.links import Links
-        from megarl.sharding.receiver import BucketReceiver, largest_bucket, sources
+        from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, sources
 
         torch.set_num_threads(1)
         self.params = WeightMap(config).rollout_params(tp, rank)
@@ -170,7 +170,8 @@ class RolloutRank:
         received = plan.received_by(rank)
         size = largest_bucket(received, torch.bfloat16, frozenset())
         links = Links.of_rollout(routes, rank, sources(received), torch.device("cpu"), address, size)
-        self.receiver = BucketReceiver(plan, rank, self.params, self, links, torch.bfloat16)
+        own = BucketReceiver(plan, rank, self.params, self, links, torch.bfloat16)
+        self.receiver = ReplicaReceiver(self, [own])
         self.memory = Memory()
 
     def map(self, segments: Sequence[tuple[int, int, str, int]], shares: Sequence[tuple[int, int]]) -> None:
@@ -197,7 +198,7 @@ class RolloutRank:
         """Begins an update, of the engine's weights or by way of the receiver."""
         self.store.begin(version)
 
-    def update_weights(self, updates: Any) -> None:
+    def update_weights(self, updates: Any, rank: int) -> None:
         """Of the engine's weights."""
         self.store.write(updates)
 

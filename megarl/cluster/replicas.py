@@ -14,17 +14,17 @@ class GroupReplica:
     """One replica of a rollout group.
 
     Args:
-        group: its workers have the verb ``exchange``.
-        rank: the rank that speaks for the replica.
+        group: its workers have the verb ``exchange``; each speaks for one replica.
+        replica: number of the replica.
     """
 
-    def __init__(self, group: WorkerGroup, rank: int) -> None:
-        self._group, self._rank = group, rank
+    def __init__(self, group: WorkerGroup, replica: int) -> None:
+        self._group, self._replica = group, replica
 
     async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
         """See :meth:`megarl.rollout.router.Replica.exchange`."""
         try:
-            done: list[Completion] = await self._group.call_on(self._rank, "exchange", requests, aborted, slice_s)
+            done: list[Completion] = await self._group.call_on(self._replica, "exchange", requests, aborted, slice_s)
         except WorkerFailed as failure:
             if failure.died:
                 raise ReplicaLost(str(failure)) from failure

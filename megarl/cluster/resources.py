@@ -122,8 +122,8 @@ def _shortage(pools: Sequence[ResourcePool], failing: ResourcePool, nodes: Seque
 class PlacedPool:
     """A pool whose devices are reserved in Ray.
 
-    Made by :func:`place_pools`. Rank ``r`` of a role lives on device ``r % num_devices``; devices are numbered node by
-    node, so neighbouring ranks share a node.
+    Made by :func:`place_pools`. Rank ``r`` of a role with one device per rank lives on device ``r % num_devices``;
+    devices are numbered node by node, so neighbouring ranks share a node.
     """
 
     def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup]) -> None:
@@ -148,6 +148,18 @@ class PlacedPool:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         return {**self.pool.process_options(), "scheduling_strategy": strategy}
 
+    def gpu_ids(self, ranks: Sequence[int]) -> list[str]:
+        """By what their node calls the GPUs of ranks, for a process that computes on all of them.
+
+        Raises:
+            ResourceError: they are not on one node.
+        """
+        if len({self._node(rank) for rank in ranks}) > 1:
+            devices = [self.device_of(rank) for rank in ranks]
+            raise ResourceError(f"pool {self.pool.name!r}: devices {devices} of one process are on different nodes")
+        probe = ray.remote(_gpu_id)
+        return ray.get([probe.options(**self.actor_options(rank)).remote() for rank in ranks])
+
     def close(self) -> None:
         """Give the devices back; processes still on them are killed by Ray."""
         for group in self._groups:
@@ -155,6 +167,12 @@ class PlacedPool:
 
     def _node(self, rank: int) -> str:
         return self._devices[self.device_of(rank)][2]
+
+
+def _gpu_id() -> str:
+    """The GPU that Ray gave the task."""
+    (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return str(gpu)
 
 
 def place_pools(pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.cluster.worker_group import Pending, Scattered, WorkerGroup
 
 
@@ -10,7 +12,7 @@ class GroupSource:
 
     Args:
         group: the training role.
-        destinations: number of rollout ranks.
+        destinations: number of rollout ranks, of all replicas together.
     """
 
     def __init__(self, group: WorkerGroup, destinations: int) -> None:
@@ -43,10 +45,10 @@ class GroupSource:
 
 
 class GroupTarget:
-    """The rollout ranks, numbered ``replica * tp + tp_rank``: a group of layout ``(tp, dp=replicas)``.
+    """The rollout ranks: a group with one process per replica, which speaks for all of the replica's ranks.
 
-    Its workers have the verbs named here, ``import_bucket`` with the shipments as second argument, and
-    ``weight_shares()``.
+    Its workers have the verbs named here, ``import_bucket`` with the shipments to all of its ranks as second argument,
+    and ``weight_shares()``, which answers by rank.
 
     Args:
         group: the rollout role.
@@ -67,9 +69,9 @@ class GroupTarget:
         """Gets ready to receive."""
         return self._group.submit("open_transfer", session)
 
-    def checksums(self) -> Pending:
-        """What every engine holds."""
-        return self._group.submit("weight_shares")
+    def checksums(self) -> RankByRank:
+        """What every rank holds."""
+        return RankByRank(self._group.submit("weight_shares"))
 
     def close_transfer(self, completed: bool) -> Pending:
         """Nothing more is received."""
@@ -86,3 +88,18 @@ class GroupTarget:
     def end_update(self, version: int) -> Pending:
         """Makes every engine serve the new weights."""
         return self._group.submit("end_update", version)
+
+
+class RankByRank:
+    """Answers by rank, of a call whose processes answer for several ranks each.
+
+    Args:
+        pending: the call; each process's answer is a list.
+    """
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def result(self) -> list[Any]:
+        """Waits for all processes; raises as :meth:`Pending.result`."""
+        return [answer for process in self._pending.result() for answer in process]

@@ -86,12 +86,14 @@ class WorkerGroup:
             every rank as ``worker_cls(place, **worker_kwargs)``, ``place`` being its ``WorkerPlace``.
         worker_kwargs: the remaining constructor arguments, equal on all ranks.
         layout: parallel sizes; says how many ranks there are and which of them own results.
-        pool: devices to live on, shared with other roles; rank ``r`` is on device ``r % devices``.
+        pool: devices to live on, shared with other roles; with one device per process, rank ``r`` is on device
+            ``r % devices``.
         env: environment variables of the processes, set before the class is imported.
         budgets: how the worker cuts a verb's rows into micro-batches, for the verbs that do.
+        devices_per_process: neighbouring devices that each process computes on; it sees those GPUs and no others.
 
     Raises:
-        ResourceError: the role needs more processes than the pool has GPUs.
+        ResourceError: the role needs more GPUs than the pool has, or a process's are on different nodes.
     """
 
     def __init__(
@@ -103,10 +105,12 @@ class WorkerGroup:
         pool: PlacedPool,
         env: Mapping[str, str] | None = None,
         budgets: Mapping[str, MicroBatchBudget] | None = None,
+        devices_per_process: int = 1,
     ) -> None:
-        if pool.pool.device == "cuda" and layout.world_size > pool.pool.num_devices:
+        needed = layout.world_size * devices_per_process
+        if pool.pool.device == "cuda" and needed > pool.pool.num_devices:
             raise ResourceError(
-                f"{role} with {layout.describe()} needs {layout.world_size} GPUs, pool {pool.pool.name!r} has "
+                f"{role} with {layout.describe()} needs {needed} GPUs, pool {pool.pool.name!r} has "
                 f"{pool.pool.num_devices}, and two ranks of one role cannot share one: use a smaller layout or a "
                 "larger pool"
             )
@@ -117,6 +121,7 @@ class WorkerGroup:
         self._cards: list[WorkerCard] = []
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
         self._pool, self._env, self._worker_cls = pool, dict(env or {}), worker_cls
+        self._span = devices_per_process
         self._actors: list[Any] = [self._host(rank) for rank in range(layout.world_size)]
         self._address = self._actors[0].reserve_address.remote()
         self._kwargs = ray.put(dict(worker_kwargs))
@@ -239,14 +244,17 @@ class WorkerGroup:
     def submit_gather(self, verb: str, payloads: Scattered, *args: Any) -> Pending:
         """Start an ``ALL`` verb as ``verb(*args, list of this rank's payloads)`` when its payloads are there.
 
-        The payloads go from process to process. The result is None; it comes when sources and receivers are done.
+        Destinations are dealt out to the ranks in order, equally many to each. The payloads go from process to
+        process. The result is None; it comes when sources and receivers are done.
 
         Raises:
             AttributeError, WorkerError: as :meth:`submit`.
         """
         mark = self._mark(verb)
+        each = len(payloads.refs[0]) // self.world_size
+        own = [slice(rank * each, (rank + 1) * each) for rank in range(self.world_size)]
         refs = [
-            actor.call_gather.remote(verb, args, *[row[rank] for row in payloads.refs])
+            actor.call_gather.remote(verb, args, *[ref for row in payloads.refs for ref in row[own[rank]]])
             for rank, actor in enumerate(self._actors)
         ]
         tasks = [*payloads.tasks, *self._tasks(refs, verb, mark.phase)]
@@ -301,9 +309,8 @@ class WorkerGroup:
 
     def _host(self, rank: int) -> Any:
         """A process without a worker."""
-        options, environment = self._pool.actor_options(rank), self._environment(self._pool, rank, self._env)
-        host = ray.remote(WorkerProcess).options(**options)
-        return host.remote(self.role, rank, self.world_size, environment)
+        host = ray.remote(WorkerProcess).options(**self._pool.actor_options(rank * self._span))
+        return host.remote(self.role, rank, self.world_size, self._environment(rank))
 
     def _start(self, ranks: Sequence[int]) -> tuple[list[Task], list[Task]]:
         """Starts building the workers of new processes: who they are, then what tells that they are built."""
@@ -323,13 +330,17 @@ class WorkerGroup:
     def _task(self, ref: ray.ObjectRef, rank: int, verb: str, phase: str) -> Task:
         return Task(ref, self.role, rank, verb, phase, self._cards[rank])
 
-    def _environment(self, pool: PlacedPool, rank: int, extra: Mapping[str, str]) -> dict[str, str]:
-        """Variables of one process; ``extra`` wins."""
-        own = {"LOCAL_RANK": str(pool.local_rank(rank))}
-        if pool.pool.device == "cpu":
+    def _environment(self, rank: int) -> dict[str, str]:
+        """Variables of one process; those that the group was given win."""
+        first = rank * self._span
+        own = {"LOCAL_RANK": str(self._pool.local_rank(first))}
+        if self._pool.pool.device == "cpu":
             # Two processes with two threads each on two cores are several times slower than with one.
             own["OMP_NUM_THREADS"] = "1"
-        return {**own, **extra}
+        elif self._span > 1:
+            # A process claims a share of one device's bundle, by which Ray shows it that device alone.
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(self._pool.gpu_ids(range(first, first + self._span)))
+        return {**own, **self._env}
 
 
 def wait_ready(groups: Iterable[WorkerGroup], timeout_s: float | None = None) -> None:

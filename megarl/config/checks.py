@@ -50,13 +50,20 @@ def _replicas(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
             f"{rollout.replicas} replicas x tensor parallel {tp} = {rollout.replicas * tp} devices are more than {pool}"
         )
         yield Problem.at(config, f"{path}.replicas", text)
-    elif tp != 1:
-        why = {
-            "embedded": "runs each replica on one device",
-            "sglang": "has replicas of one rank in a training job: the weight sync does not reach further ranks yet",
-        }
-        text = f"{path}.name={rollout.name} {why.get(rollout.name, 'has replicas of one rank')}; set 1"
+    elif tp > 1 and rollout.name == "embedded":
+        text = f"{path}.name=embedded runs each replica on one device; set 1"
         yield Problem.at(config, f"{path}.tensor_model_parallel_size", text)
+    elif config.trainer.nnodes > 1 and config.trainer.n_gpus_per_node % tp:
+        text = f"a replica does not span nodes: must divide trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
+        yield Problem.at(config, f"{path}.tensor_model_parallel_size", text)
+
+
+def _verification(config: TrainConfig) -> Iterator[Problem]:
+    rollout, path = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.engine_kwargs.sglang.weight_transport"
+    transport = value_at(config, path)
+    if rollout.name == "sglang" and transport != "tensor" and config.sync.verify_freq > 0:
+        text = f"{path}={transport} brings weights when the sync ends, after the comparison; set 0, or 'tensor' there"
+        yield Problem.at(config, "sync.verify_freq", text)
 
 
 def _transport(config: TrainConfig) -> Iterator[Problem]:
@@ -158,6 +165,7 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     _names,
     _layouts,
     _replicas,
+    _verification,
     _transport,
     _groups,
     _critic_warmup,

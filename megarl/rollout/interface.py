@@ -2,8 +2,9 @@
 
 Life of an engine's weights: an engine starts stale (it has none) and serves nothing until they are whole. They come
 from a model folder (:meth:`RolloutEngine.load_hf`) or in a session, ``begin_update(version)``, any number of
-``update_weights(slabs)``, ``end_update(version)``: the engine is stale from the first call on, and serves again only
-if the last finds every element of every parameter written exactly once. A session that fails is begun anew.
+``update_weights(slabs, rank)``, ``end_update(version)``: the engine is stale from the first call on, and serves again only
+if the last finds every element of every parameter written exactly once. A session that fails is begun anew. An engine
+of several tensor-parallel ranks is given the shard of each, in the form of ``WeightMap.rollout_params(tp, rank)``.
 
 Life of a request: :meth:`RolloutEngine.submit` hands it in, :meth:`RolloutEngine.poll` gives its completion, once, when
 it has ended; others may come and go meanwhile. :meth:`RolloutEngine.generate` is both for a whole list.
@@ -150,6 +151,11 @@ class EngineOptions:
     max_model_len: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
 
+    def device_of(self, rank: int) -> str:
+        """Where a tensor-parallel rank computes: ranks have consecutive devices, from ``device`` on."""
+        kind, _, first = self.device.partition(":")
+        return kind if kind == "cpu" else f"{kind}:{int(first or 0) + rank}"
+
 
 class RolloutEngine(abc.ABC):
     """A generator of token sequences whose weights are replaced between batches. Not thread-safe."""
@@ -241,15 +247,15 @@ class RolloutEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def update_weights(self, slabs: Iterable[Slab]) -> None:
-        """Writes one bucket into the weights, in place.
+    def update_weights(self, slabs: Iterable[Slab], rank: int = 0) -> None:
+        """Writes one bucket into the shard of a tensor-parallel rank, in place.
 
         Each slab is checked before it is written, then written before the next is drawn from the iterable. The
         tensors are not kept: their memory may be reused as soon as the call returns.
 
         Raises:
-            WeightSyncError: no session is open, or a slab has an unknown name, does not fit its parameter, or
-                overlaps what the session already wrote. The session is then lost.
+            WeightSyncError: no session is open, there is no such rank, or a slab has an unknown name, does not fit its
+                parameter, or overlaps what the session already wrote. The session is then lost.
         """
 
     @abc.abstractmethod
@@ -273,12 +279,15 @@ class RolloutEngine(abc.ABC):
         """State of the engine; never raises."""
 
     @abc.abstractmethod
-    def weights(self) -> Mapping[str, Tensor]:
-        """The parameters as held, by name: to be read, for verification; valid until weights change."""
+    def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
+        """A rank's parameters as held, by name: to be read, for verification; valid until weights change.
+
+        During a session they are what was written by then.
+        """
 
     @abc.abstractmethod
-    def checksum(self) -> dict[str, str]:
-        """Digest of each parameter as held, by :func:`megarl.models.checksum.tensor_checksum`, for comparison."""
+    def checksum(self, rank: int = 0) -> dict[str, str]:
+        """Digest of each of a rank's parameters as held, by :func:`megarl.models.checksum.tensor_checksum`."""
 
     @abc.abstractmethod
     def shutdown(self) -> None:

@@ -5,7 +5,7 @@ Tensors move in :mod:`sender`, :mod:`receiver` and :mod:`transports`; what is ex
 
 from megarl.sharding.coverage import check_coverage
 from megarl.sharding.manager import Pending, ShardingManager, SyncOptions, SyncSource, SyncTarget
-from megarl.sharding.parts import PlanPart, receiver_parts, sender_parts
+from megarl.sharding.parts import PlanPart, receiver_parts, replica_parts, sender_parts
 from megarl.sharding.placement import Placement, RolloutLayout, Slot
 from megarl.sharding.places import ProcessPlace, Routes
 from megarl.sharding.plan import Bucket, Move, ReshardPlan, build_plan
@@ -28,5 +28,6 @@ __all__ = [
     "build_plan",
     "check_coverage",
     "receiver_parts",
+    "replica_parts",
     "sender_parts",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -87,6 +88,13 @@ def receiver_parts(plan: ReshardPlan) -> Iterator[PlanPart]:
             plan.bucket[replica, parcels],
         )
         yield _part(plan, rank, False, tables[target], columns)
+
+
+def replica_parts(plan: ReshardPlan) -> Iterator[tuple[PlanPart, ...]]:
+    """The parts of all replicas: of each, those of its ranks."""
+    parts = receiver_parts(plan)
+    for _ in range(plan.rollout.replicas):
+        yield tuple(itertools.islice(parts, plan.rollout.tp))
 
 
 def _part(

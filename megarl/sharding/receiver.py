@@ -1,9 +1,10 @@
-"""The receiving side of a sync: one rollout rank imports its part of each bucket into its engine."""
+"""The receiving side of a sync: the ranks of a replica import their parts of each bucket into its engine."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +29,8 @@ class WeightTarget(Protocol):
     def begin_update(self, version: int) -> None:
         """From here on the engine is stale and serves nothing."""
 
-    def update_weights(self, updates: list[Update]) -> None:
-        """Copies rectangles into the weights, at the latest in the order of the device's current stream."""
+    def update_weights(self, updates: list[Update], rank: int) -> None:
+        """Copies rectangles into a tensor-parallel rank's shard, at the latest in the order of the current stream."""
 
     def end_update(self, version: int) -> None:
         """All weights are those of ``version``; the engine serves again."""
@@ -45,13 +46,13 @@ def route_shipments(exports: Iterable[Mapping[int, Shipment]]) -> dict[int, list
 
 
 class BucketReceiver:
-    """A rollout rank's side of every sync: an update ends only when every bucket was written exactly once.
+    """A rollout rank's side of every sync; it belongs to a :class:`ReplicaReceiver`.
 
     Args:
         plan: the plan, or this rank's part of it.
         rank: the rollout rank.
         params: what the rank holds (:meth:`WeightMap.rollout_params`); the plan's coverage of it is checked here.
-        engine: the rank's engine.
+        engine: the replica's engine.
         links: the ways from the training ranks.
         dtype: number format in which the weights are sent.
 
@@ -70,12 +71,12 @@ class BucketReceiver:
     ) -> None:
         check_coverage(plan, {rank: params})
         self._buckets = [_packings(bucket, dtype, plan.float32_params) for bucket in plan.received_by(rank)]
-        self._rank, self._engine, self._links = rank, engine, links
+        self.rank, self._engine, self._links = rank, engine, links
+        self._shard = rank % plan.rollout.tp
         self._next = 0
 
-    def begin_update(self, version: int) -> None:
-        """Starts an update, also after one that failed: all buckets are to come."""
-        self._engine.begin_update(version)
+    def begin(self) -> None:
+        """All buckets are to come, also after an update that failed."""
         self._next = 0
 
     def open(self, session: int) -> None:
@@ -94,12 +95,12 @@ class BucketReceiver:
                 be reached.
         """
         if index != self._next:
-            raise WeightSyncError(f"rollout rank {self._rank} received bucket {index}, expected {self._next}")
+            raise WeightSyncError(f"rollout rank {self.rank} received bucket {index}, expected {self._next}")
         packings = self._buckets[index]
         senders = sorted(shipment.src_rank for shipment in shipments)
         if senders != sorted(packings):
             raise WeightSyncError(
-                f"rollout rank {self._rank} received shipments of training ranks {senders}, the plan says "
+                f"rollout rank {self.rank} received shipments of training ranks {senders}, the plan says "
                 f"{sorted(packings)}"
             )
         by_transport: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -108,22 +109,21 @@ class BucketReceiver:
         for name, payloads in by_transport.items():
             transport = self._links.transports[name]
             for src_rank, data in transport.receive(payloads):
-                self._engine.update_weights(self._updates(src_rank, packings[src_rank], data))
+                self._engine.update_weights(self._updates(src_rank, packings[src_rank], data), self._shard)
             transport.settle()
         self._next += 1
 
-    def end_update(self, version: int) -> None:
-        """Ends the update: the engine serves the new weights.
+    def check_complete(self, version: int) -> None:
+        """Makes sure that every bucket was written.
 
         Raises:
-            WeightSyncError: buckets are missing; the engine stays stale.
+            WeightSyncError: buckets are missing.
         """
         if self._next != len(self._buckets):
             raise WeightSyncError(
-                f"rollout rank {self._rank} received {self._next} of {len(self._buckets)} weight buckets; "
+                f"rollout rank {self.rank} received {self._next} of {len(self._buckets)} weight buckets; "
                 f"version {version} is incomplete"
             )
-        self._engine.end_update(version)
 
     def close(self, completed: bool) -> int:
         """No bucket comes any more: the transports give back what they need not keep.
@@ -137,11 +137,71 @@ class BucketReceiver:
     def _updates(self, src_rank: int, packing: Packing, data: Tensor) -> list[Update]:
         if len(data) != packing.nbytes:
             raise WeightSyncError(
-                f"the shipment of training rank {src_rank} to rollout rank {self._rank} has {len(data)} bytes, the "
+                f"the shipment of training rank {src_rank} to rollout rank {self.rank} has {len(data)} bytes, the "
                 f"plan says {packing.nbytes}"
             )
         views = zip(packing.moves, packing.views(data), strict=True)
         return [(move.dst_param, move.dst_start, values) for move, values in views]
+
+
+class ReplicaReceiver:
+    """A replica's side of every sync: an update ends only when every bucket was written exactly once, on every rank.
+
+    Args:
+        engine: of the replica; it begins and ends an update once, whatever the number of its ranks.
+        ranks: all ranks of the replica.
+    """
+
+    def __init__(self, engine: WeightTarget, ranks: Iterable[BucketReceiver]) -> None:
+        self._engine = engine
+        self._ranks = {receiver.rank: receiver for receiver in ranks}
+
+    def begin_update(self, version: int) -> None:
+        """Starts an update, also after one that failed: all buckets are to come."""
+        self._engine.begin_update(version)
+        for receiver in self._ranks.values():
+            receiver.begin()
+
+    def open(self, session: int) -> None:
+        """Gets ready to receive; waits for the other processes where ``session`` is new.
+
+        Raises:
+            WeightSyncError: a process did not come.
+        """
+        # Side by side: a training rank lets none of its peers go on before all of them are there.
+        with ThreadPoolExecutor(len(self._ranks)) as threads:
+            list(threads.map(lambda receiver: receiver.open(session), self._ranks.values()))
+
+    def import_bucket(self, index: int, shipments: Iterable[Shipment]) -> None:
+        """Writes bucket ``index`` of all ranks; when it returns, the senders may use their memory again.
+
+        Raises:
+            WeightSyncError: a shipment is for another replica, or as of :meth:`BucketReceiver.import_bucket`.
+        """
+        routed = route_shipments([{shipment.dst_rank: shipment} for shipment in shipments])
+        strange = sorted(routed.keys() - self._ranks.keys())
+        if strange:
+            raise WeightSyncError(f"rollout ranks {sorted(self._ranks)} received a shipment for rank {strange[0]}")
+        for rank, receiver in self._ranks.items():
+            receiver.import_bucket(index, routed.get(rank, []))
+
+    def end_update(self, version: int) -> None:
+        """Ends the update: the engine serves the new weights.
+
+        Raises:
+            WeightSyncError: buckets are missing; the engine stays stale.
+        """
+        for receiver in self._ranks.values():
+            receiver.check_complete(version)
+        self._engine.end_update(version)
+
+    def close(self, completed: bool) -> int:
+        """No bucket comes any more: the transports give back what they need not keep.
+
+        Returns:
+            The most bytes that this process held for the sync at once, besides its weights.
+        """
+        return sum(receiver.close(completed) for receiver in self._ranks.values())
 
 
 def sources(buckets: Sequence[Bucket]) -> set[int]:

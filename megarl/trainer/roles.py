@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from megarl.sharding import (
     ShardingManager,
     SyncOptions,
     build_plan,
-    receiver_parts,
+    replica_parts,
     sender_parts,
 )
 from megarl.workers.layouts import layout_of
@@ -56,8 +57,7 @@ class Roles:
 
     def replicas(self) -> list[GroupReplica]:
         """The rollout replicas, as the router sees them."""
-        size = self.rollout.layout.tp
-        return [GroupReplica(self.rollout, replica * size) for replica in range(self.rollout.layout.dp)]
+        return [GroupReplica(self.rollout, replica) for replica in range(self.rollout.world_size)]
 
     def sync_weights(self) -> dict[str, float]:
         """Give the rollout replicas the actor's weights; see :meth:`ShardingManager.sync_weights`."""
@@ -69,15 +69,15 @@ class Roles:
 
     def _replacing_the_dead(self, action: Callable[[], _Result]) -> _Result:
         """Does something with all replicas, again and again while each time another one turns out to be dead."""
-        for _ in range(self.rollout.layout.dp):
+        for _ in range(self.rollout.world_size):
             try:
                 return action()
             except (WeightSyncError, WorkerFailed) as error:
-                rank = _dead_rank(error, self.rollout.role)
-                if rank is None:
+                replica = _dead_rank(error, self.rollout.role)
+                if replica is None:
                     raise
-                logger.warning("rollout replica %d is lost and is replaced: %s", rank // self.rollout.layout.tp, error)
-                self.replace_replicas([rank // self.rollout.layout.tp])
+                logger.warning("rollout replica %d is lost and is replaced: %s", replica, error)
+                self.replace_replicas([replica])
         return action()
 
     def replace_replicas(self, lost: Collection[int]) -> None:
@@ -86,10 +86,9 @@ class Roles:
         Raises:
             WorkerError: a new process failed.
         """
-        size = self.rollout.layout.tp
-        ranks = [replica * size + rank for replica in sorted(lost) for rank in range(size)]
-        self.rollout.restart(ranks)
-        self.rollout.submit_on(ranks, "init_model").result()
+        replicas = sorted(lost)
+        self.rollout.restart(replicas)
+        self.rollout.submit_on(replicas, "init_model").result()
         version = self.sharding_manager.version
         self.sharding_manager = self.connect(self.actor, self.rollout)
         self.sharding_manager.version = version
@@ -223,27 +222,28 @@ class RoleBuilder:
             device=self.config.trainer.device,
             config=rollout,
         )
-        layout = ParallelLayout(tp=rollout.tensor_model_parallel_size, dp=rollout.replicas or 1)
-        return self._group("rollout", "megarl.workers.rollout:RolloutWorker", {"settings": settings}, layout)
+        worker, kwargs = "megarl.workers.rollout:RolloutWorker", {"settings": settings}
+        layout, devices = ParallelLayout(dp=rollout.replicas or 1), rollout.tensor_model_parallel_size
+        return WorkerGroup("rollout", worker, kwargs, layout, self.pool, devices_per_process=devices)
 
     def _connect(self, actor: WorkerGroup, rollout: WorkerGroup) -> ShardingManager:
-        sync, config, tp = self.config.sync, self.policy, rollout.layout.tp
-        train, engines = wait_all([group.submit("sync_place") for group in (actor, rollout)])
-        routes = Routes(tuple(train), tuple(engines), sync.transport)
+        sync, config, tp = self.config.sync, self.policy, self.policy.rollout.tensor_model_parallel_size
+        train, engines = wait_all([actor.submit("sync_place"), rollout.submit("sync_places")])
+        routes = Routes(tuple(train), tuple(itertools.chain(*engines)), sync.transport)
         plan = build_plan(
             WeightMap(read_model_config(config.model.path)),
             actor.layout,
-            RolloutLayout(tp=tp, replicas=rollout.layout.dp),
+            RolloutLayout(tp=tp, replicas=rollout.world_size),
             sync.bucket_megabytes * 2**20,
             ELEMENT_BYTES[config.rollout.dtype],
             routes.placement(),
         )
         address = actor.host_sync()[0]._replace(timeout_s=sync.timeout_s) if routes.need_meeting() else None
         given = (routes, address, config.rollout.dtype)
-        parts = ((actor, sender_parts(plan, actor.world_size)), (rollout, receiver_parts(plan)))
+        parts = ((actor, sender_parts(plan, actor.world_size)), (rollout, replica_parts(plan)))
         wait_all([group.submit("connect_sync", PerRank(own), *given) for group, own in parts])
         options = SyncOptions(sync.verify_freq, config.rollout.free_cache_engine, tp)
-        return ShardingManager(plan, GroupSource(actor, rollout.world_size), GroupTarget(rollout), options)
+        return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), GroupTarget(rollout), options)
 
     def _group(
         self,

@@ -15,7 +15,7 @@ from megarl.rollout.settings import engine_options
 from megarl.sharding.links import Address, Links
 from megarl.sharding.parts import PlanPart
 from megarl.sharding.places import ProcessPlace, Routes, this_place
-from megarl.sharding.receiver import BucketReceiver, Shipment, largest_bucket, sources
+from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, Shipment, largest_bucket, sources
 from megarl.sharding.verification import Share, shares_of
 from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.place import WorkerPlace
@@ -23,25 +23,31 @@ from megarl.workers.settings import RolloutSettings
 
 
 class RolloutWorker:
-    """Holds an engine and lets the driver's router have it. Weights come from the actor only.
+    """Holds a replica's engine and lets the driver's router have it. Weights come from the actor only.
+
+    One process speaks for all tensor-parallel ranks of its replica: their shards are received here, and the engine
+    brings each to the rank that it is of.
 
     Args:
-        place: its rank is ``replica * tensor parallel + tensor-parallel rank``; an engine of one process meets nobody.
+        place: its rank is the replica's number; replicas do not meet each other.
         settings: what the replica is built from.
     """
 
     def __init__(self, place: WorkerPlace, *, settings: RolloutSettings) -> None:
-        self.rank = place.rank
+        self.replica = place.rank
         self.settings = settings
-        self._receiver: BucketReceiver
+        self._receiver: ReplicaReceiver
 
     @verb(Dispatch.ALL)
     def init_model(self) -> None:
         """Build the engine, stale until the first weight sync."""
         settings: RolloutSettings = self.settings
         rollout: RolloutConfig = settings.config
-        self.model_config = read_model_config(settings.model_path)
-        self.engine = create_engine(rollout.name, settings.model_path, engine_options(rollout, settings.device))
+        weights, tp = WeightMap(read_model_config(settings.model_path)), rollout.tensor_model_parallel_size
+        self._params = [weights.rollout_params(tp, rank) for rank in range(tp)]
+        options = engine_options(rollout, settings.device)
+        self._devices = [options.device_of(rank) for rank in range(tp)]
+        self.engine = create_engine(rollout.name, settings.model_path, options)
 
     @verb(Dispatch.RANK, phase="gen")
     def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
@@ -49,20 +55,24 @@ class RolloutWorker:
         return exchange(self.engine, requests, aborted, slice_s)
 
     @verb(Dispatch.ALL)
-    def sync_place(self) -> ProcessPlace:
-        """Where this process runs, by which ways from the actor are chosen."""
-        return this_place(self.settings.device)
+    def sync_places(self) -> list[ProcessPlace]:
+        """Where the replica's ranks are, by which ways from the actor are chosen."""
+        return [this_place(device) for device in self._devices]
 
     @verb(Dispatch.ALL)
-    def connect_sync(self, plan: PlanPart, routes: Routes, address: Address | None, dtype: str) -> None:
-        """Get ready to receive weights by a plan, whose coverage of this engine is checked here."""
-        buckets, sent = plan.received_by(self.rank), getattr(torch, dtype)
-        size = largest_bucket(buckets, sent, plan.float32_params)
-        device = torch.device(self.settings.device)
-        links = Links.of_rollout(routes, self.rank, sources(buckets), device, address, size)
-        self._params = WeightMap(self.model_config).rollout_params(tp=1, tp_rank=0)
-        self._receiver = BucketReceiver(plan, self.rank, self._params, self.engine, links, sent)
-        self._sent_as = sent, plan.float32_params
+    def connect_sync(self, parts: Sequence[PlanPart], routes: Routes, address: Address | None, dtype: str) -> None:
+        """Get ready to receive weights by the parts of a plan, of which each of the replica's ranks has one."""
+        sent: torch.dtype = getattr(torch, dtype)
+
+        def receiver(rank: int, part: PlanPart) -> BucketReceiver:
+            buckets = part.received_by(part.rank)
+            size = largest_bucket(buckets, sent, part.float32_params)
+            device = torch.device(self._devices[rank])
+            links = Links.of_rollout(routes, part.rank, sources(buckets), device, address, size)
+            return BucketReceiver(part, part.rank, self._params[rank], self.engine, links, sent)
+
+        self._receiver = ReplicaReceiver(self.engine, [receiver(rank, part) for rank, part in enumerate(parts)])
+        self._sent_as = sent, parts[0].float32_params
 
     @verb(Dispatch.ALL)
     def sleep(self, tags: Sequence[Tag]) -> None:
@@ -86,17 +96,20 @@ class RolloutWorker:
 
     @verb(Dispatch.ALL, phase="update_weights")
     def import_bucket(self, index: int, shipments: Sequence[Shipment | None]) -> None:
-        """Write what the training ranks sent this replica in a bucket."""
+        """Write what the training ranks sent this replica's ranks in a bucket."""
         self._receiver.import_bucket(index, [shipment for shipment in shipments if shipment is not None])
 
     @verb(Dispatch.ALL, phase="update_weights")
-    def weight_shares(self) -> dict[str, Share]:
-        """Checksums of what the engine holds of every Hugging Face tensor."""
-        return shares_of(self._params, self.engine.weights(), *self._sent_as, convert=False)
+    def weight_shares(self) -> list[dict[str, Share]]:
+        """By rank of the replica, checksums of what it holds of every Hugging Face tensor."""
+        return [
+            shares_of(params, self.engine.weights(rank), *self._sent_as, convert=False)
+            for rank, params in enumerate(self._params)
+        ]
 
     @verb(Dispatch.ALL, phase="update_weights")
     def close_transfer(self, completed: bool) -> int:
-        """Nothing more is received; returns the peak bytes that receiving took on this rank."""
+        """Nothing more is received; returns the peak bytes that receiving took in this process."""
         return self._receiver.close(completed)
 
     @verb(Dispatch.ALL, phase="update_weights")
@@ -110,6 +123,6 @@ class RolloutWorker:
         return self.engine.weight_version
 
     @verb(Dispatch.ALL)
-    def checksum(self) -> dict[str, str]:
-        """Digest of every parameter of the engine."""
-        return self.engine.checksum()
+    def checksums(self) -> list[dict[str, str]]:
+        """By rank of the replica, a digest of every parameter that it holds."""
+        return [self.engine.checksum(rank) for rank in range(len(self._params))]

@@ -103,8 +103,8 @@ class Trainer:
 class Engine:
     """Target of a weight sync: notes what it receives."""
 
-    def __init__(self, place):
-        self.events = []
+    def __init__(self, place, ranks=1):
+        self.ranks, self.events = ranks, []
 
     @verb(Dispatch.ALL)
     def begin_update(self, version):
@@ -132,7 +132,7 @@ class Engine:
 
     @verb(Dispatch.ALL)
     def weight_shares(self):
-        return {"w0": Share(0, 1), "w1": Share(1, 1)}
+        return [{"w0": Share(0, 1), "w1": Share(1, 1)}] * self.ranks
 
     @verb(Dispatch.ALL)
     def close_transfer(self, completed):

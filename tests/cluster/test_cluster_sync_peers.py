@@ -43,6 +43,19 @@ def test_every_shipment_reaches_its_rank_in_order(peers):
     actor.shutdown()
 
 
+def test_a_process_gets_the_shipments_of_all_its_ranks(peers):
+    """Two processes of two ranks each, that is four destinations; the ranks of a process answer one after the other."""
+    trainer, engines = peers
+    actor, pool = trainer(destinations=4), engines._pool
+    replicas = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {"ranks": 2}, ParallelLayout(dp=2), pool)
+    target = GroupTarget(replicas)
+    target.import_bucket(1, GroupSource(actor, 4).export_bucket(1)).result()
+    assert replicas.seen() == [[(1, [100, 101, 111])], [(1, [102, 103, 112, 113])]]
+    assert len(target.checksums().result()) == 4
+    for group in (actor, replicas):
+        group.shutdown()
+
+
 def test_failing_source_is_named_and_the_update_not_ended(peers):
     trainer, engines = peers
     actor = trainer(fail_at=(1, 1))

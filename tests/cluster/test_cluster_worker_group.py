@@ -237,3 +237,5 @@ def test_more_ranks_than_gpus_are_refused():
 
     with pytest.raises(ResourceError, match="actor with TP4 PP1 DP1 needs 4 GPUs, pool 'gpus' has 2"):
         WorkerGroup("actor", "x.Y", {}, ParallelLayout(tp=4), TwoGpus())
+    with pytest.raises(ResourceError, match="rollout with TP1 PP1 DP2 needs 4 GPUs, pool 'gpus' has 2"):
+        WorkerGroup("rollout", "x.Y", {}, ParallelLayout(dp=2), TwoGpus(), devices_per_process=2)

@@ -8,7 +8,7 @@ from resharding_cases import box, labelled_checkpoint, rollout_tensors, training
 from megarl.sharding import ProcessPlace, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.links import Address, Links
 from megarl.sharding.places import this_place
-from megarl.sharding.receiver import BucketReceiver, largest_bucket, route_shipments, sources
+from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, route_shipments, sources
 from megarl.sharding.sender import BucketSender, destinations
 from megarl.sharding.transports import host_store
 from megarl.sharding.verification import shares_of
@@ -19,7 +19,7 @@ KEPT = []
 
 
 class Engine:
-    """A rollout rank that holds weights."""
+    """A rollout rank that holds weights, as an engine of its own."""
 
     def __init__(self, weights):
         self.weights = {name: torch.zeros_like(t) for name, t in weights.items()}
@@ -28,7 +28,7 @@ class Engine:
     def begin_update(self, version):
         self.stale = True
 
-    def update_weights(self, updates):
+    def update_weights(self, updates, rank):
         for name, start, values in updates:
             self.weights[name][box(start, values.shape)].copy_(values)
 
@@ -126,7 +126,8 @@ class Target(Side):
             buckets, params = setup.plan.received_by(rank), setup.rollout_params(rank)
             size = largest_bucket(buckets, setup.dtype, setup.plan.float32_params)
             links = Links.of_rollout(routes, rank, sources(buckets), CPU, address, size)
-            return BucketReceiver(setup.plan, rank, params, self.engines[rank], links, setup.dtype)
+            engine = self.engines[rank]
+            return ReplicaReceiver(engine, [BucketReceiver(setup.plan, rank, params, engine, links, setup.dtype)])
 
         self.receivers = [receiver(rank) for rank in range(len(self.engines))]
 

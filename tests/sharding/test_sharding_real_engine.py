@@ -9,7 +9,7 @@ from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.sharding import RolloutLayout, build_plan
 from megarl.sharding.links import Links
-from megarl.sharding.receiver import BucketReceiver
+from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver
 from megarl.sharding.sender import BucketSender
 
 FLOAT32 = torch.float32
@@ -50,7 +50,8 @@ def test_every_parameter_has_the_checksum_of_the_folders(folder, layout):
 
     senders = [BucketSender(plan, rank, lambda rank=rank: ranks[rank], way(1), FLOAT32) for rank in range(len(ranks))]
     engine, reference = EmbeddedEngine(reader.config), EmbeddedEngine(reader.config)
-    receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, way(len(ranks)), FLOAT32)
+    rank = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, way(len(ranks)), FLOAT32)
+    receiver = ReplicaReceiver(engine, [rank])
 
     receiver.begin_update(3)
     for index in range(len(plan.buckets)):
@@ -75,7 +76,8 @@ def test_an_engine_of_another_model_refuses(folder):
     shipment = BucketSender(plan, 0, lambda: params, way, FLOAT32).export_bucket(0)[0]
 
     engine = EmbeddedEngine(parse_model_config({**reader.config.raw, "num_hidden_layers": 1}))
-    receiver = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, way, FLOAT32)
+    rank = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, way, FLOAT32)
+    receiver = ReplicaReceiver(engine, [rank])
     receiver.begin_update(1)
     with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
         receiver.import_bucket(0, [shipment])

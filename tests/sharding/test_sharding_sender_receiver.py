@@ -10,7 +10,7 @@ from megarl.errors import WeightSyncError
 from megarl.models import ParallelLayout
 from megarl.sharding import Bucket, Move, RolloutLayout, build_plan
 from megarl.sharding.links import Links
-from megarl.sharding.receiver import BucketReceiver, route_shipments
+from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, route_shipments
 from megarl.sharding.sender import BucketSender
 from megarl.sharding.wire import packing_of
 
@@ -22,7 +22,7 @@ class Engine:
     def begin_update(self, version):
         self.calls.append("begin")
 
-    def update_weights(self, updates):
+    def update_weights(self, updates, rank):
         for name, start, values in updates:
             self.calls.append(name)
             self.weights[name, start] = values.clone()
@@ -105,8 +105,9 @@ def way():
     plan = build_plan(weight_map, layout, RolloutLayout(), 400, 4)
     params = training_tensors(weight_map, layout, labelled_checkpoint(weight_map, torch.float32))[0]
     sender = BucketSender(plan, 0, lambda: params, Links({0: "inline"}), torch.float32)
-    receiver_params, links = weight_map.rollout_params(1, 0), Links({0: "inline"})
-    receiver = BucketReceiver(plan, 0, receiver_params, Engine(), links, torch.float32)
+    receiver_params, links, engine = weight_map.rollout_params(1, 0), Links({0: "inline"}), Engine()
+    rank = BucketReceiver(plan, 0, receiver_params, engine, links, torch.float32)
+    receiver = ReplicaReceiver(engine, [rank])
     receiver.begin_update(1)
     return plan, sender, receiver
 

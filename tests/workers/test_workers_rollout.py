@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
 from torch import Tensor
 
+from megarl.cluster.sync_peers import RankByRank
 from megarl.config import RolloutConfig
 from megarl.data import DataProto
 from megarl.errors import WeightSyncError
@@ -29,7 +30,15 @@ from megarl.rollout.agents.single_turn import SingleTurnLoop
 from megarl.rollout.exchange import EngineReplica
 from megarl.rollout.interface import Tag
 from megarl.rollout.router import Router
-from megarl.sharding import ReshardPlan, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
+from megarl.sharding import (
+    ReshardPlan,
+    RolloutLayout,
+    Routes,
+    ShardingManager,
+    SyncOptions,
+    build_plan,
+    replica_parts,
+)
 from megarl.sharding.receiver import route_shipments
 from megarl.trainer.rollout import derive_seed
 from megarl.workers.actor import ActorWorker
@@ -237,10 +246,10 @@ class Replicas:
             raise ConnectionError("the wire is cut")
         shipments = route_shipments(exported.result())
         calls = zip(self.threads, self.workers, strict=True)
-        return Together([t.submit(w.import_bucket, index, shipments.get(w.rank, [])) for t, w in calls])
+        return Together([t.submit(w.import_bucket, index, shipments.get(w.replica, [])) for t, w in calls])
 
-    def checksums(self) -> Together:
-        return self.call("weight_shares")
+    def checksums(self) -> RankByRank:
+        return RankByRank(self.call("weight_shares"))
 
     def close_transfer(self, completed: bool) -> Together:
         return self.call("close_transfer", completed)
@@ -253,11 +262,12 @@ def connected(
     actor: Role, path: Path, plan: ReshardPlan, transport: str, **options: Any
 ) -> tuple[ShardingManager, Replicas]:
     replicas = Replicas(path)
-    routes = Routes(actor.call("sync_place"), [worker.sync_place() for worker in replicas.workers], transport)
+    places = [place for worker in replicas.workers for place in worker.sync_places()]
+    routes = Routes(actor.call("sync_place"), places, transport)
     address = actor.call("host_sync")[0] if routes.need_meeting() else None
     actor.call("connect_sync", plan, routes, address, "float32")
-    for worker in replicas.workers:
-        worker.connect_sync(plan, routes, address, "float32")
+    for worker, parts in zip(replicas.workers, replica_parts(plan), strict=True):
+        worker.connect_sync(parts, routes, address, "float32")
     return ShardingManager(plan, ActorEnd(actor), replicas, SyncOptions(**{"verify_freq": 1, **options})), replicas
 
 
@@ -321,7 +331,7 @@ def test_replicas_have_the_actors_weights_to_the_last_bit(
             actor.update("update_actor", models.batch)
         else:
             assert not torch.equal(before["lm_head.weight"], weights["lm_head.weight"])
-    assert ends.workers[0].checksum() == ends.workers[1].checksum()
+    assert ends.workers[0].checksums() == ends.workers[1].checksums()
 
 
 @pytest.mark.parametrize("learned", ["tp2", "pp2", "dp2"], indirect=True)
@@ -373,8 +383,8 @@ def test_verification_sees_a_wrong_weight(learned: tuple[str, Role], models: Mod
     engine = ends.workers[1].engine
     write = engine.update_weights
 
-    def update_weights(slabs: list[Any]) -> None:
-        write((name, at, values + 1 if name == "model.norm.weight" else values) for name, at, values in slabs)
+    def update_weights(slabs: list[Any], rank: int) -> None:
+        write([(name, at, values + 1 if name == "model.norm.weight" else values) for name, at, values in slabs], rank)
 
     engine.update_weights = update_weights
     with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' of rollout replica 1 \(rank 1\) differs"):

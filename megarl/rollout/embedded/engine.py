@@ -139,8 +139,9 @@ class EmbeddedEngine(RolloutEngine):
         self._weights.begin(version)
 
     @torch.no_grad()
-    def update_weights(self, slabs: Iterable[Slab]) -> None:
+    def update_weights(self, slabs: Iterable[Slab], rank: int = 0) -> None:
         """See the contract."""
+        _check_rank(rank)
         self._weights.write(slabs)
 
     def end_update(self, version: int) -> None:
@@ -173,12 +174,14 @@ class EmbeddedEngine(RolloutEngine):
         ready = not (self.stale or self._asleep or self._closed)
         return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """The parameters as held, by name."""
+    def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
+        """See the contract."""
+        _check_rank(rank)
         return self._weights.tensors
 
-    def checksum(self) -> dict[str, str]:
+    def checksum(self, rank: int = 0) -> dict[str, str]:
         """See the contract."""
+        _check_rank(rank)
         return {name: tensor_checksum(tensor) for name, tensor in self._weights.tensors.items()}
 
     def shutdown(self) -> None:
@@ -287,6 +290,11 @@ def _as_ids(eos: int | list[int] | None) -> tuple[int, ...]:
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _check_rank(rank: int) -> None:
+    if rank:
+        raise WeightSyncError(f"tensor-parallel rank {rank}, expected 0: the embedded engine has one rank")
 
 
 def _check_tags(tags: Iterable[Tag]) -> set[Tag]:

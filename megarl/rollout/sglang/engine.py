@@ -65,9 +65,6 @@ class SGLangEngine(RolloutEngine):
     weights give the same tokens in any company, up to rounding of the logits. Without it SGLang has no seeds for
     requests: samples are independent, and not repeatable.
 
-    A replica of several ranks has one such engine. Its weights come rank by rank: :meth:`update_weights` says whose
-    shard the slabs are of.
-
     Args:
         config: the model.
         folder: its folder; its configuration is read, and with ``stop_strings`` its tokenizer.
@@ -187,12 +184,7 @@ class SGLangEngine(RolloutEngine):
         self._session.begin(version)
 
     def update_weights(self, slabs: Iterable[Slab], rank: int = 0) -> None:
-        """See the contract; the slabs are of the shard of one tensor-parallel rank.
-
-        Args:
-            slabs: rectangles of the parameters in ``WeightMap.rollout_params(tp, rank)``.
-            rank: the tensor-parallel rank.
-        """
+        """See the contract."""
         self._session.write(slabs, rank)
 
     def end_update(self, version: int) -> None:
@@ -228,11 +220,11 @@ class SGLangEngine(RolloutEngine):
         return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
 
     def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """The parameters of a tensor-parallel rank; each is fetched from SGLang when it is looked up."""
+        """See the contract; each is fetched from SGLang when it is looked up."""
         return self._session.held(rank)
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """See the contract; of a tensor-parallel rank. Computed in SGLang's ranks."""
+        """See the contract. Computed in SGLang's ranks."""
         return self._session.checksum(rank)
 
     def shutdown(self) -> None:

@@ -66,7 +66,7 @@ class WeightSession:
             backend.loaders(), options.call_timeout_s, "asking for its weight loaders"
         )
         self._replies = Replies(backend.shares_memory)
-        devices = [_device(options.device, rank) for rank in range(placement.tp)]
+        devices = [torch.device(options.device_of(rank)) for rank in range(placement.tp)]
         self._tensors = TensorSender(
             placement, call, self._replies, devices, backend.shares_memory, options.bucket_bytes
         )
@@ -254,9 +254,3 @@ class _Held(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._placement.params[self._rank])
-
-
-def _device(device: str, rank: int) -> torch.device:
-    """Where a rank holds its parameters: ranks have consecutive devices."""
-    kind, _, first = device.partition(":")
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(first or 0) + rank)
