@@ -18,7 +18,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 @register_reward("search_em")
 def search_exact_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> dict[str, float | str]:
+) -> dict[str, float | str | None]:
     """1.0 if the last ``<answer>`` outside of ``<information>`` is a right answer, else 0.0.
 
     Answers are compared in lower case, without punctuation, articles and superfluous white space, as SQuAD's exact
@@ -31,7 +31,7 @@ def search_exact_match(
         extra_info: not read.
 
     Returns:
-        ``score``, and ``answered``: 1.0 if there is an answer at all.
+        ``score``; ``answered``: 1.0 if there is an answer at all; ``pred``: the answer as it is compared, None = none.
 
     Raises:
         ValueError: there is no right answer to compare with.
@@ -41,8 +41,9 @@ def search_exact_match(
     if not right:
         raise ValueError(f"ground_truth={ground_truth!r} holds no answer to compare with")
     answers = _ANSWER.findall(_INFORMATION.sub("", solution_str))
-    score = bool(answers) and normalized(answers[-1]) in {normalized(str(target)) for target in right}
-    return {"score": float(score), "answered": float(bool(answers))}
+    answer = normalized(answers[-1]) if answers else None
+    score = answer is not None and answer in {normalized(str(target)) for target in right}
+    return {"score": float(score), "answered": float(bool(answers)), "pred": answer}
 
 
 def normalized(answer: str) -> str:

@@ -94,7 +94,12 @@ class TrainerBuilder:
         roles = RoleBuilder(config, self.batches, total_steps, pool).build()
         self.console.message(roles.describe())
         rollout = RolloutPhase(
-            roles.replicas(), config, self.tokenizer, self._batch_facts(), on_lost=roles.replace_replicas
+            roles.replicas(),
+            config,
+            self.tokenizer,
+            self._batch_facts(),
+            on_lost=roles.replace_replicas,
+            state_masking=config.actor_rollout_ref.actor.state_masking,
         )
         validator = None
         if self.val_loader is not None:

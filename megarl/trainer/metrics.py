@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 
 from megarl.algorithms import log_prob_differences, off_policy_statistics
@@ -103,31 +101,3 @@ def phase_tokens(batch: DataProto, phases: Iterable[str]) -> dict[str, int]:
     generated = int(generated_tokens(batch).sum())
     total = int(response_lengths.sum()) + int(prompt_lengths.sum())
     return {phase: generated if phase == "gen" else total for phase in phases}
-
-
-def validation_metrics(
-    data_sources: np.ndarray, scores: np.ndarray, prompts: np.ndarray, samples: int, variable: str = "reward"
-) -> Metrics:
-    """``val-core/<data_source>/<variable>/{mean@N,best@N}`` over prompts with N samples each.
-
-    Args:
-        data_sources: source of each row, ``[rows]``.
-        scores: reward of each row, ``[rows]``; rows that could not be scored are NaN and left out of the means.
-        prompts: which prompt each row answers, ``[rows]``.
-        samples: N, rows per prompt.
-        variable: what the numbers are: ``reward``, or ``acc`` where the reward function tells it apart.
-    """
-    by_prompt: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for source, prompt, score in zip(data_sources, prompts, scores, strict=True):
-        if not np.isnan(score):
-            by_prompt[(str(source), str(prompt))].append(float(score))
-    means, bests = defaultdict(list), defaultdict(list)
-    for (source, _), values in by_prompt.items():
-        means[source].append(float(np.mean(values)))
-        bests[source].append(max(values))
-    metrics = {
-        f"val-core/{source}/{variable}/mean@{samples}": float(np.mean(values)) for source, values in means.items()
-    }
-    if samples > 1:
-        metrics |= {f"val-core/{source}/{variable}/best@{samples}": float(np.mean(v)) for source, v in bests.items()}
-    return metrics

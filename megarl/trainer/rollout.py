@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.schema import RolloutConfig, TrainConfig, ValSamplingConfig
+from megarl.config.schema import AnswersConfig, RolloutConfig, ValSamplingConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.rollout.agents.batch import trajectories_to_batch
@@ -45,21 +46,24 @@ class RolloutPhase:
         tokenizer: of the policy.
         facts: what a training batch tells the verbs that it is passed to, such as rows per mini-batch.
         on_lost: told of replicas that were lost, once the others have done their work.
+        state_masking: leave what tools and searches said out of what is trained on.
     """
 
     def __init__(
         self,
         replicas: Sequence[Replica],
-        config: TrainConfig,
+        config: AnswersConfig,
         tokenizer: PreTrainedTokenizerBase,
-        facts: Mapping[str, Any],
+        facts: Mapping[str, Any] = MappingProxyType({}),
         on_lost: Callable[[Collection[int]], None] = lambda lost: None,
+        state_masking: bool = True,
     ) -> None:
         self.replicas = replicas
         self.config = config
         self.rollout = config.actor_rollout_ref.rollout
         self.tokenizer = tokenizer
         self.facts = facts
+        self.state_masking = state_masking
         self._on_lost = on_lost
         self._limits, self._default_loop = conversation_limits(config), default_agent_loop(config)
         self._loops: dict[str, AgentLoop] = {}
@@ -96,11 +100,7 @@ class RolloutPhase:
         trajectories, traffic = asyncio.run(self._lead(conversations))
         if traffic.lost:
             self._on_lost(traffic.lost)
-        batch = trajectories_to_batch(
-            trajectories,
-            self.tokenizer.pad_token_id or 0,
-            state_masking=self.config.actor_rollout_ref.actor.state_masking,
-        )
+        batch = trajectories_to_batch(trajectories, self.tokenizer.pad_token_id or 0, state_masking=self.state_masking)
         facts = DataProto.from_dict(
             {}, {**prompts.non_tensor_batch, "uid": [f"{'-'.join(map(str, stream))}-{i}" for i in range(len(prompts))]}
         )

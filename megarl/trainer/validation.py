@@ -9,12 +9,18 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data import DataProto, StatefulLoader
 from megarl.rewards import RewardManager
-from megarl.trainer.metrics import Metrics, validation_metrics
+from megarl.rewards.outcome import as_number
+from megarl.trainer.metrics import Metrics, generated_tokens
 from megarl.trainer.rollout import ROLLOUT_METRICS, RolloutPhase
 from megarl.trainer.samples import Sample, describe_samples
+from megarl.trainer.validation_metrics import validation_metrics
 
 SHOWN = ("env/number_of_valid_search", "env/ratio_of_valid_action", "env/finish_ratio", "tool_call_counts/mean")
 """What validation reports of conversations, where it is told."""
+EXTRA = "reward_extra_"
+"""Begins the columns of what the reward function returned beside the score."""
+PREDICTION = "pred"
+"""Under which, as in verl, a reward function returns the answer that it extracted."""
 
 
 class Validator:
@@ -39,32 +45,56 @@ class Validator:
         self.loader = loader
         self.tokenizer = tokenizer
 
-    def run(self, step: int) -> tuple[Metrics, list[Sample]]:
-        """``val-core/<data_source>/<variable>/mean@N`` and the answers, on all held-out prompts.
+    def run(self, step: int, stream: int | None = None) -> tuple[Metrics, list[Sample]]:
+        """Metrics of all held-out prompts (see :func:`validation_metrics`), and the answers.
 
-        The variable is ``acc`` where the reward function returns one beside the score, otherwise ``reward``.
+        Args:
+            step: by which the answers are filed.
+            stream: answers of equal weights are equal where this is; None = ``step``.
         """
         parts: list[DataProto] = []
         for number, prompts in enumerate(self.loader):
-            parts.append(self.rewards.score(self.rollout.validate(prompts, step, number)).batch)
+            answers = self.rollout.validate(prompts, step if stream is None else stream, number)
+            parts.append(self.rewards.score(answers).batch)
         samples = [sample for part in parts for sample in describe_samples(part, self.tokenizer, step)]
-        columns = [part.non_tensor_batch for part in parts]
-        told_apart = all("acc" in sample for sample in samples)
-        numbers = [sample["acc" if told_apart else "score"] for sample in samples]
-        scores = [np.nan if number is None else float(number) for number in numbers]
-        metrics = validation_metrics(
-            np.concatenate([column["data_source"] for column in columns]),
-            np.array(scores, dtype=float),
-            np.concatenate([column["uid"] for column in columns]),
-            self.rollout.rollout.val_kwargs.n,
-            "acc" if told_apart else "reward",
-        )
-        metrics["val-aux/num_prompts"] = float(sum(len(part) for part in parts) / self.rollout.rollout.val_kwargs.n)
-        metrics |= conversation_metrics(
-            [part.meta_info.get(ROLLOUT_METRICS, {}) for part in parts], list(map(len, parts))
-        )
-        metrics["val-aux/failed_rewards"] = float(sum(sample["score"] is None for sample in samples))
+        told = [part.meta_info.get(ROLLOUT_METRICS, {}) for part in parts]
+        metrics = self._metrics(parts) | conversation_metrics(told, list(map(len, parts)))
         return metrics, samples
+
+    def _metrics(self, parts: Sequence[DataProto]) -> Metrics:
+        sources, prompts, failed = (_column(parts, name) for name in ("data_source", "uid", "reward_failed"))
+        scores = np.concatenate([part.tensors["token_level_scores"].sum(-1).double().numpy() for part in parts])
+        scores[failed.astype(bool)] = np.nan
+        extras = {name.removeprefix(EXTRA): _column(parts, name) for name in _extra_columns(parts)}
+        answers = extras.pop(PREDICTION, None)
+        variables = {name: _numbers(column) for name, column in extras.items()} | {"reward": scores}
+        samples = self.rollout.rollout.val_kwargs.n
+        metrics = validation_metrics(sources, prompts, samples, variables, answers)
+        lengths = np.concatenate([generated_tokens(part).sum(-1).numpy() for part in parts])
+        for source in dict.fromkeys(map(str, sources)):
+            rows = sources.astype(str) == source
+            metrics[f"val-aux/{source}/response_length/mean"] = float(lengths[rows].mean())
+            metrics[f"val-aux/{source}/failed_rewards"] = float(failed[rows].sum())
+        metrics["val-aux/num_prompts"] = len(sources) / samples
+        metrics["val-aux/failed_rewards"] = float(failed.sum())
+        return metrics
+
+
+def _extra_columns(parts: Sequence[DataProto]) -> list[str]:
+    """Columns of what the reward function returned beside the score; a batch may lack what another has."""
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    return [name for name in names if name.startswith(EXTRA)]
+
+
+def _column(parts: Sequence[DataProto], name: str) -> np.ndarray:
+    """A column of all batches, None in those that lack it."""
+    return np.concatenate([part.non_tensor_batch.get(name, np.full(len(part), None, object)) for part in parts])
+
+
+def _numbers(column: np.ndarray) -> np.ndarray:
+    """Finite numbers of a column, NaN for what is none."""
+    told = [as_number(value) for value in column]
+    return np.array([np.nan if value is None or not np.isfinite(value) else value for value in told], dtype=float)
 
 
 def conversation_metrics(told: Sequence[Metrics], rows: Sequence[int]) -> Metrics:

@@ -126,7 +126,7 @@ def test_checking_a_function_imports_no_torch(path):
     ],
 )
 def test_arithmetic(answer, truth, score):
-    assert exact_integer("toy", answer, truth, {}) == score
+    assert exact_integer("toy", answer, truth, {}) == {"score": score, "pred": answer.strip()}
 
 
 def test_arithmetic_refuses_a_truth_that_is_no_integer():

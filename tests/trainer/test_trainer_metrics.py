@@ -15,7 +15,6 @@ from megarl.trainer.metrics import (
     rollout_mismatch_metrics,
     summary,
     throughput_metrics,
-    validation_metrics,
 )
 from megarl.trainer.validation import conversation_metrics
 
@@ -112,27 +111,6 @@ def test_tokens_of_phases_and_their_rates() -> None:
     }
     without_update = throughput_metrics(batch(), {"step": 4.0, "gen": 2.0}, num_devices=2)
     assert "perf/update_tokens_per_s" not in without_update
-
-
-def test_validation_averages_prompts_not_answers() -> None:
-    """A prompt with a failed answer counts as much as one without."""
-    metrics = validation_metrics(
-        np.array(["sums"] * 4 + ["words"] * 2, dtype=object),
-        np.array([1.0, 0.0, 1.0, math.nan, 0.0, 0.5]),
-        np.array(["a", "a", "b", "b", "a", "a"], dtype=object),
-        samples=2,
-    )
-    assert metrics == {
-        "val-core/sums/reward/mean@2": 0.75,
-        "val-core/sums/reward/best@2": 1.0,
-        "val-core/words/reward/mean@2": 0.25,
-        "val-core/words/reward/best@2": 0.5,
-    }
-
-
-def test_best_of_one_is_not_told() -> None:
-    metrics = validation_metrics(np.array(["s"], dtype=object), np.array([1.0]), np.array(["a"], dtype=object), 1)
-    assert metrics == {"val-core/s/reward/mean@1": 1.0}
 
 
 def test_what_a_tool_said_is_neither_generated_nor_compared() -> None:

@@ -126,10 +126,13 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
 
     metrics, samples = run(None)
     assert [sample["gts"] for sample in samples] == truths and {sample["step"] for sample in samples} == {4}
+    answers = phase().validate(rows, 4)
+    mean_length = answers.tensors["response_mask"].sum(-1).double().mean().item()
     scored = [len(sample["output"]) for sample, truth in zip(samples, truths, strict=True) if truth != failing]
-    name = f"val-core/{rows.non_tensor_batch['data_source'][0]}/reward/mean@1"
     assert metrics == {
-        name: pytest.approx(sum(scored) / len(scored)),
+        "val-core/arithmetic/reward/mean@1": pytest.approx(sum(scored) / len(scored)),
+        "val-aux/arithmetic/response_length/mean": pytest.approx(mean_length),
+        "val-aux/arithmetic/failed_rewards": float(truths.count(failing)),
         "val-aux/num_prompts": 10.0,
         "val-aux/failed_rewards": float(truths.count(failing)),
     }
