@@ -5,11 +5,12 @@
 Replicas are null engines: each has so many places, every request in a place gets one token per step, a step takes a
 fixed time, and nothing is computed. Lengths are log-normal (median 256, sigma 1, at most 4,096); the samples of a
 prompt share a key. ``split`` deals out prompts in turn, as many to each replica, each of which then works through its
-own queue; ``router`` knows no length before a request ends; ``expected`` is the router with an expectation of each
-prompt's lengths that is off by a factor of 1.5 or so, as the last epoch's lengths would be.
+own queue; ``router`` knows no length beforehand and learns from one sample of each prompt how long the others are;
+``expected`` is told a length of each prompt that is off by a factor of 1.5 or so, as the last epoch's would be.
 
 ``utilization`` is the share of the wall time that a replica had something to do, mean over replicas; ``places`` that of
-all places; ``overhead`` is wall time over the steps of the replica that took most.
+all places; ``limit`` is what ``places`` could be at most, since no answer ends before its own length; ``overhead`` is
+wall time over the steps of the replica that took most.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class NullReplica:
         self._step_s = step_s
         self._waiting: list[Request] = []
         self._left: dict[str, int] = {}
+        self._asked: dict[str, int] = {}
         self.steps = self.tokens = 0
 
     async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
@@ -53,14 +55,15 @@ class NullReplica:
         while not done and (self._left or self._waiting) and time.perf_counter() - begin < slice_s:
             while self._waiting and len(self._left) < PLACES:
                 request = self._waiting.pop(0)
-                self._left[request.request_id] = request.seed
+                self._left[request.request_id] = self._asked[request.request_id] = request.seed
             # As many steps as pass before the first one ends, or the slice does.
             steps = min(*self._left.values(), max(1, int(slice_s / self._step_s)), LONGEST)
             await asyncio.sleep(steps * self._step_s)
             self.steps += steps
             self.tokens += steps * len(self._left)
             self._left = {name: left - steps for name, left in self._left.items()}
-            done = [Completion(name, [0], [0.0], "stop", 0) for name, left in self._left.items() if left == 0]
+            ended = [name for name, left in self._left.items() if left == 0]
+            done = [Completion(name, [0] * self._asked[name], [0.0] * self._asked[name], "stop", 0) for name in ended]
             self._left = {name: left for name, left in self._left.items() if left}
         return done
 
@@ -113,12 +116,12 @@ def draw_requests(seed: int, prompts: int) -> list[Asked]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     print(f"{REPLICAS} null replicas of {PLACES} places, {args.prompts} prompts x {SAMPLES}, {args.step_ms} ms a step")
-    print(f"{'seed':<6}{'how':<10}{'utilization':>12}{'places':>8}{'wall s':>8}{'overhead':>10}")
+    print(f"{'seed':<6}{'how':<10}{'utilization':>12}{'places':>8}{'limit':>8}{'wall s':>8}{'overhead':>10}")
     for seed in range(args.seeds):
         requests = draw_requests(seed, args.prompts)
         lengths = [request.length for request in requests]
@@ -132,7 +135,10 @@ def main() -> None:
             busy = sum(replica.steps for replica in replicas) / (REPLICAS * most)
             places = sum(lengths) / (REPLICAS * PLACES * most)
             overhead = wall / (most * args.step_ms / 1000)
-            print(f"{seed:<6}{name:<10}{busy:>12.1%}{places:>8.1%}{wall:>8.1f}{overhead:>10.2f}", flush=True)
+            limit = min(1.0, sum(lengths) / (REPLICAS * PLACES * max(lengths)))
+            print(
+                f"{seed:<6}{name:<10}{busy:>12.1%}{places:>8.1%}{limit:>8.1%}{wall:>8.1f}{overhead:>10.2f}", flush=True
+            )
 
 
 if __name__ == "__main__":

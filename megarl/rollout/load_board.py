@@ -5,10 +5,14 @@ A pure data structure; :mod:`megarl.rollout.router` does what it says.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
+
+from megarl.rollout.expectation import Expectation
 
 # A replica that knows a request's prefix is taken unless another has this much less to do: computing a prefix again
 # costs less than waiting.
@@ -22,16 +26,32 @@ class Ticket:
     Attributes:
         request: whatever is to be answered.
         key: requests of one key share a prefix.
-        cost: tokens that answering it is expected to take.
+        most: tokens that the answer may have.
+        expected: tokens that it was thought to have; None = nobody knows.
+        prompt: what computing its prompt costs, in tokens of an answer.
         moves: replicas that were lost while they had it.
         payload: the caller's own.
+        cost: tokens that it counts for, once a replica has it.
+        begun_at: when a replica was given it.
     """
 
     request: Any
     key: str
-    cost: float
+    most: float
+    expected: float | None = None
+    prompt: float = 0.0
     moves: int = 0
     payload: Any = None
+    cost: float = 0.0
+    begun_at: float = 0.0
+
+
+class _Group(NamedTuple):
+    """Requests of one key, to be given out together, and the cost of each."""
+
+    key: str
+    tickets: list[Ticket]
+    cost: float
 
 
 @dataclass
@@ -50,16 +70,18 @@ class LoadBoard:
 
     Every replica has at most ``capacity`` requests; the rest waits here, so that whoever is done first takes the
     next: no replica is idle while anything waits. Of what waits the longest goes first, since a long answer begun last
-    would be waited for by all.
+    would be waited for by all; where nothing is known of a key, one request of it goes before all others, to tell.
 
     Args:
         capacity: most requests of each replica.
+        lengths: what is known of answers; empty = nothing yet.
     """
 
-    def __init__(self, capacity: Sequence[int]) -> None:
+    def __init__(self, capacity: Sequence[int], lengths: Expectation | None = None) -> None:
         self._replicas = {number: _Replica(size) for number, size in enumerate(capacity)}
+        self._lengths = lengths or Expectation()
         self._home: dict[str, int] = {}
-        self._waiting: list[Ticket] = []
+        self._waiting: dict[str, list[Ticket]] = {}
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -69,7 +91,7 @@ class LoadBoard:
     @property
     def waiting(self) -> int:
         """Requests that no replica has."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     def held(self, replica: int) -> set[Ticket]:
         """Requests that a replica has."""
@@ -77,33 +99,42 @@ class LoadBoard:
 
     def add(self, tickets: Iterable[Ticket]) -> None:
         """New requests; they wait until :meth:`place`."""
-        self._waiting += tickets
+        for ticket in tickets:
+            self._waiting.setdefault(ticket.key, []).append(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
         """A request that waits is not wanted any more; one that does not wait stays where it is."""
-        if ticket in self._waiting:
-            self._waiting.remove(ticket)
+        if ticket in self._waiting.get(ticket.key, ()):
+            self._take([ticket])
 
     def place(self) -> dict[int, list[Ticket]]:
         """Gives out what waits, as far as there is room: ``{replica: its new requests}``."""
         placed: dict[int, list[Ticket]] = defaultdict(list)
-        left: list[Ticket] = []
-        for key, group in self._groups():
-            cost = group[0].cost
-            while group and (replica := self._choose(key, cost * len(group))) is not None:
-                room = self._replicas[replica].free
-                placed[replica] += group[:room]
-                self._give(replica, key, group[:room])
-                group = group[room:]
-            left += group
-        self._waiting = left
+        room = sum(replica.free for replica in self._replicas.values())
+        for key, tickets, cost in self._next_groups(room):
+            while tickets and room:
+                number = self._choose(key, cost * len(tickets))
+                fitting = tickets[: self._replicas[number].free]
+                self._take(fitting)
+                self._give(number, key, fitting, cost)
+                placed[number] += fitting
+                tickets = tickets[len(fitting) :]
+                room -= len(fitting)
         return dict(placed)
 
-    def release(self, replica: int, ticket: Ticket) -> None:
-        """A replica has answered a request."""
+    def release(self, replica: int, ticket: Ticket, tokens: int | None = None) -> None:
+        """A replica has answered a request.
+
+        Args:
+            replica: which.
+            ticket: the request's.
+            tokens: length of the answer; None where it was cut short.
+        """
         place = self._replicas[replica]
         place.held.remove(ticket)
         place.load = place.load - ticket.cost if place.held else 0.0
+        if tokens is not None:
+            self._lengths.end(ticket.key, ticket.begun_at, tokens)
 
     def lose(self, replica: int) -> list[Ticket]:
         """A replica is gone; returns what it had, which waits again only if it is added."""
@@ -113,26 +144,56 @@ class LoadBoard:
             ticket.moves += 1
         return tickets
 
-    def _groups(self) -> list[tuple[str, list[Ticket]]]:
-        """What waits, by key, the group with the longest first."""
-        groups: dict[str, list[Ticket]] = defaultdict(list)
-        for ticket in sorted(self._waiting, key=lambda ticket: -ticket.cost):
-            groups[ticket.key].append(ticket)
-        return list(groups.items())
+    def _next_groups(self, room: int) -> list[_Group]:
+        """What is to be given out next, in this order; enough for the room, perhaps more."""
+        probes = self._probes(room) if self.waiting > room else []
+        taken = {probe.tickets[0] for probe in probes}
+        if len(probes) == room:
+            return probes
+        groups = (
+            _Group(key, others, self._cost(tickets[0]))
+            for key, tickets in self._waiting.items()
+            if (others := [ticket for ticket in tickets if ticket not in taken])
+        )
+        return probes + heapq.nlargest(room, groups, key=lambda group: group.cost)
 
-    def _choose(self, key: str, cost: float) -> int | None:
-        """The replica for a group that costs so much; None if all are full."""
+    def _probes(self, room: int) -> list[_Group]:
+        """A request of each group of which nothing is known."""
+        unknown = (
+            tickets[0]
+            for key, tickets in self._waiting.items()
+            if not self._lengths.begun(key) and self._lengths.tokens(key, tickets[0].expected) is None
+        )
+        return [_Group(ticket.key, [ticket], self._cost(ticket)) for ticket in islice(unknown, room)]
+
+    def _cost(self, ticket: Ticket) -> float:
+        """Tokens that a request counts for."""
+        tokens = self._lengths.tokens(ticket.key, ticket.expected)
+        if tokens is None:
+            tokens = self._lengths.mean
+        return min(ticket.most if tokens is None else tokens, ticket.most) + ticket.prompt
+
+    def _choose(self, key: str, cost: float) -> int:
+        """The replica for a group that costs so much; there is room somewhere."""
         free = {number: replica.load for number, replica in self._replicas.items() if replica.free > 0}
-        if not free:
-            return None
         least = min(free, key=lambda number: (free[number], number))
         home = self._home.get(key)
         if home in free and free[home] <= (1 + AFFINITY) * free[least] + cost:
             return home
         return least
 
-    def _give(self, number: int, key: str, tickets: Sequence[Ticket]) -> None:
-        replica = self._replicas[number]
+    def _take(self, tickets: Iterable[Ticket]) -> None:
+        """These do not wait any more."""
+        for ticket in tickets:
+            group = self._waiting[ticket.key]
+            group.remove(ticket)
+            if not group:
+                del self._waiting[ticket.key]
+
+    def _give(self, number: int, key: str, tickets: Sequence[Ticket], cost: float) -> None:
+        replica, now = self._replicas[number], self._lengths.begin(key)
+        for ticket in tickets:
+            ticket.cost, ticket.begun_at = cost, now
         replica.held.update(tickets)
-        replica.load += sum(ticket.cost for ticket in tickets)
+        replica.load += cost * len(tickets)
         self._home[key] = number

@@ -87,7 +87,8 @@ class Traffic:
 class Router:
     """Answers requests by replicas, each of which it asks by a task of its own; used as ``async with``.
 
-    What is lost is not answered twice: a replica that is given up is not listened to any more.
+    What is lost is not answered twice: a replica that is given up is not listened to any more. When the block is left,
+    replicas have nothing under way: what nobody waits for any more is given up.
 
     Args:
         replicas: who answers.
@@ -105,6 +106,7 @@ class Router:
         self._arrived: list[Ticket] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
+        self._changed = asyncio.Event()
         self._count = 0
         self._since = time.perf_counter()
         self.traffic = Traffic(busy_s=dict.fromkeys(range(len(self._replicas)), 0.0))
@@ -118,11 +120,15 @@ class Router:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._account()
-        self.traffic.seconds = time.perf_counter() - self._opened
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        try:
+            if error is None:
+                await self._drain()
+        finally:
+            self._account()
+            self.traffic.seconds = time.perf_counter() - self._opened
+            for pump in self._pumps:
+                pump.cancel()
+            await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def generate(
         self,
@@ -140,7 +146,7 @@ class Router:
             params: how.
             seed: source of its random numbers.
             key: requests of one key share a prefix; empty: it is like no other.
-            expected_tokens: how long the answer is likely to be; None = as long as it may.
+            expected_tokens: how long the answer is likely to be; None = nobody knows.
 
         Raises:
             NoReplicaLeft: all replicas are lost.
@@ -152,8 +158,14 @@ class Router:
         self._count += 1
         name = f"{self._count}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        cost = (expected_tokens or params.max_new_tokens) + PROMPT_TOKEN_COST * len(prompt_ids)
-        ticket = Ticket(Request(name, prompt_ids, params, seed), key or name, cost, payload=future)
+        ticket = Ticket(
+            Request(name, prompt_ids, params, seed),
+            key or name,
+            params.max_new_tokens,
+            expected_tokens,
+            PROMPT_TOKEN_COST * len(prompt_ids),
+            payload=future,
+        )
         self._tickets[name] = ticket
         if not self._arrived:
             # After all that arrive in this turn of the event loop, to see which of them is the longest.
@@ -164,6 +176,12 @@ class Router:
         except asyncio.CancelledError:
             self._give_up(ticket)
             raise
+
+    async def _drain(self) -> None:
+        """Waits until replicas have given up what callers have."""
+        while self._failure is None and any(self._board.held(number) for number in self._board.replicas):
+            self._changed.clear()
+            await self._changed.wait()
 
     def _let_in(self) -> None:
         arrived, self._arrived = self._arrived, []
@@ -212,10 +230,12 @@ class Router:
         self._account()
         for completion in completions:
             ticket = self._tickets.pop(completion.request_id)
-            self._board.release(number, ticket)
+            tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)
+            self._board.release(number, ticket, tokens)
             with contextlib.suppress(asyncio.InvalidStateError):  # cancelled by its caller
                 ticket.payload.set_result(completion)
         self._hand_out()
+        self._changed.set()
 
     def _lose(self, number: int, reason: str) -> None:
         self._account()
@@ -235,10 +255,12 @@ class Router:
             )
         self._board.add(ticket for ticket in tickets if not ticket.payload.done())
         self._hand_out()
+        self._changed.set()
 
     def _fail(self, error: Exception) -> None:
         """Nothing can be answered any more."""
         self._failure = error
+        self._changed.set()
         for ticket in self._tickets.values():
             if not ticket.payload.done():
                 ticket.payload.set_exception(error)

@@ -159,16 +159,20 @@ class LengthMemory:
         self._means: dict[int, float] = {}
 
     def expected(self, prompt_ids: Sequence[int]) -> float | None:
-        """Generated tokens per answer, None of a prompt that was never asked."""
+        """Generated tokens per turn, None of a prompt that was never asked."""
         return self._means.get(hash(tuple(prompt_ids)))
 
     def note(self, trajectories: Sequence[Trajectory]) -> None:
         """Takes in what was generated."""
-        lengths: dict[int, list[int]] = defaultdict(list)
+        tokens, turns = defaultdict[int, int](int), defaultdict[int, int](int)
         for trajectory in trajectories:
             if trajectory.error is None:
-                lengths[hash(tuple(trajectory.prompt_ids))].append(sum(trajectory.response_mask))
-        self._means.update({prompt: sum(found) / len(found) for prompt, found in lengths.items()})
+                mask = trajectory.response_mask
+                tokens[hash(tuple(trajectory.prompt_ids))] += sum(mask)
+                turns[hash(tuple(trajectory.prompt_ids))] += sum(
+                    now > before for before, now in zip([0, *mask], mask, strict=False)
+                )
+        self._means.update({prompt: tokens[prompt] / turns[prompt] for prompt in tokens if turns[prompt]})
 
 
 def derive_seed(seed: int, sample: int) -> int:

@@ -1,12 +1,22 @@
 """Who is given what; checked against loops over everything that was given out."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.rollout.expectation import Expectation
 from megarl.rollout.load_board import AFFINITY, LoadBoard, Ticket
 
 TICKETS = st.lists(
-    st.builds(Ticket, st.none(), st.sampled_from("abcdefgh"), st.integers(1, 1000).map(float)), min_size=1, max_size=60
+    st.builds(
+        Ticket,
+        st.none(),
+        st.sampled_from("abcdefgh"),
+        st.integers(1, 1000).map(float),
+        st.none() | st.integers(1, 2000).map(float),
+    ),
+    min_size=1,
+    max_size=60,
 )
 
 
@@ -29,14 +39,14 @@ def test_everything_is_answered_once_and_nobody_is_idle_while_something_waits(ti
             board.add([later.pop()])
         else:
             replica, ticket = data.draw(st.sampled_from(sorted(held, key=lambda pair: (pair[0], pair[1].cost))))
-            board.release(replica, ticket)
+            board.release(replica, ticket, data.draw(st.none() | st.integers(0, 1000)))
             answered.append(ticket)
     assert sorted(map(id, answered)) == sorted(map(id, tickets))
 
 
 def test_the_longest_goes_first_and_to_who_has_least():
     board = LoadBoard([2, 2])
-    tickets = [Ticket(None, f"{cost}", float(cost)) for cost in (1, 50, 7, 90, 30)]
+    tickets = [Ticket(None, f"{cost}", 100.0, float(cost)) for cost in (1, 50, 7, 90, 30)]
     board.add(tickets)
     placed = board.place()
     # 90 to the first, 50 to the second, 30 to the second, then 7 to the first: both are full.
@@ -65,6 +75,34 @@ def test_samples_of_a_prompt_go_together_and_come_back():
     assert (1 + AFFINITY) * 0.0 + late.cost < 42.0
     board.add([late])
     assert board.place() == {homes["a"]: [late]}
+
+
+def test_of_unknown_prompts_one_sample_each_goes_first_and_tells_the_others():
+    now = 0.0
+    board = LoadBoard([4], Expectation(lambda: now))
+    board.add(Ticket(sample, key, 1000.0) for key in "abcd" for sample in range(3))
+    probes = board.place()[0]
+    assert [(ticket.key, ticket.request) for ticket in probes] == [("a", 0), ("b", 0), ("c", 0), ("d", 0)]
+    now = 10.0
+    board.release(0, probes[0], 20)
+    # Two tokens a second: b, c and d are expected to have twice the 20 that they have by now, a has 20.
+    given = board.place()[0]
+    assert [(ticket.key, ticket.request, ticket.cost) for ticket in given] == [("b", 1, 40.0)]
+    now = 20.0
+    board.release(0, probes[2], 90)
+    # 110 tokens in 30 s of answering: b is expected to have more than c's 90 still.
+    assert [(ticket.key, ticket.cost) for ticket in board.place()[0]] == [("b", pytest.approx(2 * 20 * 110 / 30))]
+    board.release(0, probes[1], 95)
+    board.release(0, probes[3], 10)
+    # Now all are known, and b has no more: the longest are c's, then a's.
+    assert [(ticket.key, ticket.cost) for ticket in board.place()[0]] == [("c", 90.0), ("c", 90.0)]
+
+
+def test_where_all_fit_the_samples_of_unknown_prompts_stay_together():
+    board = LoadBoard([6, 6])
+    board.add(Ticket(sample, key, 1000.0) for sample in range(3) for key in "abcd")
+    assert {tuple(ticket.key for ticket in new) for new in board.place().values()} == {
+        tuple("aaaccc"), tuple("bbbddd")}  # fmt: skip
 
 
 def test_a_lost_replica_gives_back_what_it_had():

@@ -148,5 +148,6 @@ def test_lengths_are_remembered_by_prompt() -> None:
     memory.note([Trajectory(ids, [9] * n, [1] * n, [0.0] * n, "stop", 2) for ids, n in answers])
     memory.note([Trajectory([7], [], [], [], "error", 1, error="lost")])
     assert [memory.expected(ids) for ids in ([1, 2], (5,), [7], [1])] == [4.5, 1.0, None, None]
-    memory.note([Trajectory([5], [9, 9, 8], [1, 0, 1], [0.0] * 3, "stop", 3)])
+    # Two turns of 1 and 3 tokens: a request is a turn.
+    memory.note([Trajectory([5], [9, 9, 8, 8, 8], [1, 0, 1, 1, 1], [0.0] * 5, "stop", 3)])
     assert memory.expected([5]) == 2.0
