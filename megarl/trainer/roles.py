@@ -26,8 +26,9 @@ from megarl.sharding import (
     replica_parts,
     sender_parts,
 )
+from megarl.trainer.replicas import restart_replicas, rollout_group, router_replicas
 from megarl.workers.layouts import layout_of
-from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan
+from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -57,7 +58,7 @@ class Roles:
 
     def replicas(self) -> list[GroupReplica]:
         """The rollout replicas, as the router sees them."""
-        return [GroupReplica(self.rollout, replica) for replica in range(self.rollout.world_size)]
+        return router_replicas(self.rollout)
 
     def sync_weights(self) -> dict[str, float]:
         """Give the rollout replicas the actor's weights; see :meth:`ShardingManager.sync_weights`."""
@@ -86,9 +87,7 @@ class Roles:
         Raises:
             WorkerError: a new process failed.
         """
-        replicas = sorted(lost)
-        self.rollout.restart(replicas)
-        self.rollout.submit_on(replicas, "init_model").result()
+        restart_replicas(self.rollout, lost)
         version = self.sharding_manager.version
         self.sharding_manager = self.connect(self.actor, self.rollout)
         self.sharding_manager.version = version
@@ -158,7 +157,7 @@ class RoleBuilder:
         Raises:
             WorkerError: a process failed; names role and rank.
         """
-        actor, rollout = self._actor(), self._rollout()
+        actor, rollout = self._actor(), rollout_group(self.policy, self.config.trainer.device, self.pool)
         critic = self._critic() if self._has_critic() else None
         own_reference = self._reference() if self._reference_has_workers() else None
         groups = [group for group in (actor, rollout, critic, own_reference) if group]
@@ -214,17 +213,6 @@ class RoleBuilder:
 
     def _reference_has_workers(self) -> bool:
         return self._has_reference() and self.policy.ref.megatron is not None
-
-    def _rollout(self) -> WorkerGroup:
-        rollout = self.policy.rollout
-        settings = RolloutSettings(
-            model_path=self.policy.model.path,
-            device=self.config.trainer.device,
-            config=rollout,
-        )
-        worker, kwargs = "megarl.workers.rollout:RolloutWorker", {"settings": settings}
-        layout, devices = ParallelLayout(dp=rollout.replicas or 1), rollout.tensor_model_parallel_size
-        return WorkerGroup("rollout", worker, kwargs, layout, self.pool, devices_per_process=devices)
 
     def _connect(self, actor: WorkerGroup, rollout: WorkerGroup) -> ShardingManager:
         sync, config, tp = self.config.sync, self.policy, self.policy.rollout.tensor_model_parallel_size

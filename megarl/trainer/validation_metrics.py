@@ -39,8 +39,8 @@ def validation_metrics(
 
     The statistics are ``mean@N``; with more than one answer per prompt also ``std@N``, ``{best,worst}@k/{mean,std}``
     for k = 2, 4, 8, ... and N, and ``maj@k/{mean,std}`` where there are extracted answers (a ``std`` is over subsets,
-    of which there is but one at k = N). In ``val-core`` are mean, best and maj at N of ``acc``, or of ``reward`` where a
-    data source has no ``acc``; everything else is in ``val-aux``.
+    of which there is but one at k = N). In ``val-core`` are mean, best and maj at N of ``acc``, or of ``reward`` where
+    a data source has no ``acc``; everything else is in ``val-aux``.
 
     A row without a number is left out. A prompt with fewer numbers than k counts with those that it has.
 

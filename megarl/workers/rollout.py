@@ -23,7 +23,9 @@ from megarl.workers.settings import RolloutSettings
 
 
 class RolloutWorker:
-    """Holds a replica's engine and lets the driver's router have it. Weights come from the actor only.
+    """Holds a replica's engine and lets the driver's router have it.
+
+    Weights come from the actor, or from the model's folder where there is none.
 
     One process speaks for all tensor-parallel ranks of its replica: their shards are received here, and the engine
     brings each to the rank that it is of.
@@ -48,6 +50,11 @@ class RolloutWorker:
         options = engine_options(rollout, settings.device)
         self._devices = [options.device_of(rank) for rank in range(tp)]
         self.engine = create_engine(rollout.name, settings.model_path, options)
+
+    @verb(Dispatch.ALL)
+    def load_hf(self) -> None:
+        """Take the weights of the model's folder, where there is no actor to send any."""
+        self.engine.load_hf(self.settings.model_path)
 
     @verb(Dispatch.RANK, phase="gen")
     def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:

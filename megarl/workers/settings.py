@@ -84,7 +84,7 @@ class RolloutSettings:
     """What a rollout replica is built from.
 
     Attributes:
-        model_path: Hugging Face folder; its configuration is read, its weights come from the actor.
+        model_path: Hugging Face folder; its configuration is read, and its weights where there is no actor.
         device: ``cpu``, ``cuda`` or ``auto``.
         config: engine, sampling and size.
     """
