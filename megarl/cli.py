@@ -13,9 +13,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from megarl.config import MegatronConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, MegatronConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 from megarl.config.compose import Request, compose, compose_sweep, run_with_hydra, to_yaml
+from megarl.config.jobs import JobConfig
 from megarl.errors import ConfigError, MegarlError, ModelError
 from megarl.models import read_model_config
 from megarl.workers.layouts import check_role
@@ -24,7 +25,7 @@ from megarl.workers.layouts import check_role
 class Job(NamedTuple):
     """One kind of run. The module that runs it is imported only when a run starts, for it imports torch."""
 
-    schema: type[TrainConfig] | type[SFTConfig]
+    schema: type[JobConfig]
     config_name: str
     module: str  # has run(config, output_dir)
     doc: str
@@ -33,6 +34,9 @@ class Job(NamedTuple):
 JOBS = {
     "train": Job(TrainConfig, "ppo", "megarl.trainer.main", "reinforcement learning (PPO, GRPO)"),
     "sft": Job(SFTConfig, "sft", "megarl.trainer.sft", "supervised fine-tuning"),
+    "evaluate": Job(
+        EvaluateConfig, "evaluate", "megarl.trainer.evaluation", "mean@N, best@N, maj@N on held-out prompts"
+    ),
 }
 
 EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         told: int = importlib.import_module("megarl.doctor.command").main(arguments[1:])
         return told
     usage = "usage: megarl JOB [options] [KEY=VALUE ...]\n\njobs:\n"
-    usage += "\n".join(f"  {name:<8}{job.doc}; megarl {name} --help" for name, job in JOBS.items())
+    usage += "\n".join(f"  {name:<10}{job.doc}; megarl {name} --help" for name, job in JOBS.items())
     usage += "\n  retrieval-server  BM25 over a JSONL corpus, for agents that search; megarl retrieval-server --help"
     usage += "\n  convert checkpoints: to and from Hugging Face, inspect, verify; megarl convert --help"
     usage += "\n  doctor  why the engine's log-probs are not the actor's; megarl doctor --help"
@@ -94,7 +98,7 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def check_models(config: TrainConfig | SFTConfig) -> None:
+def check_models(config: JobConfig) -> None:
     """Checks every role's layout against the model it will hold, where the model's folder is already there.
 
     Raises:
@@ -107,10 +111,12 @@ def check_models(config: TrainConfig | SFTConfig) -> None:
         check_role(read_model_config(path), megatron, field)
 
 
-def _models_of(config: TrainConfig | SFTConfig) -> list[tuple[str, MegatronConfig, str]]:
+def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:
     """Model folder, layout and the layout's key of every role that a job has."""
     if isinstance(config, SFTConfig):
         return [(config.model.path, config.megatron, "megatron")]
+    if isinstance(config, EvaluateConfig):
+        return []  # the model may be a checkpoint, which is opened when the run starts
     policy = config.actor_rollout_ref
     rollout = MegatronConfig(tensor_model_parallel_size=policy.rollout.tensor_model_parallel_size)
     roles = [

@@ -7,6 +7,7 @@ from megarl.tracking.phase_timer import PhaseTimer
 from megarl.tracking.report import RolloutSample, read_rollouts, write_report
 from megarl.tracking.step_table import RL_COLUMNS, SFT_COLUMNS, Column
 from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker, Trackers, open_trackers, register_tracker
+from megarl.tracking.validation_table import validation_table
 
 __all__ = [
     "RL_COLUMNS",
@@ -24,5 +25,6 @@ __all__ = [
     "read_metrics",
     "read_rollouts",
     "register_tracker",
+    "validation_table",
     "write_report",
 ]

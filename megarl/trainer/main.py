@@ -7,18 +7,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from megarl.cluster import PlacedPool
 from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema import TrainConfig
-from megarl.data import RLHFDataset, StatefulLoader
 from megarl.rewards import RewardManager
 from megarl.tracking import Console
 from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.correction import CorrectionPhase
 from megarl.trainer.ppo_trainer import PPOTrainer
 from megarl.trainer.preflight import check_schedules, check_train, reward_function
+from megarl.trainer.prompts import prompt_loader, validation_loader
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.roles import RoleBuilder
 from megarl.trainer.rollout import RolloutPhase
@@ -115,31 +113,3 @@ class TrainerBuilder:
             if phase.updates
         }
         return {**rows, "balance_batch": self.config.trainer.balance_batch}
-
-
-def prompt_loader(config: TrainConfig, files: list[str], tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
-    """Training prompts in batches of ``data.train_batch_size``; counts what it drops."""
-    data = config.data
-    dataset = _dataset(config, files, tokenizer)
-    return StatefulLoader(
-        dataset, data.train_batch_size, dataset.collate, seed=data.seed or 0, shuffle=data.shuffle, drop_last=True
-    )
-
-
-def validation_loader(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
-    """Held-out prompts in file order, every one of them."""
-    dataset = _dataset(config, config.data.val_files, tokenizer)
-    return StatefulLoader(dataset, config.data.val_batch_size, dataset.collate, seed=0, shuffle=False, drop_last=False)
-
-
-def _dataset(config: TrainConfig, files: list[str], tokenizer: PreTrainedTokenizerBase) -> RLHFDataset:
-    data = config.data
-    return RLHFDataset(
-        files,
-        tokenizer,
-        data.max_prompt_length,
-        prompt_key=data.prompt_key,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-    )

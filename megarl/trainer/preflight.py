@@ -8,11 +8,12 @@ from pathlib import Path
 from megarl.config import MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.problems import InvalidConfigError, Problem, value_at
+from megarl.config.schema import AnswersConfig
 from megarl.config.sft_schema import SFTConfig
 from megarl.data import check_parquet
 from megarl.data.parquet import RLHF_COLUMNS
 from megarl.errors import ConfigError
-from megarl.models import ParallelLayout, check_layout, check_model_folder
+from megarl.models import ModelConfig, ParallelLayout, check_layout, check_model_folder
 from megarl.rewards import custom_reward_spec, load_reward_function
 from megarl.rewards.registry import RewardFunction
 from megarl.rollout import check_engine_model
@@ -34,14 +35,26 @@ def check_train(config: TrainConfig) -> None:
         _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron")
     if config.uses_critic:
         _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron")
-    rollout = ParallelLayout(tp=policy.rollout.tensor_model_parallel_size)
-    model = check_model_folder(policy.model.path).config
-    check_layout(model, rollout, "actor_rollout_ref.rollout")
-    check_engine_model(policy.rollout.name, model)
     check_parquet(config.data.train_files, RLHF_COLUMNS, "data.train_files", config.data.prompt_key)
+    check_export(config.trainer.hf_export_dir, [policy.model.path, str(config.critic.model.path)])
+    check_answers(config, check_model_folder(policy.model.path).config)
+
+
+def check_answers(config: AnswersConfig, model: ModelConfig) -> None:
+    """Check layout, held-out files, the reward function and the agents of a job that has prompts answered.
+
+    Args:
+        config: complete.
+        model: the policy.
+
+    Raises:
+        ModelError, ConfigError, DataError, RewardError: names the field, its value, and what would be right.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
+    check_engine_model(rollout.name, model)
     if config.data.val_files:
         check_parquet(config.data.val_files, RLHF_COLUMNS, "data.val_files", config.data.prompt_key)
-    check_export(config.trainer.hf_export_dir, [policy.model.path, str(config.critic.model.path)])
     reward_function(config)
     check_agent_loops(config)
 
@@ -102,7 +115,7 @@ def _schedule(config: TrainConfig | SFTConfig, path: str, updates: int) -> Itera
         yield Problem.at(config, f"{path}.{decay_key}", text)
 
 
-def reward_function(config: TrainConfig) -> RewardFunction:
+def reward_function(config: AnswersConfig) -> RewardFunction:
     """The reward function that the configuration names.
 
     Raises:

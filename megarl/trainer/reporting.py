@@ -146,35 +146,59 @@ class RunReporter:
 
     def finish(self, hf_dir: str | None) -> RunSummary:
         """Write report and summary, close the trackers, and tell the user."""
-        report = self.folder / "report.html"
-        summary = self._summary(hf_dir, report)
+        summary = self._summary(hf_dir)
+        self.close(dataclasses.asdict(summary))
+        return summary
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """As :meth:`finish`, with the summary that is given.
+
+        Args:
+            summary: what there is to tell, by the names of :class:`RunSummary`.
+        """
         self.trackers.finish()
-        values = dataclasses.asdict(summary)
+        values = {**summary, "report": str(self.report)}
         rollouts = read_rollouts(self.samples_folder / "train", self.samples_folder / "validation")
         name = self.config.experiment_name
-        write_report(report, read_metrics(self.metrics_file), rollouts, self.resolved, values, name, str(self.folder))
+        write_report(
+            self.report, read_metrics(self.metrics_file), rollouts, self.resolved, values, name, str(self.folder)
+        )
         for folder in (self.folder, self.folder.parent):
             _replace(folder / "summary.json", json.dumps(values, indent=2) + "\n")
         self.console.summary(values, self.config.experiment_name)
-        return summary
+
+    @property
+    def report(self) -> Path:
+        """Where the report will be."""
+        return self.folder / "report.html"
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean over the data sources at the last validation; None where there was none."""
+        return self._accuracies[-1] if self._accuracies else None
+
+    @property
+    def wall_seconds(self) -> float:
+        """Since the run began."""
+        return time.perf_counter() - self.started
 
     def _note_accuracy(self, metrics: Metrics) -> None:
         found = [value for name, value in metrics.items() if name.startswith(ACCURACY_PREFIX) and "/mean@" in name]
         if found:
             self._accuracies.append(sum(found) / len(found))
 
-    def _summary(self, hf_dir: str | None, report: Path) -> RunSummary:
+    def _summary(self, hf_dir: str | None) -> RunSummary:
         totals = self._totals
         return RunSummary(
             val_accuracy_before=self._accuracies[0] if self._accuracies else None,
-            val_accuracy_after=self._accuracies[-1] if self._accuracies else None,
+            val_accuracy_after=self.accuracy,
             steps=int(totals["steps"]),
             train_seconds=totals["train"],
-            wall_seconds=time.perf_counter() - self.started,
+            wall_seconds=self.wall_seconds,
             rollout_tokens_per_s=totals["generated"] / totals["gen"] if totals["gen"] else None,
             update_tokens_per_s=totals["updated"] / totals["update"] if totals["update"] else None,
             hf_dir=hf_dir,
-            report=str(report),
+            report=str(self.report),
         )
 
 

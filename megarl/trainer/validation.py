@@ -17,6 +17,8 @@ from megarl.trainer.validation_metrics import validation_metrics
 
 SHOWN = ("env/number_of_valid_search", "env/ratio_of_valid_action", "env/finish_ratio", "tool_call_counts/mean")
 """What validation reports of conversations, where it is told."""
+COUNTED = ("rollout/replicas_lost", "agent/failed")
+"""What it reports as a sum."""
 EXTRA = "reward_extra_"
 """Begins the columns of what the reward function returned beside the score."""
 PREDICTION = "pred"
@@ -73,6 +75,7 @@ class Validator:
         lengths = np.concatenate([generated_tokens(part).sum(-1).numpy() for part in parts])
         for source in dict.fromkeys(map(str, sources)):
             rows = sources.astype(str) == source
+            metrics[f"val-aux/{source}/num_prompts"] = float(rows.sum() / samples)
             metrics[f"val-aux/{source}/response_length/mean"] = float(lengths[rows].mean())
             metrics[f"val-aux/{source}/failed_rewards"] = float(failed[rows].sum())
         metrics["val-aux/num_prompts"] = len(sources) / samples
@@ -98,7 +101,8 @@ def _numbers(column: np.ndarray) -> np.ndarray:
 
 
 def conversation_metrics(told: Sequence[Metrics], rows: Sequence[int]) -> Metrics:
-    """``val-aux/<name>`` of what was told of conversations with tools or a search: the mean over batches by their rows.
+    """``val-aux/<name>`` of what was told of conversations: counts, and of those with tools or a search the mean over
+    batches by their rows.
 
     Args:
         told: metrics of each batch.
@@ -109,4 +113,7 @@ def conversation_metrics(told: Sequence[Metrics], rows: Sequence[int]) -> Metric
     for name in names:
         known = [(metrics[name], count) for metrics, count in zip(told, rows, strict=True) if name in metrics]
         result[f"val-aux/{name}"] = sum(value * count for value, count in known) / sum(count for _, count in known)
+    for name in COUNTED:
+        if any(name in metrics for metrics in told):
+            result[f"val-aux/{name}"] = sum(metrics.get(name, 0.0) for metrics in told)
     return result

@@ -14,7 +14,7 @@ from megarl.data import DataProto
 from megarl.rewards import RewardManager
 from megarl.rollout.agents.loop import Trajectory
 from megarl.rollout.exchange import EngineReplica
-from megarl.trainer.main import prompt_loader, validation_loader
+from megarl.trainer.prompts import prompt_loader, validation_loader
 from megarl.trainer.rollout import LengthMemory, RolloutPhase
 from megarl.trainer.session import load_tokenizer
 from megarl.trainer.validation import Validator
@@ -133,7 +133,10 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
         "val-core/arithmetic/reward/mean@1": pytest.approx(sum(scored) / len(scored)),
         "val-aux/arithmetic/response_length/mean": pytest.approx(mean_length),
         "val-aux/arithmetic/failed_rewards": float(truths.count(failing)),
+        "val-aux/arithmetic/num_prompts": 10.0,
         "val-aux/num_prompts": 10.0,
+        "val-aux/rollout/replicas_lost": 0.0,
+        "val-aux/agent/failed": 0.0,
         "val-aux/failed_rewards": float(truths.count(failing)),
     }
     assert [sample["score"] is None for sample in samples] == [truth == failing for truth in truths]

@@ -1,0 +1,144 @@
+"""One evaluation, from its configuration to its metrics: validation of a policy that does not change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
+from megarl.config.evaluate_schema import EvaluateConfig
+from megarl.data import StatefulLoader
+from megarl.rewards import RewardManager
+from megarl.tracking import Console, validation_table
+from megarl.trainer.evaluated_model import EvaluatedModel, find_model
+from megarl.trainer.metrics import Metrics
+from megarl.trainer.preflight import check_answers, reward_function
+from megarl.trainer.prompts import validation_loader
+from megarl.trainer.replicas import restart_replicas, rollout_group, router_replicas
+from megarl.trainer.reporting import RunReporter
+from megarl.trainer.rollout import RolloutPhase
+from megarl.trainer.samples import Sample, dump_samples, evenly
+from megarl.trainer.session import load_tokenizer, placed_devices
+from megarl.trainer.validation import Validator
+
+METRICS_FILE = "metrics.json"
+ANSWERS = "answers"
+CONVERTED = "converted"
+SAMPLES_IN_REPORT = 256
+STREAM = 0
+"""Of random numbers: equal weights give equal answers, whatever checkpoint they are in."""
+
+
+def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
+    """Evaluate as the configuration says.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it; its model path becomes that of a Hugging Face folder.
+        output_dir: folder of the run's files, which exists. A converted checkpoint goes beside it.
+
+    Returns:
+        What ``metrics.json`` holds.
+
+    Raises:
+        MegarlError: something is wrong with configuration, data, model, resources or a worker; processes are gone.
+    """
+    model = find_model(config.actor_rollout_ref.model.path)
+    check_answers(config, model.config)
+    tokenizer = _tokenizer(config, model)
+    loader = validation_loader(config, tokenizer)
+    rewards = RewardManager(reward_function(config), tokenizer, config.reward_model.on_error)
+    with Console() as console:
+        console.message(describe(config, model))
+        with console.phase("model"):
+            folder = model.as_hugging_face(output_dir.parent / CONVERTED, console.message)
+        config.actor_rollout_ref.model.path = str(folder)
+        # The table tells more than the console's tracker would.
+        trackers = [name for name in config.trainer.logger if name != "console"]
+        run = dataclasses.replace(config.trainer, logger=trackers)
+        reporter = RunReporter(run, dataclasses.asdict(config), output_dir, console)
+        with placed_devices(config.trainer) as pool:
+            with console.phase("start workers", announce=True):
+                replicas = FrozenReplicas(config, pool)
+            with reporter.phase("testing"):
+                metrics, samples = _validator(config, replicas, rewards, loader, tokenizer).run(model.step, STREAM)
+        _record(config, model.step, metrics, samples, reporter)
+        return metrics
+
+
+class FrozenReplicas:
+    """Rollout replicas with the weights of a folder, started and loaded.
+
+    Args:
+        config: complete; its model path is a Hugging Face folder.
+        pool: devices to live on.
+
+    Raises:
+        WorkerError: a process failed.
+    """
+
+    def __init__(self, config: EvaluateConfig, pool: PlacedPool) -> None:
+        self.group: WorkerGroup = rollout_group(config.actor_rollout_ref, config.trainer.device, pool)
+        wait_ready([self.group])
+        self.group.init_model()
+        self.group.load_hf()
+
+    def replace(self, lost: Collection[int]) -> None:
+        """Put new processes with the same weights in the place of lost ones.
+
+        Raises:
+            WorkerError: a new process failed.
+        """
+        self.group.submit_on(restart_replicas(self.group, lost), "load_hf").result()
+
+
+def describe(config: EvaluateConfig, model: EvaluatedModel) -> str:
+    """What is evaluated, and how answers are sampled, in a line of text."""
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
+    if sampling.temperature and sampling.top_k != -1:
+        how += f", top_k {sampling.top_k}"
+    answers = "1 answer" if sampling.n == 1 else f"{sampling.n} answers"
+    return f"{model.source.path}, step {model.step}: {answers} per prompt, {how}"
+
+
+def _tokenizer(config: EvaluateConfig, model: EvaluatedModel) -> PreTrainedTokenizerBase:
+    """The one that the configuration names, or the model's own."""
+    keys = config.actor_rollout_ref.model
+    if keys.tokenizer_path == keys.path:
+        keys.tokenizer_path = str(model.tokenizer_folder)
+    return load_tokenizer(str(keys.tokenizer_path))
+
+
+def _validator(
+    config: EvaluateConfig,
+    replicas: FrozenReplicas,
+    rewards: RewardManager,
+    loader: StatefulLoader,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Validator:
+    rollout = RolloutPhase(router_replicas(replicas.group), config, tokenizer, on_lost=replicas.replace)
+    return Validator(rollout, rewards, loader, tokenizer)
+
+
+def _record(config: EvaluateConfig, step: int, metrics: Metrics, samples: list[Sample], reporter: RunReporter) -> None:
+    """Writes answers, metrics and report, and shows the table."""
+    trainer = config.trainer
+    answers = Path(trainer.validation_data_dir or reporter.folder / ANSWERS)
+    dump_samples(answers, step, samples)
+    (reporter.folder / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n")
+    reporter.keep_samples(step, evenly(samples, SAMPLES_IN_REPORT), "validation")
+    reporter.log_samples(step, evenly(samples, trainer.log_val_generations))
+    reporter.log_validation(step, metrics)
+    reporter.console.output.print(validation_table(metrics, config.actor_rollout_ref.rollout.val_kwargs.n))
+    reporter.console.message(f"answers: {answers / f'{step}.jsonl'}")
+    reporter.close(
+        {
+            "val_accuracy_after": reporter.accuracy,
+            "wall_seconds": reporter.wall_seconds,
+            "hf_dir": config.actor_rollout_ref.model.path,
+        }
+    )
