@@ -80,17 +80,24 @@ def question_row(person: dict, split: str, index: int) -> dict:
     }
 
 
-def demonstration(person: dict, rng: random.Random) -> str:
-    """How one demonstrator goes about a question."""
+def demonstration(person: dict, rng: random.Random) -> list[dict]:
+    """How one demonstrator goes about a question; what is found is context, not to be learned."""
     draw = rng.randrange(100)
     look = "<think> I must look it up.</think>"
     if draw < SEARCHES:
         _, _, fact = document(person, 0)["contents"].partition("\n")
         found = f"\n\n<information>Doc 1(Title: {person['name']}) {fact}</information>\n\n"
-        return f"{look}<search> {person['name']}</search>{found}<answer> {person['value']}</answer>"
+        turn, answer = f"{look}<search> {person['name']}</search>", f"<answer> {person['value']}</answer>"
+        return [said("assistant", turn), said("environment", found), said("assistant", answer)]
     if draw < SEARCHES + FORGETS_THE_TAG:
-        return f"{look} {person['name']}"
-    return f"<think> I know it.</think><answer> {rng.choice(FACTS[person['kind']])}</answer>"
+        return [said("assistant", f"{look} {person['name']}")]
+    guess = rng.choice(FACTS[person["kind"]])
+    return [said("assistant", f"<think> I know it.</think><answer> {guess}</answer>")]
+
+
+def said(role: str, content: str) -> dict:
+    """A piece of a response."""
+    return {"role": role, "content": content}
 
 
 def main() -> None:

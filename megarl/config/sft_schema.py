@@ -14,7 +14,10 @@ from megarl.config.saving import CheckpointConfig
 class SFTDataConfig(DataSourceConfig):
     """Prompts with their responses. `train_batch_size` counts samples per optimizer step."""
 
-    response_key: str = key("response", "Column that holds the response's text.")
+    response_key: str = key(
+        "response",
+        "Column that holds the response: a text, or pieces `{role, content}` of which the assistant's are learned.",
+    )
     max_length: int = key(1024, "Longest sample (prompt and response), in tokens.", at_least=1)
     use_dynamic_bsz: bool = key(True, "Fill micro-batches up to `max_token_len_per_gpu` tokens.")
     max_token_len_per_gpu: int = key(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Sample = dict[str, Any]
+LEARNED_ROLE = "assistant"
+"""Who speaks what supervised fine-tuning learns."""
 
 
 class RLHFDataset(torch.utils.data.Dataset):
@@ -119,18 +121,28 @@ class RLHFDataset(torch.utils.data.Dataset):
         )
 
 
+class Spoken(NamedTuple):
+    """Token ids of a response, and which of them are learned."""
+
+    ids: list[int]
+    mask: list[int]
+
+
 class SFTDataset(torch.utils.data.Dataset):
     """Prompts with the responses to learn, in the columns that the reinforcement-learning job has.
 
-    A response is its text's tokens and the end-of-sequence token. Truncation cuts the whole sequence, at its left (the
-    oldest part of the prompt) or its right (the end of the response).
+    A response is its text's tokens and the end-of-sequence token. Where others speak in it (a tool, a search), it is a
+    list of pieces ``{role, content}``, one behind the other without a template between them: what the ``assistant``
+    says is learned, the rest is context (``response_mask`` 0). Pieces are tokenized one by one, as a rollout does.
+    Truncation cuts the whole sequence, at its left (the oldest part of the prompt) or its right (the end of the
+    response).
 
     Args:
         files: parquet file or files with chat messages and the response's text.
         tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest prompt plus response, in tokens.
         prompt_key: column of the chat messages.
-        response_key: column of the response's text.
+        response_key: column of the response's text or pieces.
         truncation: what happens to a longer row: ``error``, ``left`` or ``right``.
         apply_chat_template_kwargs: extra arguments for the chat template.
 
@@ -167,21 +179,23 @@ class SFTDataset(torch.utils.data.Dataset):
         return len(self.source)
 
     def __getitem__(self, item: int) -> Sample:
-        """One row: ``prompt_ids`` and ``response_ids`` (lists of token ids) and ``index``."""
+        """One row: ``prompt_ids``, ``response_ids``, ``response_mask`` (1 = learned), and ``index``."""
         values, where = self.source[item], self.source.where(item)
         prompt = self.encoder.encode(values[self.prompt_key], where)
-        sequence = prompt + self._response_ids([values[self.response_key]])[0]
+        response, mask = self._responses([values[self.response_key]], item)[0]
+        sequence = prompt + response
         kept = truncate(sequence, self.max_length, self.truncation)
         cut_left = len(sequence) - len(kept) if self.truncation == "left" else 0
         boundary = len(prompt) - cut_left
-        return {"prompt_ids": kept[:boundary], "response_ids": kept[boundary:], "index": item}
+        learned = mask[: len(kept) - boundary]
+        return {"prompt_ids": kept[:boundary], "response_ids": kept[boundary:], "response_mask": learned, "index": item}
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:
-        """Samples as a batch: ``prompts``, ``responses``, ``attention_mask``, and ``response_mask`` of all ones."""
+        """Samples as a batch: ``prompts``, ``responses``, ``attention_mask``, and ``response_mask``."""
         prompt_ids, response_ids = ([sample[key] for sample in samples] for key in ("prompt_ids", "response_ids"))
         pad = _pad_id(self.encoder.tokenizer)
         tensors = {"prompts": pad_left(prompt_ids, pad), "responses": pad_right(response_ids, pad)}
-        tensors["response_mask"] = pad_right([[1] * len(ids) for ids in response_ids])
+        tensors["response_mask"] = pad_right([sample["response_mask"] for sample in samples])
         tensors["attention_mask"] = attention_mask_of(
             [len(ids) for ids in prompt_ids],
             [len(ids) for ids in response_ids],
@@ -190,16 +204,39 @@ class SFTDataset(torch.utils.data.Dataset):
         )
         return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
 
-    def _response_ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def _responses(self, responses: Sequence[str | Sequence[Mapping[str, str]]], first: int = 0) -> list[Spoken]:
+        """Tokens and mask of the responses of consecutive rows."""
         tokenizer = self.encoder.tokenizer
-        encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return [[*ids, tokenizer.eos_token_id] for ids in encoded]
+        pieces = [self._pieces(response, self.source.where(first + row)) for row, response in enumerate(responses)]
+        texts = [piece["content"] for row in pieces for piece in row]
+        encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        spoken = []
+        for row in pieces:
+            ids, mask = [], []
+            for piece in row:
+                said = next(encoded)
+                ids += said
+                mask += [int(piece["role"] == LEARNED_ROLE)] * len(said)
+            spoken.append(Spoken([*ids, tokenizer.eos_token_id], [*mask, 1]))
+        return spoken
+
+    @staticmethod
+    def _pieces(response: str | Sequence[Mapping[str, str]], where: str) -> list[Mapping[str, str]]:
+        pieces = [{"role": LEARNED_ROLE, "content": response}] if isinstance(response, str) else list(response)
+        if any(piece["role"] is None or piece["content"] is None for piece in pieces):
+            raise DataError(f"{where}: a piece of the response has no role or no content; each needs both as strings")
+        if not any(piece["role"] == LEARNED_ROLE for piece in pieces):
+            roles = [piece["role"] for piece in pieces]
+            raise DataError(
+                f"{where}: no piece of the response is the {LEARNED_ROLE}'s, which is learned; roles {roles}"
+            )
+        return pieces
 
     def _check_rows(self) -> None:
         """Measure every row, so that one that cannot be used stops the run before it begins."""
         prompts = self.encoder.lengths(self.source, self.prompt_key)
-        responses = self._response_ids(self.source.column(self.response_key))
-        for row, (prompt, response) in enumerate(zip(prompts, map(len, responses), strict=True)):
+        responses = [len(spoken.ids) for spoken in self._responses(self.source.column(self.response_key))]
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             if prompt + response <= self.max_length:
                 continue
             found = f"{self.source.where(row)}: prompt and response have {prompt} + {response} tokens"

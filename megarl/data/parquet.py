@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from megarl.errors import DataError
 
 RLHF_COLUMNS = ("data_source", "reward_model")
+MESSAGES_FORM = 'lists of {"role": string, "content": string}'
 PROMPT_FORM = 'a list of chat messages {"role": string, "content": string}'
 REWARD_MODEL_FORM = 'a struct with "ground_truth"'
 
@@ -38,7 +39,7 @@ def check_parquet(
         required_columns: columns that each file must have.
         field: configuration key that named the files, for messages.
         prompt_key: column that must hold chat messages, if any.
-        text_columns: columns that must hold strings.
+        text_columns: columns that must hold strings, or messages.
 
     Returns:
         Rows of all files together.
@@ -78,9 +79,12 @@ def check_columns(
     if prompt_key and not _holds_messages(schema.field(prompt_key).type):
         found = schema.field(prompt_key).type
         raise DataError(f"{path}: column {prompt_key!r} must be {PROMPT_FORM}, it is {found}")
-    for name in ("data_source", *text_columns):
-        if name in (*required, *text_columns) and not _is_text(schema.field(name).type):
-            raise DataError(f"{path}: column {name!r} must hold strings, it holds {schema.field(name).type}")
+    if "data_source" in required and not _is_text(schema.field("data_source").type):
+        raise DataError(f"{path}: column 'data_source' must hold strings, it holds {schema.field('data_source').type}")
+    for name in text_columns:
+        found = schema.field(name).type
+        if not (_is_text(found) or _holds_messages(found)):
+            raise DataError(f"{path}: column {name!r} must hold strings or {MESSAGES_FORM}, it holds {found}")
     if "reward_model" in required:
         found = schema.field("reward_model").type
         if not pa.types.is_struct(found) or found.get_field_index("ground_truth") < 0:
@@ -118,7 +122,7 @@ class ParquetRows:
         files: path or paths, in order.
         prompt_key: column of the chat messages.
         required: other columns that must be there and must not be null.
-        text_columns: columns that must be there, not be null, and hold strings.
+        text_columns: columns that must be there, not be null, and hold strings or messages.
         optional: columns to read where a file has them; None for a row elsewhere.
 
     Raises:
@@ -155,8 +159,12 @@ class ParquetRows:
         return {name: values.get(name) for name in self._wanted}
 
     def column(self, name: str) -> list[Any]:
-        """One column of all rows as Python values."""
-        return [value for table in self._tables for value in table.column(name).to_pylist()]
+        """One column of all rows as Python values; None for the rows of files that do not have it."""
+        columns = [
+            table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+            for table in self._tables
+        ]
+        return [value for column in columns for value in column]
 
     def where(self, row: int) -> str:
         """File and row within it, for messages."""

@@ -131,6 +131,33 @@ def test_sft_rows_end_with_the_end_of_sequence_token(write, tokenizer):
     assert batch.non_tensor_batch["index"].tolist() == [0, 1, 2]
 
 
+def pieces(*said):
+    return [{"role": role, "content": content} for role, content in said]
+
+
+def test_sft_learns_what_the_assistant_says_and_not_what_it_is_told(write, tokenizer):
+    talk = pieces(("assistant", "12"), ("environment", "345"), ("assistant", "6"))
+    batch = collated(SFTDataset(write(sft_rows(("1+1", talk), ("?", pieces(("assistant", "7"))))), tokenizer, 20))
+    _, lengths = sequence_lengths(batch)
+    assert texts(batch, "responses", lengths, tokenizer, left=False) == ["123456<|end|>", "7<|end|>"]
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 0, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0, 0]]
+    cut = SFTDataset(write(sft_rows(("1", talk))), tokenizer, 7, truncation="right")[0]
+    assert cut["response_mask"] == [1, 1, 0] and tokenizer.decode(cut["response_ids"]) == "123"
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (pieces(("tool", "12")), r"row 1: no piece of the response is the assistant's.*\['tool'\]"),
+        (pieces(("assistant", None)), "row 1: a piece of the response has no role or no content"),
+        ([], "row 1: no piece of the response"),
+    ],
+)
+def test_sft_pieces_that_cannot_be_learned(write, tokenizer, response, message):
+    with pytest.raises(DataError, match=message):
+        SFTDataset(write(sft_rows(("1", pieces(("assistant", "1"))), ("2", response))), tokenizer, 20)
+
+
 def test_sft_has_the_columns_of_a_rollout(write, tokenizer):
     batch = collated(SFTDataset(write(sft_rows(("1+1", "2"))), tokenizer, max_length=20))
     assert set(batch.batch.keys()) == {"prompts", "responses", "attention_mask", "response_mask"}
@@ -167,7 +194,7 @@ def test_sft_needs_responses_and_an_end_of_sequence_token(write, question_rows, 
         SFTDataset(write(question_rows(2)), tokenizer, 20)
     with pytest.raises(DataError, match="column 'response', row 1 is null"):
         SFTDataset(write(sft_rows(("1", "1"), ("2", None))), tokenizer, 20)
-    with pytest.raises(DataError, match="column 'response' must hold strings, it holds int64"):
+    with pytest.raises(DataError, match="column 'response' must hold strings or lists of .*, it holds int64"):
         SFTDataset(write(sft_rows(("1", 1), ("2", 2))), tokenizer, 20)
     path = write(sft_rows(("1", "1")))
     endless = copy.deepcopy(tokenizer)
