@@ -43,8 +43,13 @@ class AgentConfig:
 
     default_agent_loop: str | None = key(
         None,
-        "Loop of rows without `agent_name`: single_turn_agent, tool_agent, search_agent, a name from "
-        "`agent_loop_config_path`, or path.py:Class; null = by `do_search` and `multi_turn.enable`.",
+        "Loop of rows without `agent_name`: single_turn_agent, tool_agent, search_agent, external_agent, a name from "
+        "`agent_loop_config_path`, or path.py:Class; null = by `external_agent`, `do_search` and `multi_turn.enable`.",
+    )
+    external_agent: str | None = key(
+        None,
+        "Function that leads conversations over the run's chat endpoint, with any framework: path.py:function or "
+        "package.module.function; null = none.",
     )
     agent_loop_config_path: str | None = key(
         None, "YAML list of one's own loops: `name`, `_target_` (path.py:Class) and options; null = none."
@@ -53,6 +58,25 @@ class AgentConfig:
     timeout_s: float | None = key(
         None,
         "Seconds that one conversation may take; a longer one fails, is masked and counted; null = no limit.",
+        above=0,
+    )
+
+
+@dataclass
+class EndpointConfig:
+    """The policy over OpenAI's chat interface while it is trained; see docs/agents.md."""
+
+    enable: bool = key(False, "Serve it; with `agent.external_agent` it is served in any case.")
+    host: str = key("127.0.0.1", "Where to listen; beyond loopback everybody who has the token gets in, unencrypted.")
+    port: int = key(0, "Port; 0 = any free one, which `access_file` tells.", at_least=0, at_most=65535)
+    access_file: str | None = key(
+        None,
+        "File that tells clients `base_url`, `api_key` and `model`, readable by its owner only; "
+        "null = `outputs/<experiment_name>/endpoint.json`.",
+    )
+    wait_s: float = key(
+        600.0,
+        "Seconds that a request from outside waits for the run to generate; then it is told to come back.",
         above=0,
     )
 
@@ -83,6 +107,13 @@ def agent_problems(config: AnswersConfig) -> Iterator[Problem]:
     if config.do_search and config.data.max_obs_length >= config.data.max_response_length:
         text = "must be below data.max_response_length, which holds what is found and what the policy writes"
         yield Problem.at(config, "data.max_obs_length", text)
+    if rollout.agent.default_agent_loop == "external_agent" and rollout.agent.external_agent is None:
+        yield Problem.at(config, f"{path}.agent.external_agent", "external_agent needs a function, path.py:function")
+    if rollout.agent.external_agent and config.do_search and rollout.agent.default_agent_loop is None:
+        text = "and do_search both lead conversations; choose by agent.default_agent_loop"
+        yield Problem.at(config, f"{path}.agent.external_agent", text)
+    if not rollout.endpoint.host.strip():
+        yield Problem.at(config, f"{path}.endpoint.host", "must not be empty; 127.0.0.1 is this machine alone")
     for name, file in (
         (f"{path}.multi_turn.tool_config_path", rollout.multi_turn.tool_config_path),
         (f"{path}.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),

@@ -25,14 +25,14 @@ def fill_derived(config: JobConfig, files_root: str | None = None) -> None:
     if isinstance(config, TrainConfig):
         _fill_train(config, root)
     elif isinstance(config, EvaluateConfig):
-        _fill_answers(config, config.trainer)
+        _fill_answers(config, config.trainer, root)
     else:
         _fill_sft(config, root)
 
 
 def _fill_train(config: TrainConfig, root: str) -> None:
     policy, trainer = config.actor_rollout_ref, config.trainer
-    _fill_answers(config, trainer)
+    _fill_answers(config, trainer, root)
     _fill_clip(policy.actor)
     _fill_log_prob(policy.rollout, policy.actor)
     _fill_log_prob(policy.ref, policy.actor)
@@ -44,11 +44,12 @@ def _fill_train(config: TrainConfig, root: str) -> None:
     trainer.default_local_dir = _first(trainer.default_local_dir, f"{root}/checkpoints")
 
 
-def _fill_answers(config: AnswersConfig, trainer: RunConfig) -> None:
+def _fill_answers(config: AnswersConfig, trainer: RunConfig, root: str) -> None:
     rollout = config.actor_rollout_ref.rollout
     _fill_model(config.actor_rollout_ref.model)
     _fill_replicas(rollout, trainer.num_devices)
     rollout.seed = _first(rollout.seed, trainer.seed)
+    rollout.endpoint.access_file = _first(rollout.endpoint.access_file, f"{root}/endpoint.json")
 
 
 def _fill_sft(config: SFTConfig, root: str) -> None:

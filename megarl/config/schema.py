@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.agents import AgentConfig, MultiTurnConfig, RetrieverConfig
+from megarl.config.agents import AgentConfig, EndpointConfig, MultiTurnConfig, RetrieverConfig
 from megarl.config.engines import EngineKwargsConfig
 from megarl.config.keys import key, section
 from megarl.config.parts import (
@@ -134,8 +134,14 @@ class RolloutConfig(LogProbBatchConfig):
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
+    endpoint: EndpointConfig = section(EndpointConfig)
     health: HealthConfig = section(HealthConfig)
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
+
+    @property
+    def serves_endpoint(self) -> bool:
+        """Whether the policy is served over OpenAI's chat interface."""
+        return self.endpoint.enable or self.agent.external_agent is not None
 
 
 @dataclass
@@ -184,7 +190,7 @@ class RewardModelConfig:
     name: str = key(
         "arithmetic",
         "Reward function that comes with megarl; not read where `custom_reward_function.path` is set.",
-        choices=("arithmetic", "search_em"),
+        choices=("arithmetic", "search_em", "agent_score"),
         custom=True,
     )
     on_error: str = key(

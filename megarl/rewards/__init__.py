@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.rewards.agent_score import AGENT_RESULT, agent_score
 from megarl.rewards.arithmetic import exact_integer
 from megarl.rewards.exact_match import search_exact_match
 from megarl.rewards.registry import custom_reward_spec, load_reward_function, register_reward
@@ -12,8 +13,10 @@ if TYPE_CHECKING:
     from megarl.rewards.manager import RewardManager, Scored
 
 __all__ = [
+    "AGENT_RESULT",
     "RewardManager",
     "Scored",
+    "agent_score",
     "custom_reward_spec",
     "exact_integer",
     "load_reward_function",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import RewardError
+from megarl.rewards.agent_score import AGENT_RESULT
 from megarl.rewards.outcome import Outcome, collect_extras, read_result
 from megarl.rewards.registry import RewardFunction, check_signature
 
@@ -137,7 +138,8 @@ class RewardManager:
             solution_str=self.tokenizer.decode(response_ids, skip_special_tokens=True),
             length=len(response_ids),
             ground_truth=model["ground_truth"],
-            extra_info=dict(info or {}),  # a copy: the samples of a prompt share it, and functions may write into it
+            # a copy: the samples of a prompt share it, and functions may write into it
+            extra_info=dict(info or {}) | _told_by_agent(others, row),
         )
 
     def _outcome(self, sample: Sample) -> Outcome:
@@ -180,6 +182,12 @@ def _lost(batch: RewardBatch, row: int) -> Outcome | None:
     if errors is None or errors[row] is None:
         return None
     return Outcome(0.0, {}, f"the conversation of row {row} failed: {errors[row]}")
+
+
+def _told_by_agent(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
+    """What the agent that led the row's conversation returned."""
+    told = columns.get(AGENT_RESULT)
+    return {} if told is None or told[row] is None else {AGENT_RESULT: told[row]}
 
 
 def _require_columns(batch: RewardBatch) -> None:

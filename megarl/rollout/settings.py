@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.config import RolloutConfig
 from megarl.config.engines import SGLangConfig
 from megarl.rollout.interface import EngineOptions
@@ -23,6 +25,14 @@ def engine_options(rollout: RolloutConfig, device: str) -> EngineOptions:
         max_num_seqs=rollout.max_num_seqs,
     )
     return _sglang(common, rollout.engine_kwargs.sglang) if rollout.name == "sglang" else common
+
+
+def takes_stop_strings(rollout: RolloutConfig, model_path: str) -> bool:
+    """Whether the engine knows stop strings, for which it has to decode what it generates."""
+    sglang: SGLangConfig = rollout.engine_kwargs.sglang
+    if rollout.name == "sglang" and sglang.stop_strings is not None:
+        return sglang.stop_strings
+    return (Path(model_path) / "tokenizer_config.json").is_file()
 
 
 def _sglang(common: EngineOptions, sglang: SGLangConfig) -> EngineOptions:

@@ -11,6 +11,7 @@ from megarl.cluster import PlacedPool
 from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema import TrainConfig
 from megarl.rewards import RewardManager
+from megarl.rollout.endpoint import build_endpoint
 from megarl.tracking import Console
 from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.correction import CorrectionPhase
@@ -40,7 +41,7 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
     with Console() as console:
         builder = TrainerBuilder(config, output_dir, console)
         console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
-        with placed_devices(config.trainer) as pool:
+        with builder.endpoint or nullcontext(), placed_devices(config.trainer) as pool:
             with console.phase("start workers", announce=True):
                 trainer = builder.build(pool)
             with ends_on_sigterm(builder.stop) if config.trainer.save_freq > 0 else nullcontext():
@@ -74,6 +75,7 @@ class TrainerBuilder:
         self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.loader)
         check_schedules(config, self.batches, self.total_steps)
+        self.endpoint = build_endpoint(config, self.tokenizer)
 
     def build(self, pool: PlacedPool) -> PPOTrainer:
         """Start the workers on the pool's devices and return the trainer.
@@ -91,6 +93,8 @@ class TrainerBuilder:
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), self.output_dir, self.console, resumed_from)
         roles = RoleBuilder(config, self.batches, total_steps, pool).build()
         self.console.message(roles.describe())
+        if self.endpoint:
+            self.console.message(self.endpoint.describe())
         rollout = RolloutPhase(
             roles.replicas(),
             config,
@@ -98,6 +102,7 @@ class TrainerBuilder:
             self._batch_facts(),
             on_lost=roles.replace_replicas,
             state_masking=config.actor_rollout_ref.actor.state_masking,
+            endpoint=self.endpoint,
         )
         validator = None
         if self.val_loader is not None:

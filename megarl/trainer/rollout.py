@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,7 @@ from megarl.rollout.agents.build import build_agent_loops, conversation_limits, 
 from megarl.rollout.agents.loop import AgentLoop, Conversation, Trajectory
 from megarl.rollout.agents.metrics import trajectory_metrics
 from megarl.rollout.agents.runner import run_all
+from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.interface import Completion, RolloutError, SamplingParams
 from megarl.rollout.router import Replica, Router, Traffic
 from megarl.trainer.metrics import Metrics
@@ -47,6 +49,7 @@ class RolloutPhase:
         facts: what a training batch tells the verbs that it is passed to, such as rows per mini-batch.
         on_lost: told of replicas that were lost, once the others have done their work.
         state_masking: leave what tools and searches said out of what is trained on.
+        endpoint: listening; serves the policy while it generates. None = nobody else asks.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class RolloutPhase:
         facts: Mapping[str, Any] = MappingProxyType({}),
         on_lost: Callable[[Collection[int]], None] = lambda lost: None,
         state_masking: bool = True,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self.replicas = replicas
         self.config = config
@@ -65,6 +69,7 @@ class RolloutPhase:
         self.facts = facts
         self.state_masking = state_masking
         self._on_lost = on_lost
+        self._endpoint = endpoint
         self._limits, self._default_loop = conversation_limits(config), default_agent_loop(config)
         self._loops: dict[str, AgentLoop] = {}
         self._lengths = LengthMemory()
@@ -73,6 +78,8 @@ class RolloutPhase:
         """``n`` answers to each prompt, adjacent rows, with ``uid`` naming the prompt."""
         batch, told = self._generate(prompts, self.rollout, self.rollout.n, (TRAINING, step))
         metrics |= told
+        if self._endpoint:
+            metrics |= self._endpoint.take_metrics()
         batch.meta_info |= self.facts
         return batch
 
@@ -97,7 +104,8 @@ class RolloutPhase:
         )
         seeds = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, len(prompts)).tolist()
         conversations = self._conversations(prompts, samples, params, seeds)
-        trajectories, traffic = asyncio.run(self._lead(conversations))
+        run = self._endpoint.run if self._endpoint else asyncio.run
+        trajectories, traffic = run(self._lead(conversations))
         if traffic.lost:
             self._on_lost(traffic.lost)
         batch = trajectories_to_batch(trajectories, self.tokenizer.pad_token_id or 0, state_masking=self.state_masking)
@@ -118,7 +126,8 @@ class RolloutPhase:
                 return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=expected.get(key))
 
             most = self.rollout.agent.max_concurrency
-            trajectories = await run_all(conversations, self._loops, generate, most, FATAL)
+            async with self._endpoint.serving(generate) if self._endpoint else nullcontext():
+                trajectories = await run_all(conversations, self._loops, generate, most, FATAL)
         self._lengths.note(trajectories)
         return trajectories, router.traffic
 
@@ -132,7 +141,7 @@ class RolloutPhase:
         ]
         names = [str(row.get(AGENT_NAME) or self._default_loop) for row in facts]
         missing = sorted(set(names) - self._loops.keys())
-        self._loops |= build_agent_loops(self.config, self.tokenizer, missing)
+        self._loops |= build_agent_loops(self.config, self.tokenizer, missing, self._endpoint)
         return [
             Conversation(
                 messages=facts[row].get("raw_prompt", ()),

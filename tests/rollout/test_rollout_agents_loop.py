@@ -230,14 +230,15 @@ def test_state_masking_decides_whether_the_environment_is_trained_on():
 
 def test_loops_are_found_by_name_and_by_file(tmp_path):
     assert find_agent_loop("single_turn_agent") is SingleTurnLoop
-    assert {find_agent_loop(name).__name__ for name in ("tool_agent", "search_agent")} == {"ToolLoop", "SearchLoop"}
+    names = ("tool_agent", "search_agent", "external_agent")
+    assert [find_agent_loop(name).__name__ for name in names] == ["ToolLoop", "SearchLoop", "ExternalAgent"]
     file = tmp_path / "mine.py"
     file.write_text(
         "from megarl.rollout.agents import AgentLoop\nclass Mine(AgentLoop):\n    async def run(self, c, g): ...\n"
     )
     assert find_agent_loop(f"{file}:Mine").__name__ == "Mine"
     for name, told in (
-        ("singel_turn", "known ones: search_agent"),
+        ("singel_turn", "known ones: external_agent, search_agent"),
         (f"{file}:Other", r"it has \['Mine'\]"),
         (f"{tmp_path}/none.py:Mine", "there is no file"),
         ("megarl.errors.DataError", "has no AgentLoop called 'DataError'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config import AnswersConfig
+    from megarl.rollout.endpoint import Endpoint
 
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
@@ -27,6 +28,8 @@ def default_agent_loop(config: AnswersConfig) -> str:
     agent: AgentConfig = config.actor_rollout_ref.rollout.agent
     if agent.default_agent_loop is not None:
         return agent.default_agent_loop
+    if agent.external_agent is not None:
+        return "external_agent"
     if config.do_search:
         return "search_agent"
     return "tool_agent" if config.actor_rollout_ref.rollout.multi_turn.enable else "single_turn_agent"
@@ -48,23 +51,54 @@ def conversation_limits(config: AnswersConfig) -> Limits:
 def check_agent_loops(config: AnswersConfig) -> None:
     """Checks, before anything starts, that the configuration's loops and tools are there.
 
-    Loops that rows alone name are found when the first of these rows is met.
+    Loops that rows name are checked with the data, see :func:`check_agent_names`.
 
     Raises:
-        ConfigError: a file is missing or malformed, or a class or parser is not there.
+        ConfigError: a file is missing or malformed, or a class, a parser, or what a loop needs is not there.
     """
     own = read_loop_file(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
-    default = default_agent_loop(config)
-    for target in {str(entry["_target_"]) for entry in own.values()} | ({default} - own.keys()):
-        find_agent_loop(target)
+    for name in dict.fromkeys((*own, default_agent_loop(config))):
+        _find(config, own, name)
     multi_turn: MultiTurnConfig = config.actor_rollout_ref.rollout.multi_turn
     if multi_turn.tool_config_path is not None:
         load_tools(multi_turn.tool_config_path)
     find_parser(multi_turn.format)  # after the modules that may register it
 
 
+def check_agent_names(config: AnswersConfig, names: Sequence[str | None], where: Callable[[int], str]) -> None:
+    """Checks, before anything starts, that the loops are there that rows name in their column ``agent_name``.
+
+    Args:
+        config: complete.
+        names: of all rows; None = the default loop.
+        where: file and row of a row, for the error.
+
+    Raises:
+        ConfigError: a loop is not there, or lacks something; names the first row that wants it.
+    """
+    own = read_loop_file(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    for name in dict.fromkeys(names):
+        if not name:
+            continue
+        try:
+            _find(config, own, str(name))
+        except ConfigError as error:
+            known = f"; those of {_KEY} are {', '.join(sorted(own))}" if own else ""
+            raise ConfigError(f"{where(names.index(name))}: agent_name={name!r}: {error}{known}") from error
+
+
+def _find(
+    config: AnswersConfig, own: Mapping[str, Mapping[str, Any]], name: str
+) -> tuple[type[AgentLoop], dict[str, Any]]:
+    """The class of a loop, and its options, checked."""
+    options = dict(own.get(name, {}))
+    loop = find_agent_loop(str(options.pop("_target_", name)))
+    loop.check(config, **options)
+    return loop, options
+
+
 def build_agent_loops(
-    config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, names: Iterable[str]
+    config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, names: Iterable[str], endpoint: Endpoint | None = None
 ) -> dict[str, AgentLoop]:
     """The loops that rows name, ready to lead conversations.
 
@@ -72,6 +106,7 @@ def build_agent_loops(
         config: of the run, complete.
         tokenizer: of the policy.
         names: registered names, names from ``agent_loop_config_path``, or ``path.py:Class``.
+        endpoint: of the run; None = it serves none.
 
     Raises:
         ConfigError: there is no such loop, or it refuses its options.
@@ -79,12 +114,13 @@ def build_agent_loops(
     own = read_loop_file(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
     loops = {}
     for name in names:
-        options = dict(own.get(name, {}))
-        loop = find_agent_loop(str(options.pop("_target_", name)))
         try:
+            loop, options = _find(config, own, name)
             loops[name] = loop.create(config, tokenizer, **options)
         except TypeError as error:
-            raise ConfigError(f"agent loop {name!r} cannot be built with the options {options}: {error}") from error
+            given = own.get(name, {})
+            raise ConfigError(f"agent loop {name!r} cannot be built with the options {given}: {error}") from error
+        loops[name].endpoint = endpoint
     return loops
 
 

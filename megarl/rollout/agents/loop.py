@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config import AnswersConfig
+    from megarl.rollout.endpoint import Endpoint
 
 Message: TypeAlias = Mapping[str, Any]
 TrajectoryEnd: TypeAlias = Literal["stop", "length", "turns", "error"]
@@ -141,7 +142,21 @@ class Trajectory:
 
 
 class AgentLoop(abc.ABC):
-    """Leads conversations, many at a time: state of a conversation belongs into :meth:`run`, not onto the loop."""
+    """Leads conversations, many at a time: state of a conversation belongs into :meth:`run`, not onto the loop.
+
+    Attributes:
+        endpoint: where programs of other people can generate in the place of a loop; None = the run serves none.
+    """
+
+    endpoint: Endpoint | None = None
+
+    @classmethod  # noqa: B027 -- most loops need nothing
+    def check(cls, config: AnswersConfig, **options: Any) -> None:
+        """Checks, before anything starts and without a tokenizer, what :meth:`create` will need.
+
+        Raises:
+            ConfigError: it is not there; names the key or the option.
+        """
 
     @classmethod
     def create(cls, config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
@@ -195,12 +210,15 @@ class Transcript:
         """Response tokens that are left."""
         return self.conversation.response_tokens - len(self.response_ids)
 
-    async def generate(self, generate: Generate, params: SamplingParams | None = None) -> Completion:
+    async def generate(
+        self, generate: Generate, params: SamplingParams | None = None, seed: int | None = None
+    ) -> Completion:
         """The policy's next turn, appended.
 
         Args:
             generate: where to ask.
             params: how to sample this turn, ``max_new_tokens`` cut to what is left; None = as the conversation does.
+            seed: source of its random numbers; None = :func:`turn_seed`.
 
         Raises:
             AgentError: no token is left, or the engine gave up.
@@ -213,18 +231,22 @@ class Transcript:
         completion = await generate(
             self.prompt_ids + self.response_ids,
             params,
-            seed=turn_seed(self.conversation.seed, self.assistant_turns),
+            seed=turn_seed(self.conversation.seed, self.assistant_turns) if seed is None else seed,
             key=self.conversation.key,
         )
         if completion.finish_reason == "abort":
             raise AgentError(f"the engine gave up turn {self.assistant_turns + 1}")
+        self.append(completion)
+        return completion
+
+    def append(self, completion: Completion) -> None:
+        """Appends a turn that the policy wrote."""
         tokens = len(completion.token_ids)
         self.response_ids += completion.token_ids
         self.response_mask += [1] * tokens
         self.log_probs += completion.log_probs
         self._versions += completion.weight_versions or [completion.weight_version] * tokens
         self.assistant_turns += 1
-        return completion
 
     def observe(self, ids: Sequence[int]) -> bool:
         """Appends a turn of the environment, if it leaves the policy at least one token; tells whether it did."""

@@ -18,6 +18,7 @@ _BUILT_IN = {
     "single_turn_agent": "megarl.rollout.agents.single_turn",
     "tool_agent": "megarl.rollout.agents.tool_agent",
     "search_agent": "megarl.rollout.agents.search_agent",
+    "external_agent": "megarl.rollout.agents.external_agent",
 }
 
 

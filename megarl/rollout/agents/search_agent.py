@@ -49,18 +49,19 @@ class SearchLoop(AgentLoop):
         self._around = len(self._ids(information("")))
 
     @classmethod
+    def check(cls, config: AnswersConfig, **options: Any) -> None:
+        """As the base says."""
+        _url(config)
+
+    @classmethod
     def create(cls, config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
         """As the base says.
 
         Raises:
             ConfigError: no retrieval server is named.
         """
-        if config.retriever.url is None:
-            raise ConfigError(
-                "retriever.url is null; search_agent needs a server such as http://127.0.0.1:8000/retrieve"
-            )
         asked = RetrievalOptions(
-            config.retriever.url, config.retriever.topk, config.retriever.timeout_s, config.retriever.retries
+            _url(config), config.retriever.topk, config.retriever.timeout_s, config.retriever.retries
         )
         given = {
             "max_turns": config.max_turns,
@@ -119,3 +120,9 @@ def _metrics(actions: list[Action]) -> dict[str, float]:
         "env/valid_searches": float(kinds.count("search")),
         "env/finished": float(kinds[-1:] == ["answer"]),
     }
+
+
+def _url(config: AnswersConfig) -> str:
+    if config.retriever.url is None:
+        raise ConfigError("retriever.url is null; search_agent needs a server such as http://127.0.0.1:8000/retrieve")
+    return config.retriever.url

@@ -68,6 +68,11 @@ class ToolLoop(AgentLoop):
         self.schemas = [equipped.tool.declaration for equipped in tools.values()]
 
     @classmethod
+    def check(cls, config: AnswersConfig, **options: Any) -> None:
+        """As the base says."""
+        _tool_file(config)
+
+    @classmethod
     def create(cls, config: AnswersConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
         """As the base says.
 
@@ -75,16 +80,13 @@ class ToolLoop(AgentLoop):
             ConfigError: no tools are named.
         """
         multi_turn = config.actor_rollout_ref.rollout.multi_turn
-        if multi_turn.tool_config_path is None:
-            key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-            raise ConfigError(f"{key} is null; tool_agent needs a YAML file with at least one tool")
         chosen = ToolOptions(
             multi_turn.format,
             multi_turn.max_parallel_calls,
             multi_turn.max_tool_response_length,
             multi_turn.tool_response_truncate_side,
         )
-        tools = load_tools(multi_turn.tool_config_path)
+        tools = load_tools(_tool_file(config))
         return cls(tokenizer, tools, replace(chosen, **options), config.data.apply_chat_template_kwargs)
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
@@ -139,3 +141,11 @@ class ToolLoop(AgentLoop):
     def _prompt(self, conversation: Conversation) -> list[int]:
         """The prompt with the tools' schemas, which the data set does not know."""
         return encode_prompt(self.tokenizer, conversation.messages, self.schemas, self.template_kwargs)
+
+
+def _tool_file(config: AnswersConfig) -> str:
+    path: str | None = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+    if path is None:
+        key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+        raise ConfigError(f"{key} is null; tool_agent needs a YAML file with at least one tool")
+    return path

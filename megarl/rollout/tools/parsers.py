@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.errors import ConfigError
@@ -19,11 +19,13 @@ class ToolCall:
         name: of the tool; empty where the call cannot be read.
         arguments: any JSON value, to be checked against the tool's schema.
         problem: why the call cannot be read, in words for the model; None: it can.
+        span: where it begins and ends in the text; None: the parser does not tell.
     """
 
     name: str = ""
     arguments: Any = None
     problem: str | None = None
+    span: tuple[int, int] | None = field(default=None, compare=False)
 
 
 Parser = Callable[[str], list[ToolCall]]
@@ -60,7 +62,7 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.
 @register_tool_parser("hermes")
 def hermes_calls(text: str) -> list[ToolCall]:
     """Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them."""
-    return [_read(match[1], "arguments") for match in _HERMES.finditer(text)]
+    return [replace(_read(match[1], "arguments"), span=match.span()) for match in _HERMES.finditer(text)]
 
 
 _LLAMA_TAG = "<|python_tag|>"
@@ -77,7 +79,8 @@ def llama3_calls(text: str) -> list[ToolCall]:
     body = _LLAMA_END.sub("", after if tag else before).strip()
     if not tag and not body.startswith("{"):
         return []
-    calls = [_of_value(value, "parameters") for value in _values(body)]
+    span = (len(before) if tag else 0, len(text))  # of all of them: the turn has no text behind them
+    calls = [replace(_of_value(value, "parameters"), span=span) for value in _values(body)]
     if not tag and all(call.problem for call in calls):
         return []  # an answer that happens to be JSON, or to begin like it
     return calls
