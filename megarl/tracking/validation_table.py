@@ -12,18 +12,18 @@ _PROMPTS = re.compile(r"val-aux/(.+)/num_prompts")
 
 
 def validation_table(metrics: Mapping[str, float], samples: int) -> Table:
-    """A row per data source: its prompts, mean, best and majority of N answers, their length, and failed rewards.
+    """A row per data source: prompts; mean, best and majority of N answers; their length in tokens; failed rewards.
 
     Args:
         metrics: of a validation, ``val-core/...`` and ``val-aux/...``; what they lack of a data source is a dash.
         samples: N, answers per prompt.
     """
     of_n = [f"mean@{samples}", *([f"best@{samples}", f"maj@{samples}"] if samples > 1 else [])]
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
     table.add_column("data source", overflow="fold")
-    table.add_column("variable")
-    for title in ("prompts", *of_n, "response length", "failed"):
-        table.add_column(title, justify="right")
+    table.add_column("variable", overflow="fold")
+    for title in ("prompts", *of_n, "length", "failed"):
+        table.add_column(title, justify="right", no_wrap=True)
     for source in [match[1] for match in map(_PROMPTS.fullmatch, metrics) if match]:
         variable = _variable(metrics, source, of_n[0])
         core = f"val-core/{source}/{variable}"

@@ -29,18 +29,21 @@ class CliRun:
 
     Args:
         folder: working folder of the job.
-        arguments: after ``python -m megarl.train``.
+        arguments: after ``python -m megarl.<job>``.
         env: environment variables on top of this process's.
+        job: ``train`` or ``evaluate``.
     """
 
-    def __init__(self, folder: Path, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], env: Mapping[str, str] | None = None, job: str = "train"
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.output_file = folder / f"output-{self.mark[:8]}.txt"
         with open(self.output_file, "w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.train", *arguments],
+                [sys.executable, "-m", f"megarl.{job}", *arguments],
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {}), MARK: self.mark},
                 stdin=subprocess.DEVNULL,

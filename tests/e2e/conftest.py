@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 from cli_runs import REWARDS, ROOT, CliRun
 
+from megarl.rollout.sglang.features import is_installed
+
+# Run where SGLang is installed, in an environment of its own.
+collect_ignore = [] if is_installed() else ["test_e2e_sglang.py"]
+
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -43,13 +48,16 @@ def dense_reward() -> list[str]:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CliRun]]:
-    """Starts runs, ``start(*arguments, folder=None, env=None)``, one at a time: the one before is ended first."""
+    """Starts runs, ``start(*arguments, folder=None, env=None, job="train")``, one at a time: the one before is ended
+    first."""
     runs: list[CliRun] = []
 
-    def start_run(*arguments: str, folder: Path | None = None, env: dict[str, str] | None = None) -> CliRun:
+    def start_run(
+        *arguments: str, folder: Path | None = None, env: dict[str, str] | None = None, job: str = "train"
+    ) -> CliRun:
         if runs:
             runs[-1].close()
-        runs.append(CliRun(folder or tmp_path_factory.mktemp("run"), arguments, env))
+        runs.append(CliRun(folder or tmp_path_factory.mktemp("run"), arguments, env, job))
         return runs[-1]
 
     yield start_run

@@ -1,4 +1,4 @@
-"""A reward that kills rollout replicas: in the driver, as it scores, or when they are next asked to generate."""
+"""Rewards that kill rollout replicas: in the driver, as they score, or when they are next asked to generate."""
 
 from __future__ import annotations
 
@@ -29,6 +29,22 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
         elif step == 4:
             kill_as_they_generate([0, 1])
     return float(len(solution_str))
+
+
+def vote(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """A score, and an answer on which those of one prompt sometimes agree."""
+    return {"score": float(len(solution_str) % 3), "pred": solution_str[:1].isascii()}
+
+
+def vote_once_dead(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """As ``vote``; replica 1 dies as it generates the second batch of ``ROWS`` answers."""
+    global _calls
+    _calls += 1
+    if _calls == ROWS:
+        kill_as_they_generate([1])
+    return vote(data_source, solution_str, ground_truth, extra_info)
 
 
 def kill(ranks: Sequence[int]) -> None:
