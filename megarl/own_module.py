@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from hashlib import sha1
 from pathlib import Path
@@ -51,3 +52,31 @@ def import_dotted(name: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def locate(spec: str, what: str, kind: str) -> tuple[ModuleType, str]:
+    """The module that a spec names, imported, and the name within it, which may not be there.
+
+    Args:
+        spec: ``path.py:name`` or ``package.module.name``.
+        what: how messages call it, such as ``agent loop``.
+        kind: ``class`` or ``function``, for messages.
+
+    Raises:
+        ConfigError: the spec has no name, there is no such file or module, or importing it fails.
+    """
+    ways = f"write path.py:{kind} or package.module.{kind}"
+    path, colon, name = spec.rpartition(":")
+    if not colon:
+        path, _, name = spec.rpartition(".")
+        if not path or spec.endswith(".py"):
+            raise ConfigError(f"{what} {spec!r} names no {kind}; {ways}")
+    try:
+        return (import_file(path) if colon else import_dotted(path)), name
+    except ConfigError as error:
+        raise ConfigError(f"{what} {spec!r}: {error}; {ways}") from error
+
+
+def functions_of(module: ModuleType) -> list[str]:
+    """Names of a module's functions, for messages."""
+    return sorted(n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_"))

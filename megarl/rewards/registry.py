@@ -9,17 +9,16 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 from megarl.errors import ConfigError, RewardError
-from megarl.own_module import import_dotted, import_file
+from megarl.own_module import functions_of, locate
 
 RewardFunction = Callable[..., float | Mapping[str, Any]]
 
 REWARDS: dict[str, RewardFunction] = {}
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_WAYS = "a registered name, path.py:function, or package.module.function"
+_WAYS = "path.py:function or package.module.function"
 
 
 def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
@@ -57,22 +56,17 @@ def load_reward_function(spec: str) -> RewardFunction:
     """
     if spec in REWARDS:
         return REWARDS[spec]
-    path, colon, function = spec.rpartition(":")
-    if not colon:
-        if spec.endswith(".py"):
-            raise RewardError(f"reward function {spec!r} names no function; write {spec}:<function>")
-        path, dot, function = spec.rpartition(".")
-        if not dot:
-            near = difflib.get_close_matches(spec, REWARDS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise RewardError(f"there is no reward {spec!r}; {hint}known are {sorted(REWARDS)}; or give {_WAYS}")
+    if not set(spec) & set(":."):
+        near = difflib.get_close_matches(spec, REWARDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RewardError(f"there is no reward {spec!r}; {hint}known are {sorted(REWARDS)}; or give {_WAYS}")
     try:
-        module = import_file(path) if colon else import_dotted(path)
+        module, name = locate(spec, "reward function", "function")
     except ConfigError as error:
-        raise RewardError(f"reward function {spec!r}: {error}; give {_WAYS}") from error
-    fn = getattr(module, function, None)
+        raise RewardError(str(error)) from error
+    fn = getattr(module, name, None)
     if fn is None:
-        raise RewardError(f"reward function {spec!r}: no {function!r} in {path}; {_what_there_is(module)}")
+        raise RewardError(f"reward function {spec!r}: it has no {name!r}; its functions are {functions_of(module)}")
     check_signature(fn, spec)
     return fn
 
@@ -98,8 +92,3 @@ def check_signature(fn: Any, spec: str) -> None:
             f"reward function {spec!r} has the signature {signature} ({error}); it is called with the keyword "
             f"arguments {', '.join(ARGUMENTS)}"
         ) from error
-
-
-def _what_there_is(module: ModuleType) -> str:
-    own = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return f"its functions are {sorted(own)}"

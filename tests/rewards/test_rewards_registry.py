@@ -64,7 +64,7 @@ def test_by_dotted_path():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("compute", r"no 'compute' in .*my-reward\.py; its functions are \['compute_score', .*'other_names'"),
+        ("compute", r"my-reward\.py:compute': it has no 'compute'; its functions are \['compute_score', .*'other_names'"),
         ("number", "is a int; it must be a function"),
         (
             "other_names",
@@ -94,7 +94,7 @@ def test_what_cannot_be_imported(tmp_path):
     text.write_text("x")
     with pytest.raises(RewardError, match="is not a Python file"):
         load_reward_function(f"{text}:compute_score")
-    with pytest.raises(RewardError, match=r"names no function; write reward\.py:<function>"):
+    with pytest.raises(RewardError, match=r"'reward\.py' names no function; write path\.py:function"):
         load_reward_function("reward.py")
     with pytest.raises(RewardError, match="importing no_such_package failed: ModuleNotFoundError"):
         load_reward_function("no_such_package.compute_score")

@@ -310,7 +310,7 @@ def test_an_agent_is_looked_for_before_anything_starts(tmp_path):
     assert load_agent(f"{file}:lead").__name__ == "lead"
     for name, told in (
         (f"{file}", "names no function"),
-        (f"{file}:led", r"no function called 'led'; it has \['lead', 'other'\]"),
+        (f"{file}:led", r"no function called 'led'; there are \['lead', 'other'\]"),
         (f"{file}:other", "must take one argument, an AgentTask"),
         (f"{tmp_path}/none.py:lead", "there is no file"),
         ("megarl.none.lead", "No module named"),

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from megarl.errors import ConfigError
-from megarl.own_module import import_dotted, import_file
+from megarl.own_module import functions_of, locate
 from megarl.rollout.agents.loop import AgentError, Message
 
 Agent: TypeAlias = "Callable[[AgentTask], Any | Awaitable[Any]]"
-_WAYS = "write path.py:function or package.module.function"
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,10 @@ def load_agent(spec: str) -> Agent:
     Raises:
         ConfigError: there is no such file, module or function, importing it fails, or it cannot take a task.
     """
-    path, colon, name = spec.rpartition(":")
-    if not colon:
-        path, _, name = spec.rpartition(".")
-        if not path or spec.endswith(".py"):
-            raise ConfigError(f"agent {spec!r} names no function; {_WAYS}")
-    try:
-        module = import_file(path) if colon else import_dotted(path)
-    except ConfigError as error:
-        raise ConfigError(f"agent {spec!r}: {error}; {_WAYS}") from error
+    module, name = locate(spec, "agent", "function")
     found = getattr(module, name, None)
     if not callable(found):
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise ConfigError(f"agent {spec!r}: {path} has no function called {name!r}; it has {own}")
+        raise ConfigError(f"agent {spec!r}: it has no function called {name!r}; there are {functions_of(module)}")
     try:
         inspect.signature(found).bind(None)
     except TypeError as error:
