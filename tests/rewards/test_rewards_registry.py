@@ -98,7 +98,7 @@ def test_what_cannot_be_imported(tmp_path):
         load_reward_function("reward.py")
     with pytest.raises(RewardError, match="importing no_such_package failed: ModuleNotFoundError"):
         load_reward_function("no_such_package.compute_score")
-    with pytest.raises(RewardError, match=r"no 'nothing' in megarl\.rewards"):
+    with pytest.raises(RewardError, match=r"'megarl\.rewards\.nothing': it has no 'nothing'"):
         load_reward_function("megarl.rewards.nothing")
 
 
