@@ -35,3 +35,7 @@ class WeightSyncError(MegarlError):
 
 class WorkerError(MegarlError):
     """A worker process raised or died; carries role, rank, verb and the remote traceback."""
+
+
+class WorkerLost(MegarlError):
+    """What a worker holds is lost, such as processes that it had started: only a new worker can go on."""

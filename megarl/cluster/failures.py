@@ -27,7 +27,8 @@ class WorkerFailed(WorkerError):
         role: name of the worker's role.
         rank: rank within the role.
         verb: what it was doing.
-        died: True if the process is gone, False if it raised.
+        died: True if the process is gone or of no use any more (:class:`megarl.errors.WorkerLost`), False if it raised
+            anything else.
         remote_traceback: traceback of the worker, or the end of its log if it died.
     """
 
@@ -103,7 +104,7 @@ def failure_of(task: Task, error: RayError) -> WorkerFailed:
             f"{where} failed in {cause.verb}{phase}: {cause.kind}: {cause.message}\n"
             f"--- traceback of {where} ---\n{cause.trace}"
         )
-        return WorkerFailed(message, cause.role, cause.rank, cause.verb, False, cause.trace)
+        return WorkerFailed(message, cause.role, cause.rank, cause.verb, cause.lost, cause.trace)
     died = isinstance(error, RayActorError)
     tail = _log_tail(task.card)
     process = f" (pid {task.card.pid} on {task.card.host})" if task.card else ""

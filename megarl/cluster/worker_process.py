@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from megarl.errors import WorkerLost
 from megarl.workers.dispatch import VerbMark, read_marks
 from megarl.workers.place import WorkerPlace
 
@@ -41,12 +42,13 @@ class WorkerCard:
 
 
 class RemoteFailure(Exception):
-    """An exception of a worker, in a form that every process can unpickle."""
+    """An exception of a worker, in a form that every process can unpickle; ``lost``: the worker is of no more use."""
 
-    def __init__(self, role: str, rank: int, verb: str, kind: str, message: str, trace: str) -> None:
-        super().__init__(role, rank, verb, kind, message, trace)
+    def __init__(self, role: str, rank: int, verb: str, kind: str, message: str, trace: str, lost: bool) -> None:
+        super().__init__(role, rank, verb, kind, message, trace, lost)
         self.role, self.rank, self.verb = role, rank, verb
         self.kind, self.message, self.trace = kind, message, trace
+        self.lost = lost
 
 
 class WorkerProcess:
@@ -157,7 +159,8 @@ class WorkerProcess:
             for _ in range(2):  # this function and the closure that it was given
                 frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
             trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-            failure = RemoteFailure(self._role, self._rank, verb, type(error).__name__, str(error), trace)
+            kind, lost = type(error).__name__, isinstance(error, WorkerLost)
+            failure = RemoteFailure(self._role, self._rank, verb, kind, str(error), trace, lost)
         raise failure
 
 

@@ -2,9 +2,9 @@
 
 Life of an engine's weights: an engine starts stale (it has none) and serves nothing until they are whole. They come
 from a model folder (:meth:`RolloutEngine.load_hf`) or in a session, ``begin_update(version)``, any number of
-``update_weights(slabs, rank)``, ``end_update(version)``: the engine is stale from the first call on, and serves again only
-if the last finds every element of every parameter written exactly once. A session that fails is begun anew. An engine
-of several tensor-parallel ranks is given the shard of each, in the form of ``WeightMap.rollout_params(tp, rank)``.
+``update_weights(slabs, rank)``, ``end_update(version)``: the engine is stale from the first call on, and serves again
+only if the last finds every element of every parameter written exactly once. A session that fails is begun anew. An
+engine of several tensor-parallel ranks is given the shard of each, as ``WeightMap.rollout_params(tp, rank)`` has it.
 
 Life of a request: :meth:`RolloutEngine.submit` hands it in, :meth:`RolloutEngine.poll` gives its completion, once, when
 it has ended; others may come and go meanwhile. :meth:`RolloutEngine.generate` is both for a whole list.
@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from megarl.errors import MegarlError, WeightSyncError
+from megarl.errors import MegarlError, WeightSyncError, WorkerLost
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
@@ -37,6 +37,10 @@ NO_VERSION = -1
 
 class RolloutError(MegarlError):
     """A request that the engine cannot serve, or a generation that went wrong."""
+
+
+class EngineLost(RolloutError, WorkerLost):
+    """Processes of the engine's own have ended or do not answer: it serves nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +292,13 @@ class RolloutEngine(abc.ABC):
     @abc.abstractmethod
     def checksum(self, rank: int = 0) -> dict[str, str]:
         """Digest of each of a rank's parameters as held, by :func:`megarl.models.checksum.tensor_checksum`."""
+
+    def fingerprint(self) -> tuple[str, ...]:
+        """By rank, a digest of all that it holds, by means of the engine's own; equal as long as nothing changes.
+
+        Empty: the engine has no such means.
+        """
+        return ()
 
     @abc.abstractmethod
     def shutdown(self) -> None:

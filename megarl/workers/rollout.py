@@ -11,6 +11,7 @@ from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, Request, create_engine
 from megarl.rollout.exchange import exchange
 from megarl.rollout.interface import Tag
+from megarl.rollout.seal import Seal
 from megarl.rollout.settings import engine_options
 from megarl.sharding.links import Address, Links
 from megarl.sharding.parts import PlanPart
@@ -20,6 +21,9 @@ from megarl.sharding.verification import Share, shares_of
 from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.place import WorkerPlace
 from megarl.workers.settings import RolloutSettings
+
+SERVING = "while it served them"
+"""When weights that were verified may have changed before the next update."""
 
 
 class RolloutWorker:
@@ -50,6 +54,7 @@ class RolloutWorker:
         options = engine_options(rollout, settings.device)
         self._devices = [options.device_of(rank) for rank in range(tp)]
         self.engine = create_engine(rollout.name, settings.model_path, options)
+        self._seal = Seal(self.engine)
 
     @verb(Dispatch.ALL)
     def load_hf(self) -> None:
@@ -84,6 +89,8 @@ class RolloutWorker:
     @verb(Dispatch.ALL)
     def sleep(self, tags: Sequence[Tag]) -> None:
         """Free what the tags name for others on the device; the engine serves nothing."""
+        if "weights" in tags:
+            self._seal.break_up(SERVING)
         self.engine.sleep(tags)
 
     @verb(Dispatch.ALL)
@@ -94,6 +101,7 @@ class RolloutWorker:
     @verb(Dispatch.ALL, phase="update_weights")
     def begin_update(self, version: int) -> None:
         """From here on the engine is stale."""
+        self._seal.break_up(SERVING)
         self._receiver.begin_update(version)
 
     @verb(Dispatch.ALL, phase="update_weights")
@@ -108,11 +116,13 @@ class RolloutWorker:
 
     @verb(Dispatch.ALL, phase="update_weights")
     def weight_shares(self) -> list[dict[str, Share]]:
-        """By rank of the replica, checksums of what it holds of every Hugging Face tensor."""
-        return [
+        """By rank of the replica, checksums of what it holds of every Hugging Face tensor, and shall go on to hold."""
+        shares = [
             shares_of(params, self.engine.weights(rank), *self._sent_as, convert=False)
             for rank, params in enumerate(self._params)
         ]
+        self._seal.put()
+        return shares
 
     @verb(Dispatch.ALL, phase="update_weights")
     def close_transfer(self, completed: bool) -> int:
@@ -123,6 +133,7 @@ class RolloutWorker:
     def end_update(self, version: int) -> None:
         """Serve the new weights, if all of them came."""
         self._receiver.end_update(version)
+        self._seal.check("as the update ended")
 
     @verb(Dispatch.ALL)
     def weight_version(self) -> int:

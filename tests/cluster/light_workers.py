@@ -4,6 +4,7 @@ import os
 import sys
 import time
 
+from megarl.errors import WorkerLost
 from megarl.sharding.verification import Share
 from megarl.workers.dispatch import Dispatch, verb
 
@@ -163,4 +164,6 @@ class Answerer:
             os._exit(1)
         if "raise" in requests:
             raise ValueError("not finite")
+        if "lose" in requests:
+            raise WorkerLost("a process of the engine has ended")
         return [(self.rank, self.ready, *requests)]

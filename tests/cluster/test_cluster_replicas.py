@@ -23,6 +23,8 @@ def test_a_replica_that_dies_is_told_alone_and_replaced():
         with pytest.raises(WorkerFailed, match=r"rollout rank 0 failed in exchange: ValueError: not finite"):
             asyncio.run(ask(0, "raise"))
         assert asyncio.run(ask(0, "b")) == [(0, True, "b")]
+        with pytest.raises(ReplicaLost, match="rollout rank 0 failed in exchange: WorkerLost: a process of the engine"):
+            asyncio.run(ask(0, "lose"))
 
         async def both():
             return await asyncio.gather(ask(0, "die"), ask(1, "c"), return_exceptions=True)

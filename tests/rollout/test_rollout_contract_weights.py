@@ -201,6 +201,17 @@ def test_sleeping_weights_come_back_empty(engine, folders):
     assert engine.generate(REQUESTS)[0].weight_version == 1
 
 
+def test_a_fingerprint_is_of_the_weights_and_of_nothing_else(engine, folders):
+    first = engine.fingerprint()
+    assert len(first) == 1
+    engine.generate(REQUESTS)
+    assert engine.fingerprint() == first
+    engine.load_hf(str(folders[1]))
+    assert engine.fingerprint() != first
+    engine.load_hf(str(folders[0]), version=7)
+    assert engine.fingerprint() == first
+
+
 def test_unknown_sleep_tag(engine):
     with pytest.raises(RolloutError, match="'weight' is unknown; known ones: weights, kv_cache"):
         engine.sleep(["weight"])

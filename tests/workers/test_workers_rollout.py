@@ -392,6 +392,31 @@ def test_verification_sees_a_wrong_weight(learned: tuple[str, Role], models: Mod
     assert [worker.weight_version() for worker in ends.workers] == [-1, -1]
 
 
+@pytest.mark.parametrize("learned", ["tp2"], indirect=True)
+def test_a_weight_that_changes_after_the_comparison_is_seen(
+    learned: tuple[str, Role], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, actor = learned
+    manager, ends = connected(actor, models.policy_path, reshard_plan(models.policy_path, layout), "auto")
+    engine = ends.workers[1].engine
+    end_update = engine.end_update
+
+    def damage() -> None:
+        engine.weights()["model.norm.weight"][3] *= 1.001
+
+    monkeypatch.setattr(engine, "end_update", lambda version: (end_update(version), damage()))
+    with pytest.raises(WeightSyncError, match=r"failed at end_update.*rank 0 were .* changed as the update ended"):
+        manager.sync_weights()
+    monkeypatch.undo()
+    manager.sync_weights()
+    damage()
+    with pytest.raises(WeightSyncError, match=r"version 2 failed at begin_update.* changed while it served them"):
+        manager.sync_weights()
+    assert ends.call("weight_version").result() == [-1, -1]
+    manager.sync_weights()
+    assert [worker.weight_version() for worker in ends.workers] == [2, 2]
+
+
 @pytest.mark.parametrize("learned", ["dp2"], indirect=True)
 def test_a_shared_device_goes_from_hand_to_hand(
     learned: tuple[str, Role], models: Models, prompts: DataProto, monkeypatch: pytest.MonkeyPatch

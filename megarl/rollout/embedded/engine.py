@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -183,6 +184,10 @@ class EmbeddedEngine(RolloutEngine):
         """See the contract."""
         _check_rank(rank)
         return {name: tensor_checksum(tensor) for name, tensor in self._weights.tensors.items()}
+
+    def fingerprint(self) -> tuple[str, ...]:
+        """See the contract."""
+        return (hashlib.blake2b(repr(self.checksum()).encode(), digest_size=16).hexdigest(),)
 
     def shutdown(self) -> None:
         """See the contract."""

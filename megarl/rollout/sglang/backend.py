@@ -6,10 +6,10 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from megarl.rollout.interface import RolloutError
+from megarl.rollout.interface import EngineLost
 
 _T = TypeVar("_T")
 
@@ -47,6 +47,7 @@ CALLS = {
         Call("destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", "/destroy_weights_update_group"),
         Call("release_memory_occupation", "ReleaseMemoryOccupationReqInput", "/release_memory_occupation"),
         Call("resume_memory_occupation", "ResumeMemoryOccupationReqInput", "/resume_memory_occupation"),
+        Call("check_weights", "CheckWeightsReqInput", "/weights_checker"),
         Call("flush_cache", None, "/flush_cache"),
         Call("pause_generation", "PauseGenerationReqInput", "/pause_generation"),
         Call("continue_generation", "ContinueGenerationReqInput", "/continue_generation"),
@@ -55,10 +56,17 @@ CALLS = {
 
 
 class Outcome(NamedTuple):
-    """What SGLang answered to a call. It returns its failures and raises nothing."""
+    """What SGLang answered to a call. It returns its failures and raises nothing.
+
+    Attributes:
+        success: whether it did as it was told.
+        message: in its own words.
+        ranks: what each of its ranks says, where the call is of that kind.
+    """
 
     success: bool
     message: str
+    ranks: Sequence[Mapping[str, Any]] = ()
 
 
 CallServer = Callable[..., Outcome]
@@ -129,7 +137,7 @@ class Loop:
             failure: says why it will never finish, or None.
 
         Raises:
-            RolloutError: it takes longer than ``timeout_s``, or never finishes.
+            EngineLost: it takes longer than ``timeout_s``, or never finishes.
         """
         future, deadline = self.start(work), time.monotonic() + timeout_s
         while True:
@@ -140,7 +148,7 @@ class Loop:
             if reason is not None or time.monotonic() >= deadline:
                 future.cancel()
                 reason = reason or f"it takes longer than {timeout_s:g} s"
-                raise RolloutError(f"SGLang did not finish '{what}': {reason}")
+                raise EngineLost(f"SGLang did not finish '{what}': {reason}")
 
     def close(self) -> None:
         """Cancels what still runs."""

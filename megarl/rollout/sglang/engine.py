@@ -23,6 +23,7 @@ from megarl.rollout.interface import (
     TAGS,
     Completion,
     EngineHealth,
+    EngineLost,
     EngineOptions,
     Request,
     RolloutEngine,
@@ -227,6 +228,10 @@ class SGLangEngine(RolloutEngine):
         """See the contract. Computed in SGLang's ranks."""
         return self._session.checksum(rank)
 
+    def fingerprint(self) -> tuple[str, ...]:
+        """See the contract. Computed by SGLang's checker of weights, in versions that have one."""
+        return self._session.fingerprint()
+
     def shutdown(self) -> None:
         """See the contract. A server that somebody else started goes on."""
         if self._closed:
@@ -302,7 +307,7 @@ class SGLangEngine(RolloutEngine):
         failure = self._backend.failure()
         if failure is not None:
             self._under_way.clear()
-            raise RolloutError(f"SGLang does not serve any more: {failure}")
+            raise EngineLost(f"SGLang does not serve any more: {failure}")
 
     def _check_request(self, request: Request) -> None:
         name, params = f"request '{request.request_id}'", request.params

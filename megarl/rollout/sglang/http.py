@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from megarl.errors import ConfigError
-from megarl.rollout.interface import RolloutError
+from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CALLS, Loop, Outcome
 from megarl.rollout.sglang.environment import environment
 from megarl.rollout.sglang.options import SGLangOptions
@@ -62,7 +62,8 @@ class HttpServer:
         """See :class:`Backend`."""
         status, answer = await self._send("POST", CALLS[method].path, _sendable(fields))
         success = status == 200 and not (isinstance(answer, dict) and answer.get("success") is False)
-        return Outcome(success, _message(answer))
+        ranks = answer.get("ranks") if isinstance(answer, dict) else None
+        return Outcome(success, _message(answer), ranks or ())
 
     async def has(self, method: str) -> bool:
         """See :class:`Backend`. The server's own description of itself says so."""
@@ -117,7 +118,7 @@ class HttpServer:
                 return response.status, _parsed(text)
         except aiohttp.ClientError as error:
             self._lost = f"the server at {self.url} does not answer: {type(error).__name__}: {error}"
-            raise RolloutError(self._lost) from None
+            raise EngineLost(self._lost) from None
 
 
 def attach(url: str, folder: str, options: SGLangOptions, loop: Loop) -> HttpServer:

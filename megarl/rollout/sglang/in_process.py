@@ -146,11 +146,12 @@ def _own_settings_kept() -> Iterator[None]:
 
 
 def _outcome(answer: Any) -> Outcome:
-    """SGLang answers with nothing, with (success, message, ...), or with an object that has these."""
+    """SGLang answers with nothing, with (success, message, perhaps ranks, ...), or with an object that has these."""
     if answer is None:
         return Outcome(True, "")
     if isinstance(answer, tuple):
-        return Outcome(bool(answer[0]), str(answer[1]))
+        ranks = answer[2] if len(answer) > 2 and isinstance(answer[2], list) else ()
+        return Outcome(bool(answer[0]), str(answer[1]), ranks)
     return Outcome(bool(answer.success), str(getattr(answer, "message", "")))
 
 

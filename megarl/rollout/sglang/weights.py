@@ -21,6 +21,9 @@ from megarl.rollout.sglang.senders import TensorSender
 from megarl.rollout.sglang.server_args import LOADER
 from megarl.rollout.sglang.whole_tensors import DiskSender, DistributedSender
 
+UNKNOWN_ACTION = "Unsupported"
+"""Said by a checker of weights that knows no checksums, as in early versions."""
+
 NOT_OPEN = "no weight update is open: begin_update(version) comes first"
 
 
@@ -65,6 +68,7 @@ class WeightSession:
         self._has_loader = LOADER in loop.call(
             backend.loaders(), options.call_timeout_s, "asking for its weight loaders"
         )
+        self._checks = loop.call(backend.has("check_weights"), options.call_timeout_s, "asking for its calls")
         self._replies = Replies(backend.shares_memory)
         devices = [torch.device(options.device_of(rank)) for rank in range(placement.tp)]
         self._tensors = TensorSender(
@@ -167,6 +171,16 @@ class WeightSession:
         held = self.held(rank)
         return {name: own[name] if name in whole else tensor_checksum(held[name]) for name in params}
 
+    def fingerprint(self) -> tuple[str, ...]:
+        """What SGLang's own checker says of each rank's parameters and buffers; empty where it has no checksums."""
+        if not self._checks:
+            return ()
+        self._flush()
+        outcome = self._call("check_weights", action="checksum")
+        if not outcome.success and UNKNOWN_ACTION not in outcome.message:
+            raise WeightSyncError(f"SGLang could not check its weights: {outcome.message}")
+        return tuple(str(rank["per_gpu_checksum"]) for rank in outcome.ranks)
+
     def read(self, rank: int, name: str, first: int, rows: int) -> Tensor:
         """Rows of a parameter as SGLang's rank holds it."""
         fields = [{"name": name, "first": first, "rows": rows if r == rank else 0} for r in range(self._placement.tp)]
@@ -180,9 +194,7 @@ class WeightSession:
     def _ask(self, action: str, fields: list[dict[str, Any]]) -> dict[int, Reply]:
         """An order to the loader that writes nothing; SGLang takes it within a session only."""
         self._require_loader()
-        if self._covers is not None and self._sender is self._tensors:
-            # A sync is verified before it ends: what was taken in must be there to be read.
-            self._tensors.flush()
+        self._flush()
         was_open = self._open
         self._open_session()
         try:
@@ -190,6 +202,11 @@ class WeightSession:
         finally:
             if not was_open:
                 self._close_session()
+
+    def _flush(self) -> None:
+        """A sync is verified before it ends: what was taken in must be there to be read."""
+        if self._covers is not None and self._sender is self._tensors:
+            self._tensors.flush()
 
     def _write_slab(self, slab: Slab, rank: int, covers: dict[str, Coverage]) -> None:
         name, values = slab[0], slab[-1]
