@@ -15,27 +15,33 @@ _find_python() {
   return 1
 }
 
-_install() {
-  local python="$1" pip
-  "$python" -m venv "$MEGARL_ROOT/.venv"
-  pip="$MEGARL_ROOT/.venv/bin/python -m pip --disable-pip-version-check --quiet install -c $MEGARL_ROOT/launch/constraints.txt"
-  # torch first and alone: pulled in by another package it would bring gigabytes of CUDA libraries.
-  $pip torch
-  $pip setuptools
-  $pip --no-build-isolation -e "$MEGARL_ROOT[dev]"
+# _pip ENVIRONMENT ARGUMENT...: installs by the pinned versions.
+_pip() {
+  "$1/bin/python" -m pip --disable-pip-version-check --quiet install -c "$MEGARL_ROOT/launch/constraints.txt" "${@:2}"
 }
 
-# Makes the environment unless one stands that was made from the same pins.
-ensure_environment() {
-  local stamp="$MEGARL_ROOT/.venv/.megarl-pins" pins python
-  pins="$(cat "$MEGARL_ROOT/launch/constraints.txt" "$MEGARL_ROOT/setup.py" | cksum)"
-  if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$pins" ]; then
-    python="$(_find_python)" || return 1
-    echo "Setting up $MEGARL_ROOT/.venv with $("$python" --version) (about two minutes, once)" >&2
-    rm -f "$stamp"
-    _install "$python" || { echo "Setting up the environment failed; see the messages above" >&2; return 1; }
-    echo "$pins" >"$stamp"
+# _ensure NAME WHAT INSTALL PYTHON FILE...: an environment in the repository's root, first on PATH; made with PYTHON by
+# INSTALL, a function that is given its folder, unless one stands that was made from the same files.
+_ensure() {
+  local venv="$MEGARL_ROOT/$1" what="$2" install="$3" python="$4" pins
+  pins="$(cd "$MEGARL_ROOT" && cat "${@:5}" | cksum)"
+  if [ ! -f "$venv/.megarl-pins" ] || [ "$(cat "$venv/.megarl-pins")" != "$pins" ]; then
+    python="$("$python")" || return 1
+    echo "Setting up $venv with $("$python" --version): $what, once" >&2
+    rm -f "$venv/.megarl-pins"
+    { "$python" -m venv "$venv" && "$install" "$venv"; } ||
+      { echo "Setting up $venv failed; see the messages above" >&2; return 1; }
+    echo "$pins" >"$venv/.megarl-pins"
   fi
   # One thread per process: on few cores more are slower.
-  export PATH="$MEGARL_ROOT/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+  export PATH="$venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+}
+
+_install_megarl() {
+  # torch first and alone: pulled in by another package it would bring gigabytes of CUDA libraries.
+  _pip "$1" torch && _pip "$1" setuptools && _pip "$1" --no-build-isolation -e "$MEGARL_ROOT[dev]"
+}
+
+ensure_environment() {
+  _ensure .venv "megarl, about two minutes" _install_megarl _find_python launch/constraints.txt setup.py
 }

@@ -6,12 +6,12 @@ The contract suite runs against every engine named in ``ENGINES``; an engine joi
 import pytest
 import torch
 import transformers
-from sglang_engines import IN_PROCESS, OVER_HTTP, SGLangEngines, is_for_engine
+from sglang_engines import IN_PROCESS, OVER_HTTP, TWO_RANKS, SGLangEngines, is_for_ci, is_for_engine
 
 from megarl.rollout import EngineOptions, create_engine
 from megarl.rollout.sglang.features import is_installed
 
-SGLANG = [IN_PROCESS, OVER_HTTP] if is_installed() else []
+SGLANG = [IN_PROCESS, OVER_HTTP, TWO_RANKS] if is_installed() else []
 ENGINES = ["embedded", *SGLANG]
 # Run where SGLang is installed, in an environment of its own.
 collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py"]
@@ -103,8 +103,11 @@ def engine_name(request):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the few cases that say nothing of an engine, or would only start it once more."""
+    """Leaves out the few cases that say nothing of an engine, or would only start it once more; marks those for CI."""
     items[:] = [item for item in items if is_for_engine(item)]
+    for item in items:
+        if is_for_ci(item):
+            item.add_marker(pytest.mark.sglang)
 
 
 @pytest.fixture(scope="session")

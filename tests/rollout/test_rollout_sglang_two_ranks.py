@@ -1,16 +1,21 @@
 """A replica of two ranks: each is sent its own shard, by every way that SGLang offers.
 
-The model is Qwen3 with a tied output layer, and a vocabulary of 50: the weight map's shards have 25 rows, SGLang's 32.
+Of a vocabulary of 50 the weight map's shards have 25 rows, SGLang's 32.
 """
+
+import pickle
 
 import pytest
 import torch
+from sglang_engines import TWO_RANKS
 
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.models import WeightMap, read_model_config
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
+from megarl.rollout.interface import EngineLost
+from megarl.rollout.seal import Seal
 from megarl.rollout.sglang.options import SGLangOptions
 
 REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
@@ -30,15 +35,42 @@ def assert_generates(engine, reference, version):
         assert completion.weight_version == version
 
 
+def assert_holds(engine, folder):
+    for rank, shard in enumerate(shards_of(folder)):
+        assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
+        held = engine.weights(rank)
+        assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
+
+
 @pytest.fixture(scope="module")
 def folders(make_folder):
-    return [make_folder("qwen3", True, seed=seed) for seed in range(4)]
+    return [make_folder(seed=seed) for seed in range(4)]
 
 
 @pytest.fixture(scope="module")
-def server(folders):
-    options = SGLangOptions(mode="http", tensor_parallel_size=2, max_num_seqs=2, bucket_bytes=5000)
+def owner(_sglang, folders):
+    """The engine that started the server, which the contract suite has used by then."""
+    return _sglang.running(TWO_RANKS, folders[0])
+
+
+@pytest.fixture(scope="module")
+def server(owner, folders):
+    options = SGLangOptions(url=owner.url, tensor_parallel_size=2, bucket_bytes=5000)
     engine = create_engine("sglang", str(folders[0]), options)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tied(make_folder):
+    return [make_folder("qwen3", True, seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def front_end(_sglang, tied):
+    """Two ranks behind a front end in this process, of Qwen3 with a tied output layer."""
+    _sglang.make_room()
+    engine = create_engine("sglang", str(tied[0]), SGLangOptions(tensor_parallel_size=2, max_num_seqs=2))
     yield engine
     engine.shutdown()
 
@@ -60,39 +92,51 @@ def test_each_rank_gets_its_shard_in_buckets(server, folders, reference_for):
     assert_generates(server, reference_for(folders[0]), 1)
     update(server, folders[1], 2, rows=7)
     assert_generates(server, reference_for(folders[1]), 2)
-    for rank, shard in enumerate(shards_of(folders[1])):
-        assert server.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
-        held = server.weights(rank)
-        assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
+    assert_holds(server, folders[1])
 
 
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
 def test_whole_tensors_put_together_of_both_shards(server, folders, reference_for, transport):
     folder = folders[2 if transport == "disk" else 3]
-    options = SGLangOptions(
-        url=server.url, tensor_parallel_size=2, max_num_seqs=2, bucket_bytes=5000, weight_transport=transport
-    )
+    options = SGLangOptions(url=server.url, tensor_parallel_size=2, bucket_bytes=5000, weight_transport=transport)
     engine = create_engine("sglang", str(folders[0]), options)
     update(engine, folder, 7, rows=9)
     assert_generates(engine, reference_for(folder), 7)
-    for rank, shard in enumerate(shards_of(folder)):
-        assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
+    assert_holds(engine, folder)
     engine.shutdown()
     server.load_hf(str(folders[0]))
 
 
-def test_two_ranks_behind_a_front_end_in_this_process(_sglang, folders, reference_for):
-    _sglang.make_room()
-    engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=2, max_num_seqs=8))
+def test_two_ranks_behind_a_front_end_in_this_process(front_end, tied, reference_for):
     with pytest.raises(RolloutError, match="this process already holds an SGLang engine"):
-        create_engine("sglang", str(folders[0]), SGLangOptions())
-    update(engine, folders[1], 2)
-    assert_generates(engine, reference_for(folders[1]), 2)
-    engine.sleep()
-    engine.wake()
-    update(engine, folders[2], 3, rows=9)
-    assert_generates(engine, reference_for(folders[2]), 3)
-    engine.shutdown()
+        create_engine("sglang", str(tied[0]), SGLangOptions())
+    update(front_end, tied[1], 2)
+    assert_generates(front_end, reference_for(tied[1]), 2)
+    assert len(set(front_end.fingerprint())) == 2
+    front_end.sleep()
+    front_end.wake()
+    update(front_end, tied[2], 3, rows=9)
+    assert_generates(front_end, reference_for(tied[2]), 3)
+    assert_holds(front_end, tied[2])
+
+
+def test_a_weight_that_changes_behind_our_back_is_seen(server, folders):
+    """By SGLang's own way of loading whole tensors, of which megarl's loader learns nothing."""
+    update(server, folders[0], 1)
+    seal = Seal(server)
+    seal.put()
+    seal.check("for no reason")
+    name = "model.layers.1.mlp.down_proj.weight"
+    checksums = [server.checksum(rank)[name] for rank in (0, 1)]
+    whole = torch.cat([shard[name] for shard in shards_of(folders[0])], dim=1)
+    whole[3, -1] *= 1.0001
+    server._call("begin_weight_update")
+    payload = pickle.dumps([(name, whole)])
+    assert server._call("update_weights_from_tensor", serialized_named_tensors=[payload] * 2).success
+    server._call("end_weight_update")
+    with pytest.raises(WeightSyncError, match=r"on its rank 1 were compared .* changed in this test"):
+        seal.check("in this test")
+    assert server.checksum(0)[name] == checksums[0] and server.checksum(1)[name] != checksums[1]
 
 
 def test_the_shard_of_one_rank_is_not_enough(server, folders):
@@ -108,13 +152,13 @@ def test_the_shard_of_one_rank_is_not_enough(server, folders):
     assert server.health().ready
 
 
-def test_a_request_that_waits_is_given_up(server, folders):
-    server.load_hf(str(folders[0]))
-    server.submit([Request(f"r{i}", [1, 2, i], SamplingParams(60, ignore_eos=True), i) for i in range(6)])
-    server.abort(["r5"])
+def test_a_request_that_waits_is_given_up(front_end, tied):
+    front_end.load_hf(str(tied[0]))
+    front_end.submit([Request(f"r{i}", [1, 2, i], SamplingParams(60, ignore_eos=True), i) for i in range(6)])
+    front_end.abort(["r5"])
     done = {}
     while len(done) < 6:
-        done.update((c.request_id, c) for c in server.poll(10.0))
+        done.update((c.request_id, c) for c in front_end.poll(10.0))
     assert done["r5"].finish_reason == "abort" and len(done["r5"].token_ids) < 60
     assert all(len(done[f"r{i}"].token_ids) == 60 for i in range(5))
 
@@ -153,12 +197,26 @@ def test_sizes_that_sglang_would_pad_are_refused(make_folder):
         create_engine("sglang", str(folder), SGLangOptions(tensor_parallel_size=2))
 
 
-def test_a_server_that_dies_is_noticed(server, folders):
+def test_a_rank_that_dies_is_noticed(front_end, tied):
+    """Ends what the tests before share."""
+    front_end.load_hf(str(tied[0]))
+    front_end.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
+    front_end._backend._processes[0].kill()
+    with pytest.raises(EngineLost, match="one of its processes ended"):
+        while True:
+            front_end.poll(30.0)
+    assert not front_end.health().ready
+
+
+def test_a_server_that_dies_is_noticed(server, owner, folders):
     """Comes last: ends the server that the others share."""
     server.load_hf(str(folders[0]))
     server.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
-    server._backend._process.kill()
-    with pytest.raises(RolloutError):
+    owner._backend._process.kill()
+    with pytest.raises(EngineLost):
         while True:
             server.poll(30.0)
     assert not server.health().ready
+    with pytest.raises(EngineLost, match="ended with code -9"):
+        owner.load_hf(str(folders[0]))
+    owner.shutdown()

@@ -1,0 +1,55 @@
+"""PPO with the real SGLang, where it is installed: replicas of one rank and of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import pytest
+from cli_runs import CliRun, RunFiles, assert_finite
+from safetensors import safe_open
+
+pytestmark = pytest.mark.sglang
+
+ACTOR = "actor_rollout_ref.actor.megatron"
+
+
+@pytest.fixture(scope="module")
+def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
+    """Two steps with one replica and the fewest processes."""
+    return [
+        *("--config-name", "quickstart", *small, *dense_reward, "trainer.experiment_name=sglang"),
+        *("trainer.total_training_steps=2", "data.train_batch_size=12", "trainer.test_freq=-1"),
+        *("trainer.val_before_train=false", "critic.megatron.data_parallel_size=1", "sync.verify_freq=1"),
+        *("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.replicas=1"),
+    ]
+
+
+def sent_bytes(model: Path, ranks: int) -> int:
+    """What a replica is to be given in float32: every weight once, and norms, which all ranks hold, once per rank."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+        sizes = {name: prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return 4 * sum(size * (ranks if "norm" in name else 1) for name, size in sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, [f"{ACTOR}.tensor_model_parallel_size=2"]),
+     (2, [f"{ACTOR}.tensor_model_parallel_size=1", f"{ACTOR}.data_parallel_size=1"])],
+    ids=["one-rank", "two-ranks"],
+)  # fmt: skip
+def test_the_engines_log_probs_are_the_actors_before_and_after_an_update(
+    ranks: int, layout: list[str], arguments: list[str], task: Path, start: Callable[..., CliRun]
+) -> None:
+    """And each rank is sent its own shard, and nothing else."""
+    run = start(*arguments, *layout, f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}")
+    assert run.wait() == 0, run.output
+    assert run.remaining() == []
+    steps = RunFiles(run.folder, "sglang").steps
+    assert list(steps) == [1, 2]
+    for row in steps.values():
+        assert_finite(row)
+        assert row["training/rollout_log_probs_diff_max"] < 1e-5 and row["training/rollout_probs_diff_max"] < 1e-6
+        assert row["weight_sync/bytes"] == sent_bytes(task / "model", ranks)
+        assert row["actor/grad_norm"] > 0 and row["rollout/replicas_lost"] == 0
