@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.errors import RewardError
-from megarl.rewards import RewardManager, exact_integer
+from megarl.rewards import RewardManager, agent_score, exact_integer
 
 EOS = 1
 
@@ -222,3 +222,22 @@ def test_a_row_whose_conversation_failed_is_masked_and_never_scored(tokenizer, b
     assert seen == ["2"]
     assert scored.batch.tensors["response_mask"].tolist() == [[1, 1], [0, 0]]
     assert scored.extra_columns["reward_failed"].tolist() == [False, True] and scored.metrics["reward/failed"] == 1
+
+
+def test_what_an_agent_returned_reaches_the_reward_and_may_be_it(tokenizer, batch_of):
+    told = [{"score": 0.25, "steps": 3.0}, {"score": -1}]
+    info = [{"level": 1}, None]
+    batch = batch_of(("1+1=", "2", 2), ("1+2=", "3", 3), agent_result=told, extra_info=info)
+    scored = RewardManager(agent_score, tokenizer).score(batch)
+    assert scored.batch.batch["token_level_scores"].sum(-1).tolist() == [0.25, -1.0]
+    assert scored.extra_columns["reward_extra_steps"].tolist() == [3.0, None]
+    seen = []
+
+    def fn(data_source, solution_str, ground_truth, extra_info):
+        seen.append(extra_info)
+        return 0.0
+
+    RewardManager(fn, tokenizer).score(batch)
+    assert seen == [{"level": 1, "agent_result": told[0]}, {"agent_result": told[1]}]
+    with pytest.raises(RewardError, match=r"the agent returned no score but \{\}; it must return a number"):
+        RewardManager(agent_score, tokenizer).score(batch_of(("1", "2", 2), agent_result=[{}]))

@@ -14,6 +14,7 @@ from megarl.rollout.agents import (
     Limits,
     build_agent_loops,
     check_agent_loops,
+    check_agent_names,
     conversation_limits,
     default_agent_loop,
 )
@@ -71,6 +72,8 @@ def test_the_default_loop_is_what_the_configuration_asks_for(files):
     assert default_agent_loop(configured(rollout={"multi_turn": tools})) == "tool_agent"
     searching = {"do_search": True, "retriever": {"url": "http://127.0.0.1:1/retrieve"}}
     assert default_agent_loop(configured(**searching)) == "search_agent"
+    external = {"agent": {"external_agent": "a.py:b"}}
+    assert default_agent_loop(configured(rollout=external)) == "external_agent"
     chosen = {"agent": {"default_agent_loop": "mine"}}
     assert default_agent_loop(configured(rollout=chosen, **searching)) == "mine"
 
@@ -114,6 +117,13 @@ def test_every_key_reaches_its_loop(files, tokenizer):
     [
         ({"do_search": True}, "retriever.url"),
         ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "retriever.url"),
+        ({"rollout": {"agent": {"default_agent_loop": "external_agent"}}}, "needs a function, path.py:function"),
+        (
+            {"rollout": {"agent": {"external_agent": "a.py:b"}}, "do_search": True, "retriever": {"url": "http://h/r"}},
+            "and do_search both lead conversations",
+        ),
+        ({"rollout": {"endpoint": {"port": 65536}}}, "endpoint.port"),
+        ({"rollout": {"endpoint": {"host": ""}}}, "endpoint.host"),
         ({"retriever": {"url": "127.0.0.1:8000"}}, "must begin with http"),
         ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.tool_config_path"),
         ({"rollout": {"multi_turn": {"tool_config_path": "none.yaml"}}}, "there is no such file"),
@@ -155,3 +165,44 @@ def test_a_file_of_loops_that_is_malformed_is_named(files, tokenizer):
         (files / "loops.yaml").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=told):
             build_agent_loops(config, tokenizer, ["mine"])
+
+
+def test_loops_that_rows_name_are_looked_for_before_anything_starts(files):
+    config = configured(rollout={"agent": {"agent_loop_config_path": str(files / "loops.yaml")}})
+
+    def check(*names):
+        check_agent_names(config, names, lambda row: f"a.parquet, row {row}")
+
+    check(None, "mine", "", "single_turn_agent", f"{files}/own.py:Mine")
+    for name, told in (
+        ("mein", r"a\.parquet, row 2: agent_name='mein': .*known ones: external_agent, .*path are mine"),
+        ("tool_agent", r"row 2: agent_name='tool_agent': .*tool_config_path is null"),
+        ("search_agent", r"row 2: agent_name='search_agent': retriever\.url is null"),
+        (
+            "external_agent",
+            r"row 2: agent_name='external_agent': .*set actor_rollout_ref\.rollout\.endpoint\.enable=true",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            check(None, "mine", name, name)
+
+
+def test_external_agents_may_be_several_each_with_a_name_of_its_own(files, tokenizer):
+    (files / "agents.py").write_text("def one(task): ...\ndef two(task): ...\n")
+    entries = [
+        {"name": name, "_target_": "external_agent", "function": f"{files}/agents.py:{name}"} for name in ("one", "two")
+    ]
+    (files / "loops.yaml").write_text(json.dumps(entries))
+    agent = {"agent_loop_config_path": str(files / "loops.yaml")}
+    config = configured(rollout={"agent": agent, "endpoint": {"enable": True}})
+    check_agent_names(config, ["one", "two"], str)
+    loops = build_agent_loops(config, tokenizer, ["one", "two"])
+    assert [loops[name]._agent.__name__ for name in ("one", "two")] == ["one", "two"]
+    with pytest.raises(ConfigError, match=r"endpoint\.enable=true"):
+        check_agent_loops(configured(rollout={"agent": agent}))
+    (files / "loops.yaml").write_text(json.dumps([{**entries[0], "function": f"{files}/agents.py:three"}]))
+    with pytest.raises(ConfigError, match="no function called 'three'"):
+        check_agent_loops(config)
+    (files / "loops.yaml").write_text(json.dumps([{**entries[0], "funktion": "x"}]))
+    with pytest.raises(ConfigError, match=r"agent loop 'one' cannot be built with the options .*'funktion'"):
+        check_agent_loops(config)

@@ -138,3 +138,32 @@ def test_a_caller_that_is_cancelled_gives_its_request_up():
     assert asyncio.run(run()) == [3, 3]
     assert [request.prompt_ids[1] for request in replica.seen] == [1, 3] or len(replica.seen) == 2
     assert replica.aborted == [replica.seen[0].request_id]
+
+
+def test_replicas_have_nothing_left_to_do_when_the_last_caller_has_given_up():
+    """What is left behind would hold up the weights, and meet the names of the next router's requests."""
+    replicas = [Scripted(), Scripted()]
+
+    async def run():
+        async with Router(replicas, 2, 5.0) as router:
+            callers = [asyncio.create_task(router.generate([10**6, n], PARAMS, seed=0)) for n in range(6)]
+            await asyncio.sleep(0.02)
+            for caller in callers:
+                caller.cancel()
+        return router.traffic
+
+    traffic = asyncio.run(run())
+    assert all(replica.seen and not replica.under_way for replica in replicas) and not traffic.lost
+    assert asyncio.run(run()).lost == {}
+
+
+def test_a_replica_that_is_lost_while_all_is_given_up_keeps_nobody_waiting():
+    replica = Scripted(hangs_after=2)
+
+    async def run():
+        async with Router([replica], 2, 0.1) as router:
+            caller = asyncio.create_task(router.generate([10**6, 1], PARAMS, seed=0))
+            await asyncio.sleep(0.02)
+            caller.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30))

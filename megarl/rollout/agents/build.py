@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +94,18 @@ def _find(
     """The class of a loop, and its options, checked."""
     options = dict(own.get(name, {}))
     loop = find_agent_loop(str(options.pop("_target_", name)))
-    loop.check(config, **options)
+    with _options_named(name, options):
+        loop.check(config, **options)
     return loop, options
+
+
+@contextmanager
+def _options_named(name: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Has options that a loop does not take told by its name."""
+    try:
+        yield
+    except TypeError as error:
+        raise ConfigError(f"agent loop {name!r} cannot be built with the options {options}: {error}") from error
 
 
 def build_agent_loops(
@@ -114,12 +125,9 @@ def build_agent_loops(
     own = read_loop_file(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
     loops = {}
     for name in names:
-        try:
-            loop, options = _find(config, own, name)
+        loop, options = _find(config, own, name)
+        with _options_named(name, options):
             loops[name] = loop.create(config, tokenizer, **options)
-        except TypeError as error:
-            given = own.get(name, {})
-            raise ConfigError(f"agent loop {name!r} cannot be built with the options {given}: {error}") from error
         loops[name].endpoint = endpoint
     return loops
 
