@@ -40,8 +40,8 @@ class Seal:
         if changed:
             self._mark = ()
             raise WeightSyncError(
-                f"the engine's weights on its rank {changed[0]} were compared with the actor's and have changed {when}, by "
-                "the engine's own checksum"
+                f"the engine's weights on its rank {changed[0]} were compared with the actor's and have changed "
+                f"{when}, by the engine's own checksum"
             )
 
     def break_up(self, when: str) -> None:

@@ -1,10 +1,14 @@
-"""Both sides of a weight sync in one process: a thread per rank, futures between them, the real manager above."""
+"""Both sides of a weight sync in one process, the real manager above, futures between them.
+
+A thread stands for a process: of the trainer each rank has one, of the rollout each replica.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from resharding_cases import box, labelled_checkpoint, rollout_tensors, training_tensors
 
+from megarl.cluster.sync_peers import RankByRank
 from megarl.sharding import ProcessPlace, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.links import Address, Links
 from megarl.sharding.places import this_place
@@ -19,7 +23,7 @@ KEPT = []
 
 
 class Engine:
-    """A rollout rank that holds weights, as an engine of its own."""
+    """What an engine holds on one rank."""
 
     def __init__(self, weights):
         self.weights = {name: torch.zeros_like(t) for name, t in weights.items()}
@@ -28,12 +32,30 @@ class Engine:
     def begin_update(self, version):
         self.stale = True
 
-    def update_weights(self, updates, rank):
+    def update_weights(self, updates):
         for name, start, values in updates:
             self.weights[name][box(start, values.shape)].copy_(values)
 
     def end_update(self, version):
         self.version, self.stale = version, False
+
+
+class Replica:
+    """An engine of several ranks."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def begin_update(self, version):
+        for rank in self.ranks:
+            rank.begin_update(version)
+
+    def update_weights(self, updates, rank):
+        self.ranks[rank].update_weights(updates)
+
+    def end_update(self, version):
+        for rank in self.ranks:
+            rank.end_update(version)
 
 
 class Together:
@@ -115,21 +137,25 @@ class Source(Side):
 
 
 class Target(Side):
-    """All rollout ranks."""
+    """All replicas."""
 
     def __init__(self, setup, routes, address):
         self.engines = [Engine(w) for w in setup.expected(0)]
-        super().__init__(len(self.engines), setup.log)
+        super().__init__(setup.replicas, setup.log)
         self.setup = setup
+        every = range(len(self.engines))
+        self.ranks = [every[first : first + setup.tp] for first in every[:: setup.tp]]
 
-        def receiver(rank):
+        def receiver(rank, engine):
             buckets, params = setup.plan.received_by(rank), setup.rollout_params(rank)
             size = largest_bucket(buckets, setup.dtype, setup.plan.float32_params)
             links = Links.of_rollout(routes, rank, sources(buckets), CPU, address, size)
-            engine = self.engines[rank]
-            return ReplicaReceiver(engine, [BucketReceiver(setup.plan, rank, params, engine, links, setup.dtype)])
+            return BucketReceiver(setup.plan, rank, params, engine, links, setup.dtype)
 
-        self.receivers = [receiver(rank) for rank in range(len(self.engines))]
+        replicas = [(Replica([self.engines[rank] for rank in ranks]), ranks) for ranks in self.ranks]
+        self.receivers = [
+            ReplicaReceiver(replica, [receiver(rank, replica) for rank in ranks]) for replica, ranks in replicas
+        ]
 
     def sleep(self, tags):
         return self.run("sleep", lambda rank, *tags: None, *tags)
@@ -138,29 +164,34 @@ class Target(Side):
         return self.run("wake", lambda rank, *tags: None, *tags)
 
     def begin_update(self, version):
-        return self.run("begin_update", lambda rank, version: self.receivers[rank].begin_update(version), version)
+        return self.run("begin_update", lambda number, version: self.receivers[number].begin_update(version), version)
 
     def open_transfer(self, session):
-        return self.run("open target", lambda rank, session: self.receivers[rank].open(session), session)
+        return self.run("open target", lambda number, session: self.receivers[number].open(session), session)
 
     def import_bucket(self, index, exported):
-        def write(rank, index):
-            self.receivers[rank].import_bucket(index, route_shipments(exported.result()).get(rank, []))
+        def write(number, index):
+            shipments = route_shipments(exported.result())
+            own = [shipment for rank in self.ranks[number] for shipment in shipments.get(rank, [])]
+            self.receivers[number].import_bucket(index, own)
 
         return self.run("import", write, index)
 
     def close_transfer(self, completed):
-        return self.run("close target", lambda rank, completed: self.receivers[rank].close(completed), completed)
+        return self.run("close target", lambda number, completed: self.receivers[number].close(completed), completed)
 
     def checksums(self):
-        def shares(rank):
-            weights, kept = self.engines[rank].weights, self.setup.plan.float32_params
-            return shares_of(self.setup.rollout_params(rank), weights, self.setup.dtype, kept, convert=False)
+        def shares(number):
+            kept, dtype = self.setup.plan.float32_params, self.setup.dtype
+            return [
+                shares_of(self.setup.rollout_params(rank), self.engines[rank].weights, dtype, kept, convert=False)
+                for rank in self.ranks[number]
+            ]
 
-        return self.run("checksums of target", shares)
+        return RankByRank(self.run("checksums of target", shares))
 
     def end_update(self, version):
-        return self.run("end_update", lambda rank, version: self.receivers[rank].end_update(version), version)
+        return self.run("end_update", lambda number, version: self.receivers[number].end_update(version), version)
 
 
 class Setup:

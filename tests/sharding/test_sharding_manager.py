@@ -274,8 +274,8 @@ def test_descriptors_do_not_grow_over_many_syncs(setup, transport):
 def corrupted(engine, name):
     """An engine that writes one element of a parameter wrong."""
 
-    def update_weights(updates, rank):
-        Engine.update_weights(engine, updates, rank)
+    def update_weights(updates):
+        Engine.update_weights(engine, updates)
         for param, start, _ in updates:
             if param == name:
                 engine.weights[name][start] += 1
@@ -296,7 +296,7 @@ def test_verification_names_the_parameter_that_differs(setup, transport):
 
 def test_without_verification_such_a_fault_would_pass(setup):
     one = setup(verify_freq=0)
-    one.engines[0].update_weights = lambda updates, rank: None
+    one.engines[0].update_weights = lambda updates: None
     one.manager.sync_weights()
     assert one.engines[0].weights["model.norm.weight"].sum() == 0
 
