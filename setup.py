@@ -31,7 +31,17 @@ EXTRAS_REQUIRE = {
     "swanlab": ["swanlab"],
     "mlflow": ["mlflow"],
     "gpu": ["sglang>=0.5.17", "transformer-engine[pytorch]>=2.0"],
-    "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "tensorboard", "wandb"],
+    "dev": [
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+        "hypothesis",
+        "ruff",
+        "mypy",
+        "import-linter",
+        "tensorboard",
+        "wandb",
+    ],
 }
 
 setup(

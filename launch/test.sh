@@ -18,7 +18,8 @@ if [ "$sglang" != only ]; then
   ruff format --check .
   mypy
   lint-imports
-  python -m pytest "$@"
+  # Two lanes: while one waits for processes to start, the other computes.
+  python -m pytest -n 2 --dist loadgroup "$@"
 fi
 if [ "$sglang" != 0 ]; then
   source "$MEGARL_ROOT/launch/sglang_cpu.sh"
