@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megarl import cli
-from megarl.config import SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +62,13 @@ def test_run_gets_typed_config_and_its_own_folder(runs: Runs, tmp_path: Path) ->
 def test_fine_tuning_job(runs: Runs) -> None:
     assert cli.main(["sft", "--config-name", "quickstart_sft"]) == 0
     assert isinstance(runs.seen[0][0], SFTConfig)
+
+
+def test_evaluation_job_takes_a_path_that_is_no_model_folder(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    arguments = ["--config-name", "quickstart_evaluate", f"actor_rollout_ref.model.path={tmp_path}/checkpoints"]
+    assert cli.main(["evaluate", *arguments]) == 0
+    assert isinstance(runs.seen[0][0], EvaluateConfig)
 
 
 def test_sweep_runs_each_in_a_folder_of_its_own(runs: Runs) -> None:
@@ -171,9 +178,15 @@ def test_without_a_job_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) ->
     assert "sft" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", ["megarl.train", "megarl.sft"])
-def test_printing_imports_no_torch_and_is_quick(module: str) -> None:
-    name = "quickstart" if module == "megarl.train" else "quickstart_sft"
+@pytest.mark.parametrize(
+    ("module", "name", "files"),
+    [
+        ("megarl.train", "quickstart", "train_files"),
+        ("megarl.sft", "quickstart_sft", "train_files"),
+        ("megarl.evaluate", "quickstart_evaluate", "val_files"),
+    ],
+)
+def test_printing_imports_no_torch_and_is_quick(module: str, name: str, files: str) -> None:
     code = (
         "import runpy, sys\n"
         f"sys.argv = ['x', '--config-name', '{name}', '--cfg', 'job']\n"
@@ -188,7 +201,7 @@ def test_printing_imports_no_torch_and_is_quick(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - start
     assert done.returncode == 0, done.stderr
-    assert "train_files" in yaml.safe_load(done.stdout)["data"]
+    assert yaml.safe_load(done.stdout)["data"][files]
     assert seconds < 2
 
 

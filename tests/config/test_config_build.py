@@ -19,6 +19,11 @@ TRAIN = {
     "actor_rollout_ref": {"model": {"path": "model"}},
     "trainer": {"experiment_name": "test"},
 }
+EVALUATE = {
+    "data": {"val_files": ["val.parquet"]},
+    "actor_rollout_ref": {"model": {"path": "model"}},
+    "trainer": {"experiment_name": "test"},
+}
 SFT = {
     "data": {"train_files": ["train.parquet"]},
     "model": {"path": "model"},

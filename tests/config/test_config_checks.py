@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_config_build import SFT, TRAIN, problems_of, with_keys
+from test_config_build import EVALUATE, SFT, TRAIN, problems_of, with_keys
 
-from megarl.config import SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -144,6 +144,29 @@ def test_possible_combination(values: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_impossible_fine_tuning(values: dict[str, Any], path: str, right: str) -> None:
     assert right in problems_of(values, SFTConfig, SFT)[path].text
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "right"),
+    [
+        ({"data.val_files": []}, "data.val_files", "must name at least one file"),
+        ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n", "gives 4 equal answers"),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, f"{ROLLOUT}.tensor_model_parallel_size", "do not divide"),
+        ({"do_search": True}, "retriever.url", "needs a server"),
+        ({"trainer.experiment_name": " "}, "trainer.experiment_name", "must not be empty"),
+        ({"trainer.save_freq": 5}, "trainer.save_freq", "unknown key"),
+        ({"critic.optim.lr": 1.0}, "critic", "unknown key"),
+    ],
+)
+def test_impossible_evaluation(values: dict[str, Any], path: str, right: str) -> None:
+    assert right in problems_of(values, EvaluateConfig, EVALUATE)[path].text
+
+
+def test_evaluation_fills_what_follows_from_other_keys() -> None:
+    values = {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.name": "sglang", "trainer.seed": 5}
+    config = build(EvaluateConfig, with_keys(values, EVALUATE))
+    policy = config.actor_rollout_ref
+    assert (policy.rollout.replicas, policy.rollout.seed, policy.model.tokenizer_path) == (4, 5, "model")
 
 
 def test_combinations_are_reported_together() -> None:

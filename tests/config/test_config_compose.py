@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config import SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.config.compose import REPOSITORY_CONFIGS, Request, compose, compose_sweep, to_yaml
 from megarl.config.problems import InvalidConfigError
@@ -27,7 +27,16 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> None:
     file.write_text(yaml.safe_dump(content))
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in REPOSITORY_CONFIGS.glob("*.yaml")))
+SHIPPED = sorted(file.stem for file in REPOSITORY_CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" in name])
+def test_every_shipped_evaluation_is_right(name: str) -> None:
+    needed = ("data.val_files=val.parquet", "actor_rollout_ref.model.path=model") if name == "evaluate" else ()
+    assert compose(Request(EvaluateConfig, name, needed)).actor_rollout_ref.rollout.replicas
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" not in name])
 def test_every_shipped_config_is_right(name: str) -> None:
     schema: Any = SFTConfig if "sft" in name else TrainConfig
     needed = () if name.startswith("quickstart") else REQUIRED
@@ -112,7 +121,7 @@ def test_override_that_cannot_be_read(overrides: tuple[str, ...], right: str) ->
 
 
 def test_config_name_that_does_not_exist() -> None:
-    with pytest.raises(ConfigError, match=r"quickstrt.*Did you mean quickstart\?.*There are: grpo, ppo"):
+    with pytest.raises(ConfigError, match=r"quickstrt.*Did you mean quickstart\?.*There are: evaluate, grpo, ppo"):
         composed(name="quickstrt")
 
 

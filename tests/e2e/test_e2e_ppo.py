@@ -302,6 +302,20 @@ def assert_equal_runs(one: RunFiles, other: RunFiles) -> None:
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(
+    dense_reward: list[str], task: Path, whole: RunFiles, start: Callable[..., CliRun]
+) -> None:
+    run = start(
+        *("--config-name", "quickstart_evaluate", f"data.val_files={task}/data/test.parquet", *dense_reward),
+        *(f"actor_rollout_ref.model.path={whole.root}/latest", "trainer.validation_data_dir=evaluated"),
+        *("actor_rollout_ref.rollout.val_kwargs.n=1", "actor_rollout_ref.rollout.val_kwargs.temperature=0"),
+        job="evaluate",
+    )
+    assert run.wait() == 0, run.output
+    answers = (read_jsonl(path / f"{STEPS}.jsonl") for path in (run.folder / "evaluated", whole.folder / "validation"))
+    assert next(answers) == next(answers)
+
+
 def test_val_only_measures_the_exported_policy_and_changes_nothing(
     small: list[str], dense_reward: list[str], whole: RunFiles, start: Callable[..., CliRun]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_arithmetic.py"
@@ -75,5 +75,24 @@ def sft_config(arithmetic: Path, tmp_path: Path) -> Callable[..., SFTConfig]:
             "trainer.device": "cpu",
         }
         return build(SFTConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
+
+    return make
+
+
+@pytest.fixture
+def evaluate_config(arithmetic: Path, tmp_path: Path) -> Callable[..., EvaluateConfig]:
+    """As ``train_config``, for an evaluation."""
+
+    def make(changes: dict[str, Any] | None = None) -> EvaluateConfig:
+        base = {
+            "data.val_files": [str(arithmetic / "data" / "test.parquet")],
+            "data.max_prompt_length": 32,
+            "data.max_response_length": 6,
+            "actor_rollout_ref.model.path": str(arithmetic / "model"),
+            "trainer.experiment_name": "test",
+            "trainer.n_gpus_per_node": 1,
+            "trainer.device": "cpu",
+        }
+        return build(EvaluateConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
 
     return make
