@@ -1,7 +1,8 @@
 """What agent loops cost beside the engine: conversations and turns per second with a null engine.
 
 The null engine answers at once, so that all time is the runner's and the loops' own: asyncio, tokenizing, parsing,
-rendering of the chat template. ``search_agent`` asks a real retrieval server, in a process of its own.
+rendering of the chat template. ``search_agent`` asks a real retrieval server, in a process of its own;
+``external_agent`` is a function with a plain HTTP client, in a thread for each conversation of this process.
 
     python benchmarks/agents.py
 """
@@ -9,6 +10,7 @@ rendering of the chat template. ``search_agent`` asks a real retrieval server, i
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import multiprocessing
 import sys
@@ -16,6 +18,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/rollout"))
@@ -27,11 +30,13 @@ from megarl.retrieval.corpus import Document  # noqa: E402
 from megarl.retrieval.index import BM25Index  # noqa: E402
 from megarl.retrieval.server import RetrievalServer  # noqa: E402
 from megarl.rollout import Completion, SamplingParams  # noqa: E402
-from megarl.rollout.agents import AgentLoop, Conversation, Limits, run_all  # noqa: E402
+from megarl.rollout.agents import AgentLoop, AgentTask, Conversation, Limits, run_all  # noqa: E402
+from megarl.rollout.agents.external_agent import ExternalAgent  # noqa: E402
 from megarl.rollout.agents.search_agent import SearchLoop  # noqa: E402
 from megarl.rollout.agents.single_turn import SingleTurnLoop  # noqa: E402
 from megarl.rollout.agents.tool_agent import ToolLoop  # noqa: E402
-from megarl.rollout.tools import EquippedTool, Tool  # noqa: E402
+from megarl.rollout.endpoint import Address, ChatFormat, Endpoint, OutsideLimits  # noqa: E402
+from megarl.rollout.tools import EquippedTool, Tool, find_parser  # noqa: E402
 
 CONCURRENT, TURNS, ROUNDS = 256, 4, 3
 
@@ -69,6 +74,20 @@ def serve(pipe: Connection) -> None:
     server.serve_forever()
 
 
+def looks_by_http(task: AgentTask) -> None:
+    """The conversation of ``tool_agent``, over one connection."""
+    url, messages = urlsplit(task.base_url), list(task.messages)
+    connection = http.client.HTTPConnection(url.netloc)
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+    while True:
+        body = json.dumps({"messages": messages, "tools": [Look.schema]})
+        connection.request("POST", f"{url.path}/chat/completions", body, headers)
+        answer = json.load(connection.getresponse())["choices"][0]
+        if answer["finish_reason"] != "tool_calls":
+            return connection.close()
+        messages += [answer["message"], {"role": "tool", "content": "There are 7 keys in the drawer."}]
+
+
 def measured(loop: AgentLoop, engine: NullEngine, conversations: int, prompt: list[int]) -> tuple[float, int]:
     """Median seconds of a round, and the policy's turns in it."""
     params, seconds, turns = SamplingParams(max_new_tokens=100_000), [], 0
@@ -86,7 +105,8 @@ def measured(loop: AgentLoop, engine: NullEngine, conversations: int, prompt: li
             for number in range(conversations)
         ]
         begin = time.perf_counter()
-        done = asyncio.run(run_all(talks, {"it": loop}, engine, CONCURRENT))
+        run = loop.endpoint.run if loop.endpoint else asyncio.run
+        done = run(run_all(talks, {"it": loop}, engine, CONCURRENT))
         seconds.append(time.perf_counter() - begin)
         assert not any(trajectory.error for trajectory in done)
         turns = sum(engine.turns.values())
@@ -104,6 +124,9 @@ def main() -> None:
     call = f"<tool_call>{json.dumps({'name': 'look', 'arguments': {}})}</tool_call><|im_end|>"
     search = "<think>I do not know.</think><search>drawer keys</search>"
     answer = ids_of(tokenizer, "<answer>7</answer>")
+    external = ExternalAgent(looks_by_http)
+    outside = OutsideLimits(SamplingParams(max_new_tokens=100), 1000, 1.0)
+    external.endpoint = Endpoint(ChatFormat(tokenizer, find_parser("hermes")), outside, Address())
     cases = {
         "single_turn_agent": (SingleTurnLoop(), NullEngine(answer, answer), 8192),
         "tool_agent": (
@@ -116,11 +139,13 @@ def main() -> None:
             NullEngine(ids_of(tokenizer, search), answer),
             256,
         ),
+        "external_agent": (external, NullEngine(ids_of(tokenizer, call), answer), 256),
     }
     print(f"{'loop':<20}{'conversations':>14}{'turns each':>12}{'conversations/s':>17}{'ms per turn':>13}")
-    for name, (loop, engine, count) in cases.items():
-        seconds, turns = measured(loop, engine, count, prompt)
-        print(f"{name:<20}{count:>14}{turns / count:>12.1f}{count / seconds:>17,.0f}{1e3 * seconds / turns:>13.3f}")
+    with external.endpoint:
+        for name, (loop, engine, count) in cases.items():
+            seconds, turns = measured(loop, engine, count, prompt)
+            print(f"{name:<20}{count:>14}{turns / count:>12.1f}{count / seconds:>17,.0f}{1e3 * seconds / turns:>13.3f}")
     print(f"\n{CONCURRENT} conversations at a time, median of {ROUNDS} rounds")
     server.terminate()
 

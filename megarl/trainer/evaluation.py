@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
 from megarl.config.evaluate_schema import EvaluateConfig
-from megarl.data import StatefulLoader
 from megarl.rewards import RewardManager
+from megarl.rollout.endpoint import Endpoint, build_endpoint
 from megarl.tracking import Console, validation_table
 from megarl.trainer.evaluated_model import EvaluatedModel, find_model
 from megarl.trainer.metrics import Metrics
@@ -60,11 +61,12 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         trackers = [name for name in config.trainer.logger if name != "console"]
         run = dataclasses.replace(config.trainer, logger=trackers)
         reporter = RunReporter(run, dataclasses.asdict(config), output_dir, console)
-        with placed_devices(config.trainer) as pool:
+        with build_endpoint(config, tokenizer) or nullcontext() as endpoint, placed_devices(config.trainer) as pool:
             with console.phase("start workers", announce=True):
                 replicas = FrozenReplicas(config, pool)
             with reporter.phase("testing"):
-                metrics, samples = _validator(config, replicas, rewards, loader, tokenizer).run(model.step, STREAM)
+                rollout = _rollout(config, replicas, tokenizer, endpoint)
+                metrics, samples = Validator(rollout, rewards, loader, tokenizer).run(model.step, STREAM)
         _record(config, model.step, metrics, samples, reporter)
         return metrics
 
@@ -113,15 +115,10 @@ def _tokenizer(config: EvaluateConfig, model: EvaluatedModel) -> PreTrainedToken
     return load_tokenizer(str(keys.tokenizer_path))
 
 
-def _validator(
-    config: EvaluateConfig,
-    replicas: FrozenReplicas,
-    rewards: RewardManager,
-    loader: StatefulLoader,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Validator:
-    rollout = RolloutPhase(router_replicas(replicas.group), config, tokenizer, on_lost=replicas.replace)
-    return Validator(rollout, rewards, loader, tokenizer)
+def _rollout(
+    config: EvaluateConfig, replicas: FrozenReplicas, tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint | None
+) -> RolloutPhase:
+    return RolloutPhase(router_replicas(replicas.group), config, tokenizer, on_lost=replicas.replace, endpoint=endpoint)
 
 
 def _record(config: EvaluateConfig, step: int, metrics: Metrics, samples: list[Sample], reporter: RunReporter) -> None:
