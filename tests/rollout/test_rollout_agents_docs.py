@@ -1,17 +1,23 @@
-"""The loop and the tool that docs/agents.md shows work as they stand there."""
+"""The loop, the tool and the agents that docs/agents.md shows work as they stand there."""
 
 import asyncio
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 from agent_cases import Scripted, merging_tokenizer, sampling
+from endpoint_cases import lead, listening, talk
 
 from megarl.rollout.agents import Conversation, find_agent_loop, run_all
 from megarl.rollout.agents.build import read_loop_file
+from megarl.rollout.agents.own_agent import load_agent
 from megarl.rollout.tools import ToolCall, answer_call, load_tools
 
-PAGE = (Path(__file__).parents[2] / "docs/agents.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/agents.md").read_text()
+# Of the two agents one needs nothing, the other a client that SGLang's environment has.
+AGENTS = ["tools/example_agent.py:check_twice", *(["my_agent.py:solve"] if importlib.util.find_spec("openai") else [])]
 TALK = Conversation([{"role": "user", "content": "2+2?"}], sampling(), [1, 2], key="k", agent_name="ask_twice")
 
 
@@ -44,3 +50,16 @@ def test_the_tool(shown):
     ]
     assert answers[0].text == "0.667" and answers[0].metrics == {"calculations": 1.0}
     assert answers[1].text.startswith("Error: not an expression") and answers[1].wrong
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_the_agents(shown, agent):
+    tokenizer = merging_tokenizer()
+    own = load_agent(agent if agent.startswith("my_") else str(ROOT / agent))
+    facts = {"reward_model": {"ground_truth": "4"}}
+    with listening(tokenizer) as endpoint:
+        script = Scripted(tokenizer, ["5<|im_end|>", "4<|im_end|>"])
+        (done,) = lead(endpoint, script, own, [talk(facts=facts)])
+    assert done.num_turns == 4 and done.metrics["branches_dropped"] == 0
+    told = {"score": 1.0, "asked": 2.0} if agent.startswith("my_") else {"score": 0.5, "first": 0.0}
+    assert done.fields["agent_result"] == told
