@@ -11,8 +11,8 @@ from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions, RolloutEngine
 
 EngineFactory = Callable[[str, EngineOptions], RolloutEngine]
-ModelCheck = Callable[[ModelConfig], None]
-"""Raises ModelError for a model that an engine does not run."""
+ModelCheck = Callable[[ModelConfig, EngineOptions], None]
+"""Raises ModelError for a model that an engine does not run with these options."""
 _Factory = TypeVar("_Factory", bound=EngineFactory)
 
 _FACTORIES: dict[str, EngineFactory] = {}
@@ -58,12 +58,13 @@ def create_engine(name: str, model_path: str, options: EngineOptions | None = No
     return _find(name)(model_path, options or EngineOptions())
 
 
-def check_engine_model(name: str, model: ModelConfig) -> None:
+def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) -> None:
     """Makes sure, before anything starts, that an engine runs a model.
 
     Args:
         name: a registered engine.
         model: the model.
+        options: that the engine is to be built with.
 
     Raises:
         ConfigError: unknown name (the known ones are listed).
@@ -71,7 +72,7 @@ def check_engine_model(name: str, model: ModelConfig) -> None:
     """
     _find(name)
     if name in _CHECKS:
-        _CHECKS[name](model)
+        _CHECKS[name](model, options)
 
 
 def _find(name: str) -> EngineFactory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.config import MegatronConfig, OptimConfig, TrainConfig
+from megarl.config import EvaluateConfig, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.problems import InvalidConfigError, Problem, value_at
 from megarl.config.schema import AnswersConfig
@@ -18,6 +18,7 @@ from megarl.rewards import custom_reward_spec, load_reward_function
 from megarl.rewards.registry import RewardFunction
 from megarl.rollout import check_engine_model
 from megarl.rollout.agents import check_agent_loops
+from megarl.rollout.settings import engine_options
 from megarl.trainer.roles import run_updates
 from megarl.workers.layouts import check_role
 from megarl.workers.schedule import schedule_steps
@@ -40,7 +41,7 @@ def check_train(config: TrainConfig) -> None:
     check_answers(config, check_model_folder(policy.model.path).config)
 
 
-def check_answers(config: AnswersConfig, model: ModelConfig) -> None:
+def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:
     """Check layout, held-out files, the reward function and the agents of a job that has prompts answered.
 
     Args:
@@ -52,7 +53,7 @@ def check_answers(config: AnswersConfig, model: ModelConfig) -> None:
     """
     rollout = config.actor_rollout_ref.rollout
     check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
-    check_engine_model(rollout.name, model)
+    check_engine_model(rollout.name, model, engine_options(rollout, config.trainer.device))
     if config.data.val_files:
         check_parquet(config.data.val_files, RLHF_COLUMNS, "data.val_files", config.data.prompt_key)
     reward_function(config)

@@ -1,7 +1,8 @@
 import pytest
 
-from megarl.cluster import RaySession, ResourcePool, check_resources
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup, check_resources
 from megarl.errors import ResourceError
+from megarl.models import ParallelLayout
 
 TWO_HOSTS = [{"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0, "GPU": 4.0}]
 
@@ -53,6 +54,19 @@ def test_gpus_on_a_machine_without():
 def test_pool_that_makes_no_sense(device, devices, message):
     with pytest.raises(ResourceError, match=message):
         ResourcePool("main", device, devices)
+
+
+def test_a_process_of_several_gpus_sees_those_and_no_others(monkeypatch):
+    """Ray is told that there are GPUs, which is all that it looks at."""
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 4}')
+    with RaySession(num_cpus=4) as session:
+        pool = session.place([ResourcePool("main", "cuda", [4])])["main"]
+        worker = "tests.cluster.light_workers.Sleeper"
+        replicas = WorkerGroup("rollout", worker, {}, ParallelLayout(dp=2), pool, devices_per_process=2)
+        assert replicas.gpus() == ["0,1", "2,3"]
+        replicas.restart([1])
+        assert replicas.gpus() == ["0,1", "2,3"]
+        assert WorkerGroup("actor", worker, {}, ParallelLayout(dp=4), pool).gpus() == ["0", "1", "2", "3"]
 
 
 def test_real_cluster_refuses_at_once_and_does_not_wait_for_devices_in_use():

@@ -39,7 +39,7 @@ def test_a_model_that_the_engine_does_not_run_is_refused_before_it_is_built(fami
         experts = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 4}
         raw = sizes | latents | experts | {"architectures": ["DeepseekV2ForCausalLM"]}
     with pytest.raises(ModelError, match=why):
-        check_engine_model("embedded", parse_model_config(raw))
+        check_engine_model("embedded", parse_model_config(raw), EngineOptions())
 
 
 def test_a_missing_model_folder(tmp_path):

@@ -12,7 +12,7 @@ from megarl.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import WeightMap, read_model_config
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.rollout import Request, RolloutError, SamplingParams
+from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
 from megarl.rollout.sglang import loader
 from megarl.rollout.sglang.environment import SHIM, environment
 from megarl.rollout.sglang.options import SGLangOptions
@@ -73,6 +73,23 @@ def test_a_model_or_size_that_is_not_handled_is_named(make_folder):
     raw = sizes | latent | {"moe_intermediate_size": 4, "architectures": ["DeepseekV2ForCausalLM"]}
     with pytest.raises(ModelError, match=r"DeepseekV2ForCausalLM.*fused_qkv_a_proj_with_mqa"):
         Placement(parse_model_config(raw), 1)
+
+
+def test_sizes_that_sglang_would_pad_on_a_cpu_are_refused_before_it_starts(make_folder):
+    config = read_model_config(make_folder(intermediate_size=96))
+    check_engine_model("sglang", config, EngineOptions())
+    check_engine_model("sglang", config, EngineOptions(device="cuda", tensor_parallel_size=2))
+    with pytest.raises(ModelError, match="over 2 ranks needs intermediate_size to be a multiple of 64"):
+        check_engine_model("sglang", config, EngineOptions(tensor_parallel_size=2))
+
+
+def test_ranks_of_a_replica_have_consecutive_devices():
+    assert [EngineOptions(device="cuda", tensor_parallel_size=2).device_of(rank) for rank in (0, 1)] == [
+        "cuda:0",
+        "cuda:1",
+    ]
+    assert EngineOptions(device="cuda:2").device_of(1) == "cuda:3"
+    assert EngineOptions().device_of(1) == "cpu"
 
 
 PARAMS = {"a": ((4, 2), (3, 2)), "b": ((3,), (3,))}

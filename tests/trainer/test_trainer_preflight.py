@@ -41,6 +41,11 @@ def test_the_quickstarts_task_passes(
             ConfigError,
             f"{POLICY}.ref.megatron",
         ),
+        (
+            {f"{POLICY}.rollout.name": "sglang", f"{POLICY}.rollout.tensor_model_parallel_size": 3},
+            ConfigError,
+            f"{POLICY}.rollout.tensor_model_parallel_size=3 must divide",
+        ),
         ({"data.train_files": ["/no.parquet"]}, DataError, "data.train_files: /no.parquet"),
         ({"data.val_files": ["/no.parquet"]}, DataError, "data.val_files: /no.parquet"),
         ({"data.prompt_key": "question"}, DataError, "'question'"),
@@ -56,6 +61,11 @@ def test_what_is_wrong_with_a_job_is_named(
     config = train_config({**sizes, "trainer.n_gpus_per_node": devices, **changes})
     with pytest.raises(error, match=message):
         check_train(config)
+
+
+def test_replicas_of_two_ranks_pass(train_config: Callable[..., TrainConfig]) -> None:
+    sglang = {f"{POLICY}.rollout.name": "sglang", f"{POLICY}.rollout.tensor_model_parallel_size": 2}
+    check_train(train_config({**sglang, "trainer.n_gpus_per_node": 2}))
 
 
 @pytest.mark.parametrize(

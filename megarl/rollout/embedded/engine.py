@@ -268,7 +268,7 @@ def check_model(config: ModelConfig) -> None:
         )
 
 
-@register_engine("embedded", check=check_model)
+@register_engine("embedded", check=lambda config, options: check_model(config))
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """The embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     config = read_model_config(model_path)

@@ -35,7 +35,7 @@ from megarl.rollout.registry import register_engine
 from megarl.rollout.sglang import features
 from megarl.rollout.sglang.backend import WATCH_S, Backend, Loop, Outcome
 from megarl.rollout.sglang.options import MODES, TRANSPORTS, SGLangOptions
-from megarl.rollout.sglang.placement import Placement, check_cpu_sizes, check_model
+from megarl.rollout.sglang.placement import Placement, check_runs
 from megarl.rollout.sglang.server_args import KEY, decodes
 from megarl.rollout.sglang.translation import Reading, completion_of, payload_of
 from megarl.rollout.sglang.weights import WeightSession
@@ -80,9 +80,8 @@ class SGLangEngine(RolloutEngine):
     def __init__(self, config: ModelConfig, folder: str, options: SGLangOptions) -> None:
         _check_options(options)
         self.config, self.options, self._folder = config, options, folder
+        check_runs(config, options)
         self._placement = Placement(config, options.tensor_parallel_size)
-        if options.is_cpu:
-            check_cpu_sizes(config, options.tensor_parallel_size)
         self._max_length = options.max_model_len or config.max_position_embeddings
         self._eos = frozenset(_eos_of(config, folder) if options.eos_token_ids is None else options.eos_token_ids)
         self._check_token_ids("eos_token_ids", self._eos)
@@ -333,7 +332,7 @@ class SGLangEngine(RolloutEngine):
             raise RolloutError(f"{what}: {outside[0]} is no token id, the vocabulary has {self.config.vocab_size}")
 
 
-@register_engine("sglang", check=check_model)
+@register_engine("sglang", check=check_runs)
 def create_sglang(model_path: str, options: EngineOptions) -> SGLangEngine:
     """The SGLang engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if not isinstance(options, SGLangOptions):

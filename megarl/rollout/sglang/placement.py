@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.errors import ConfigError, ModelError
 from megarl.models import LocalParam, ModelConfig, WeightMap
+from megarl.rollout.interface import EngineOptions
 
 VOCAB_MULTIPLE = 64
 """SGLang's vocabulary has a multiple of this many rows."""
@@ -119,6 +120,17 @@ class Placement:
             parts.append((holder, row - holder * self._rows, count))
             row += count
         return parts
+
+
+def check_runs(config: ModelConfig, options: EngineOptions) -> None:
+    """Refuses models that SGLang does not run, or would hold in another form, on such a replica.
+
+    Raises:
+        ModelError: names the part or the size.
+    """
+    check_model(config)
+    if options.device == "cpu":
+        check_cpu_sizes(config, options.tensor_parallel_size)
 
 
 def check_model(config: ModelConfig) -> None:
