@@ -52,13 +52,29 @@ def generating(endpoint, generate):
         thread.join()
 
 
+class Endless:
+    """Generates until it is told to give up."""
+
+    def __init__(self):
+        self.asked, self.given_up = threading.Event(), threading.Event()
+
+    async def __call__(self, prompt_ids, params, **where):
+        self.asked.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.given_up.set()
+
+
 def root(endpoint):
     return endpoint.base_url.removesuffix("/v1")
 
 
-@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Basic {}", "{}", "Bearer {}x", "Bearer \u00e4"])
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Bearer", "Basic {}", "{}", "Bearer {}x", "Bearer \u00e4", b"Bearer \xff"]
+)
 def test_nobody_gets_in_without_the_token(endpoint, header):
-    value = None if header is None else header.format(endpoint.api_key).encode()
+    value = header.format(endpoint.api_key).encode() if isinstance(header, str) else header
     headers = {} if value is None else {"Authorization": value}
     for path in ("/v1/models", "/v1/chat/completions", "/sessions/x/v1/chat/completions", "/sessions/x/v1/models"):
         method = "GET" if path.endswith("models") else "POST"
@@ -154,41 +170,37 @@ def test_outside_requests_are_answered_while_the_run_generates_and_else_told_to_
 
 
 def test_what_the_end_of_generation_cuts_off_is_asked_again(tokenizer):
-    hang = threading.Event()
-
-    class Hanging(Scripted):
-        async def __call__(self, prompt_ids, params, **where):
-            hang.set()
-            await asyncio.sleep(3600)
-
     with listening(tokenizer) as endpoint:
-        answers = []
-        client = threading.Thread(target=lambda: answers.append(ask(endpoint, USER)))
-        with generating(endpoint, Hanging(tokenizer, [])):
-            client.start()
-            hang.wait()
+        endless, answers = Endless(), []
+        asking = threading.Thread(target=lambda: answers.append(ask(endpoint, USER)))
+        with generating(endpoint, endless):
+            asking.start()
+            endless.asked.wait()
         with generating(endpoint, Scripted(tokenizer, lambda prompt, turn: "now<|im_end|>")):
-            client.join(30)
+            asking.join(30)
         assert said(answers[0])["content"] == "now"
         told = endpoint.take_metrics()
         assert told["endpoint/cut_off"] == 1 and told["endpoint/requests"] == 1
         assert told["endpoint/waited_s/mean"] > 0
 
 
+def test_those_who_still_wait_when_the_run_ends_are_told(tokenizer):
+    endless, answers = Endless(), []
+    with listening(tokenizer) as endpoint:
+        waiting = threading.Thread(target=lambda: answers.append(post(endpoint, {"messages": USER})))
+        with generating(endpoint, endless):
+            waiting.start()
+            endless.asked.wait()
+    waiting.join(30)
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "run_ended"
+
+
 def test_a_client_that_hangs_up_gives_its_request_up(endpoint, tokenizer):
-    given_up = threading.Event()
-
-    class Endless(Scripted):
-        async def __call__(self, prompt_ids, params, **where):
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                given_up.set()
-
-    with generating(endpoint, Endless(tokenizer, [])):
+    endless = Endless()
+    with generating(endpoint, endless):
         with pytest.raises(httpx.ReadTimeout):
             client(endpoint, timeout=0.5).post(f"{endpoint.base_url}/chat/completions", json={"messages": USER})
-        assert given_up.wait(30)
+        assert endless.given_up.wait(30)
 
 
 def test_an_engine_that_fails_is_told_and_nothing_of_the_run_breaks(endpoint, tokenizer):

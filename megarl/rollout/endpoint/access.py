@@ -35,7 +35,7 @@ def make_token() -> str:
 def is_token(token: str, header: str | None) -> bool:
     """Whether an ``Authorization`` header bears the token; takes as long whatever it differs in."""
     scheme, _, given = (header or "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode(), token.encode())
+    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
     return scheme.lower() == "bearer" and same
 
 

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _KEY = "actor_rollout_ref.rollout.endpoint"
 _STOP_S = 10.0
+_MOST_FILES = 65536
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -170,6 +171,7 @@ class Endpoint:
         self._root = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _end(self) -> None:
+        self._outside.close()
         await self._runner.cleanup()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -188,6 +190,7 @@ class Endpoint:
 
 def _allow_many_connections() -> None:
     """Each conversation has two ends of a connection in this process: files, of which shells allow few."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -57,6 +57,7 @@ class Outside:
         self._chat, self._limits = chat, limits
         self._generate: Generate | None = None
         self._open = asyncio.Event()
+        self._over = False
         self._under_way: set[asyncio.Task[Answer]] = set()
         self._cut_off: set[asyncio.Task[Answer]] = set()
         self._traffic = _Traffic()
@@ -75,6 +76,11 @@ class Outside:
             for task in self._under_way:
                 task.cancel()
             await asyncio.gather(*self._under_way, return_exceptions=True)
+
+    def close(self) -> None:
+        """Tells those who wait that the run is over."""
+        self._over = True
+        self._open.set()
 
     def take_metrics(self) -> dict[str, float]:
         """``endpoint/*`` since the last call.
@@ -134,6 +140,8 @@ class Outside:
         except TimeoutError:
             text = f"the run did not generate within {self._limits.wait_s:g} s; ask again later"
             raise ApiError(503, text, code="not_generating", retry_after_s=_RETRY_S) from None
+        if self._over:
+            raise ApiError(503, "the run has ended", code="run_ended")
         return time.monotonic() - began
 
     def _sampling(self, request: ChatRequest, prompt_tokens: int) -> SamplingParams:
