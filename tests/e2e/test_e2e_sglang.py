@@ -10,9 +10,9 @@ import pytest
 from cli_runs import CliRun, RunFiles, assert_finite
 from safetensors import safe_open
 
-pytestmark = pytest.mark.sglang
-
 ACTOR = "actor_rollout_ref.actor.megatron"
+ONE_PROCESS = [f"{ACTOR}.tensor_model_parallel_size=1", f"{ACTOR}.data_parallel_size=1"]
+TWO_RANKS = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,10 @@ def sent_bytes(model: Path, ranks: int) -> int:
     return 4 * sum(size * (ranks if "norm" in name else 1) for name, size in sizes.items())
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, [f"{ACTOR}.tensor_model_parallel_size=2"]),
-     (2, [f"{ACTOR}.tensor_model_parallel_size=1", f"{ACTOR}.data_parallel_size=1"])],
+    [(1, [f"{ACTOR}.tensor_model_parallel_size=2"]), (2, ONE_PROCESS)],
     ids=["one-rank", "two-ranks"],
 )  # fmt: skip
 def test_the_engines_log_probs_are_the_actors_before_and_after_an_update(
@@ -53,3 +53,17 @@ def test_the_engines_log_probs_are_the_actors_before_and_after_an_update(
         assert row["training/rollout_log_probs_diff_max"] < 1e-5 and row["training/rollout_probs_diff_max"] < 1e-6
         assert row["weight_sync/bytes"] == sent_bytes(task / "model", ranks)
         assert row["actor/grad_norm"] > 0 and row["rollout/replicas_lost"] == 0
+
+
+def test_a_replica_of_which_one_rank_dies_is_replaced_and_the_run_goes_on(
+    arguments: list[str], start: Callable[..., CliRun]
+) -> None:
+    deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_rank_reward.py')}"
+    run = start(*arguments, *ONE_PROCESS, TWO_RANKS, deadly, "custom_reward_function.name=score")
+    assert run.wait() == 0, run.output
+    assert run.remaining() == []
+    assert run.output.count("rollout replica 0 is lost and is replaced") == 1, run.output
+    assert "EngineLost: SGLang" in run.output and "one of its processes ended" in run.output
+    steps = RunFiles(run.folder, "sglang").steps
+    assert list(steps) == [1, 2]
+    assert all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in steps.values())
