@@ -13,9 +13,9 @@ ONE_AFTER_THE_OTHER = ("cluster", "e2e")
 """Folders whose tests start Ray, and look at what it leaves on the machine: never two of them at a time."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file's tests stay together, for they share what is slow to start."""
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         folder = item.path.relative_to(TESTS).parts[0]
         group = "ray" if folder in ONE_AFTER_THE_OTHER else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
