@@ -96,6 +96,7 @@ def test_rewritten_histories_are_branches_of_which_the_longest_counts(endpoint, 
     (done,) = lead(endpoint, script, agent)
     assert tokenizer.decode(done.response_ids).endswith("assistant\nthree<|im_end|>")
     assert done.metrics["branches_dropped"] == 2 and done.metrics["turns_dropped"] == 2
+    assert "tool_call_counts" not in done.metrics
     assert done.metrics["tokens_dropped"] == len("two") + len("short") + 2
     assert done.metrics["sampling_overridden"] == 1 and done.fields["agent_result"] == {"score": 2.0}
     assert script.asked[3][0] == script.asked[1][0] and {params.temperature for _, params, _, _ in script.asked} == {

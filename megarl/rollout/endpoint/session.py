@@ -65,6 +65,7 @@ class _Counts:
     """What :meth:`Session.trajectory` tells besides its tokens."""
 
     overridden: int = 0
+    with_tools: bool = False
     calls: int = 0
     malformed: int = 0
     cut_off: int = 0
@@ -148,9 +149,9 @@ class Session:
             "requests_cut_off": counts.cut_off,
             "sampling_overridden": counts.overridden,
             "ended_at_limit": int(self.met_limit),
-            "tool_call_counts": counts.calls,
-            "malformed_calls": counts.malformed,
         }
+        if counts.with_tools:
+            metrics |= {"tool_call_counts": counts.calls, "malformed_calls": counts.malformed}
         reason = counts.limits[-1] if counts.limits else stopped
         return transcript.end(reason, {name: float(value) for name, value in metrics.items()})
 
@@ -233,6 +234,7 @@ class Session:
         self._by_history[digest] = turn  # of equal histories the newest: none of them says more than another
         if turn.before is not None:
             turn.before.goes_on = True
+        self._counts.with_tools |= request.reads_calls
         self._counts.calls += len(said.calls) + said.malformed
         self._counts.malformed += said.malformed
 
