@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 
@@ -55,3 +57,14 @@ def test_what_is_wrong_is_named_before_a_process_is_started(
     with pytest.raises(error, match=message):
         run(evaluate_config(changes), tmp_path)
     assert not ray.is_initialized() and not list(tmp_path.iterdir())
+
+
+def test_a_loop_that_a_row_names_and_nobody_has_is_refused_with_the_row(
+    evaluate_config: Callable[..., EvaluateConfig], arithmetic: Path, tmp_path: Path
+) -> None:
+    rows = pq.read_table(arithmetic / "data" / "test.parquet").to_pylist()
+    rows = [{**row, "agent_name": "nobody" if number == 3 else None} for number, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "named.parquet")
+    with pytest.raises(ConfigError, match=r"named\.parquet, row 3: agent_name='nobody'"):
+        run(evaluate_config({"data.val_files": [str(tmp_path / "named.parquet")]}), tmp_path)
+    assert not ray.is_initialized()
