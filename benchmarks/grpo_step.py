@@ -218,7 +218,7 @@ class Done:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def result(self) -> Any:
+    def result(self, timeout_s: float | None = None) -> Any:
         """The value."""
         return self.value
 

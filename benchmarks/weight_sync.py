@@ -290,7 +290,7 @@ class Answers:
     def __init__(self, ranks: Ranks, ticket: int) -> None:
         self.ranks, self.ticket = ranks, ticket
 
-    def result(self) -> list[Any]:
+    def result(self, timeout_s: float | None = None) -> list[Any]:
         """Waits for it."""
         return self.ranks.answers(self.ticket)
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.cluster.failures import WorkerFailed
+    from megarl.cluster.failures import WorkerFailed, WorkerSilent
     from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, place_pools
     from megarl.cluster.session import RaySession
     from megarl.cluster.split import plan_split, row_costs, seqlen_metrics
@@ -25,6 +25,7 @@ _HOME = {
     "ResourcePool": "resources",
     "Scattered": "worker_group",
     "WorkerFailed": "failures",
+    "WorkerSilent": "failures",
     "WorkerGroup": "worker_group",
     "check_resources": "resources",
     "place_pools": "resources",
@@ -44,6 +45,7 @@ __all__ = [
     "Scattered",
     "WorkerFailed",
     "WorkerGroup",
+    "WorkerSilent",
     "check_resources",
     "place_pools",
     "plan_split",

@@ -38,6 +38,18 @@ class WorkerFailed(WorkerError):
         self.remote_traceback = remote_traceback
 
 
+class WorkerSilent(WorkerError):
+    """Workers did not answer in time.
+
+    Attributes:
+        late: role and rank of each.
+    """
+
+    def __init__(self, message: str, late: Sequence[tuple[str, int]]) -> None:
+        super().__init__(message)
+        self.late = tuple(late)
+
+
 @dataclass(frozen=True)
 class Task:
     """One call on one process.
@@ -64,7 +76,7 @@ def gather(tasks: Sequence[Task], timeout_s: float | None = None) -> list[Any]:
 
     Raises:
         WorkerFailed: a worker raised or died; a death is named before the errors that it caused elsewhere.
-        WorkerError: not all calls ended within ``timeout_s`` seconds; names the ranks that did not.
+        WorkerSilent: not all calls ended within ``timeout_s`` seconds; names the ranks that did not.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     waiting = {task.ref: task for task in tasks}
@@ -87,8 +99,9 @@ def gather(tasks: Sequence[Task], timeout_s: float | None = None) -> list[Any]:
     if failures:
         raise next((failure for failure in failures if failure.died), failures[0])
     if waiting:
-        late = ", ".join(f"{task.role} rank {task.rank}" for task in waiting.values())
-        raise WorkerError(f"no answer within {timeout_s:g} s in {tasks[0].verb} from: {late}")
+        late = [(task.role, task.rank) for task in waiting.values()]
+        names = ", ".join(f"{role} rank {rank}" for role, rank in late)
+        raise WorkerSilent(f"no answer within {timeout_s:g} s in {tasks[0].verb} from: {names}", late)
     return [results[task.ref] for task in tasks]
 
 

@@ -100,6 +100,6 @@ class RankByRank:
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
 
-    def result(self) -> list[Any]:
+    def result(self, timeout_s: float | None = None) -> list[Any]:
         """Waits for all processes; raises as :meth:`Pending.result`."""
-        return [answer for process in self._pending.result() for answer in process]
+        return [answer for process in self._pending.result(timeout_s) for answer in process]

@@ -51,7 +51,7 @@ class Pending:
 
         Raises:
             WorkerFailed: the first worker that failed, at once, even while its peers hang.
-            WorkerError: ``timeout_s`` seconds have passed.
+            WorkerSilent: ``timeout_s`` seconds have passed.
         """
         if self._outcome is None:
             self._outcome = (self._collect(_gather(self.groups, self.tasks, timeout_s)),)

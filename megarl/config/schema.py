@@ -266,7 +266,8 @@ class SyncConfig:
     )
     timeout_s: float = key(
         600.0,
-        "Seconds that a process waits for another to join or answer (gloo, NCCL); then the sync fails and names it.",
+        "Seconds that any part of a sync may take, and that processes wait for each other to join (gloo, NCCL); then "
+        "the sync fails and names who is late. A replica that alone is late is replaced.",
         above=0,
     )
     verify_freq: int = key(

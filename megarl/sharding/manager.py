@@ -20,8 +20,8 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class Pending(Protocol):
     """Something under way in other processes."""
 
-    def result(self) -> Any:
-        """Waits for it; raises what it raised."""
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Waits for it; raises what it raised, or that it takes longer than so many seconds."""
 
 
 class SyncSource(Protocol):
@@ -81,11 +81,13 @@ class SyncOptions(NamedTuple):
         verify_freq: compare checksums at the first sync and at every so many after it; 0: never.
         free_engine: engines give their memory to the trainer while they have nothing to do.
         replica_size: rollout ranks of one replica.
+        timeout_s: most seconds that any part of a sync may take; None: as long as it takes.
     """
 
     verify_freq: int = 0
     free_engine: bool = False
     replica_size: int = 1
+    timeout_s: float | None = None
 
 
 class ShardingManager:
@@ -118,7 +120,7 @@ class ShardingManager:
     def free_engines(self) -> None:
         """Before training: engines put weights and cache away, where they are to; they serve nothing until a sync."""
         if self.options.free_engine:
-            self._target.sleep((WEIGHTS, KV_CACHE)).result()
+            self._target.sleep((WEIGHTS, KV_CACHE)).result(self.options.timeout_s)
 
     def sync_weights(self) -> dict[str, float]:
         """Copies all weights. While the target imports one bucket, the source exports the next.
@@ -176,7 +178,7 @@ class ShardingManager:
                 self._stage = f"bucket {ahead + 1} of {count}"
                 imported.append(self._target.import_bucket(ahead, self._source.export_bucket(ahead)))
             self._stage = f"bucket {index + 1} of {count}"
-            imported[index].result()
+            imported[index].result(self.options.timeout_s)
             self._source.release_bucket(index)
 
     def _give_up(self, version: int) -> None:
@@ -206,4 +208,4 @@ class ShardingManager:
     def _do(self, stage: str, *starts: Callable[[], Pending]) -> list[Any]:
         """Starts things side by side and waits for all; names what is being done, for the error."""
         self._stage = stage
-        return [pending.result() for pending in [start() for start in starts]]
+        return [pending.result(self.options.timeout_s) for pending in [start() for start in starts]]

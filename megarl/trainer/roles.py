@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerGroup, wait_all, wait_ready
+from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerGroup, WorkerSilent, wait_all, wait_ready
 from megarl.cluster.replicas import GroupReplica
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
 from megarl.config import MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan
 from megarl.config.sft_schema import SFTConfig
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, WorkerError
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.sharding import (
@@ -73,12 +73,13 @@ class Roles:
         for _ in range(self.rollout.world_size):
             try:
                 return action()
-            except (WeightSyncError, WorkerFailed) as error:
-                replica = _dead_rank(error, self.rollout.role)
-                if replica is None:
+            except (WeightSyncError, WorkerError) as error:
+                lost = _lost_ranks(error, self.rollout.role)
+                if not lost:
                     raise
-                logger.warning("rollout replica %d is lost and is replaced: %s", replica, error)
-                self.replace_replicas([replica])
+                numbers = ", ".join(map(str, lost))
+                logger.warning("rollout replica %s is lost and is replaced: %s", numbers, error)
+                self.replace_replicas(lost)
         return action()
 
     def replace_replicas(self, lost: Collection[int]) -> None:
@@ -105,13 +106,15 @@ class Roles:
             yield self.critic
 
 
-def _dead_rank(error: BaseException | None, role: str) -> int | None:
-    """The rank of a role whose death is behind an error; None where it is not that."""
+def _lost_ranks(error: BaseException | None, role: str) -> list[int]:
+    """The ranks of a role whose death or silence, and nobody else's, is behind an error."""
     while error is not None:
         if isinstance(error, WorkerFailed) and error.died and error.role == role:
-            return error.rank
+            return [error.rank]
+        if isinstance(error, WorkerSilent) and {of for of, _ in error.late} == {role}:
+            return sorted(rank for _, rank in error.late)
         error = error.__cause__
-    return None
+    return []
 
 
 def run_updates(config: TrainConfig | SFTConfig, batches: BatchPlan, phase: str, total_steps: int) -> int:
@@ -230,7 +233,7 @@ class RoleBuilder:
         given = (routes, address, config.rollout.dtype)
         parts = ((actor, sender_parts(plan, actor.world_size)), (rollout, replica_parts(plan)))
         wait_all([group.submit("connect_sync", PerRank(own), *given) for group, own in parts])
-        options = SyncOptions(sync.verify_freq, config.rollout.free_cache_engine, tp)
+        options = SyncOptions(sync.verify_freq, config.rollout.free_cache_engine, tp, sync.timeout_s)
         return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), GroupTarget(rollout), options)
 
     def _group(

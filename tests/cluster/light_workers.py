@@ -112,6 +112,10 @@ class Engine:
         self.ranks, self.events = ranks, []
 
     @verb(Dispatch.ALL)
+    def pid(self):
+        return os.getpid()
+
+    @verb(Dispatch.ALL)
     def begin_update(self, version):
         self.events.append(("begin", version))
 

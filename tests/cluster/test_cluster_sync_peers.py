@@ -1,12 +1,15 @@
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup
+from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent
 from megarl.cluster.sync_peers import GroupSource, GroupTarget
 from megarl.errors import WeightSyncError
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import ShardingManager, SyncOptions
+from megarl.trainer.roles import _lost_ranks
 
 PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12)
 
@@ -65,6 +68,26 @@ def test_failing_source_is_named_and_the_update_not_ended(peers):
     assert manager.version == 0
     assert all(("end", 1) not in events for events in engines.seen()), "and the engines still answer"
     actor.shutdown()
+
+
+def test_a_process_that_is_stopped_is_named_and_can_be_replaced(peers):
+    trainer, _ = peers
+    actor, pool = trainer(destinations=2), peers[1]._pool
+    engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {}, ParallelLayout(dp=2), pool)
+    options = SyncOptions(timeout_s=1.0, free_engine=True)
+    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines), options)
+    os.kill(engines.pid()[1], signal.SIGSTOP)
+    with pytest.raises(WorkerSilent, match="no answer within 1 s in sleep from: rollout rank 1") as told:
+        manager.free_engines()
+    assert told.value.late == (("rollout", 1),)
+    with pytest.raises(WeightSyncError, match=r"failed at wake weights.* from: rollout rank 1$") as failed:
+        manager.sync_weights()
+    assert _lost_ranks(failed.value, "rollout") == [1] and _lost_ranks(failed.value, "actor") == []
+    engines.restart([1])
+    manager.sync_weights()
+    assert ("end", 1) in engines.seen()[1]
+    for group in (actor, engines):
+        group.shutdown()
 
 
 def test_payload_for_nobody_is_an_error(peers):

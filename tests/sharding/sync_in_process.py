@@ -64,8 +64,8 @@ class Together:
     def __init__(self, futures):
         self.futures = futures
 
-    def result(self):
-        return [future.result() for future in self.futures]
+    def result(self, timeout_s=None):
+        return [future.result(timeout_s) for future in self.futures]
 
 
 class Side:

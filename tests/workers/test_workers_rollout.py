@@ -185,8 +185,8 @@ class Together:
     def __init__(self, futures: Sequence[Future]) -> None:
         self.futures = futures
 
-    def result(self) -> list[Any]:
-        return [future.result() for future in self.futures]
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        return [future.result(timeout_s) for future in self.futures]
 
 
 class ActorEnd:
