@@ -113,6 +113,18 @@ def test_null_in_a_row(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Pat
     assert_says(message, "train.parquet", "column 'reward_model', row 17", "'ground_truth' null")
 
 
+def test_agent_that_a_row_names_and_that_is_not_there(
+    refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    named = [{**row, "agent_name": "tool_agnt" if number >= 17 else None} for number, row in enumerate(rows)]
+    message = refuse(write(named, tmp_path / "train.parquet"), code=1)
+    assert_says(
+        message, "train.parquet, row 17", "agent_name='tool_agnt'", "known ones: external_agent,", "tool_agent;"
+    )
+    absent = "actor_rollout_ref.rollout.agent.external_agent=nowhere.py:lead"
+    assert_says(refuse(absent, code=1), "agent 'nowhere.py:lead'", "there is no file nowhere.py")
+
+
 def test_empty_data_set(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     schema = pa.Table.from_pylist(rows).schema
     message = refuse(write([], tmp_path / "train.parquet", schema), code=1)

@@ -36,6 +36,8 @@ def test_what_the_model_wrote_comes_back_as_text_and_goes_on_as_the_tokens_it_wa
     script = Scripted(tokenizer, ["ab> <|im_end|>", "ok<|im_end|>"])
 
     def agent(task):
+        assert task.env == {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": "policy"}
+        assert task.api_key not in repr(task)
         first = ask(task, task.messages)
         assert said(first)["content"] == "ab> "
         stripped = {"role": "assistant", "content": [{"type": "text", "text": "ab>"}], "refusal": None}
