@@ -239,7 +239,7 @@ def test_loops_are_found_by_name_and_by_file(tmp_path):
     assert find_agent_loop(f"{file}:Mine").__name__ == "Mine"
     for name, told in (
         ("singel_turn", "known ones: external_agent, search_agent"),
-        (f"{file}:Other", r"it has \['Mine'\]"),
+        (f"{file}:Other", r"there are \['Mine'\]"),
         (f"{tmp_path}/none.py:Mine", "there is no file"),
         ("megarl.errors.DataError", "has no AgentLoop called 'DataError'"),
     ):
