@@ -194,7 +194,7 @@ def test_sft_needs_responses_and_an_end_of_sequence_token(write, question_rows, 
         SFTDataset(write(question_rows(2)), tokenizer, 20)
     with pytest.raises(DataError, match="column 'response', row 1 is null"):
         SFTDataset(write(sft_rows(("1", "1"), ("2", None))), tokenizer, 20)
-    with pytest.raises(DataError, match="column 'response' must hold strings or lists of .*, it holds int64"):
+    with pytest.raises(DataError, match=r"column 'response' must hold strings or lists of .*, it holds int64"):
         SFTDataset(write(sft_rows(("1", 1), ("2", 2))), tokenizer, 20)
     path = write(sft_rows(("1", "1")))
     endless = copy.deepcopy(tokenizer)

@@ -21,7 +21,7 @@ ENDED_IN_STEP = 2
 
 @pytest.fixture(scope="module")
 def arguments(small: list[str]) -> list[str]:
-    """Actor at PP=2, reference at TP=2, an engine that rounds; answers to problems with an even sum cannot be scored."""
+    """Actor at PP=2, reference at TP=2, an engine that rounds; answers to even sums cannot be scored."""
     return [
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=grpo"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.rollout_data_dir=rollouts"),

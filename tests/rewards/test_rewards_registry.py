@@ -64,7 +64,10 @@ def test_by_dotted_path():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("compute", r"my-reward\.py:compute': it has no 'compute'; its functions are \['compute_score', .*'other_names'"),
+        (
+            "compute",
+            r"my-reward\.py:compute': it has no 'compute'; its functions are \['compute_score', .*'other_names'",
+        ),
         ("number", "is a int; it must be a function"),
         (
             "other_names",
