@@ -13,6 +13,9 @@ from megarl.rollout.interface import EngineLost
 
 _T = TypeVar("_T")
 
+CLOSE_S = 10.0
+"""Seconds for connections to close."""
+
 WATCH_S = 0.5
 """Seconds between looks whether SGLang still runs, while something is waited for."""
 

@@ -33,7 +33,7 @@ from megarl.rollout.interface import (
 )
 from megarl.rollout.registry import register_engine
 from megarl.rollout.sglang import features
-from megarl.rollout.sglang.backend import WATCH_S, Backend, Loop, Outcome
+from megarl.rollout.sglang.backend import CLOSE_S, WATCH_S, Backend, Loop, Outcome
 from megarl.rollout.sglang.options import MODES, TRANSPORTS, SGLangOptions
 from megarl.rollout.sglang.placement import Placement, check_runs
 from megarl.rollout.sglang.server_args import KEY, decodes
@@ -42,9 +42,6 @@ from megarl.rollout.sglang.weights import WeightSession
 
 ABORT_AGAIN_S = 0.05
 """Seconds between attempts to abort a request, which SGLang may not know yet at the first."""
-
-CLOSE_S = 10.0
-"""Seconds for connections to close."""
 
 IDLE_S = 30.0
 """Seconds for SGLang to notice that it has nothing to do, after its last answer."""

@@ -20,7 +20,7 @@ import psutil
 
 from megarl.errors import ConfigError
 from megarl.rollout.interface import EngineLost, RolloutError
-from megarl.rollout.sglang.backend import CALLS, Loop, Outcome
+from megarl.rollout.sglang.backend import CALLS, CLOSE_S, Loop, Outcome
 from megarl.rollout.sglang.environment import environment
 from megarl.rollout.sglang.options import SGLangOptions
 from megarl.rollout.sglang.server_args import decodes
@@ -129,7 +129,16 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: Loop) -> HttpSer
         RolloutError: it does not answer.
     """
     server = HttpServer(url, loop)
-    facts = loop.call(server.facts(), options.start_timeout_s, f"asking {url} for its arguments")
+    try:
+        facts = loop.call(server.facts(), options.start_timeout_s, f"asking {url} for its arguments")
+        _check_facts(url, facts, folder, options)
+    except BaseException:
+        loop.call(server.disconnect(), CLOSE_S, "closing connections")
+        raise
+    return server
+
+
+def _check_facts(url: str, facts: Mapping[str, Any], folder: str, options: SGLangOptions) -> None:
     expected = {"tp_size": options.tensor_parallel_size, "skip_tokenizer_init": not decodes(folder, options)}
     for name, value in expected.items():
         if facts.get(name, value) != value:
@@ -139,7 +148,6 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: Loop) -> HttpSer
             f"the SGLang server at {url} does not run with --enable-deterministic-inference, without which it has no "
             "seeds: set rollout.engine_kwargs.sglang.deterministic=false to do without"
         )
-    return server
 
 
 def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: Loop) -> HttpServer:
@@ -163,6 +171,7 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
             loop.call(_ready(server), options.start_timeout_s, "starting its server")
         except BaseException as error:
             server.close()
+            loop.call(server.disconnect(), CLOSE_S, "closing connections")
             if isinstance(error, RolloutError):
                 raise RolloutError(f"{error}\n{_tail(log)}") from None
             raise
