@@ -208,6 +208,7 @@ def test_a_server_that_dies_is_noticed(server, owner, folders):
         while True:
             server.poll(30.0)
     assert not server.health().ready
+    owner._backend._process.wait()
     with pytest.raises(EngineLost, match="ended with code -9"):
         owner.load_hf(str(folders[0]))
     owner.shutdown()
