@@ -1,17 +1,20 @@
 """Lets SGLang run on a machine without a GPU and without its compiled kernels; Python imports this at its start.
 
 The engine puts this folder on the search path of SGLang's processes on such a machine, and nowhere else. Beside it lies
-``sgl_kernel``, a stand-in for the kernels. Two modules are completed as they are imported, and one is replaced:
+``sgl_kernel``, a stand-in for the kernels. Some modules are completed as they are imported, and one is replaced:
 
 - ``sglang.srt.server_args``: seeds per request belong to SGLang's deterministic mode, which knows only attention
   backends of GPUs. Plain torch attention computes each sequence on its own, so it is added.
 - ``sglang.srt.batch_invariant_ops``: that mode replaces matrix products by Triton's, which do not exist here.
+- ``sglang.kernels.ops.sampling.murmur_hash``: draws by seeds with a kernel of Triton, before 0.5.21 on a CPU, too.
+- ``sglang.srt.utils.weight_checker``: waits for a CUDA device, in some versions whatever the device is.
 - ``torchvision``, unless it is installed: SGLang imports it for models that see, which do not run here; its usual build
   is made for CUDA, does not load beside torch for CPUs, and then keeps transformers' models from loading too.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -35,6 +38,14 @@ def _keep_torch_products(module: Any) -> None:
     module.enable_batch_invariant_mode = lambda *args, **kwargs: None
 
 
+def _hash_without_triton(module: Any) -> None:
+    module.murmur_hash32 = importlib.import_module("sgl_kernel").murmur_hash32_cpu
+
+
+def _wait_for_no_device(module: Any) -> None:
+    module.torch.cuda.synchronize = lambda *args, **kwargs: None
+
+
 def _note_absence(module: Any) -> None:
     """Has transformers look for torchvision before there is a stand-in; it remembers what it finds."""
     sys.meta_path.remove(_ABSENT)
@@ -47,6 +58,8 @@ def _note_absence(module: Any) -> None:
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.server_args": _admit_torch_attention,
     "sglang.srt.batch_invariant_ops": _keep_torch_products,
+    "sglang.kernels.ops.sampling.murmur_hash": _hash_without_triton,
+    "sglang.srt.utils.weight_checker": _wait_for_no_device,
     "transformers.utils.import_utils": _note_absence,
 }
 
