@@ -7,6 +7,7 @@ those that Megatron-Core writes.
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,20 @@ class _Note:
         pass
 
 
+def _member(kind: Any, name: str) -> Enum:
+    """A member of an enumeration, which Python 3.11's first releases pickle as ``getattr(kind, name)``."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise CheckpointError(f"refused to take {name!r} of {kind!r}, which is no enumeration")
+    return kind[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Resolves the classes of an index only."""
         if module.startswith(_FOREIGN) and name.startswith("MCore"):
             return _Note
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _CLASSES.get(module, ()):
             raise CheckpointError(f"refused to load '{module}.{name}', which no checkpoint index contains")
         return super().find_class(module, name)

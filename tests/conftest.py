@@ -13,6 +13,7 @@ ONE_AFTER_THE_OTHER = ("cluster", "e2e")
 """Folders whose tests start Ray, and look at what it leaves on the machine: never two of them at a time."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file's tests stay together, for they share what is slow to start."""
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
