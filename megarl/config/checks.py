@@ -42,19 +42,23 @@ def _sft_layout(config: SFTConfig) -> Iterator[Problem]:
 
 def _replicas(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     rollout, path = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    tp, pool = rollout.tensor_model_parallel_size, describe_pool(config.trainer)
+    tp, size, pool = rollout.tensor_model_parallel_size, rollout.devices_per_replica, describe_pool(config.trainer)
+    servers = len(rollout.server_urls)
     if rollout.replicas is None:
         yield Problem.at(config, f"{path}.tensor_model_parallel_size", f"replicas of {tp} devices do not divide {pool}")
-    elif rollout.replicas * tp > config.trainer.num_devices:
-        text = (
-            f"{rollout.replicas} replicas x tensor parallel {tp} = {rollout.replicas * tp} devices are more than {pool}"
-        )
-        yield Problem.at(config, f"{path}.replicas", text)
+    elif servers and servers != rollout.replicas:
+        yield Problem.at(config, f"{path}.replicas", f"{path}.engine_kwargs.sglang.urls has {servers}, one per replica")
+    elif rollout.replicas * size > config.trainer.num_devices:
+        needed = f"{rollout.replicas} replicas x {size} = {rollout.replicas * size} devices"
+        yield Problem.at(config, f"{path}.replicas", f"{needed} are more than {pool}")
     elif tp > 1 and rollout.name == "embedded":
         text = f"{path}.name=embedded runs each replica on one device; set 1"
         yield Problem.at(config, f"{path}.tensor_model_parallel_size", text)
-    elif config.trainer.nnodes > 1 and config.trainer.n_gpus_per_node % tp:
-        text = f"a replica does not span nodes: must divide trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
+    elif config.trainer.nnodes > 1 and config.trainer.n_gpus_per_node % size:
+        text = (
+            f"must divide trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: a replica that the run starts does "
+            f"not span nodes; one that is started by hand does, see {path}.engine_kwargs.sglang.urls"
+        )
         yield Problem.at(config, f"{path}.tensor_model_parallel_size", text)
 
 

@@ -96,5 +96,5 @@ def _fill_layout(megatron: MegatronConfig, devices: int) -> None:
 
 
 def _fill_replicas(rollout: RolloutConfig, devices: int) -> None:
-    if rollout.replicas is None and devices % rollout.tensor_model_parallel_size == 0:
-        rollout.replicas = devices // rollout.tensor_model_parallel_size
+    if rollout.replicas is None and devices % rollout.devices_per_replica == 0:
+        rollout.replicas = len(rollout.server_urls) or devices // rollout.devices_per_replica

@@ -18,7 +18,11 @@ class SGLangConfig:
         "Where SGLang's front end runs: in the replica's process, or in a server that the replica starts.",
         choices=("in_process", "http"),
     )
-    url: str | None = key(None, "A running server to use instead, for one replica; it goes on when the run ends.")
+    urls: list[str] = key(
+        [],
+        "Running servers to use instead, one per replica, wherever they are and over however many nodes; they go on "
+        "when the run ends.",
+    )
     host: str = key("127.0.0.1", "Where a server that the replica starts listens, on a free port.")
     weight_transport: str = key(
         "tensor",

@@ -139,6 +139,16 @@ class RolloutConfig(LogProbBatchConfig):
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
 
     @property
+    def server_urls(self) -> list[str]:
+        """Of servers that somebody else started, one per replica; empty where replicas start their own engines."""
+        return self.engine_kwargs.sglang.urls if self.name == "sglang" else []
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices of the run that a replica takes; a server elsewhere has its own, and only its client is here."""
+        return 1 if self.server_urls else self.tensor_model_parallel_size
+
+    @property
     def serves_endpoint(self) -> bool:
         """Whether the policy is served over OpenAI's chat interface."""
         return self.endpoint.enable or self.agent.external_agent is not None

@@ -11,12 +11,13 @@ from megarl.rollout.interface import EngineOptions
 MEGABYTE = 2**20
 
 
-def engine_options(rollout: RolloutConfig, device: str) -> EngineOptions:
+def engine_options(rollout: RolloutConfig, device: str, replica: int = 0) -> EngineOptions:
     """What the engine that ``rollout.name`` chooses is built with.
 
     Args:
         rollout: the section.
         device: of the replica's first rank.
+        replica: its number, by which it has its server where they were started by somebody else.
     """
     common = EngineOptions(
         dtype=rollout.dtype,
@@ -24,7 +25,7 @@ def engine_options(rollout: RolloutConfig, device: str) -> EngineOptions:
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         max_num_seqs=rollout.max_num_seqs,
     )
-    return _sglang(common, rollout.engine_kwargs.sglang) if rollout.name == "sglang" else common
+    return _sglang(common, rollout.engine_kwargs.sglang, replica) if rollout.name == "sglang" else common
 
 
 def takes_stop_strings(rollout: RolloutConfig, model_path: str) -> bool:
@@ -35,13 +36,13 @@ def takes_stop_strings(rollout: RolloutConfig, model_path: str) -> bool:
     return (Path(model_path) / "tokenizer_config.json").is_file()
 
 
-def _sglang(common: EngineOptions, sglang: SGLangConfig) -> EngineOptions:
+def _sglang(common: EngineOptions, sglang: SGLangConfig, replica: int) -> EngineOptions:
     from megarl.rollout.sglang.options import SGLangOptions
 
     return SGLangOptions(
         **vars(common),
         mode=sglang.mode,
-        url=sglang.url,
+        url=sglang.urls[replica] if sglang.urls else None,
         host=sglang.host,
         weight_transport=sglang.weight_transport,
         bucket_bytes=sglang.update_weights_bucket_megabytes * MEGABYTE,

@@ -25,8 +25,8 @@ def rollout_group(policy: PolicyConfig, device: str, pool: PlacedPool) -> Worker
     rollout = policy.rollout
     settings = RolloutSettings(model_path=policy.model.path, device=device, config=rollout)
     worker, kwargs = "megarl.workers.rollout:RolloutWorker", {"settings": settings}
-    layout, devices = ParallelLayout(dp=rollout.replicas or 1), rollout.tensor_model_parallel_size
-    return WorkerGroup("rollout", worker, kwargs, layout, pool, devices_per_process=devices)
+    layout = ParallelLayout(dp=rollout.replicas or 1)
+    return WorkerGroup("rollout", worker, kwargs, layout, pool, devices_per_process=rollout.devices_per_replica)
 
 
 def router_replicas(group: WorkerGroup) -> list[GroupReplica]:

@@ -51,7 +51,7 @@ class RolloutWorker:
         rollout: RolloutConfig = settings.config
         weights, tp = WeightMap(read_model_config(settings.model_path)), rollout.tensor_model_parallel_size
         self._params = [weights.rollout_params(tp, rank) for rank in range(tp)]
-        options = engine_options(rollout, settings.device)
+        options = engine_options(rollout, settings.device, self.replica)
         self._devices = [options.device_of(rank) for rank in range(tp)]
         self.engine = create_engine(rollout.name, settings.model_path, options)
         self._seal = Seal(self.engine)

@@ -13,6 +13,7 @@ from megarl.config.build import build
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 GRPO = {"algorithm.adv_estimator": "grpo"}
 RC = "algorithm.rollout_correction"
+URLS = f"{ROLLOUT}.engine_kwargs.sglang.urls"
 RS = {f"{ROLLOUT}.calculate_log_probs": True, f"{RC}.rollout_rs": "token_k1,seq_mean_k3, seq_max_k2"}
 
 
@@ -51,6 +52,8 @@ RS = {f"{ROLLOUT}.calculate_log_probs": True, f"{RC}.rollout_rs": "token_k1,seq_
         ({f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.engine_kwargs.sglang.weight_transport": "disk"},
          "sync.verify_freq", "after the comparison; set 0"),
         ({f"{ROLLOUT}.replicas": 9}, f"{ROLLOUT}.replicas", "more than the pool of 8"),
+        ({f"{ROLLOUT}.name": "sglang", URLS: ["http://a:1", "http://b:1"], f"{ROLLOUT}.replicas": 1},
+         f"{ROLLOUT}.replicas", "urls has 2, one per replica"),
         ({"trainer.device": "cpu", "sync.transport": "nccl"}, "sync.transport", "trainer.device is cpu; set auto"),
         ({"trainer.device": "cpu", "sync.transport": "cuda_ipc"}, "sync.transport", "trainer.device is cpu; set auto"),
         ({"trainer.nnodes": 2, "sync.transport": "shared_memory"}, "sync.transport", "one node to another"),
@@ -167,6 +170,16 @@ def test_evaluation_fills_what_follows_from_other_keys() -> None:
     config = build(EvaluateConfig, with_keys(values, EVALUATE))
     policy = config.actor_rollout_ref
     assert (policy.rollout.replicas, policy.rollout.seed, policy.model.tokenizer_path) == (4, 5, "model")
+
+
+def test_servers_that_are_there_are_as_many_replicas_and_take_no_devices_but_their_clients() -> None:
+    values = {
+        f"{ROLLOUT}.tensor_model_parallel_size": 16,
+        f"{ROLLOUT}.name": "sglang",
+        URLS: ["http://a:1", "http://b:1"],
+    }
+    rollout = build(TrainConfig, with_keys(values)).actor_rollout_ref.rollout
+    assert (rollout.replicas, rollout.devices_per_replica) == (2, 1)
 
 
 def test_combinations_are_reported_together() -> None:

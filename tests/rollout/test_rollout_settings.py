@@ -23,4 +23,17 @@ def test_sglang_gets_its_own_section():
         bucket_bytes=2 * 1024 * 1024,
         server_args={"mem_fraction_static": 0.5},
     )
+    assert rollout.devices_per_replica == 2 and options.device_of(1) == "cpu"
     assert isinstance(options, SGLangOptions) and options.seeded and not options.stop_strings
+
+
+def test_each_replica_has_its_own_server():
+    own = SGLangConfig(urls=["http://a:1", "http://b:1"])
+    rollout = RolloutConfig(
+        name="sglang", tensor_model_parallel_size=8, engine_kwargs=EngineKwargsConfig(sglang=own), dtype="bfloat16"
+    )
+    first, second = (engine_options(rollout, "cuda:3", replica) for replica in range(2))
+    assert isinstance(first, SGLangOptions) and isinstance(second, SGLangOptions)
+    assert (first.url, second.url) == ("http://a:1", "http://b:1")
+    # Its devices are not this host's: weights are handed on from the one that the replica has here.
+    assert rollout.devices_per_replica == 1 and second.device_of(7) == "cuda:3"

@@ -17,7 +17,7 @@ from megarl.rollout.sglang import loader
 from megarl.rollout.sglang.environment import SHIM, environment
 from megarl.rollout.sglang.options import SGLangOptions
 from megarl.rollout.sglang.placement import Placement
-from megarl.rollout.sglang.replies import Replies
+from megarl.rollout.sglang.replies import Replies, own_address
 from megarl.rollout.sglang.translation import BROKEN, Reading, completion_of, payload_of
 from megarl.rollout.sglang.whole_tensors import Assembler
 
@@ -101,7 +101,7 @@ class TestLoader:
 
     @pytest.fixture
     def ask(self):
-        replies, tickets = Replies(same_host=True), iter(range(100))
+        replies, tickets = Replies(), iter(range(100))
         model = torch.nn.ParameterDict({"a": torch.full((4, 2), 9.0), "b": torch.full((3,), 9.0)})
 
         def ask(action, data=None, **fields):
@@ -175,10 +175,16 @@ class TestLoader:
         assert ask.model["a"].tolist() == [[9, 9]] * 4
 
     def test_a_rank_that_does_not_answer_is_missed(self):
-        replies = Replies(same_host=True)
+        replies = Replies()
         with pytest.raises(WeightSyncError, match=r"ranks \[0, 1\] did not answer"):
             replies.collect(0, {0, 1}, 0.0)
         replies.close()
+
+
+def test_ranks_on_another_host_are_told_the_address_that_leads_there(monkeypatch):
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setenv("MEGARL_HOST_ADDRESS", "10.1.2.3")
+    assert own_address("127.0.0.1") == "10.1.2.3"
 
 
 def answer(pairs, kind="length", **meta):

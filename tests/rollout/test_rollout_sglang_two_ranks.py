@@ -3,10 +3,16 @@
 Of a vocabulary of 50 the weight map's shards have 25 rows, SGLang's 32.
 """
 
+import json
+import os
 import pickle
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+from distributed import free_port
 from sglang_engines import TWO_RANKS
 
 from megarl.errors import ConfigError, WeightSyncError
@@ -16,6 +22,7 @@ from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
 from megarl.rollout.seal import Seal
+from megarl.rollout.sglang.environment import environment
 from megarl.rollout.sglang.options import SGLangOptions
 
 REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
@@ -75,6 +82,24 @@ def front_end(_sglang, tied):
     engine.shutdown()
 
 
+@pytest.fixture
+def two_nodes(folders):
+    """Address of a server of two nodes with a rank each, both of them here, that somebody else started."""
+    http, met = free_port(), free_port()
+    servers = []
+    for node in (0, 1):
+        args = {"nnodes": 2, "node_rank": node, "dist_init_addr": f"127.0.0.1:{met}"}
+        port = http if node == 0 else free_port()
+        options = SGLangOptions(tensor_parallel_size=2, port=port, server_args=args)
+        order = {"folder": str(folders[0]), "max_model_len": 128, "options": vars(options)}
+        command = [sys.executable, "-m", "megarl.rollout.sglang.serve", json.dumps(order)]
+        servers.append(subprocess.Popen(command, env=os.environ | environment(options)))
+    yield f"http://127.0.0.1:{http}"
+    for server in servers:
+        server.kill()
+        server.wait()
+
+
 def update(engine, folder, version, rows=None):
     engine.begin_update(version)
     for rank, shard in enumerate(shards_of(folder)):
@@ -118,6 +143,23 @@ def test_two_ranks_behind_a_front_end_in_this_process(front_end, tied, reference
     update(front_end, tied[2], 3, rows=9)
     assert_generates(front_end, reference_for(tied[2]), 3)
     assert_holds(front_end, tied[2])
+
+
+def test_a_server_over_two_nodes_is_sent_its_shards_in_requests(two_nodes, folders, reference_for):
+    options = SGLangOptions(url=two_nodes, tensor_parallel_size=2, bucket_bytes=5000)
+    for _ in range(600):
+        try:
+            engine = create_engine("sglang", str(folders[0]), options)
+            break
+        except RolloutError:
+            time.sleep(0.2)
+    update(engine, folders[1], 2, rows=7)
+    assert_generates(engine, reference_for(folders[1]), 2)
+    assert_holds(engine, folders[1])
+    # Its ranks know this host by the address at which they met, and read no memory of it.
+    assert engine._backend.ranks_host == "127.0.0.1"
+    assert not any(staging._shared for staging in engine._session._tensors._stagings)
+    engine.shutdown()
 
 
 def test_a_weight_that_changes_behind_our_back_is_seen(server, folders):

@@ -102,8 +102,8 @@ class Backend(Protocol):
         """Why it serves nothing any more; None while it runs."""
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether its ranks run on this host, so that they can read this process's shared memory."""
+    def ranks_host(self) -> str | None:
+        """Another host, of some of its ranks; None: all run on this one and can read this process's shared memory."""
 
     async def disconnect(self) -> None:
         """Closes connections, if there are any."""

@@ -45,7 +45,8 @@ class HttpServer:
         self.url, self._loop, self._process = url.rstrip("/"), loop, process
         self._lost: str | None = None
         self._client: Any = None
-        self.shares_memory = urlsplit(self.url).hostname in LOOPBACK
+        host = urlsplit(self.url).hostname
+        self.ranks_host = None if host in LOOPBACK else host
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
         """See :class:`Backend`."""
@@ -132,6 +133,9 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: Loop) -> HttpSer
     try:
         facts = loop.call(server.facts(), options.start_timeout_s, f"asking {url} for its arguments")
         _check_facts(url, facts, folder, options)
+        if server.ranks_host is None and facts.get("nnodes", 1) > 1:
+            # It is here, with ranks elsewhere: they know this host by the address at which they met.
+            server.ranks_host = str(facts["dist_init_addr"]).rpartition(":")[0].strip("[]")
     except BaseException:
         loop.call(server.disconnect(), CLOSE_S, "closing connections")
         raise

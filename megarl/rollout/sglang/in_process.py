@@ -45,7 +45,7 @@ class InProcess:
         RolloutError: SGLang does not start, or this process has such an engine already.
     """
 
-    shares_memory = True
+    ranks_host = None
 
     def __init__(self, folder: str, max_model_len: int, options: SGLangOptions) -> None:
         if not _RUNNING.acquire(blocking=False):

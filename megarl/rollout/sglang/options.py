@@ -47,6 +47,10 @@ class SGLangOptions(EngineOptions):
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0
 
+    def device_of(self, rank: int) -> str:
+        """Where a rank computes, or where its weights are handed on from, if its server is somebody else's."""
+        return self.device if self.url is not None else super().device_of(rank)
+
     @property
     def is_cpu(self) -> bool:
         """Whether SGLang computes on the CPU."""

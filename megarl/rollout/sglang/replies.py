@@ -60,13 +60,13 @@ class Replies:
     """Hears the ranks' answers in a thread.
 
     Args:
-        same_host: the ranks run on this host; else they are told this host's address.
+        ranks_host: another host, of some of the ranks; None: they all run on this one.
     """
 
-    def __init__(self, same_host: bool) -> None:
+    def __init__(self, ranks_host: str | None = None) -> None:
         key = secrets.token_bytes(32)
-        self._listener = Listener(("127.0.0.1" if same_host else "0.0.0.0", 0), backlog=64, authkey=key)
-        host = "127.0.0.1" if same_host else _own_address()
+        self._listener = Listener(("127.0.0.1" if ranks_host is None else "0.0.0.0", 0), backlog=64, authkey=key)
+        host = "127.0.0.1" if ranks_host is None else own_address(ranks_host)
         self.to = {"address": [host, self._listener.address[1]], "key": key.hex()}
         self._heard: queue.SimpleQueue[tuple[int, int, Reply]] = queue.SimpleQueue()
         self._closed = False
@@ -119,7 +119,13 @@ def _address(address: Any) -> tuple[str, int]:
     return address[0], address[1]
 
 
-def _own_address() -> str:
-    """An address of this host that others reach: of the interface that the host's name leads to."""
+def own_address(other: str) -> str:
+    """The address by which another host reaches this one: of the interface that leads there, or what the environment
+    variable ``MEGARL_HOST_ADDRESS`` says.
+    """
     named = os.environ.get("MEGARL_HOST_ADDRESS")
-    return named or socket.gethostbyname(socket.gethostname())
+    if named:
+        return named
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing; any port will do
+        return str(probe.getsockname()[0])

@@ -69,10 +69,10 @@ class WeightSession:
             backend.loaders(), options.call_timeout_s, "asking for its weight loaders"
         )
         self._checks = loop.call(backend.has("check_weights"), options.call_timeout_s, "asking for its calls")
-        self._replies = Replies(backend.shares_memory)
+        self._replies = Replies(backend.ranks_host)
         devices = [torch.device(options.device_of(rank)) for rank in range(placement.tp)]
         self._tensors = TensorSender(
-            placement, call, self._replies, devices, backend.shares_memory, options.bucket_bytes
+            placement, call, self._replies, devices, backend.ranks_host is None, options.bucket_bytes
         )
         self._sender: Sender = self._tensors
         if options.weight_transport == "distributed":
