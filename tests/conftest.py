@@ -16,7 +16,7 @@ ONE_AFTER_THE_OTHER = ("cluster", "e2e")
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file's tests stay together, for they share what is slow to start."""
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+    for item in items if config.getoption("loadgroup", False) else ():
         folder = item.path.relative_to(TESTS).parts[0]
         group = "ray" if folder in ONE_AFTER_THE_OTHER else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
