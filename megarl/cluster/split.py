@@ -39,8 +39,8 @@ def row_lengths(batch: DataProto) -> list[int] | None:
 def row_costs(batch: DataProto, cost: SequenceCost = TOKENS) -> list[float]:
     """Work per row, by the tokens that it has.
 
-    Rows without ``responses`` cost 1 each: prompts are still to be answered, and how long that takes has little to do
-    with their own length. So does every row where ``meta_info["balance_batch"]`` is False.
+    Rows without ``responses`` have no length and cost 1 each; so does every row where ``meta_info["balance_batch"]`` is
+    False.
     """
     lengths = row_lengths(batch)
     if lengths is None or not batch.meta_info.get("balance_batch", True):

@@ -14,6 +14,7 @@ from megarl.convert.source import HUGGING_FACE, Source
 from megarl.errors import CheckpointError, MegarlError
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from megarl.trainer.checkpoint_export import HF_FOLDER
 from megarl.trainer.checkpoint_manifest import MANIFEST, is_whole
 from megarl.trainer.checkpoint_store import POINTER
 
@@ -21,8 +22,6 @@ KEY = "actor_rollout_ref.model.path"
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"
 """Where a run has its checkpoints, in its own folder."""
-EXPORT = "huggingface"
-"""Where a role's checkpoint has the model's config and tokenizer, and its export where there is one."""
 _STEP = re.compile(r"(?:global_step|iter)_(\d+)")
 
 
@@ -85,7 +84,7 @@ def find_model(path: str) -> EvaluatedModel:
         checkpoint = _pointing(Path(path))
         source = open_source(checkpoint)
         _check_whole(source.path)
-        exported = source.path / EXPORT
+        exported = source.path / HF_FOLDER
         if any((exported / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
             source = open_source(exported)
     except MegarlError as error:

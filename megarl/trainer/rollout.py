@@ -176,11 +176,9 @@ class LengthMemory:
         tokens, turns = defaultdict[int, int](int), defaultdict[int, int](int)
         for trajectory in trajectories:
             if trajectory.error is None:
-                mask = trajectory.response_mask
-                tokens[hash(tuple(trajectory.prompt_ids))] += sum(mask)
-                turns[hash(tuple(trajectory.prompt_ids))] += sum(
-                    now > before for before, now in zip([0, *mask], mask, strict=False)
-                )
+                prompt, mask = hash(tuple(trajectory.prompt_ids)), bytes(trajectory.response_mask)
+                tokens[prompt] += sum(mask)
+                turns[prompt] += mask.startswith(b"\1") + mask.count(b"\0\1")
         self._means.update({prompt: tokens[prompt] / turns[prompt] for prompt in tokens if turns[prompt]})
 
 

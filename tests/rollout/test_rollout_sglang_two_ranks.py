@@ -153,6 +153,8 @@ def test_a_server_over_two_nodes_is_sent_its_shards_in_requests(two_nodes, folde
             break
         except RolloutError:
             time.sleep(0.2)
+    else:
+        pytest.fail("the server did not get ready")
     update(engine, folders[1], 2, rows=7)
     assert_generates(engine, reference_for(folders[1]), 2)
     assert_holds(engine, folders[1])

@@ -27,6 +27,10 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+RUN = {"trainer.experiment_name": "test", "trainer.n_gpus_per_node": 1, "trainer.device": "cpu"}
+"""One device of this machine."""
+
+
 def with_keys(values: dict[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for path, value in values.items():
@@ -52,9 +56,7 @@ def train_config(arithmetic: Path, tmp_path: Path) -> Callable[..., TrainConfig]
             "actor_rollout_ref.model.path": str(arithmetic / "model"),
             "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
             "actor_rollout_ref.rollout.dtype": "float32",
-            "trainer.experiment_name": "test",
-            "trainer.n_gpus_per_node": 1,
-            "trainer.device": "cpu",
+            **RUN,
         }
         return build(TrainConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
 
@@ -70,9 +72,7 @@ def sft_config(arithmetic: Path, tmp_path: Path) -> Callable[..., SFTConfig]:
             "data.train_files": [str(arithmetic / "data" / "sft.parquet")],
             "data.train_batch_size": 8,
             "model.path": str(arithmetic / "model"),
-            "trainer.experiment_name": "test",
-            "trainer.n_gpus_per_node": 1,
-            "trainer.device": "cpu",
+            **RUN,
         }
         return build(SFTConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
 
@@ -89,9 +89,7 @@ def evaluate_config(arithmetic: Path, tmp_path: Path) -> Callable[..., EvaluateC
             "data.max_prompt_length": 32,
             "data.max_response_length": 6,
             "actor_rollout_ref.model.path": str(arithmetic / "model"),
-            "trainer.experiment_name": "test",
-            "trainer.n_gpus_per_node": 1,
-            "trainer.device": "cpu",
+            **RUN,
         }
         return build(EvaluateConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
 
