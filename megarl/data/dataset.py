@@ -222,8 +222,9 @@ class SFTDataset(torch.utils.data.Dataset):
 
     @staticmethod
     def _pieces(response: str | Sequence[Mapping[str, str]], where: str) -> list[Mapping[str, str]]:
-        text: list[Mapping[str, str]] = [{"role": LEARNED_ROLE, "content": str(response)}]
-        pieces = text if isinstance(response, str) else list(response)
+        if isinstance(response, str):
+            return [{"role": LEARNED_ROLE, "content": response}]
+        pieces = list(response)
         if any(piece["role"] is None or piece["content"] is None for piece in pieces):
             raise DataError(f"{where}: a piece of the response has no role or no content; each needs both as strings")
         if not any(piece["role"] == LEARNED_ROLE for piece in pieces):
