@@ -29,7 +29,9 @@ EXTRAS_REQUIRE = {
     "wandb": ["wandb"],
     "tensorboard": ["tensorboard"],
     "swanlab": ["swanlab"],
-    "mlflow": ["mlflow"],
+    "mlflow": ["mlflow-skinny"],  # all that a client needs
+    "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher", "hydra-optuna-sweeper"],
+    "docs": ["mkdocs-material"],
     "bench": ["matplotlib"],  # figures of benchmarks
     "gpu": ["sglang>=0.5.17", "transformer-engine[pytorch]>=2.0"],
     "dev": [
@@ -40,8 +42,15 @@ EXTRAS_REQUIRE = {
         "ruff",
         "mypy",
         "import-linter",
+        "build",  # of the wheel that a test installs
+        "mkdocs-material",
+        "hydra-joblib-launcher",
+        "hydra-submitit-launcher",
+        "hydra-optuna-sweeper",
         "tensorboard",
         "wandb",
+        "swanlab",
+        "mlflow-skinny",
         "datasets",  # writes the folders that megarl reads by itself
     ],
 }
