@@ -1,4 +1,4 @@
-"""Command lines: ``megarl train``, ``sft``, ``convert``, ``doctor``, ...; ``python -m megarl.train`` works too."""
+"""The command ``megarl``: jobs, which run by a configuration (``train``, ``sft``, ...), and commands beside them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+import megarl
 from megarl.config import EvaluateConfig, MegatronConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.config.build import build, verl_notes
 from megarl.config.compose import Request, compose, compose_sweep, run_with_hydra, to_yaml
 from megarl.config.jobs import JobConfig
+from megarl.config.problems import nearest_keys
 from megarl.errors import ConfigError, MegarlError, ModelError
 from megarl.models import read_model_config
 from megarl.workers.layouts import check_role
@@ -42,6 +44,20 @@ JOBS = {
     ),
 }
 
+
+class Command(NamedTuple):
+    """Anything but a run. Its module is imported only when it is asked for."""
+
+    module: str  # has main(argv), which returns the exit code
+    doc: str
+
+
+COMMANDS = {
+    "convert": Command("megarl.convert.command", "checkpoints to and from Hugging Face; inspect, verify"),
+    "doctor": Command("megarl.doctor.command", "why the engine's log-probs are not the actor's"),
+    "retrieval-server": Command("megarl.retrieval.command", "BM25 over a JSONL corpus, for agents that search"),
+}
+
 VERL_ENGINE, VERL_DEFAULTS = "model_engine=", "ppo_megatron_trainer"
 
 EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
@@ -50,25 +66,47 @@ EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``megarl`` command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in JOBS:
-        return run_job(arguments[0], arguments[1:])
-    if arguments[:1] == ["convert"]:
-        code: int = importlib.import_module("megarl.convert.command").main(arguments[1:])
+    name = arguments[0] if arguments else ""
+    if name in JOBS:
+        return run_job(name, arguments[1:])
+    if name in COMMANDS:
+        code: int = importlib.import_module(COMMANDS[name].module).main(arguments[1:])
         return code
-    if arguments[:1] == ["retrieval-server"]:
-        served: int = importlib.import_module("megarl.retrieval.command").main(arguments[1:])
-        return served
-    if arguments[:1] == ["doctor"]:
-        told: int = importlib.import_module("megarl.doctor.command").main(arguments[1:])
-        return told
-    usage = "usage: megarl JOB [options] [KEY=VALUE ...]\n\njobs:\n"
-    usage += "\n".join(f"  {name:<13}{job.doc}; megarl {name} --help" for name, job in JOBS.items())
-    usage += "\n  retrieval-server  BM25 over a JSONL corpus, for agents that search; megarl retrieval-server --help"
-    usage += "\n  convert checkpoints: to and from Hugging Face, inspect, verify; megarl convert --help"
-    usage += "\n  doctor  why the engine's log-probs are not the actor's; megarl doctor --help"
-    asked = arguments[:1] in (["-h"], ["--help"])
-    print(usage, file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else EXIT_BAD_CONFIG
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name == "--version":
+        print(f"megarl {megarl.__version__}")
+        return 0
+    print(_unknown(name) if name else _usage(), file=sys.stderr)
+    return EXIT_BAD_CONFIG
+
+
+def _unknown(name: str) -> str:
+    nearest = " or ".join(nearest_keys(name, [*JOBS, *COMMANDS]))
+    return (
+        f"megarl {name}: there is no such command.{f' Did you mean {nearest}?' if nearest else ''} See megarl --help."
+    )
+
+
+def _usage() -> str:
+    rows = {**JOBS, **COMMANDS}
+    width = max(map(len, rows)) + 2
+    lines = {name: f"  {name:<{width}}{row.doc}" for name, row in rows.items()}
+    return "\n".join(
+        [
+            "usage: megarl JOB [options] [KEY=VALUE ...]",
+            "       megarl COMMAND ...",
+            "",
+            "jobs, each with a YAML configuration:",
+            *(lines[name] for name in JOBS),
+            "",
+            "commands:",
+            *(lines[name] for name in COMMANDS),
+            "",
+            "megarl NAME --help tells more of each.",
+        ]
+    )
 
 
 def run_job(name: str, argv: Sequence[str] | None = None) -> int:

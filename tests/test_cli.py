@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -171,11 +172,27 @@ def test_unknown_architecture_is_refused_early(runs: Runs, tmp_path: Path, capsy
     assert "MambaForCausalLM" in error and "Qwen2ForCausalLM" in error
 
 
-def test_without_a_job_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_lists_every_job_and_command_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == cli.EXIT_BAD_CONFIG
-    assert "train" in capsys.readouterr().err
+    asked_nothing = capsys.readouterr().err
     assert cli.main(["--help"]) == 0
-    assert "sft" in capsys.readouterr().out
+    usage = capsys.readouterr().out
+    assert usage == asked_nothing
+    listed = re.findall(r"^  ([a-z-]+) {2,}\S", usage, re.MULTILINE)
+    assert listed == [*cli.JOBS, *cli.COMMANDS]
+
+
+def test_unknown_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == cli.EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert "megarl trian: there is no such command. Did you mean train?" in error
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_tells_its_options_under_its_own_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, "--help"])
+    assert end.value.code == 0 and f"usage: megarl {name}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
