@@ -84,15 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unknown(name: str) -> str:
     nearest = " or ".join(nearest_keys(name, [*JOBS, *COMMANDS]))
-    return (
-        f"megarl {name}: there is no such command.{f' Did you mean {nearest}?' if nearest else ''} See megarl --help."
-    )
+    guess = f" Did you mean {nearest}?" if nearest else ""
+    return f"megarl {name}: there is no such command.{guess} megarl --help lists them."
 
 
 def _usage() -> str:
-    rows = {**JOBS, **COMMANDS}
-    width = max(map(len, rows)) + 2
-    lines = {name: f"  {name:<{width}}{row.doc}" for name, row in rows.items()}
+    docs = {name: row.doc for table in (JOBS, COMMANDS) for name, row in table.items()}
+    width = max(map(len, docs)) + 2
+    lines = {name: f"  {name:<{width}}{doc}" for name, doc in docs.items()}
     return "\n".join(
         [
             "usage: megarl JOB [options] [KEY=VALUE ...]",
