@@ -1,0 +1,38 @@
+# Read by every bash below tests/e2e/test_e2e_docs.py (BASH_ENV): the commands of the documentation as they stand, but on a
+# small task, and jobs for one step or, with MEGARL_DOCS=check, up to the checks of their configuration.
+
+_job() { # _job NAME ARGUMENT...
+  local name="$1" more=()
+  case " $* " in
+    *" --cfg "* | *" --help "*) ;;
+    *)
+      if [ "$MEGARL_DOCS" = check ]; then
+        more=(--cfg job)
+      else
+        case "$name" in
+          train)
+            more=(trainer.total_training_steps=1 trainer.val_before_train=false data.train_batch_size=16
+              actor_rollout_ref.actor.ppo_mini_batch_size=16) ;;
+          sft) more=(trainer.total_training_steps=2 data.train_batch_size=16) ;;
+        esac
+      fi
+      ;;
+  esac
+  command python -m megarl.cli "$@" "${more[@]}"
+}
+
+megarl() {
+  case "$1" in
+    train | sft | reward-model | evaluate | generate) _job "$@" ;;
+    *) command python -m megarl.cli "$@" ;;
+  esac
+}
+
+python() {
+  case "$1 $2" in
+    "-m megarl.train" | "-m megarl.sft" | "-m megarl.evaluate") _job "${2#megarl.}" "${@:3}" ;;
+    "tools/make_arithmetic.py "*)
+      command python "$@" --hidden 32 --layers 2 --largest 9 --num-test 20 --lessons 60 60 ;;
+    *) command python "$@" ;;
+  esac
+}

@@ -1,0 +1,79 @@
+"""The commands of the documentation, run as they stand, in one folder where the quickstart has been."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
+
+PINNED = ("launch/constraints.txt", "setup.py")
+BLOCKS = shell_blocks()
+
+
+def run(code: str, folder: Path, how: str) -> str:
+    """Runs commands in a folder; returns what they print."""
+    environment = {
+        **os.environ,
+        "BASH_ENV": str(ROOT / "tests/e2e/short_jobs.sh"),
+        "MEGARL_DOCS": how,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = ["bash", "-euo", "pipefail", "-c", code]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, f"{code}\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user has after cloning, with an environment that needs no set-up."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("launch", "tools", "examples", "configs", "docs", "setup.py", "README.md"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
+    environment = folder / ".venv"
+    environment.mkdir()
+    for entry in Path(sys.prefix).iterdir():
+        if not entry.name.startswith(".megarl"):
+            (environment / entry.name).symlink_to(entry)
+    pins = subprocess.run(f"cat {' '.join(PINNED)} | cksum", shell=True, cwd=folder, capture_output=True, text=True)
+    (environment / ".megarl-pins").write_text(pins.stdout)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def after_quickstart(checkout: Path) -> Path:
+    """The folder after the command that the pages begin with."""
+    first = {block.code for block in BLOCKS if block.mark == QUICKSTART}
+    assert len(first) == 1, f"expected one and the same block, marked {QUICKSTART!r}; found {first}"
+    said = run(first.pop(), checkout, "step")
+    assert "== 4/4" in said and "What is 25 + 4?" in said.partition("== 4/4")[2]
+    return checkout
+
+
+def test_the_quickstart(after_quickstart: Path) -> None:
+    assert list((after_quickstart / "outputs/quickstart").glob("*/report.html"))
+    assert (after_quickstart / "outputs/quickstart/trained/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == ALONE], ids=lambda block: block.name)
+def test_commands_that_need_nothing(block: Block, checkout: Path) -> None:
+    run(block.code, checkout, "check")
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == AFTER_QUICKSTART], ids=lambda block: block.name)
+def test_commands_after_the_quickstart(block: Block, after_quickstart: Path) -> None:
+    run(block.code, after_quickstart, "check")
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == ONE_STEP], ids=lambda block: block.name)
+def test_commands_after_the_quickstart_for_one_step(block: Block, after_quickstart: Path) -> None:
+    run(block.code, after_quickstart, "step")
