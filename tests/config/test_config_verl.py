@@ -198,6 +198,16 @@ def test_a_plus_before_a_key_changes_nothing() -> None:
     assert config.critic.optim.lr == 3e-5 and config.trainer.logger == ["console", "wandb"]
 
 
+def test_sglangs_arguments_by_megarls_own_name_stay_where_they_are() -> None:
+    overrides = (
+        "data.train_files=t.parquet",
+        "actor_rollout_ref.model.path=model",
+        f"+{SERVER}.mem_fraction_static=0.7",
+    )
+    config = compose(Request(TrainConfig, "grpo", overrides))
+    assert config.actor_rollout_ref.rollout.engine_kwargs.sglang.server_args == {"mem_fraction_static": 0.7}
+
+
 def test_problems_of_verls_keys_come_with_all_the_others() -> None:
     overrides = (
         "data.train_files=t",

@@ -37,7 +37,7 @@ def train_config(
         "actor_rollout_ref": {
             "model": {"path": str(MODELS / model)},
             "actor": {"ppo_mini_batch_size": 32, "megatron": actor or {}},
-            "rollout": {"name": "sglang", "n": 1},
+            "rollout": {"name": "sglang", "n": 1 if critic is not None else 2},
         },
         "algorithm": {"adv_estimator": "grpo" if critic is None else "gae"},
         "trainer": {"nnodes": nodes, "n_gpus_per_node": devices, "experiment_name": "planned", "device": "cuda"},

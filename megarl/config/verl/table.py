@@ -38,6 +38,8 @@ def rule_for(path: str) -> Rule | None:
         if path.startswith(start) or path == start.removesuffix("."):
             rule = rules()[f"{start}*"]
             if isinstance(rule, Renamed):
+                if path.startswith(f"{rule.to}."):
+                    return None  # where verl's keys go is megarl's own
                 return Renamed(f"{rule.to}.{path.removeprefix(start)}", rule.values, rule.left_out, rule.why)
             return rule
     return None
