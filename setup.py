@@ -1,6 +1,10 @@
 """Packaging of megarl; versions that are tested together are pinned in launch/constraints.txt."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 INSTALL_REQUIRES = [
     "torch>=2.6",
@@ -59,10 +63,28 @@ setup(
     name="megarl",
     version="0.1.0",
     description="Reinforcement learning for large language models on Megatron-Core",
+    long_description=README,
+    long_description_content_type="text/markdown",
+    author="The authors of megarl",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["reinforcement learning", "RLHF", "PPO", "GRPO", "large language models", "Megatron-Core"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["megarl", "megarl.*"]),
+    # the YAML files stand at the top of the repository, and are installed inside the package
+    packages=[*find_packages(include=["megarl", "megarl.*"]), "megarl.configs"],
+    package_dir={"megarl.configs": "configs"},
     package_data={
         "megarl": ["py.typed"],
+        "megarl.configs": ["**/*.yaml"],
         "megarl.tracking.report": ["page.*"],
         "megarl.rollout.sglang": ["cpu_shim/**/*.py"],
     },

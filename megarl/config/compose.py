@@ -35,7 +35,9 @@ from megarl.config.schema import TrainConfig
 from megarl.config.verl.adopt import is_verls
 from megarl.errors import ConfigError
 
-REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY_CONFIGS = next((f for f in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if f.is_dir()), _PACKAGE)
+"""megarl's own YAML files: inside the package where a wheel installed it, beside it in a checkout."""
 
 _JOB, _DEFAULTS = "megarl_job", "megarl_defaults"
 _RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
@@ -193,11 +195,9 @@ def _register(request: Request[Any]) -> None:
 
 def _folders(request: Request[Any]) -> list[Path]:
     own = [Path(request.config_dir).resolve()] if request.config_dir else []
-    folders = [*own, *([REPOSITORY_CONFIGS] if REPOSITORY_CONFIGS.is_dir() else [])]
+    folders = [*own, REPOSITORY_CONFIGS]
     if own and not own[0].is_dir():
         raise ConfigError(f"--config-dir={request.config_dir}: no such folder")
-    if not folders:
-        raise ConfigError(f"no configs: {REPOSITORY_CONFIGS} does not exist; name a folder with --config-dir")
     return folders
 
 

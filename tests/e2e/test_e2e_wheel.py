@@ -1,0 +1,94 @@
+"""What is built from this tree: a wheel that works where no checkout is, and a source distribution it is built from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_runs import ROOT
+
+import megarl
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with both, built from a copy of the files that git knows; the wheel from the source distribution."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
+    packed = subprocess.run(["tar", "cf", "-", "--null", "-T", "-"], cwd=ROOT, input=names, capture_output=True)
+    subprocess.run(["tar", "xf", "-"], cwd=source, input=packed.stdout, check=True)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return target
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Runs a command of an environment that has the wheel, and what it depends on from the one that tests run in."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    (wheel,) = built.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", "--quiet"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # a folder in a .pth is searched behind the environment's own, and an editable megarl in it is not followed
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(*command: str, cwd: Path) -> str:
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "BASH_ENV")}
+        environment |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        program = folder / "bin" / command[0]
+        done = subprocess.run([program, *command[1:]], cwd=cwd, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    return run
+
+
+def test_the_wheel_has_every_file_of_the_package(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    files = [path for path in (ROOT / "megarl").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    expected = {str(path.relative_to(ROOT)) for path in files}
+    expected |= {f"megarl/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+    assert expected <= set(names), expected - set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    others = {name.split("/")[0] for name in names}
+    assert others == {"megarl", f"megarl-{megarl.__version__}.dist-info"}
+
+
+def test_the_source_distribution_has_what_tests_and_docs_need(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    for name in ("LICENSE", "CHANGELOG.md", "CITATION.cff", "mkdocs.yml", "docs/index.md", "launch/constraints.txt"):
+        assert name in names, name
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")} <= names
+
+
+def test_it_works_where_no_checkout_is(installed: Callable[..., str], tmp_path: Path) -> None:
+    where = installed("python", "-c", "import megarl; print(megarl.__file__)", cwd=tmp_path)
+    assert "site-packages" in where and not where.startswith(str(ROOT))
+    assert installed("megarl", "--version", cwd=tmp_path) == f"megarl {megarl.__version__}\n"
+    assert "train" in installed("megarl", "--help", cwd=tmp_path)
+    config = installed("megarl", "train", "--config-name", "quickstart", "--cfg", "job", cwd=tmp_path)
+    assert "experiment_name: quickstart" in config
+
+
+def test_it_runs_a_job(installed: Callable[..., str], task: Path, tmp_path: Path) -> None:
+    """Processes of Ray's import megarl as well, and the report takes its page from the package."""
+    shorter = ("actor_rollout_ref.rollout.val_kwargs.n=1", "actor_rollout_ref.rollout.val_kwargs.temperature=0")
+    model, data = f"actor_rollout_ref.model.path={task}/model", f"data.val_files={task}/data/test.parquet"
+    installed("megarl", "evaluate", "--config-name", "quickstart_evaluate", model, data, *shorter, cwd=tmp_path)
+    (folder,) = (tmp_path / "outputs/quickstart_evaluate").glob("*/metrics.json")
+    assert (folder.parent / "report.html").stat().st_size > 10_000
