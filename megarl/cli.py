@@ -55,6 +55,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "convert": Command("megarl.convert.command", "checkpoints to and from Hugging Face; inspect, verify"),
     "doctor": Command("megarl.doctor.command", "why the engine's log-probs are not the actor's"),
+    "timeline": Command("megarl.tracing.command", "what a run's timeline says: busy shares, phases, gaps"),
     "retrieval-server": Command("megarl.retrieval.command", "BM25 over a JSONL corpus, for agents that search"),
 }
 

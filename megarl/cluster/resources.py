@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.cluster.processes import RunProcesses
 from megarl.errors import ResourceError
 
 _RESOURCE = {"cpu": "CPU", "cuda": "GPU"}
@@ -124,10 +125,15 @@ class PlacedPool:
 
     Made by :func:`place_pools`. Rank ``r`` of a role with one device per rank lives on device ``r % num_devices``;
     devices are numbered node by node, so neighbouring ranks share a node.
+
+    Attributes:
+        pool: what was asked for.
+        processes: all that live on it.
     """
 
     def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup]) -> None:
         self.pool = pool
+        self.processes = RunProcesses()
         self._groups = tuple(groups)
         self._devices: list[tuple[PlacementGroup, int, str]] = []
         for group in groups:

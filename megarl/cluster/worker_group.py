@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.cluster.failures import Task, WorkerFailed, failure_of, gather
+from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
 from megarl.cluster.worker_process import WorkerCard, WorkerProcess
@@ -121,11 +122,13 @@ class WorkerGroup:
         self._cards: list[WorkerCard] = []
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
         self._pool, self._env, self._worker_cls = pool, dict(env or {}), worker_cls
+        self._hosts: dict[int, WorkerCard] = {}
         self._span = devices_per_process
         self._actors: list[Any] = [self._host(rank) for rank in range(layout.world_size)]
         self._address = self._actors[0].reserve_address.remote()
         self._kwargs = ray.put(dict(worker_kwargs))
         self._described, self._starting = self._start(range(layout.world_size))
+        pool.processes.groups.append(self)
 
     @property
     def world_size(self) -> int:
@@ -137,6 +140,15 @@ class WorkerGroup:
         """The worker's verbs and their marks; waits for the start."""
         wait_ready([self])
         return self._cards[0].marks
+
+    @property
+    def processes(self) -> dict[int, WorkerCard]:
+        """The processes that have said who they are, by rank; also those whose workers are not built yet."""
+        return self._hosts
+
+    def ask(self, rank: int, method: str, *args: Any) -> ray.ObjectRef:
+        """Call a method of :class:`WorkerProcess` itself, which is no verb."""
+        return getattr(self._actors[rank], method).remote(*args)
 
     def submit(self, verb: str, *args: Any, **kwargs: Any) -> Pending:
         """Start a verb on all processes, as its mark says.
@@ -210,7 +222,7 @@ class WorkerGroup:
             self._actors[rank] = self._host(rank)
         described, starting = self._start(ranks)
         for rank, card in zip(ranks, _gather([self], described, None), strict=True):
-            self._cards[rank] = card
+            self._cards[rank] = self._hosts[rank] = card
         started = _gather([self], [replace(task, card=self._cards[task.rank]) for task in starting], None)
         for rank, card in zip(ranks, started[len(ranks) :], strict=True):
             self._cards[rank] = card
@@ -264,7 +276,7 @@ class WorkerGroup:
         """Kill the processes."""
         for actor in self._actors:
             ray.kill(actor)
-        self._actors = []
+        self._actors, self._hosts = [], {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
@@ -309,8 +321,10 @@ class WorkerGroup:
 
     def _host(self, rank: int) -> Any:
         """A process without a worker."""
-        host = ray.remote(WorkerProcess).options(**self._pool.actor_options(rank * self._span))
-        return host.remote(self.role, rank, self.world_size, self._environment(rank))
+        tracing = self._pool.processes.options
+        options = self._pool.actor_options(rank * self._span) | nsight_options(tracing.profile(self.role, rank))
+        host = ray.remote(WorkerProcess).options(**options)
+        return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing)
 
     def _start(self, ranks: Sequence[int]) -> tuple[list[Task], list[Task]]:
         """Starts building the workers of new processes: who they are, then what tells that they are built."""
@@ -356,6 +370,7 @@ def wait_ready(groups: Iterable[WorkerGroup], timeout_s: float | None = None) ->
     tasks: list[Task] = []
     for group in starting:
         cards = [next(described) for _ in group._described]
+        group._hosts = dict(enumerate(cards))
         tasks += [replace(task, card=cards[task.rank]) for task in group._starting]
     started = iter(_gather(starting, tasks, timeout_s))
     for group in starting:

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 import ray
 
 from megarl.errors import WorkerLost
+from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
+from megarl.tracing.memory import count_memory
 from megarl.workers.dispatch import VerbMark, read_marks
 from megarl.workers.place import WorkerPlace
 
@@ -51,6 +54,9 @@ class RemoteFailure(Exception):
         self.lost = lost
 
 
+_UNWATCHED = TracingOptions()
+
+
 class WorkerProcess:
     """Host of one worker.
 
@@ -59,12 +65,17 @@ class WorkerProcess:
         rank: rank of this process in its role.
         world_size: processes of the role.
         env: environment variables, set before the worker's class is imported.
+        tracing: how the process is watched.
     """
 
-    def __init__(self, role: str, rank: int, world_size: int, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, role: str, rank: int, world_size: int, env: Mapping[str, str], tracing: TracingOptions = _UNWATCHED
+    ) -> None:
         self._role, self._rank, self._world_size = role, rank, world_size
         os.environ.update(env)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        watch_process(tracing)
+        self._tracing = tracing
         self._worker_cls: type | None = None
         self._worker: Any = None
         self._reserved: socket.socket | None = None
@@ -79,7 +90,22 @@ class WorkerProcess:
         Raises:
             RemoteFailure: it cannot be imported.
         """
-        self._guard("load", lambda: setattr(self, "_worker_cls", _import_class(worker)))
+
+        def load_class() -> None:
+            self._worker_cls = _import_class(worker)
+            if self._tracing.active:
+                watch_collectives()
+
+        self._guard("load", load_class)
+
+    def clock(self) -> int:
+        """This machine's monotonic clock, in nanoseconds."""
+        return time.monotonic_ns()
+
+    def record(self, on: bool) -> list[Event]:
+        """Keep events from here on, or not; returns those since the last call."""
+        TRACER.recording = on
+        return TRACER.take()
 
     def reserve_address(self) -> tuple[str, int]:
         """On rank 0: this node's address and a free port, held until :meth:`start`."""
@@ -118,7 +144,7 @@ class WorkerProcess:
         Raises:
             RemoteFailure: the verb raised.
         """
-        result = self._guard(verb, lambda: getattr(self._worker, verb)(*args, **kwargs))
+        result = self._guard(verb, lambda: getattr(self._worker, verb)(*args, **kwargs), args)
         return result if keep else None
 
     def call_scatter(self, verb: str, destinations: int, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
@@ -139,7 +165,7 @@ class WorkerProcess:
                 raise ValueError(f"{verb} has payloads for {sorted(payloads)}, there are {destinations} destinations")
             return (*result, None)
 
-        return self._guard(verb, scatter)
+        return self._guard(verb, scatter, args)
 
     def call_gather(self, verb: str, args: Sequence[Any], *payloads: Any) -> None:
         """Run a verb as ``verb(*args, payloads)``, with those payloads that are not None as a list.
@@ -148,11 +174,14 @@ class WorkerProcess:
             RemoteFailure: the verb raised.
         """
         present = [payload for payload in payloads if payload is not None]
-        self._guard(verb, lambda: getattr(self._worker, verb)(*args, present))
+        self._guard(verb, lambda: getattr(self._worker, verb)(*args, present), args)
 
-    def _guard(self, verb: str, function: Callable[[], _Result]) -> _Result:
+    def _guard(self, verb: str, function: Callable[[], _Result], args: Sequence[Any] = ()) -> _Result:
+        """Calls, and turns what is raised into a failure with a name; numbers in ``args`` are shown in the timeline."""
+        count_memory()
         try:
-            return function()
+            with span(verb, "verb", **{f"arg{at}": arg for at, arg in enumerate(args) if type(arg) is int}):
+                return function()
         # SystemExit included: to Ray it would be a process that left in good order.
         except (Exception, SystemExit) as error:
             frames = error.__traceback__
@@ -161,6 +190,8 @@ class WorkerProcess:
             trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
             kind, lost = type(error).__name__, isinstance(error, WorkerLost)
             failure = RemoteFailure(self._role, self._rank, verb, kind, str(error), trace, lost)
+        finally:
+            count_memory()
         raise failure
 
 

@@ -34,10 +34,12 @@ from megarl.megatron.packed import PackedMicroBatch
 from megarl.megatron.pipeline import exchange_options
 from megarl.megatron.pooling import mean_of_rows
 from megarl.megatron.runtime import Runtime
+from megarl.megatron.schedule_marks import schedule_timers
 from megarl.megatron.weights import RankWeights
 from megarl.megatron.zigzag import MicroBatchPart, cut
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
 from megarl.models.hf_writer import HFWriter
+from megarl.tracing import span
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -305,7 +307,8 @@ class MegatronEngine:
         """Clips the gradient and steps, or skips on every rank if a loss or gradient was not finite; communicates."""
         assert GRAD not in self.residence.away, "the gradients were given up before they were used"
         self.residence.need(PARAM, OPTIMIZER)
-        result = self._need_optimizer().step(self._loss)
+        with span("optimizer step", "compute"):
+            result = self._need_optimizer().step(self._loss)
         self._weights_unsettled = self.options.overlap.param_gather
         return result
 
@@ -368,6 +371,7 @@ class MegatronEngine:
 
         self._check_number(len(micro_batches))
         self.residence.need(PARAM)
+        self._config.timers = schedule_timers()
         # Each chunk of an interleaved schedule goes through the micro-batches by itself.
         interleaved = len(self.chunks) > 1
         result: list[Any] = get_forward_backward_func()(

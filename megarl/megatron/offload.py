@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.optimizer import Optimizer
+from megarl.tracing import span
 
 PARAM, GRAD, OPTIMIZER = "param", "grad", "optimizer"
 PARTS = (PARAM, GRAD, OPTIMIZER)
@@ -162,8 +163,9 @@ class Residence:
     def need(self, *parts: str) -> None:
         """Brings parts back to the device, where they are away."""
         for part in parts:
-            if part in self._offloaders:
-                self._offloaders[part].onload()
+            if part in self._offloaders and self._offloaders[part].is_away:
+                with span(f"onload {part}", "copy"):
+                    self._offloaders[part].onload()
 
     def rest(self) -> dict[str, int]:
         """Ends a phase: the parts that are to leave do so.
@@ -174,10 +176,17 @@ class Residence:
         if GRAD in self._offloaders and not self._offloaders[GRAD].is_away and self._optimizer is not None:
             self._optimizer.zero_grad()  # main parameters' gradients are views of the buffers
         # Last come the weights: what the optimizer shares with them is told apart by their storages.
-        freed = {part: self._offloaders[part].offload() for part in reversed(PARTS) if part in self._offloaders}
+        freed = {part: self._leave(part) for part in reversed(PARTS) if part in self._offloaders}
         if freed and self._device.type == "cuda":
             torch.cuda.empty_cache()
         return freed
+
+    def _leave(self, part: str) -> int:
+        """Has a part leave the device; returns the bytes that it had there."""
+        if self._offloaders[part].is_away:
+            return self._offloaders[part].offload()
+        with span(f"offload {part}", "copy"):
+            return self._offloaders[part].offload()
 
 
 def _params(chunks: Iterable[Any]) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from typing import Protocol, Self
 from megarl.errors import MegarlError, StepImpossible
 from megarl.rollout.interface import Completion, Request, RolloutError, SamplingParams
 from megarl.rollout.load_board import LoadBoard, Ticket
+from megarl.rollout.marks import RequestMarks
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class Router:
         self._since = time.perf_counter()
         self.traffic = Traffic(busy_s=dict.fromkeys(range(len(self._replicas)), 0.0))
         self._opened = self._since
+        self._marks = RequestMarks()
 
     async def __aenter__(self) -> Self:
         self._opened = self._since = time.perf_counter()
@@ -193,6 +195,8 @@ class Router:
         for number, tickets in self._board.place().items():
             self._inbox[number] += [ticket.request for ticket in tickets]
             self._calls[number].set()
+            self._marks.given(number, (ticket.request.request_id for ticket in tickets))
+        self._marks.count(self._board)
 
     def _give_up(self, ticket: Ticket) -> None:
         if ticket in self._arrived:
@@ -232,6 +236,7 @@ class Router:
             ticket = self._tickets.pop(completion.request_id)
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)
             self._board.release(number, ticket, tokens)
+            self._marks.ended(number, completion.request_id, len(ticket.request.prompt_ids), tokens)
             with contextlib.suppress(asyncio.InvalidStateError):  # cancelled by its caller
                 ticket.payload.set_result(completion)
         self._hand_out()
@@ -240,6 +245,7 @@ class Router:
     def _lose(self, number: int, reason: str) -> None:
         self._account()
         tickets = self._board.lose(number)
+        self._marks.lost(number)
         self._inbox[number] = []
         self.traffic.lost[number] = reason
         self.traffic.moved += len(tickets)

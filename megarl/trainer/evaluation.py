@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
 from megarl.config.evaluate_schema import EvaluateConfig
 from megarl.rollout.endpoint import Endpoint, build_endpoint
+from megarl.tracing import PHASE, span
 from megarl.tracking import Console, validation_table
 from megarl.trainer.best_answers import BestAnswers
 from megarl.trainer.evaluated_model import EvaluatedModel, find_model
@@ -26,6 +27,7 @@ from megarl.trainer.reward_phase import RewardPhase, reward_manager
 from megarl.trainer.rollout import RolloutPhase
 from megarl.trainer.samples import Sample, dump_samples, evenly
 from megarl.trainer.session import load_tokenizer, placed_devices
+from megarl.trainer.tracing import RunTracing
 from megarl.trainer.validation import Validator
 
 METRICS_FILE = "metrics.json"
@@ -68,11 +70,13 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
             rewards,
             build_endpoint(config, tokenizer) or nullcontext() as endpoint,
             placed_devices(config.trainer) as pool,
+            RunTracing(config.trainer, output_dir, console.message, pool) as reporter.tracing,
         ):
-            with console.phase("start workers", announce=True):
+            with console.phase("start workers", announce=True), span("start_workers", PHASE):
                 replicas = FrozenReplicas(config, pool)
                 if reader:
                     rewards.model = reward_model_scorer(started_reward_model(config, pool), reader)
+            reporter.begin_step(0)
             with reporter.phase("testing"):
                 rollout = _rollout(config, replicas, tokenizer, endpoint)
                 best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)

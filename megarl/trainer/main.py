@@ -13,6 +13,7 @@ from megarl.config.schema import TrainConfig
 from megarl.data.prompt_queue import PromptQueue
 from megarl.models.eos import all_eos_token_ids
 from megarl.rollout.endpoint import build_endpoint
+from megarl.tracing import PHASE, span
 from megarl.tracking import Console
 from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.correction import CorrectionPhase
@@ -28,6 +29,7 @@ from megarl.trainer.run_state import RunState, find_resume, inexact_checkpoints
 from megarl.trainer.session import load_tokenizer, placed_devices
 from megarl.trainer.shaping import RewardShaping
 from megarl.trainer.stopping import Stop, ends_on_sigterm, own_deadlines
+from megarl.trainer.tracing import RunTracing
 from megarl.trainer.validation import Validator
 
 
@@ -45,9 +47,14 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
     with Console() as console:
         builder = TrainerBuilder(config, output_dir, console)
         console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
-        with builder.endpoint or nullcontext(), builder.rewards, placed_devices(config.trainer) as pool:
-            with console.phase("start workers", announce=True):
-                trainer = builder.build(pool)
+        with (
+            builder.endpoint or nullcontext(),
+            builder.rewards,
+            placed_devices(config.trainer) as pool,
+            RunTracing(config.trainer, output_dir, console.message, pool) as tracing,
+        ):
+            with console.phase("start workers", announce=True), span("start_workers", PHASE):
+                trainer = builder.build(pool, tracing)
             with ends_on_sigterm(builder.stop) if config.trainer.save_freq > 0 else nullcontext():
                 return trainer.fit()
 
@@ -82,8 +89,8 @@ class TrainerBuilder:
         check_schedules(config, self.batches, self.total_steps)
         self.endpoint = build_endpoint(config, self.tokenizer)
 
-    def build(self, pool: PlacedPool) -> PPOTrainer:
-        """Start the workers on the pool's devices and return the trainer.
+    def build(self, pool: PlacedPool, tracing: RunTracing) -> PPOTrainer:
+        """Start the workers on the pool's devices and return the trainer, which tells ``tracing`` of its steps.
 
         Raises:
             WorkerError: a worker failed to start.
@@ -95,7 +102,9 @@ class TrainerBuilder:
             config, self.prompts, advantage.kl_controller, total_steps, self.resume, self.stop, self.console.message
         )
         resumed_from = (self.resume.path, self.resume.state.step) if self.resume else None
-        reporter = RunReporter(config.trainer, dataclasses.asdict(config), self.output_dir, self.console, resumed_from)
+        reporter = RunReporter(
+            config.trainer, dataclasses.asdict(config), self.output_dir, self.console, resumed_from, tracing
+        )
         roles = RoleBuilder(config, self.batches, total_steps, pool).build()
         if roles.reward_model and self.reader:
             self.rewards.model = reward_model_scorer(roles.reward_model, self.reader)

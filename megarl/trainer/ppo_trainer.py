@@ -70,12 +70,14 @@ class PPOTrainer:
 
     def fit(self) -> RunSummary:
         """Train until the last step; continue, validate, save and report on the way."""
+        self.reporter.begin_step(0)
         self.state.restore(self.roles.learners())
         self.roles.sync_weights()
         self.validate_before()
         steps = self.state.remaining_prompts(self.gathering.round_size)
         for prompts in steps if not self.config.trainer.val_only else ():
             metrics: Metrics = {}
+            self.reporter.begin_step(self.state.step)
             with self.phase("step"):
                 batch = self.balance(self.collect(prompts, metrics))
                 with self.phase("old_log_prob"):

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.parts import RunConfig
+from megarl.tracing import PHASE, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, open_trackers, read_metrics
 from megarl.tracking.metrics_file import FILE_NAME
 from megarl.tracking.report import read_rollouts, write_report
 from megarl.trainer.metrics import Metrics
 from megarl.trainer.samples import Sample, dump_samples
+from megarl.trainer.tracing import RunTracing
 
 ACCURACY_PREFIX = "val-core/"
 UPDATE_PHASES = ("update_actor", "update_critic", "update")  # the last is supervised fine-tuning's
@@ -60,6 +62,7 @@ class RunReporter:
         folder: folder of the run's files.
         console: of the run.
         resumed_from: checkpoint folder whose metrics are continued, with its step; None for a new run.
+        tracing: of the run's processes; None = they are not watched.
     """
 
     def __init__(
@@ -69,7 +72,9 @@ class RunReporter:
         folder: Path,
         console: Console,
         resumed_from: tuple[Path, int] | None = None,
+        tracing: RunTracing | None = None,
     ) -> None:
+        self.tracing = tracing
         self.config = config
         self.resolved = resolved
         self.folder = folder
@@ -100,8 +105,13 @@ class RunReporter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and show that it is under way."""
-        with self.timer.phase(name), self.console.phase(name):
+        with self.timer.phase(name), self.console.phase(name), span(name, PHASE):
             yield
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, for whoever watches the processes; 0 is what comes before the first."""
+        if self.tracing is not None:
+            self.tracing.begin_step(step)
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from megarl.data import PairDataset, SFTDataset, StatefulLoader
 from megarl.data.prompt_queue import PromptQueue
 from megarl.models import read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
+from megarl.tracing import PHASE, span
 from megarl.tracking import SFT_COLUMNS, Column, Console, read_metrics
 from megarl.trainer.budgets import budget
 from megarl.trainer.metrics import Metrics, phase_tokens
@@ -26,6 +27,7 @@ from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.run_state import RunState, find_resume, inexact_checkpoints
 from megarl.trainer.session import placed_devices
 from megarl.trainer.stopping import Stop, ends_on_sigterm, own_deadlines
+from megarl.trainer.tracing import RunTracing
 from megarl.workers.layouts import layout_of
 from megarl.workers.settings import RoleSettings
 
@@ -98,8 +100,11 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         state = RunState(config, rows, None, total_steps, resume, stop, console.message)
         resumed_from = (resume.path, resume.state.step) if resume else None
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, console, resumed_from)
-        with placed_devices(config.trainer) as pool:
-            with console.phase("start workers", announce=True):
+        with (
+            placed_devices(config.trainer) as pool,
+            RunTracing(config.trainer, output_dir, console.message, pool) as reporter.tracing,
+        ):
+            with console.phase("start workers", announce=True), span("start_workers", PHASE):
                 workers = _start_workers(job, batches.phase(config.role), total_steps, pool)
             console.message(workers.describe())
             with ends_on_sigterm(stop) if config.trainer.save_freq > 0 else nullcontext():
@@ -109,11 +114,13 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
 
 def _fit(job: SupervisedJob, workers: WorkerGroup, state: RunState, reporter: RunReporter) -> None:
     """Steps until the last one, until the accuracy reaches its target, or until the run has to end."""
+    reporter.begin_step(0)
     state.restore([workers])
     target = job.config.trainer.target_accuracy
     recent = deque(_accuracies(reporter.metrics_file), TARGET_WINDOW)
     rows = job.config.data.train_batch_size
     for batch in state.remaining_prompts(rows) if not _reached(recent, target) else ():
+        reporter.begin_step(state.step)
         with reporter.phase("step"), reporter.phase("update"):
             metrics: Metrics = workers.submit(job.update, batch).result()
         state.saver.advance()

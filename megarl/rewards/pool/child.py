@@ -17,6 +17,7 @@ from pathlib import Path
 from megarl.errors import RewardError
 from megarl.rewards.calling import FunctionSpec, LoadedFunction
 from megarl.rewards.outcome import Outcome
+from megarl.tracing import TracingOptions, span, watch_process
 
 _PR_SET_PDEATHSIG = 1
 READY, REFUSED = "ready", "refused"
@@ -31,6 +32,7 @@ def main(handle: int, parent: int) -> None:
     """
     die_with(parent)
     os.set_inheritable(handle, False)
+    watch_process(TracingOptions(watched=True))  # whoever looks for what hangs finds what it calls
     with contextlib.suppress(OSError):  # when memory runs out it shall be here, and not in the driver
         Path("/proc/self/oom_score_adj").write_text("1000")
     with Connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):
@@ -66,7 +68,8 @@ class Server:
         if number not in self.loaded:
             self.loaded[number] = self.specs[number].load()
             self.connection.send_bytes(json.dumps([READY, number]).encode())
-        self.loaded[number].run(tasks, self._tell)
+        with span(self.specs[number].spec, "reward", tasks=len(tasks)):
+            self.loaded[number].run(tasks, self._tell)
 
     def _tell(self, place: int, outcome: Outcome) -> None:
         self.connection.send_bytes(json.dumps([place, *outcome]).encode())

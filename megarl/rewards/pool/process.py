@@ -18,6 +18,7 @@ from megarl.errors import RewardError
 from megarl.rewards.calling import FunctionSpec, Task
 from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool.child import READY, REFUSED
+from megarl.tracing import TRACER, past_span
 
 START_TIMEOUT_S = 300.0
 """Seconds for a process to load its functions: a user's file may import much."""
@@ -56,6 +57,7 @@ class WorkerProcess:
         self.spec: FunctionSpec | None = None
         self.deadline: float | None = None
         self._sent: list[int] = []
+        self._heard_ns = 0
         with contextlib.suppress(OSError):  # it is dead already, which is noticed when it is listened to
             self.connection.send(list(functions))
             for number in first:
@@ -77,6 +79,7 @@ class WorkerProcess:
         Whether the process still lives is seen when it is listened to.
         """
         self.places, self._sent, self.spec = list(places), list(places), spec
+        self._heard_ns = time.monotonic_ns()
         self.extend()
         if function not in self.loaded:
             self.deadline = time.monotonic() + START_TIMEOUT_S
@@ -112,7 +115,15 @@ class WorkerProcess:
         place = self._sent[message[0]]
         self.places.remove(place)
         self.extend()
+        self._mark(place)
         return place, Outcome(*message[1:])
+
+    def _mark(self, place: int) -> None:
+        """The call that has been answered in the timeline: it began when the one before was answered."""
+        if TRACER.recording and self.spec is not None:
+            name = self.spec.spec.rpartition(":")[2]
+            past_span(name, "reward", self._heard_ns, f"reward process {self.pid}", row=place)
+        self._heard_ns = time.monotonic_ns()
 
     def is_dead(self) -> bool:
         """Whether the process has ended."""
