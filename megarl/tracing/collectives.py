@@ -87,7 +87,7 @@ def watch_collectives() -> None:
     for method in (*_TOGETHER, *_BETWEEN_TWO):
         if hasattr(ProcessGroup, method):
             setattr(ProcessGroup, method, _counted(watch, method, getattr(ProcessGroup, method)))
-    Work.wait = _waited(watch, Work.wait)
+    setattr(Work, "wait", _waited(watch, Work.wait))  # noqa: B010 -- a type of C++, whose methods have no setter
 
 
 def _counted(watch: CollectiveWatch, method: str, original: Callable[..., Any]) -> Callable[..., Any]:

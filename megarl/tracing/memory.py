@@ -16,12 +16,12 @@ def count_memory() -> None:
     """Host memory of this process, and what torch holds on its GPU, in MiB, from now on."""
     if not TRACER.recording:
         return
-    values = {"host": resident_bytes() / MIB}
+    values: dict[str, float] = {"host": resident_bytes() / MIB}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         values["device allocated"] = torch.cuda.memory_allocated() / MIB
         values["device reserved"] = torch.cuda.memory_reserved() / MIB
-    counter("memory MiB", **{name: round(value, 1) for name, value in values.items()})
+    counter("memory MiB", "", **{name: round(value, 1) for name, value in values.items()})
 
 
 def resident_bytes() -> int:

@@ -47,7 +47,7 @@ class Summary:
         seconds: of the timeline, from the first event of a role's process to the last.
         steps: that were recorded.
         processes: of roles.
-        phases: seconds by phase, over all steps; what is in another phase counts there only.
+        phases: seconds by phase, over all steps, without the start; what is in another phase counts there only.
         gaps: the longest, the longest first.
     """
 
@@ -72,9 +72,8 @@ class Summary:
         lines += ["", "longest time without work"]
         for gap in self.gaps:
             length = (gap.end - gap.start) / 1e6
-            lines.append(
-                f"{gap.process:<{width}}  {length:>8.3f} s  at {gap.start / 1e6:.3f} s, between {gap.before} and {gap.after}"
-            )
+            between = f"at {gap.start / 1e6:.3f} s, between {gap.before} and {gap.after}"
+            lines.append(f"{gap.process:<{width}}  {length:>8.3f} s  {between}")
         return "\n".join(lines)
 
 
@@ -110,7 +109,9 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
     ]
     gaps = [gap for pid in sorted(verbs) for gap in _gaps(names.get(pid, str(pid)), verbs[pid])]
     gaps.sort(key=lambda gap: gap.start - gap.end)
-    phases = own_seconds([one for (_, category), found in spans.items() if category == PHASE for one in found])
+    phases = own_seconds(
+        [one for (_, category), found in spans.items() if category == PHASE for one in found if one[1] > start]
+    )
     return Summary((end - start) / 1e6, steps, processes, phases, gaps[:_SHOWN_GAPS])
 
 

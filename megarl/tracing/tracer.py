@@ -142,7 +142,7 @@ def span(name: str, category: str = "", **args: Any) -> AbstractContextManager[N
     return _Span(name, category, args) if TRACER.active else _NOTHING
 
 
-def counter(name: str, lane: str = "", **values: float) -> None:
+def counter(name: str, lane: str = "", /, **values: float) -> None:
     """Numbers as they are from now on, shown as curves under ``name``."""
     if TRACER.recording:
         TRACER.keep(Event("C", name, "", time.monotonic_ns(), 0, lane, dict(values)))

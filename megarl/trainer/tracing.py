@@ -12,7 +12,7 @@ from megarl.cluster import PlacedPool
 from megarl.cluster.processes import Member, Recorded, RunProcesses
 from megarl.config.parts import RunConfig
 from megarl.config.tracing import TimelineConfig
-from megarl.tracing import TRACER, Event, TracingOptions, unwatch_process, watch_process
+from megarl.tracing import TRACER, Event, TracingOptions, span, unwatch_process, watch_process
 from megarl.tracing.clocks import Offset
 from megarl.tracing.memory import count_memory
 from megarl.tracing.trace_file import FILE_NAME, TraceFile
@@ -52,7 +52,8 @@ class Timeline:
         """A step begins, and what was before it is over."""
         on = self.records(step)
         self._take_driver()
-        self._fetch(processes)
+        with span("collect events", "timeline"):
+            self._fetch(processes)
         if on or self._on:
             if on and not self._offsets:
                 self._measure(processes)

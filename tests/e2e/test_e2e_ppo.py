@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -20,6 +22,7 @@ from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.tracing.trace_file import read_trace
 from megarl.trainer.checkpoint_manifest import MANIFEST
 from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
 
@@ -103,7 +106,7 @@ def whole_run(
         first = (FULL_IN_STEP - 1) * SAMPLES + 1
         env = {FULL_FROM: str(first), FULL_UNTIL: str(first + SAMPLES), FULL_FOLDER: str(checkpoints)}
     try:
-        run = start(*arguments, folder=folder, env=env)
+        run = start(*arguments, "trainer.timeline.enable=true", folder=folder, env=env)
         assert run.wait() == 0, run.output
         assert run.remaining() == []
         yield run
@@ -187,6 +190,29 @@ def test_report_needs_nothing_but_itself(whole: RunFiles) -> None:
     Page().feed(text)
     assert [address for address in addresses if not address.startswith(("#", "data:"))] == []
     assert "critic/score/mean" in text and "What is " in text
+
+
+def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:
+    path = whole.newest / "timeline" / "trace.json"
+    events = json.loads(path.read_text())
+    assert events == read_trace(whole.newest), "complete, one event a line"
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    bars = [(names[event["pid"]], event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    seen = Counter((process, name) for process, name, *_ in bars)
+    for rank in range(2):
+        for role, verb in (("actor", "update_actor"), ("actor", "compute_log_prob"), ("critic", "update_critic")):
+            assert seen[f"{role} rank {rank}", verb] == STEPS
+        for inside in ("forward", "backward", "optimizer step", "all_reduce", "export_bucket"):
+            assert seen[f"actor rank {rank}", inside] > 0, inside
+        assert seen[f"rollout rank {rank}", "exchange"] > 0 and seen[f"rollout rank {rank}", "import_bucket"] > 0
+    assert seen["driver", "dense"] >= STEPS * SAMPLES and seen["driver", "request"] >= STEPS * SAMPLES
+    # All clocks are one: what the ranks do lies within the phase in which the driver waits for it.
+    updates = [(process, start, start + length) for process, name, start, length in bars if name == "update_actor"]
+    phases = [(start, end) for process, start, end in updates if process == "driver"]
+    for process, start, end in updates:
+        assert process == "driver" or any(first <= start and end <= last for first, last in phases)
+    numbers = {event["name"] for event in events if event["ph"] == "C"}
+    assert {"memory MiB", "replica 0 requests", "replica 1 requests", "requests waiting"} <= numbers
 
 
 def test_checkpoints_beyond_the_newest_are_removed(whole: RunFiles) -> None:

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.tracing.board import BOARD, GROUPS, SPANS, Board, find_file, read_board
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    own = Board()
+    yield own
+    own.close()
+
+
+def test_others_see_what_is_under_way(board: Board) -> None:
+    now = time.monotonic_ns()
+    board.push("update_actor", now)
+    board.push("forward number=2", now + 5)
+    content = read_board(os.getpid())
+    assert content is not None
+    assert [(one.name, one.since_ns) for one in content.spans] == [("update_actor", now), ("forward number=2", now + 5)]
+    board.pop()
+    content = read_board(os.getpid())
+    assert content is not None and [one.name for one in content.spans] == ["update_actor"]
+
+
+def test_counts_of_groups_are_the_latest(board: Board) -> None:
+    board.issue("tensor [0, 1]", "all_reduce", 1)
+    board.issue("data [0, 2]", "barrier", 1)
+    board.issue("tensor [0, 1]", "all_gather", 2)
+    content = read_board(os.getpid())
+    assert content is not None
+    assert {group: (one.issued, one.last) for group, one in content.counts.items()} == {
+        "tensor [0, 1]": (2, "all_gather"),
+        "data [0, 2]": (1, "barrier"),
+    }
+
+
+def test_more_than_there_is_room_for_is_left_out_and_long_names_are_cut(board: Board) -> None:
+    for depth in range(SPANS + 3):
+        board.push(f"{depth} " + "ü" * 200, depth)
+    for number in range(GROUPS + 3):
+        board.issue(f"group {number}", "barrier", 1)
+    content = read_board(os.getpid())
+    assert content is not None and len(content.spans) == SPANS and len(content.counts) == GROUPS
+    assert content.spans[-1].name.startswith(f"{SPANS - 1} ü")
+    for _ in range(4):
+        board.pop()
+    content = read_board(os.getpid())
+    assert content is not None and len(content.spans) == SPANS - 1
+
+
+def test_a_process_without_a_board_shows_none() -> None:
+    assert read_board(os.getpid()) is None
+    assert find_file(2**22 + 1, BOARD) is None

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.tracing import TRACER, counter, past_span, span, unwatch_process
+from megarl.tracing.tracer import Tracer
+
+
+@pytest.fixture
+def recording() -> Iterator[Tracer]:
+    TRACER.recording = True
+    yield TRACER
+    unwatch_process()
+
+
+def test_spans_tell_when_and_how_long_and_keep_their_order_of_ending(recording: Tracer) -> None:
+    before = time.monotonic_ns()
+    with span("outer", "verb", rows=3), span("inner"):
+        time.sleep(0.01)
+    after = time.monotonic_ns()
+    inner, outer = recording.take()
+    assert (inner.name, outer.name, outer.category, outer.args) == ("inner", "outer", "verb", {"rows": 3})
+    assert before <= outer.start_ns <= inner.start_ns
+    assert inner.start_ns + inner.duration_ns <= outer.start_ns + outer.duration_ns <= after
+    assert inner.duration_ns >= 10_000_000
+    assert recording.take() == []
+
+
+def test_a_span_that_raises_ends_and_what_raised_goes_on(recording: Tracer) -> None:
+    with pytest.raises(ValueError, match="no"), span("fails"):
+        raise ValueError("no")
+    assert [event.name for event in recording.take()] == ["fails"]
+    assert recording.stack == []
+
+
+def test_threads_have_lanes_of_their_own(recording: Tracer) -> None:
+    def work() -> None:
+        with span("aside"):
+            assert [name for name, *_ in recording.stack] == ["in main"]
+
+    thread = threading.Thread(target=work, name="saver")
+    with span("in main"):
+        thread.start()
+        thread.join()
+    assert [(event.name, event.lane) for event in recording.take()] == [("aside", "saver"), ("in main", "")]
+
+
+def test_counters_and_spans_that_were_begun_elsewhere(recording: Tracer) -> None:
+    counter("memory", host=1.5)
+    past_span("request", "rollout", time.monotonic_ns() - 5_000_000, "place 3", tokens=7)
+    number, request = recording.take()
+    assert (number.kind, number.args) == ("C", {"host": 1.5})
+    assert (request.kind, request.lane, request.args) == ("X", "place 3", {"tokens": 7})
+    assert 5_000_000 <= request.duration_ns < 10**9
+
+
+def test_nothing_is_kept_while_nothing_is_recorded() -> None:
+    assert not TRACER.active
+    with span("unseen", rows=1):
+        counter("unseen", value=1)
+    assert TRACER.take() == []
+    assert span("one") is span("other"), "no object is made"
+
+
+def test_what_there_is_no_room_for_is_counted(recording: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.tracing.tracer.MOST_EVENTS", 2)
+    for _ in range(5):
+        with span("one"):
+            pass
+    assert [event.name for event in recording.take()] == ["one", "one", "3 events left out"]
