@@ -116,8 +116,7 @@ class RunTracing:
     """
 
     def __init__(self, config: RunConfig, folder: Path, message: Callable[[str], None], pool: PlacedPool) -> None:
-        watched = config.watchdog.timeout_s is not None or any(config.watchdog.phases.values())
-        self.options = TracingOptions(watched=watched, timeline=config.timeline.enable)
+        self.options = TracingOptions(timeline=config.timeline.enable)
         self.processes = pool.processes
         self.processes.options = self.options
         self._timeline = Timeline(config.timeline, folder, message) if config.timeline.enable else None
