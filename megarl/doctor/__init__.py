@@ -1,1 +1,1 @@
-"""Looks into what a run has left behind and says what is wrong with it."""
+"""Says what is wrong: with a machine before a run, and with what a run has left behind."""

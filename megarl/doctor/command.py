@@ -1,114 +1,103 @@
-"""The command line ``megarl doctor``."""
+"""The command line ``megarl doctor``: of this machine, of all nodes of a cluster, or of a run's saved log-probs."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import json
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
-import numpy as np
-import torch
+from megarl.doctor.node import Needs, NodeReport, examine, needs_of
+from megarl.doctor.node.finding import table
+from megarl.errors import ConfigError, MegarlError, ModelError
 
-from megarl.data.rollout_dump import RolloutDump
-from megarl.doctor.diagnosis import diagnose
-from megarl.doctor.policy import PlainPolicy, retokenized
-from megarl.doctor.report import render
-from megarl.errors import DataError, MegarlError
+EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+Everywhere: TypeAlias = Callable[[Needs, str | None], list[NodeReport]]
+"""Examines every node of the Ray cluster at an address (None = ``RAY_ADDRESS``), and what is between them."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, everywhere: Everywhere | None = None) -> int:
     """Runs one command.
 
     Args:
         argv: its arguments; None = those of the process.
+        everywhere: what ``--nodes`` does; None = there is no such option.
 
     Returns:
-        The exit code: 0 whatever the verdict is; 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
+        The exit code: 0, 1 where a check failed, 2 for a wrong command line or configuration, 130 after Ctrl-C.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["logprobs"]:
+        from megarl.doctor import logprobs  # imports torch
+
+        return logprobs.main(arguments[1:])
+    options = _parser(everywhere is not None).parse_intermixed_args(arguments)
     try:
-        for path in dump_files(arguments.dumps):
-            print(examine(path, arguments.model, arguments.rows, arguments.device), end="\n\n")
+        needs = _needs(options)
+        reports = everywhere(needs, options.address) if everywhere and options.nodes else [examine(needs)]
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
     except MegarlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 0
+    if options.json:
+        values = [report.to_json() for report in reports]
+        print(json.dumps({"nodes": values} if options.nodes else values[0]))
+    else:
+        print(table(reports))
+    return 0 if all(report.ok for report in reports) else EXIT_FAILED
 
 
-def dump_files(given: Sequence[str]) -> Iterator[Path]:
-    """The dumps that the arguments name: files, the ``.npz`` beside a ``.jsonl``, or all of a folder by their steps.
-
-    Raises:
-        DataError: one is not there.
-    """
-    for name in given:
-        path = Path(name)
-        if path.is_dir():
-            files = sorted(path.glob("*.npz"), key=lambda file: (len(file.stem), file.stem))
-        else:
-            files = [path.with_suffix(".npz") if path.suffix == ".jsonl" else path]
-        if not files or not files[0].is_file():
-            raise DataError(
-                f"{files[0] if files else path / '*.npz'}: there is no such file; trainer.rollout_data_dir has one per "
-                "step where actor_rollout_ref.rollout.calculate_log_probs=true"
-            )
-        yield from files
-
-
-def examine(path: Path, model: str, rows: int, device: str) -> str:
-    """The report of one dump.
-
-    Args:
-        path: of the dump.
-        model: Hugging Face folder of the weights that the step began with.
-        rows: at most so many of its rows are looked at.
-        device: where transformers compute.
+def _needs(options: argparse.Namespace) -> Needs:
+    """What is asked for: by a configuration where one is named, and by options, which win.
 
     Raises:
-        DataError, ModelError: the dump or the model cannot be read, or they do not fit.
+        ConfigError: the configuration is wrong.
     """
-    dump = _head(RolloutDump.load(path), rows)
-    engine, actor = (_written(dump, name) for name in ("rollout_log_probs", "old_log_probs"))
-    if len(engine) == 0:
-        raise DataError(f"{path} has no generated token")
-    temperature = dump.facts.temperature
-    rounded = PlainPolicy(model, torch.bfloat16, device).log_probs(dump, [temperature])[0]
-    exact = PlainPolicy(model, torch.float32, device)
-    in_bfloat16 = (dump.facts.engine_dtype == "bfloat16", dump.facts.actor_dtype == "bfloat16")
-    found = diagnose(engine, actor, temperature, lambda each: exact.log_probs(dump, each), rounded, in_bfloat16)
-    return render(str(path), dump, found, retokenized(dump, model))
+    needs = Needs()
+    if options.config_name is not None:
+        from megarl.config import TrainConfig
+        from megarl.config.compose import Request, compose
+
+        name = options.config_name.removesuffix(".yaml")
+        needs = needs_of(compose(Request(TrainConfig, name, tuple(options.overrides), options.config_dir)))
+    elif options.overrides:
+        raise ConfigError(f"{options.overrides[0]}: overrides need a --config-name")
+    if options.checkpoint_dir is not None:
+        needs = replace(needs, checkpoint_dir=options.checkpoint_dir)
+    if options.device is not None:
+        needs = replace(needs, device=options.device)
+    if options.devices is not None:
+        needs = replace(needs, devices=options.devices)
+    ports = tuple(options.port)
+    return replace(needs, ports=ports, peers=tuple(options.peer), quick=options.quick)
 
 
-def _head(dump: RolloutDump, rows: int) -> RolloutDump:
-    values = {field.name: getattr(dump, field.name) for field in dataclasses.fields(dump)}
-    return RolloutDump(**{name: value if name == "facts" else value[:rows] for name, value in values.items()})
-
-
-def _written(dump: RolloutDump, name: str) -> np.ndarray:
-    """What a side says of the generated tokens, row after row."""
-    rows: list[np.ndarray] = getattr(dump, name)
-    kept = [values[written.astype(bool)] for values, written in zip(rows, dump.generated, strict=True)]
-    return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megarl doctor", description="Looks into what a run has left behind.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    logprobs = commands.add_parser(
-        "logprobs",
-        help="why the engine's log-probs are not the actor's",
-        description="Computes the log-probs of saved rollouts again and says why engine and actor differ.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _parser(nodes: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megarl doctor",
+        description="Checks whether this machine, or all nodes of a cluster, have what a run needs, and says what to do "
+        "where they do not. `megarl doctor logprobs --help`: why an engine's log-probs are not the actor's.",
     )
-    logprobs.add_argument("dumps", nargs="+", metavar="DUMP", help="<step>.npz or folder of trainer.rollout_data_dir")
-    logprobs.add_argument("--model", required=True, help="Hugging Face folder of the weights that the step began with")
-    logprobs.add_argument("--rows", type=int, default=64, help="rows of each dump to look at")
-    logprobs.add_argument("--device", default="cpu", help="where to compute, such as cuda")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
+    parser.add_argument("--config-name", "-cn", help="YAML file of a training run, for what exactly it needs")
+    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    parser.add_argument("--checkpoint-dir", help="folder whose room and speed to look at; default: the configuration's")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the configuration's, or auto")
+    parser.add_argument("--devices", type=int, help="GPUs, or processes on CPU, per node; default: the configuration's")
+    parser.add_argument("--port", type=int, action="append", default=[], help="that must be free; may be repeated")
+    parser.add_argument("--peer", action="append", default=[], help="another node, whose name must resolve; repeatable")
+    parser.add_argument("--quick", action="store_true", help="without what takes seconds: disk speed, all-reduce")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(nodes=False, address=None)
+    if nodes:
+        parser.add_argument("--nodes", action="store_true", help="on every node of a Ray cluster, and between them")
+        parser.add_argument("--address", help="of the cluster; default: RAY_ADDRESS, or the one on this machine")
     return parser
