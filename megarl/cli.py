@@ -54,7 +54,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "convert": Command("megarl.convert.command", "checkpoints to and from Hugging Face; inspect, verify"),
-    "doctor": Command("megarl.doctor.command", "why the engine's log-probs are not the actor's"),
+    "doctor": Command("megarl.cluster.checkup_command", "whether machines have what a run needs"),
     "timeline": Command("megarl.tracing.command", "what a run's timeline says: busy shares, phases, gaps"),
     "retrieval-server": Command("megarl.retrieval.command", "BM25 over a JSONL corpus, for agents that search"),
 }

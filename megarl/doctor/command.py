@@ -83,8 +83,8 @@ def _needs(options: argparse.Namespace) -> Needs:
 def _parser(nodes: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megarl doctor",
-        description="Checks whether this machine, or all nodes of a cluster, have what a run needs, and says what to do "
-        "where they do not. `megarl doctor logprobs --help`: why an engine's log-probs are not the actor's.",
+        description="Checks whether this machine, or all nodes of a cluster, have what a run needs, and says what to "
+        "do where they do not. `megarl doctor logprobs --help`: why an engine's log-probs are not the actor's.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
     parser.add_argument("--config-name", "-cn", help="YAML file of a training run, for what exactly it needs")

@@ -5,7 +5,7 @@ found is compared in :mod:`megarl.doctor.node.differences`; running the checks o
 :mod:`megarl.cluster.checkup`.
 """
 
-from megarl.doctor.node.examine import examine
+from megarl.doctor.node.examination import examine
 from megarl.doctor.node.finding import Finding, NodeReport, Status
 from megarl.doctor.node.needs import Needs, needs_of
 

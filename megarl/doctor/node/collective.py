@@ -94,8 +94,8 @@ def finding_of(done: Bandwidth, backend: str, where: str) -> Finding:
         )
     if done.bus < SLOW_BYTES_PER_S[backend]:
         remedy = (
-            "NCCL_DEBUG=INFO tells which way it takes: name the fast network by NCCL_SOCKET_IFNAME and NCCL_IB_HCA, and "
-            "see that GPUDirect (nvidia-peermem) is loaded"
+            "NCCL_DEBUG=INFO tells which way it takes: name the fast network by NCCL_SOCKET_IFNAME and NCCL_IB_HCA, "
+            "and see that GPUDirect (nvidia-peermem) is loaded"
             if backend == "nccl"
             else "name the fast network by GLOO_SOCKET_IFNAME"
         )

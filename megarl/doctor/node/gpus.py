@@ -227,7 +227,7 @@ def driver_finding(there: Inventory, torch_cuda: str | None) -> Finding:
             "CUDA", Status.FAIL, found, f"update the driver to one for CUDA {want[0]}, or take another torch"
         )
     if have < want:
-        remedy = "works by minor-version compatibility; kernels that are compiled at run time (Triton) may need a newer driver"
+        remedy = "works, but kernels compiled at run time (Triton) may need a newer driver"
         return Finding("CUDA", Status.WARN, found, remedy)
     return Finding("CUDA", Status.PASS, found)
 

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,12 +129,11 @@ def _path_problem(path: Path) -> str | None:
 
 def _hugging_face_cache() -> list[Finding]:
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    if not cache.exists() and "HF_HOME" not in os.environ:
-        return []
     problem = None
-    with suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
     try:
+        if not cache.exists() and "HF_HOME" not in os.environ:
+            return []
+        cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
             os.listdir(cache)
     except OSError as error:

@@ -31,7 +31,9 @@ def check_memory(needs: Needs) -> Finding:
     found = f"{free / GIB:.1f} GiB free{where}; needs about {needs.host_bytes / GIB:.1f} GiB"
     if free >= needs.host_bytes:
         return Finding("memory", Status.PASS, found)
-    remedy = "free memory, raise the container's limit, use more nodes, or offload less (*.param_offload, *.optimizer_offload)"
+    remedy = (
+        "free memory, raise the container's limit, use more nodes, or offload less (param_offload, optimizer_offload)"
+    )
     return Finding("memory", Status.FAIL if free < needs.host_bytes / 2 else Status.WARN, found, remedy)
 
 

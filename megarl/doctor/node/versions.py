@@ -97,7 +97,8 @@ def requirements(found: Mapping[str, str], requires: Callable[[str], list[str]])
         found: installed versions by package.
         requires: requirements of a package, as its metadata has them.
     """
-    wrong, exempt = [], []
+    wrong: list[str] = []
+    exempt: list[str] = []
     for package in found:
         for requirement in _parsed(requires(package)):
             have = found.get(requirement.name.lower().replace("_", "-"))
