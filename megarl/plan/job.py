@@ -43,6 +43,7 @@ class PlannedPass:
         samples: that the role computes in a training step, over all ranks and epochs.
         with_entropy: entropies are taken too.
         full_kl: the exact KL to the reference over the whole vocabulary is taken too.
+        longest: most tokens of one sequence; 0 = as ``tokens``.
     """
 
     phase: str
@@ -54,6 +55,7 @@ class PlannedPass:
     samples: int
     with_entropy: bool = False
     full_kl: bool = False
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,7 @@ def _reward_model(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
         micro_batches=_micro_batches(micro, share, tokens, longest),
         optimizer_steps=0,
         samples=batches.samples_per_step,
+        longest=longest,
     )
     model = read_model_config(str(keys.model.path))
     return _role("reward_model", "reward_model.megatron", model, keys.megatron, (one,), value_head=True)
@@ -300,6 +303,7 @@ def _supervised_job(config: SupervisedConfig, device: str) -> PlannedJob:
         micro_batches=_micro_batches(phase.micro, phase.samples_per_rank, tokens, count * longest),
         optimizer_steps=phase.optimizer_steps,
         samples=phase.samples_per_mini_batch * count,
+        longest=longest,
     )
     model = read_model_config(config.model.path)
     role = _role(config.role, "megatron", model, config.megatron, (one,), value_head=judges, trains=True)
@@ -350,6 +354,7 @@ def _pass(
         samples=phase.samples_per_mini_batch * max(1, phase.optimizer_steps),
         with_entropy=with_entropy,
         full_kl=full_kl,
+        longest=longest,
     )
 
 

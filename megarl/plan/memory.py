@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.plan.activations import PassActivations, padded_vocab, pass_activations
 from megarl.plan.job import PlannedJob, PlannedRole
 from megarl.plan.kv_room import KVRoom, kv_room
+from megarl.plan.passes import PassActivations, padded_vocab, pass_activations
 from megarl.plan.states import RankStates, StateCounter, rollout_weight_bytes
 
 
@@ -18,8 +18,9 @@ class Component(NamedTuple):
 
     Attributes:
         owner: a role, or ``rollout``, or ``sync``.
-        name: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``logits``, ``working``, ``kv_cache``,
-            ``buckets``, ``reference head``; in host memory also ``reference copy`` and ``swapped weights``.
+        name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (kept for the backward), ``logits`` or
+            ``working`` (whichever the fullest moment has), ``kv_cache``, ``buckets``, ``reference head``; in host
+            memory also ``reference copy`` and ``swapped weights``.
         nbytes: how much.
     """
 
@@ -226,9 +227,12 @@ def _of_stage(role: PlannedRole, stage: StageMemory, phase: str) -> Iterator[Com
         yield Component(role.name, "reference head", head)
     if one is not None:
         kept = stage.activations[phase]
-        yield Component(role.name, "activations", kept.layers + kept.ends)
-        yield Component(role.name, "logits", kept.logits)
-        yield Component(role.name, "working", kept.working)
+        if kept.at_logits:
+            yield Component(role.name, "activations", kept.layers + kept.ends)
+            yield Component(role.name, "logits", kept.logits)
+        else:
+            yield Component(role.name, "activations", kept.layers + kept.again)
+            yield Component(role.name, "working", kept.working)
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, ...]:
