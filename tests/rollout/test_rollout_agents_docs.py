@@ -17,7 +17,7 @@ from megarl.rollout.tools import ToolCall, answer_call, load_tools
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/agents.md").read_text()
 # Of the two agents one needs nothing, the other a client that SGLang's environment has.
-AGENTS = ["tools/example_agent.py:check_twice", *(["my_agent.py:solve"] if importlib.util.find_spec("openai") else [])]
+AGENTS = ["examples/agent.py:check_twice", *(["my_agent.py:solve"] if importlib.util.find_spec("openai") else [])]
 TALK = Conversation([{"role": "user", "content": "2+2?"}], sampling(), [1, 2], key="k", agent_name="ask_twice")
 
 

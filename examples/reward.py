@@ -1,6 +1,6 @@
 """A reward function of one's own: verl's signature, a number or a mapping with ``score``; extra numbers become metrics.
 
-python -m megarl.train --config-name quickstart custom_reward_function.path=tools/example_reward.py
+python -m megarl.train --config-name quickstart custom_reward_function.path=examples/reward.py
 """
 
 from __future__ import annotations

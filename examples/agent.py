@@ -1,7 +1,7 @@
 """An agent of one's own, with nothing but Python's library: it has a problem answered, twice where the first is wrong.
 
 python -m megarl.train --config-name quickstart_grpo data.max_response_length=64 \
-  actor_rollout_ref.rollout.agent.external_agent=tools/example_agent.py:check_twice reward_model.name=agent_score
+  actor_rollout_ref.rollout.agent.external_agent=examples/agent.py:check_twice reward_model.name=agent_score
 
 It knows megarl by the address and the token that it is given: any framework with OpenAI's interface does as well.
 """

@@ -1,0 +1,113 @@
+"""The examples compute what they say; tests/e2e/test_e2e_docs.py trains with all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distributed import Place, ProcessPool
+
+from megarl import cli
+from megarl.algorithms import AdvantageInputs, PolicyLossInputs
+from megarl.own_module import import_file
+from megarl.rollout.agents import Conversation
+from megarl.rollout.interface import SamplingParams
+from megarl.rollout.tools import ToolCall, answer_call, load_tools
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.usefixtures("at_root")
+def test_the_command_that_a_file_begins_with_is_right(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = import_file(str(file)).__doc__ or ""
+    (command,) = re.findall(r"^python .*(?:\\\n.*)*", text, re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert any(word.partition(":")[0].endswith(f"examples/{file.name}") for word in words) or file.stem in (
+        "tool",
+        "dataset",
+    ), "its command names the file, or another that does"
+    if words[1] == "-m":
+        assert cli.run_job(words[2].removeprefix("megarl."), [*words[3:], "--cfg", "job"]) == 0, capsys.readouterr().err
+
+
+def test_every_file_is_in_the_table() -> None:
+    page = (ROOT / "examples" / "README.md").read_text()
+    files = {file.name for file in (ROOT / "examples").iterdir() if file.suffix in (".py", ".yaml")}
+    assert files == set(re.findall(r"`examples/([\w.]+)`", page))
+
+
+def test_the_estimator() -> None:
+    """Scores 0, 1, 5 of one prompt have the median 1; those of the other 2 and 4 have 3; the last row is taken out."""
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.tensor([[0.0, 0.0], [0.5, 0.5], [0.0, 5.0], [2.0, 0.0], [4.0, 0.0], [9.0, 9.0]]),
+        response_mask=torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0], [1, 0], [0, 0]]),
+        group_ids=np.array(["a", "a", "a", "b", "b", "a"], dtype=object),
+    )
+    advantages, returns = import_file(str(ROOT / "examples/estimator.py")).median_baseline(inputs)
+    expected = torch.tensor([[-1.0, -1.0], [0.0, 0.0], [4.0, 4.0], [-1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, expected)
+
+
+def test_the_policy_loss() -> None:
+    """By its definition at A = 2, eps = 0.2: r = 1 gives -2 and the gradient of -A; r = 1.2 is the optimum; at 1.4 the
+    gradient leads back."""
+    loss = import_file(str(ROOT / "examples/policy_loss.py")).simple_policy_optimization
+    ratio = torch.tensor([1.0, 1.2, 1.4], dtype=torch.float64)
+    log_prob = ratio.log().requires_grad_()
+    inputs = PolicyLossInputs(log_prob, torch.zeros(3), torch.full((3,), 2.0), torch.ones(3))
+    result = loss(inputs)
+    torch.testing.assert_close(result.loss, torch.tensor([-2.0, -2.2, -2.0]).double())
+    result.loss.sum().backward()
+    by_ratio = log_prob.grad / ratio
+    torch.testing.assert_close(by_ratio, torch.tensor([-2.0, 0.0, 2.0]).double(), atol=1e-12, rtol=0)
+    assert result.diagnostics["beyond"].tolist()[::2] == [0.0, 1.0]
+
+
+@pytest.mark.usefixtures("at_root")
+def test_the_tool() -> None:
+    tools = load_tools("examples/tools.yaml")
+    talk = Conversation([{"role": "user", "content": "?"}], SamplingParams(max_new_tokens=8), [1], key="k")
+
+    def calculate(expression: str) -> str:
+        return asyncio.run(answer_call(ToolCall("calculate", {"expression": expression}), tools, talk)).text
+
+    assert calculate("2 * (3 + 4) / 4") == "3.5" and calculate("-1/3") == "-0.333333"
+    for wrong in ("1/0", "2+", "__import__('os').getcwd()", "'a' * 3"):
+        assert calculate(wrong).startswith("Error: "), wrong
+
+
+def test_the_reward() -> None:
+    score = import_file(str(ROOT / "examples/reward.py")).compute_score
+    assert score("arithmetic", " 42 ", "42", {}) == {"score": 1.0, "digits": 1.0, "pred": "42"}
+    assert score("arithmetic", "41", "42", {}) == {"score": 0.0, "digits": 0.5, "pred": "41"}
+
+
+def compare(place: Place, file: str) -> float:
+    return import_file(file).largest_difference(place.port)
+
+
+def test_the_model_family(pool: ProcessPool) -> None:
+    assert pool.run(compare, 1, str(ROOT / "examples/model_family.py"))[0] < 1e-5
+
+
+def test_the_page_on_families_shows_the_example() -> None:
+    """But for its annotations, which the page does without."""
+    text = (ROOT / "examples/model_family.py").read_text()
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add_a_model.md").read_text(), flags=re.DOTALL)
+    family = (
+        shown[0].partition("@register_family")[2].replace("(self, raw)", "(self, raw: Mapping[str, Any]) -> Traits")
+    )
+    assert family.strip() in text
