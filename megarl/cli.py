@@ -14,7 +14,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import megarl
-from megarl.config import EvaluateConfig, MegatronConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
+from megarl.config import (
+    EvaluateConfig,
+    GenerateConfig,
+    MegatronConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+    SupervisedConfig,
+    TrainConfig,
+)
 from megarl.config.build import build, verl_notes
 from megarl.config.compose import Request, compose, compose_sweep, run_with_hydra, to_yaml
 from megarl.config.jobs import JobConfig
@@ -42,6 +50,7 @@ JOBS = {
     "evaluate": Job(
         EvaluateConfig, "evaluate", "megarl.trainer.evaluation", "mean@N, best@N, maj@N on held-out prompts"
     ),
+    "generate": Job(GenerateConfig, "generate", "megarl.trainer.generation", "answers to prompts, without scores"),
 }
 
 
@@ -170,6 +179,8 @@ def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:
     """Model folder, layout and the layout's key of every role that a job has."""
     if isinstance(config, SupervisedConfig):
         return [(config.model.path, config.megatron, "megatron")]
+    if isinstance(config, GenerateConfig):
+        return []
     if isinstance(config, EvaluateConfig):
         return _reward_model_of(config)  # the model may be a checkpoint, which is opened when the run starts
     policy = config.actor_rollout_ref

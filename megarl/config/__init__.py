@@ -4,6 +4,7 @@ from megarl.config.batch import BatchPlan, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.data import DataConfig
 from megarl.config.evaluate_schema import EvaluateConfig
+from megarl.config.generate_schema import GenerateConfig
 from megarl.config.learners import ActorConfig, CriticConfig
 from megarl.config.parts import (
     LogProbBatchConfig,
@@ -15,7 +16,7 @@ from megarl.config.parts import (
 )
 from megarl.config.reward_model_schema import RewardTrainingConfig
 from megarl.config.rollout import RolloutConfig
-from megarl.config.schema import AnswersConfig, TrainConfig, TrainerConfig
+from megarl.config.schema import AnswersConfig, ScoredConfig, TrainConfig, TrainerConfig
 from megarl.config.sft_schema import SFTConfig
 from megarl.config.supervised import SupervisedConfig
 
@@ -26,6 +27,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EvaluateConfig",
+    "GenerateConfig",
     "LogProbBatchConfig",
     "MegatronConfig",
     "ModelPathConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SFTConfig",
+    "ScoredConfig",
     "SupervisedConfig",
     "TrainConfig",
     "TrainerConfig",

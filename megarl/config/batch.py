@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megarl.config.parts import MegatronConfig
 from megarl.config.problems import InvalidConfigError, Problem, value_at
-from megarl.config.schema import AnswersConfig, TrainConfig
+from megarl.config.schema import ScoredConfig, TrainConfig
 from megarl.config.supervised import SupervisedConfig
 
 
@@ -106,7 +106,7 @@ def batch_problems(config: TrainConfig | SupervisedConfig) -> list[Problem]:
     return []
 
 
-def reward_micro_batches(config: AnswersConfig) -> MicroBatches:
+def reward_micro_batches(config: ScoredConfig) -> MicroBatches:
     """How a rank's sequences are cut for the reward model; batches of any size are scored.
 
     Args:
@@ -122,7 +122,7 @@ def reward_micro_batches(config: AnswersConfig) -> MicroBatches:
     return micro
 
 
-def reward_batch_problems(config: AnswersConfig) -> list[Problem]:
+def reward_batch_problems(config: ScoredConfig) -> list[Problem]:
     """What :func:`reward_micro_batches` would refuse."""
     planner = _Planner(config)
     if config.reward_model.enable:
@@ -156,7 +156,7 @@ class _Longest(NamedTuple):
 class _Planner:
     """Divides, and notes what does not divide."""
 
-    def __init__(self, config: AnswersConfig | SupervisedConfig) -> None:
+    def __init__(self, config: ScoredConfig | SupervisedConfig) -> None:
         self.config = config
         self.problems: list[Problem] = []
 
@@ -174,7 +174,7 @@ class _Planner:
         phases.append(self._update("actor", policy.actor.megatron, actor_path))
         return BatchPlan(prompts, config.samples_per_prompt, tuple(phases))
 
-    def reward_model(self, config: AnswersConfig) -> MicroBatches:
+    def reward_model(self, config: ScoredConfig) -> MicroBatches:
         """How the reward model's sequences are cut."""
         keys, megatron = config.reward_model, config.reward_model.megatron
         assert keys.max_length is not None, "filled in"

@@ -6,6 +6,7 @@ A check takes the complete configuration and yields problems; all of them run, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from megarl.config.agents import agent_problems
@@ -13,6 +14,7 @@ from megarl.config.batch import batch_problems, reward_batch_problems
 from megarl.config.choices import ADV_ESTIMATORS, FULL_KL, estimator_needs
 from megarl.config.data_checks import data_problems, own_class_problems
 from megarl.config.evaluate_schema import EvaluateConfig
+from megarl.config.generate_schema import GenerateConfig
 from megarl.config.jobs import JobConfig
 from megarl.config.layouts import describe_pool, layout_problems
 from megarl.config.parts import OptimConfig
@@ -48,7 +50,7 @@ def _supervised_layout(config: SupervisedConfig) -> Iterator[Problem]:
     yield from layout_problems(config, "megatron")
 
 
-def _replicas(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
+def _replicas(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
     rollout, path = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     tp, size, pool = rollout.tensor_model_parallel_size, rollout.devices_per_replica, describe_pool(config.trainer)
     servers = len(rollout.server_urls)
@@ -142,7 +144,7 @@ def _validation(config: TrainConfig) -> Iterator[Problem]:
             yield Problem.at(config, "trainer.test_freq", "needs data.val_files, which is empty; -1 = never validate")
 
 
-def _val_sampling(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
+def _val_sampling(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
     sampling = config.actor_rollout_ref.rollout.val_kwargs
     if sampling.n > 1 and sampling.temperature == 0:
         path = "actor_rollout_ref.rollout.val_kwargs"
@@ -161,6 +163,14 @@ def _resume(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
 def _val_files(config: EvaluateConfig) -> Iterator[Problem]:
     if not config.data.val_files:
         yield Problem.at(config, "data.val_files", "must name at least one file")
+
+
+def _asked(config: GenerateConfig) -> Iterator[Problem]:
+    data = config.data
+    if not data.val_files and not data.prompts:
+        yield Problem.at(config, "data.prompts", "nothing is asked: give texts here, or files as data.val_files")
+    if data.output_path is not None and Path(data.output_path).suffix not in (".jsonl", ".parquet"):
+        yield Problem.at(config, "data.output_path", "must end in .jsonl or .parquet")
 
 
 def _names(config: JobConfig) -> Iterator[Problem]:
@@ -241,9 +251,11 @@ _EVALUATE_CHECKS: tuple[Check, ...] = (
     reward_problems,
     _reward_batches,
 )
+_GENERATE_CHECKS: tuple[Check, ...] = (_asked, _names, _replicas, _val_sampling, agent_problems)
 _CHECKS: dict[type, tuple[Check, ...]] = {
     TrainConfig: _TRAIN_CHECKS,
     SFTConfig: _SUPERVISED_CHECKS,
     RewardTrainingConfig: (*_SUPERVISED_CHECKS, pair_problems),
     EvaluateConfig: _EVALUATE_CHECKS,
+    GenerateConfig: _GENERATE_CHECKS,
 }

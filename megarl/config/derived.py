@@ -7,13 +7,14 @@ from typing import Any
 
 from megarl.config.choices import default_aggregation
 from megarl.config.evaluate_schema import EvaluateConfig
+from megarl.config.generate_schema import GenerateConfig
 from megarl.config.jobs import JobConfig
 from megarl.config.layouts import devices_per_replica
 from megarl.config.learners import ActorConfig, CriticConfig
 from megarl.config.parts import LogProbBatchConfig, MegatronConfig, ModelPathConfig, RunConfig
 from megarl.config.reward_model import fill_reward_model
 from megarl.config.rollout import RolloutConfig
-from megarl.config.schema import AnswersConfig, TrainConfig
+from megarl.config.schema import AnswersConfig, ScoredConfig, TrainConfig
 from megarl.config.supervised import SupervisedConfig
 
 
@@ -29,7 +30,7 @@ def fill_derived(config: JobConfig, files_root: str | None = None) -> None:
     root = files_root or f"outputs/{config.trainer.experiment_name}"
     if isinstance(config, TrainConfig):
         _fill_train(config, root)
-    elif isinstance(config, EvaluateConfig):
+    elif isinstance(config, EvaluateConfig | GenerateConfig):
         _fill_answers(config, config.trainer, root)
     else:
         _fill_supervised(config, root)
@@ -54,8 +55,9 @@ def _fill_train(config: TrainConfig, root: str) -> None:
 def _fill_answers(config: AnswersConfig, trainer: RunConfig, root: str) -> None:
     rollout = config.actor_rollout_ref.rollout
     _fill_model(config.actor_rollout_ref.model)
-    _fill_layout(config.reward_model.megatron, trainer.num_devices)
-    fill_reward_model(config)
+    if isinstance(config, ScoredConfig):
+        _fill_layout(config.reward_model.megatron, trainer.num_devices)
+        fill_reward_model(config)
     _fill_replicas(rollout, trainer.num_devices)
     rollout.seed = _first(rollout.seed, trainer.seed)
     rollout.endpoint.access_file = _first(rollout.endpoint.access_file, f"{root}/endpoint.json")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.config.keys import key, section
 from megarl.config.parts import RunConfig
-from megarl.config.schema import AnswersConfig, ValidationRecordsConfig
+from megarl.config.schema import ScoredConfig, ValidationRecordsConfig
 
 
 @dataclass
@@ -29,7 +29,7 @@ class BestAnswersConfig:
 
 
 @dataclass
-class EvaluateConfig(AnswersConfig):
+class EvaluateConfig(ScoredConfig):
     """Answers, scores and metrics of a policy that does not change, as validation in training has them.
 
     `actor_rollout_ref.model.path` may also be a checkpoint. Sampling is that of `actor_rollout_ref.rollout.val_kwargs`;

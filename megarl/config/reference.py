@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.config.evaluate_schema import EvaluateConfig
+from megarl.config.generate_schema import GenerateConfig
 from megarl.config.keys import REQUIRED, Key, keys_of
 from megarl.config.parts import MegatronConfig, OptimConfig
 from megarl.config.problems import show
@@ -42,6 +43,7 @@ def render_reference() -> str:
         ("`megarl.sft`", SFTConfig),
         ("`megarl.reward_model`", RewardTrainingConfig),
         ("`megarl.evaluate`", EvaluateConfig),
+        ("`megarl.generate`", GenerateConfig),
     )
     parts = [_INTRODUCTION]
     for title, schema in jobs:

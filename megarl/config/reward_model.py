@@ -13,7 +13,7 @@ from megarl.config.parts import MegatronConfig
 from megarl.config.problems import Problem
 
 if TYPE_CHECKING:
-    from megarl.config.schema import AnswersConfig
+    from megarl.config.schema import ScoredConfig
 
 
 @dataclass
@@ -61,7 +61,7 @@ class ScoringModelConfig:
     )
 
 
-def fill_reward_model(config: AnswersConfig) -> None:
+def fill_reward_model(config: ScoredConfig) -> None:
     """Fills the null keys of the section that follow others; the layout is filled like those of all roles."""
     keys = config.reward_model
     if keys.max_length is None:
@@ -72,7 +72,7 @@ def fill_reward_model(config: AnswersConfig) -> None:
         )
 
 
-def reward_model_problems(config: AnswersConfig) -> Iterator[Problem]:
+def reward_model_problems(config: ScoredConfig) -> Iterator[Problem]:
     """Combinations of keys about the reward model that cannot work."""
     keys = config.reward_model
     if not keys.enable:

@@ -14,7 +14,7 @@ from megarl.config.problems import Problem
 from megarl.config.reward_model import ScoringModelConfig
 
 if TYPE_CHECKING:
-    from megarl.config.schema import AnswersConfig
+    from megarl.config.schema import ScoredConfig
 
 BUILT_IN = (
     "auto",
@@ -171,7 +171,7 @@ class CustomRewardConfig:
     reward_kwargs: dict[str, Any] = key({}, "Extra arguments of the function, by name.")
 
 
-def reward_problems(config: AnswersConfig) -> Iterator[Problem]:
+def reward_problems(config: ScoredConfig) -> Iterator[Problem]:
     """What cannot work about the rewards of a job."""
     reward, path = config.reward_model, "reward_model"
     weights = reward.functions
@@ -195,7 +195,7 @@ def reward_problems(config: AnswersConfig) -> Iterator[Problem]:
     yield from _judge_problems(config, reward.judge)
 
 
-def _judge_problems(config: AnswersConfig, judge: JudgeConfig) -> Iterator[Problem]:
+def _judge_problems(config: ScoredConfig, judge: JudgeConfig) -> Iterator[Problem]:
     path = "reward_model.judge"
     if config.reward_model.name == "judge" or "judge" in config.reward_model.functions:
         for name in ("base_url", "model"):

@@ -34,7 +34,7 @@ class ActorRolloutRefConfig(PolicyConfig):
 
 @dataclass
 class AnswersConfig:
-    """What training and evaluation share, and agent loops may read: prompts, a policy that answers, and a reward."""
+    """What all jobs that generate share, and agent loops may read: prompts and a policy that answers."""
 
     data: PromptsConfig = section(PromptsConfig)
     actor_rollout_ref: PolicyConfig = section(PolicyConfig)
@@ -43,6 +43,12 @@ class AnswersConfig:
         2, "Turns after which `search_agent` is answered; one more follows, without a search.", at_least=0
     )
     retriever: RetrieverConfig = section(RetrieverConfig)
+
+
+@dataclass
+class ScoredConfig(AnswersConfig):
+    """What training and evaluation share: answers, and a reward."""
+
     reward_model: RewardModelConfig = section(RewardModelConfig)
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
 
@@ -117,7 +123,7 @@ class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
 
 
 @dataclass
-class TrainConfig(AnswersConfig):
+class TrainConfig(ScoredConfig):
     """Reinforcement learning: PPO or GRPO."""
 
     data: DataConfig = section(DataConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megarl.data.columns import COLUMNS
 from megarl.data.lengths import measured
@@ -62,6 +62,9 @@ class RLHFDataset(RowDataset):
         DataError: a file, column or row is malformed, a prompt is too long, or no prompt is left.
     """
 
+    scored: ClassVar[bool] = True
+    """Whether rows need what answers are scored by."""
+
     def __init__(
         self,
         files: str | Sequence[str],
@@ -81,7 +84,7 @@ class RLHFDataset(RowDataset):
     ) -> None:
         check_truncation(truncation)
         self.reward_fn_key = reward_fn_key
-        required = (reward_fn_key, "reward_model")
+        required = (reward_fn_key, "reward_model") if self.scored else ()
         source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.form = PromptForm(prompt_key, system_prompt, tool_schemas or {})
@@ -102,8 +105,8 @@ class RLHFDataset(RowDataset):
             "prompt_ids": truncate(self.encoder.encode(prompt, where), self.max_prompt_length, self.truncation),
             "raw_prompt": prompt.messages,
             **{name: values[name] for name in self._carried},
-            "data_source": values[self.reward_fn_key],
-            "extra_info": values["extra_info"] or {},
+            "data_source": values.get(self.reward_fn_key),
+            "extra_info": values.get("extra_info") or {},
             "index": row,
         }
         return sample | ({TOOLS_COLUMN: prompt.tools} if TOOLS_COLUMN in self.source.columns else {})

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
-from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
 from megarl.config.evaluate_schema import EvaluateConfig
-from megarl.rollout.endpoint import Endpoint, build_endpoint
+from megarl.rollout.endpoint import build_endpoint
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console, validation_table
 from megarl.trainer.best_answers import BestAnswers
-from megarl.trainer.evaluated_model import EvaluatedModel, find_model
+from megarl.trainer.evaluated_model import find_model
+from megarl.trainer.frozen_policy import CONVERTED, STREAM, FrozenReplicas, describe, frozen_rollout, policy_tokenizer
 from megarl.trainer.metrics import Metrics
 from megarl.trainer.preflight import check_answers
 from megarl.trainer.prompts import validation_loader
-from megarl.trainer.replicas import restart_replicas, rollout_group, router_replicas
 from megarl.trainer.reporting import RunReporter
 from megarl.trainer.reward_model import SequenceReader, reward_model_scorer, started_reward_model
 from megarl.trainer.reward_phase import RewardPhase, reward_manager
-from megarl.trainer.rollout import RolloutPhase
 from megarl.trainer.samples import Sample, dump_samples, evenly
-from megarl.trainer.session import load_tokenizer, placed_devices
+from megarl.trainer.session import placed_devices
 from megarl.trainer.tracing import RunTracing
 from megarl.trainer.validation import Validator
 
 METRICS_FILE = "metrics.json"
 ANSWERS = "answers"
-CONVERTED = "converted"
 SAMPLES_IN_REPORT = 256
-STREAM = 0
-"""Of random numbers: equal weights give equal answers, whatever checkpoint they are in."""
 
 
 def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
@@ -53,7 +45,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     """
     model = find_model(config.actor_rollout_ref.model.path)
     check_answers(config, model.config)
-    tokenizer = _tokenizer(config, model)
+    tokenizer = policy_tokenizer(config, model)
     loader = validation_loader(config, tokenizer)
     rewards = RewardPhase(reward_manager(config, tokenizer), tokenizer, config.reward_model)
     reader = SequenceReader(config.reward_model, tokenizer) if config.reward_model.enable else None
@@ -78,7 +70,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
                     rewards.model = reward_model_scorer(started_reward_model(config, pool), reader)
             reporter.begin_step(0)
             with reporter.phase("testing"):
-                rollout = _rollout(config, replicas, tokenizer, endpoint)
+                rollout = frozen_rollout(config, replicas, tokenizer, endpoint)
                 best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)
                 validator = Validator(rollout, rewards, loader, tokenizer)
                 metrics, samples = validator.run(model.step, STREAM, best.add)
@@ -86,56 +78,6 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         if config.best_answers.file:
             console.message(best.write())
         return metrics
-
-
-class FrozenReplicas:
-    """Rollout replicas with the weights of a folder, started and loaded.
-
-    Args:
-        config: complete; its model path is a Hugging Face folder.
-        pool: devices to live on.
-
-    Raises:
-        WorkerError: a process failed.
-    """
-
-    def __init__(self, config: EvaluateConfig, pool: PlacedPool) -> None:
-        self.group: WorkerGroup = rollout_group(config.actor_rollout_ref, config.trainer.device, pool)
-        wait_ready([self.group])
-        self.group.init_model()
-        self.group.load_hf()
-
-    def replace(self, lost: Collection[int]) -> None:
-        """Put new processes with the same weights in the place of lost ones.
-
-        Raises:
-            WorkerError: a new process failed.
-        """
-        self.group.submit_on(restart_replicas(self.group, lost), "load_hf").result()
-
-
-def describe(config: EvaluateConfig, model: EvaluatedModel) -> str:
-    """What is evaluated, and how answers are sampled, in a line of text."""
-    sampling = config.actor_rollout_ref.rollout.val_kwargs
-    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
-    if sampling.temperature and sampling.top_k != -1:
-        how += f", top_k {sampling.top_k}"
-    answers = "1 answer" if sampling.n == 1 else f"{sampling.n} answers"
-    return f"{model.source.path}, step {model.step}: {answers} per prompt, {how}"
-
-
-def _tokenizer(config: EvaluateConfig, model: EvaluatedModel) -> PreTrainedTokenizerBase:
-    """The one that the configuration names, or the model's own."""
-    keys = config.actor_rollout_ref.model
-    if keys.tokenizer_path == keys.path:
-        keys.tokenizer_path = str(model.tokenizer_folder)
-    return load_tokenizer(str(keys.tokenizer_path))
-
-
-def _rollout(
-    config: EvaluateConfig, replicas: FrozenReplicas, tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint | None
-) -> RolloutPhase:
-    return RolloutPhase(router_replicas(replicas.group), config, tokenizer, on_lost=replicas.replace, endpoint=endpoint)
 
 
 def _record(config: EvaluateConfig, step: int, metrics: Metrics, samples: list[Sample], reporter: RunReporter) -> None:

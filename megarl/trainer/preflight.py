@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.algorithms import find_shape, load_advantage, load_policy_loss, warmup_steps
-from megarl.config import EvaluateConfig, MegatronConfig, OptimConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.parts import DataSourceConfig
 from megarl.config.problems import InvalidConfigError, Problem, value_at
@@ -76,16 +76,29 @@ def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> N
     Raises:
         ModelError, ConfigError, DataError, RewardError: names the field, its value, and what would be right.
     """
-    rollout = config.actor_rollout_ref.rollout
-    check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
     if config.reward_model.enable:
         _check_reward_model(config)
-    check_engine_model(rollout.name, model, engine_options(rollout, config.trainer.device))
+    check_generation(config, model)
     if config.data.val_files:
         data = config.data
         columns = (data.reward_fn_key, "reward_model")
         check_files(data.val_files, columns, "data.val_files", data.prompt_key, source_key=data.reward_fn_key)
     check_rewards(config)
+
+
+def check_generation(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
+    """Check layout, engine and agents of a job that has prompts answered.
+
+    Args:
+        config: complete.
+        model: the policy.
+
+    Raises:
+        ModelError, ConfigError: names the field, its value, and what would be right.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
+    check_engine_model(rollout.name, model, engine_options(rollout, config.trainer.device))
     check_agent_loops(config)
 
 

@@ -45,6 +45,19 @@ def validation_loader(config: AnswersConfig, tokenizer: PreTrainedTokenizerBase)
     return StatefulLoader(dataset, data.val_batch_size, dataset.collate, shuffle=False, drop_last=False)
 
 
+class AskedDataset(RLHFDataset):
+    """Prompts alone: rows need nothing that answers would be scored by."""
+
+    scored = False
+
+
+def asked_loader(config: AnswersConfig, files: list[str], tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
+    """Prompts of files in their order, with all of their rows' columns."""
+    data, seed = config.data, config.actor_rollout_ref.rollout.seed
+    dataset = _dataset(config, files, tokenizer, AskedDataset, max_samples=data.val_max_samples, sample_seed=seed or 0)
+    return StatefulLoader(dataset, data.val_batch_size, dataset.collate, shuffle=False, drop_last=False)
+
+
 def training_files(data: DataSourceConfig) -> list[str]:
     """All files to train on, of a mixture those of its sets behind each other."""
     return [file for name in data.mixture for file in _set_files(data, name)] or list(data.train_files)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.rewards import CUSTOM, RewardModelConfig
-from megarl.config.schema import AnswersConfig
+from megarl.config.schema import ScoredConfig
 from megarl.errors import RewardError
 from megarl.rewards import FunctionSpec, Part, RewardManager, Scorer, custom_reward_spec
 from megarl.rewards.calling import LoadedFunction
@@ -42,7 +42,7 @@ class RewardPlan(NamedTuple):
     first: list[int]
 
 
-def function_manager(config: AnswersConfig, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
+def function_manager(config: ScoredConfig, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
     """What scores a batch as the configuration says; nothing is started yet.
 
     Raises:
@@ -60,7 +60,7 @@ def function_manager(config: AnswersConfig, tokenizer: PreTrainedTokenizerBase) 
     )
 
 
-def check_rewards(config: AnswersConfig) -> None:
+def check_rewards(config: ScoredConfig) -> None:
     """Check everything about rewards that can be refused before a process is started.
 
     Raises:
@@ -88,7 +88,7 @@ def check_rewards(config: AnswersConfig) -> None:
             )
 
 
-def reward_plan(config: AnswersConfig) -> RewardPlan:
+def reward_plan(config: ScoredConfig) -> RewardPlan:
     """The functions that the configuration names, none of them loaded."""
     keys, custom = config.reward_model, config.custom_reward_function
     weights: Mapping[str, float] = keys.functions or {CUSTOM if custom.path else keys.name: 1.0}
@@ -131,7 +131,7 @@ def _label(name: str) -> str:
     return name.rpartition(".")[2] if "." in name else name
 
 
-def _spec(config: AnswersConfig, name: str) -> FunctionSpec:
+def _spec(config: ScoredConfig, name: str) -> FunctionSpec:
     """A function with its arguments and limits."""
     keys, custom = config.reward_model, config.custom_reward_function
     given = dict(keys.function_kwargs.get(name, {}))

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.rewards import RewardModelConfig
-from megarl.config.schema import AnswersConfig
+from megarl.config.schema import ScoredConfig
 from megarl.data import DataProto
 from megarl.errors import RewardError
 from megarl.rewards.manager import Scored
@@ -40,7 +40,7 @@ class ScoresBatches(Protocol):
         """Ends them."""
 
 
-def reward_manager(config: AnswersConfig, tokenizer: PreTrainedTokenizerBase) -> ScoresBatches:
+def reward_manager(config: ScoredConfig, tokenizer: PreTrainedTokenizerBase) -> ScoresBatches:
     """What runs the reward function that the configuration names, or stands where none scores.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_config_build import EVALUATE, SFT, TRAIN, problems_of, with_keys
 
-from megarl.config import EvaluateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -172,6 +172,22 @@ def test_impossible_fine_tuning(values: dict[str, Any], path: str, right: str) -
 )
 def test_impossible_evaluation(values: dict[str, Any], path: str, right: str) -> None:
     assert right in problems_of(values, EvaluateConfig, EVALUATE)[path].text
+
+
+GENERATE = {"data.prompts": ["Why?"], "actor_rollout_ref.model.path": "model", "trainer.experiment_name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "right"),
+    [
+        ({"data.prompts": []}, "data.prompts", "nothing is asked"),
+        ({"data.output_path": "answers.csv"}, "data.output_path", "must end in .jsonl or .parquet"),
+        ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n", "gives 4 equal answers"),
+        ({"reward_model.name": "gsm8k"}, "reward_model", "unknown key"),
+    ],
+)
+def test_impossible_generation(values: dict[str, Any], path: str, right: str) -> None:
+    assert right in problems_of({**GENERATE, **values}, GenerateConfig, {})[path].text
 
 
 def test_evaluation_fills_what_follows_from_other_keys() -> None:

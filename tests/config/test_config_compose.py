@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config import EvaluateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.config.compose import REPOSITORY_CONFIGS, Request, compose, compose_sweep, to_yaml
 from megarl.config.problems import InvalidConfigError
@@ -36,7 +36,13 @@ def test_every_shipped_evaluation_is_right(name: str) -> None:
     assert compose(Request(EvaluateConfig, name, needed)).actor_rollout_ref.rollout.replicas
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" not in name])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "generate" in name])
+def test_every_shipped_generation_is_right(name: str) -> None:
+    needed = ("data.prompts=[Why?]", "actor_rollout_ref.model.path=model") if name == "generate" else ()
+    assert compose(Request(GenerateConfig, name, needed)).actor_rollout_ref.rollout.replicas
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" not in name and "generate" not in name])
 def test_every_shipped_config_is_right(name: str) -> None:
     schema: Any = RewardTrainingConfig if name == "reward_model" else SFTConfig if "sft" in name else TrainConfig
     needed = () if name.startswith("quickstart") else REQUIRED
@@ -121,7 +127,9 @@ def test_override_that_cannot_be_read(overrides: tuple[str, ...], right: str) ->
 
 
 def test_config_name_that_does_not_exist() -> None:
-    with pytest.raises(ConfigError, match=r"quickstrt.*Did you mean quickstart\?.*There are: evaluate, grpo, ppo"):
+    with pytest.raises(
+        ConfigError, match=r"quickstrt.*Did you mean quickstart\?.*There are: evaluate, generate, grpo, ppo"
+    ):
         composed(name="quickstrt")
 
 

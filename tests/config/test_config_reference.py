@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config import EvaluateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.choices import ADV_ESTIMATORS, FULL_KL, KL_KINDS, LOSS_AGG_MODES, LOSS_MODES
 from megarl.config.keys import walk
 from megarl.config.reference import render_reference
@@ -19,7 +19,7 @@ def test_committed_page_is_up_to_date() -> None:
 
 def test_every_key_is_on_the_page() -> None:
     page = render_reference()
-    for schema in (TrainConfig, SFTConfig, RewardTrainingConfig, EvaluateConfig):
+    for schema in (TrainConfig, SFTConfig, RewardTrainingConfig, EvaluateConfig, GenerateConfig):
         for path, item in walk(schema):
             if item.section is None:
                 assert f"| `{item.name}` | " in page, path

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from cli_runs import ROOT
 
@@ -86,9 +87,12 @@ def test_it_works_where_no_checkout_is(installed: Callable[..., str], tmp_path: 
 
 
 def test_it_runs_a_job(installed: Callable[..., str], task: Path, tmp_path: Path) -> None:
-    """Processes of Ray's import megarl as well, and the report takes its page from the package."""
-    shorter = ("actor_rollout_ref.rollout.val_kwargs.n=1", "actor_rollout_ref.rollout.val_kwargs.temperature=0")
+    """Ray's processes import megarl as well. Four answers to each prompt of the file, and to one that is asked."""
     model, data = f"actor_rollout_ref.model.path={task}/model", f"data.val_files={task}/data/test.parquet"
-    installed("megarl", "evaluate", "--config-name", "quickstart_evaluate", model, data, *shorter, cwd=tmp_path)
-    (folder,) = (tmp_path / "outputs/quickstart_evaluate").glob("*/metrics.json")
-    assert (folder.parent / "report.html").stat().st_size > 10_000
+    asked, where = 'data.prompts=["What is 1 + 2?"]', "data.output_path=answers.parquet"
+    installed("megarl", "generate", "--config-name", "quickstart_generate", model, data, asked, where, cwd=tmp_path)
+    held_out = pq.read_table(task / "data" / "test.parquet").column("prompt").to_pylist()
+    rows = pq.read_table(tmp_path / "answers.parquet").to_pylist()
+    assert [row["prompt"] for row in rows] == [*held_out, [{"role": "user", "content": "What is 1 + 2?"}]]
+    answers = [text for row in rows for text in row["responses"]]
+    assert len(answers) == 4 * len(rows) and None not in answers and len(set(answers)) > 4

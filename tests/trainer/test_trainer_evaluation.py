@@ -14,7 +14,8 @@ import ray
 from megarl.config import EvaluateConfig
 from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError, RewardError
 from megarl.trainer.evaluated_model import find_model
-from megarl.trainer.evaluation import describe, run
+from megarl.trainer.evaluation import run
+from megarl.trainer.frozen_policy import describe
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SAMPLED = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.temperature": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20}
