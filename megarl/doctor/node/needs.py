@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from megarl.config import TrainConfig
+from megarl.config import ScoredConfig, TrainConfig
 from megarl.config.jobs import JobConfig
 from megarl.config.learners import MegatronConfig
 from megarl.config.supervised import SupervisedConfig
@@ -101,7 +101,9 @@ def _models(config: JobConfig) -> list[str]:
     if isinstance(config, SupervisedConfig):
         return [config.model.path]
     paths = [config.actor_rollout_ref.model.path, *(path for path, _, _ in _learners(config))]
-    return [*paths, str(config.reward_model.model.path)] if config.reward_model.enable else paths
+    if isinstance(config, ScoredConfig) and config.reward_model.enable:
+        paths.append(str(config.reward_model.model.path))
+    return paths
 
 
 def _parameters(path: str, value_head: bool) -> int | None:
