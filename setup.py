@@ -85,7 +85,7 @@ setup(
     package_data={
         "megarl": ["py.typed"],
         "megarl.configs": ["**/*.yaml"],
-        "megarl.tracking.report": ["page.*"],
+        "megarl.tracking.report": ["page/*"],
         "megarl.rollout.sglang": ["cpu_shim/**/*.py"],
     },
     install_requires=INSTALL_REQUIRES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +26,12 @@ from megarl.config import (
 )
 from megarl.config.build import build, verl_notes
 from megarl.config.compose import Request, compose, compose_sweep, run_with_hydra, to_yaml
+from megarl.config.differences import differences
 from megarl.config.jobs import JobConfig
 from megarl.config.problems import nearest_keys
 from megarl.errors import ConfigError, MegarlError, ModelError
 from megarl.models import read_model_config
+from megarl.provenance import run_facts
 from megarl.workers.layouts import check_role
 
 
@@ -64,6 +67,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "convert": Command("megarl.convert.command", "checkpoints to and from Hugging Face; inspect, verify"),
     "doctor": Command("megarl.cluster.checkup_command", "whether machines have what a run needs"),
+    "report": Command("megarl.tracking.report.command", "the HTML report of a run, or a comparison of several"),
     "timeline": Command("megarl.tracing.command", "what a run's timeline says: busy shares, phases, gaps"),
     "retrieval-server": Command("megarl.retrieval.command", "BM25 over a JSONL corpus, for agents that search"),
 }
@@ -212,6 +216,7 @@ def _run(name: str, job: Job, request: Request[Any]) -> int:
             config = build(job.schema, values, str(folder) if hydra.mode == RunMode.MULTIRUN else None)
             print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
             (folder / "config.yaml").write_text(to_yaml(config))
+            _record_start(folder, name, request.config_name, config, values, hydra.overrides.task)
             importlib.import_module(job.module).run(config, folder)
         except MegarlError as error:
             failures.append(error)
@@ -219,6 +224,21 @@ def _run(name: str, job: Job, request: Request[Any]) -> int:
 
     run_with_hydra(request, name, task)
     return EXIT_RUN_FAILED if failures else 0
+
+
+def _record_start(
+    folder: Path, name: str, config_name: str, config: JobConfig, values: DictConfig, overrides: Sequence[str]
+) -> None:
+    """Writes ``run.json``: what the run's report tells of command, configuration, software and machine."""
+    told = differences(config, values, overrides)
+    facts = {
+        "job": name,
+        "config_name": config_name,
+        "overrides": list(overrides),
+        **run_facts(),
+        "differences": [difference._asdict() for difference in told],
+    }
+    (folder / "run.json").write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def _parser(name: str, job: Job) -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ from megarl.tracking import backends as _backends  # noqa: F401 -- registers the
 from megarl.tracking.console import Console
 from megarl.tracking.metrics_file import MetricsFile, read_metrics
 from megarl.tracking.phase_timer import PhaseTimer
-from megarl.tracking.report import RolloutSample, read_rollouts, write_report
+from megarl.tracking.report import compare_runs, report_run
 from megarl.tracking.step_table import PAIR_COLUMNS, RL_COLUMNS, SFT_COLUMNS, Column
 from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker, Trackers, open_trackers, register_tracker
 from megarl.tracking.validation_table import validation_table
@@ -18,14 +18,13 @@ __all__ = [
     "Console",
     "MetricsFile",
     "PhaseTimer",
-    "RolloutSample",
     "RunInfo",
     "Tracker",
     "Trackers",
+    "compare_runs",
     "open_trackers",
     "read_metrics",
-    "read_rollouts",
     "register_tracker",
+    "report_run",
     "validation_table",
-    "write_report",
 ]

@@ -21,6 +21,7 @@ from megarl.trainer.rollout import RolloutPhase
 from megarl.trainer.run_state import RunState
 from megarl.trainer.samples import describe_samples, dump_log_probs, dump_samples, evenly
 from megarl.trainer.shaping import RewardShaping
+from megarl.trainer.token_values import samples_with_tokens
 from megarl.trainer.validation import Validator
 
 MINI_BATCH_ROWS = ("actor_mini_batch_rows", "critic_mini_batch_rows")
@@ -202,7 +203,7 @@ class PPOTrainer:
             if self.compares_log_probs:
                 dump_log_probs(folder, step, batch, self.config.actor_rollout_ref)
         shown = batch[evenly(range(len(batch)), SAMPLES_PER_STEP_IN_REPORT)]
-        self.reporter.keep_samples(step, describe_samples(shown, tokenizer, step), "train")
+        self.reporter.keep_samples(step, samples_with_tokens(shown, tokenizer, step), "train")
 
     def validate_before(self) -> None:
         """The validation before the first step, where the configuration asks for it."""

@@ -15,11 +15,11 @@ from typing import Any
 
 from megarl.config.parts import RunConfig
 from megarl.tracing import PHASE, span
-from megarl.tracking import Console, PhaseTimer, RunInfo, open_trackers, read_metrics
+from megarl.tracking import Console, PhaseTimer, RunInfo, open_trackers
 from megarl.tracking.metrics_file import FILE_NAME
-from megarl.tracking.report import read_rollouts, write_report
+from megarl.tracking.report import REPORT_FILE, SampleFiles, begin_samples, report_run
 from megarl.trainer.metrics import Metrics
-from megarl.trainer.samples import Sample, dump_samples
+from megarl.trainer.samples import Sample
 from megarl.trainer.tracing import RunTracing
 
 ACCURACY_PREFIX = "val-core/"
@@ -82,7 +82,6 @@ class RunReporter:
         self.timer = PhaseTimer()
         self.started = time.perf_counter()
         self.metrics_file = folder / FILE_NAME
-        self.samples_folder = folder / "samples"
         self._accuracies: list[float] = []
         self._totals: dict[str, float] = {
             "steps": 0,
@@ -95,6 +94,9 @@ class RunReporter:
         if resumed_from is not None and (resumed_from[0] / FILE_NAME).exists():
             shutil.copyfile(resumed_from[0] / FILE_NAME, self.metrics_file)
         resumed_step = None if resumed_from is None else resumed_from[1]
+        (folder / "summary.json").unlink(missing_ok=True)  # of an older run: a run has its own when it is over
+        begin_samples(folder / "samples", resumed_step)
+        self.samples = {kind: SampleFiles(folder / "samples" / kind) for kind in ("train", "validation")}
         # The report is drawn from the metrics file, so it is written whatever the user's trackers are.
         names = [*config.logger, *(["jsonl"] if "jsonl" not in config.logger else [])]
         self.trackers = open_trackers(
@@ -152,7 +154,7 @@ class RunReporter:
 
     def keep_samples(self, step: int, samples: Sequence[Sample], kind: str) -> None:
         """Keep some answers for the report; ``kind`` is ``train`` or ``validation``."""
-        dump_samples(self.samples_folder / kind, step, samples)
+        self.samples[kind].add(step, samples)
 
     def finish(self, hf_dir: str | None) -> RunSummary:
         """Write report and summary, close the trackers, and tell the user."""
@@ -168,19 +170,18 @@ class RunReporter:
         """
         self.trackers.finish()
         values = {**summary, "report": str(self.report)}
-        rollouts = read_rollouts(self.samples_folder / "train", self.samples_folder / "validation")
-        name = self.config.experiment_name
-        write_report(
-            self.report, read_metrics(self.metrics_file), rollouts, self.resolved, values, name, str(self.folder)
-        )
         for folder in (self.folder, self.folder.parent):
             _replace(folder / "summary.json", json.dumps(values, indent=2) + "\n")
+        try:
+            report_run(self.folder, self.report)
+        except (OSError, ValueError) as error:  # the run is over and saved: a full disk must not fail it now
+            self.console.message(f"the report could not be written: {error}; megarl report {self.folder} tries again")
         self.console.summary(values, self.config.experiment_name)
 
     @property
     def report(self) -> Path:
         """Where the report will be."""
-        return self.folder / "report.html"
+        return self.folder / REPORT_FILE
 
     @property
     def accuracy(self) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,13 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config.schema import ActorRolloutRefConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.data.rollout_dump import DumpFacts, RolloutDump
+from megarl.tracking.report.sample_files import write_samples
 
 Sample = dict[str, Any]
 Item = TypeVar("Item")
 
 
 def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
-    """Each scored row as ``input, output, gts, score, step``, plus what the reward function returned beside the score.
+    """Each scored row as ``input, output, gts, score, step``, plus what the reward function returned beside the score,
+    ``data_source`` where the row has one, and ``response_length`` in tokens.
 
     A row whose reward failed has ``score`` None. Where tools or a search took part, ``masked`` tells which characters
     of ``output`` they wrote, as ``[begin, end]`` pairs; a conversation that failed has ``agent_error``.
@@ -28,6 +29,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     scores = batch.tensors["token_level_scores"].sum(-1).tolist()
     failed = batch.non_tensor_batch["reward_failed"]
     extras = [name for name in batch.non_tensor_batch if name.startswith("reward_extra_")]
+    sources = batch.non_tensor_batch.get("data_source")
     samples = []
     for row, (prompt, response) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):
         samples.append(
@@ -37,6 +39,8 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
                 "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
                 "score": None if failed[row] else scores[row],
                 "step": step,
+                **({"data_source": str(sources[row])} if sources is not None else {}),
+                "response_length": response,
                 **{name.removeprefix("reward_extra_"): batch.non_tensor_batch[name][row] for name in extras},
                 **_agent_facts(batch, tokenizer, row, response),
             }
@@ -70,10 +74,7 @@ def _spans(ids: list[int], written: list[int], tokenizer: PreTrainedTokenizerBas
 
 def dump_samples(folder: str | Path, step: int, samples: Iterable[Sample]) -> None:
     """Write ``<folder>/<step>.jsonl``, one sample per line; what is not JSON is written as its text."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(sample, ensure_ascii=False, default=str) for sample in samples)
-    (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_samples(Path(folder) / f"{step}.jsonl", samples)
 
 
 def dump_log_probs(folder: str | Path, step: int, batch: DataProto, config: ActorRolloutRefConfig) -> None:

@@ -1,54 +1,56 @@
 """Writes the report: one HTML file that holds its data, its script and its style, and asks the network for nothing.
 
-Rollouts are written by a model and prompts come from anywhere, so nothing of them is trusted: data travels as JSON that
-cannot end its script element, the script puts it on the page as text only, and the page's content policy allows no
-script but the page's own and no connection at all.
+Answers are written by a model and prompts come from anywhere, so nothing of them is trusted: data travels as base64 of
+compressed JSON, the script puts it on the page as text only, and the page's content policy allows no script but the
+page's own and no connection at all. Plotly, at 4.8 MB by far the largest part, travels compressed too (2 MB), so that
+most of the ten megabytes are for the run.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megarl.tracking.report.charts import charts_of, metric_columns
-from megarl.tracking.report.rollouts import RolloutSample, rollout_columns
+from megarl.tracking.report.charts import chart_groups
+from megarl.tracking.report.curves import curves, training_seconds
+from megarl.tracking.report.findings import failures, final_metrics, findings, verdict
+from megarl.tracking.report.rollouts import Rollouts, read_rollouts, rollout_columns, token_columns
+from megarl.tracking.report.run_files import RunRecord
+from megarl.tracking.report.settings import config_rows, environment_rows, purpose
 from megarl.tracking.run_summary import duration
 
-_UNSAFE_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+MOST_BYTES = 10_000_000
+"""Of a page; what does not fit is left out, and the page says so."""
+ROLLOUT_BYTES = 6_000_000
+MOST_POINTS_OF_ALL_RUNS = 2400
+FEWEST_POINTS = 100
+SCRIPTS = ("logic.js", "curves.js", "rollouts.js", "settings.js", "page.js")
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand in a script element: what could end the element, or open a comment, is escaped."""
+    """JSON of values that may hold anything that a model wrote; a lone surrogate becomes a question mark."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # a lone surrogate, which a model's broken output may hold, is valid in a string but not in the file
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    return re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE_IN_SCRIPT[match[0]], text)
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Dotted key and value of every leaf of a nested config, as they stand on the command line."""
-    leaves: list[tuple[str, str]] = []
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            leaves += flatten(value, f"{name}.")
-        else:
-            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            leaves.append((name, shown))
-    return leaves
+def packed(text: str) -> str:
+    """Text as base64 of gzip, which the page's script unpacks; the same text always gives the same."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8"), 9, mtime=0)).decode("ascii")
 
 
-def summary_cards(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
+def summary_cards(run: RunRecord) -> list[dict[str, str]]:
     """The figures at the top of the page: ``label``, ``value``, and a ``note`` with its ``tone`` where there is one."""
-    cards: list[dict[str, str]] = []
+    numbers, cards = final_metrics(run), []
 
     def add(label: str, value: str, note: str = "", tone: str = "") -> None:
         """One card."""
@@ -59,105 +61,140 @@ def summary_cards(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]
         tone = "good" if last > first else "bad" if last < first else ""
         add(label, f"{last:.3f}", f"{last - first:+.3f} from {first:.3f}", tone)
 
-    before, after = summary.get("val_accuracy_before"), summary.get("val_accuracy_after")
-    if before is not None and after is not None:
-        change("Held-out accuracy", before, after)
-    elif after is not None:
-        add("Held-out accuracy", f"{after:.3f}")
-    rewards = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+    if "accuracy_after" in numbers:
+        change("Held-out accuracy", numbers["accuracy_before"], numbers["accuracy_after"])
+    rewards = [row["critic/score/mean"] for row in run.rows if "critic/score/mean" in row]
     if rewards:
         change("Reward", rewards[0], rewards[-1])
-    if summary.get("steps") is not None:
-        add("Steps", f"{summary['steps']:,}")
-    train, wall = (summary.get(name) for name in ("train_seconds", "wall_seconds"))
-    if train is not None:
-        add("Training", duration(train), f"whole run {duration(wall)}" if wall is not None else "")
-    elif wall is not None:
-        add("Whole run", duration(wall))
+    if "loss" in numbers:
+        add("Loss", f"{numbers['loss']:.3f}")
+    if "steps" in numbers:
+        seconds = numbers.get("step_seconds")
+        add("Steps", f"{numbers['steps']:,.0f}", f"{duration(seconds)} each" if seconds else "")
+    if "train_seconds" in numbers:
+        wall = run.summary.get("wall_seconds")
+        add("Training", duration(numbers["train_seconds"]), f"whole run {duration(wall)}" if wall else "")
     for label, name, note in (
         ("Rollout", "rollout_tokens_per_s", "tokens/s generated"),
         ("Update", "update_tokens_per_s", "tokens/s trained on"),
     ):
-        if summary.get(name) is not None:
-            add(label, f"{summary[name]:,.0f}", note)
+        if name in numbers:
+            add(label, f"{numbers[name]:,.0f}", note)
+    if "memory_gb" in numbers:
+        add("Device memory", f"{numbers['memory_gb']:.1f}", "GB at the peak")
     return cards
 
 
-def page_data(
-    metrics_rows: Sequence[Mapping[str, float]],
-    rollouts: RolloutSample,
-    config: Mapping[str, Any],
-    summary: Mapping[str, Any],
-) -> dict[str, Any]:
+def run_names(runs: Sequence[RunRecord]) -> list[str]:
+    """A name for each run that no other has: what its command line alone set, the experiment's, or the folder's."""
+    if len(runs) == 1:
+        return [runs[0].name]
+    overrides = [[str(text) for text in run.facts.get("overrides", ())] for run in runs]
+    common = set.intersection(*map(set, overrides)) if overrides else set()
+    own = [" ".join(text.rsplit(".", 1)[-1] for text in texts if text not in common) for texts in overrides]
+    for names in (own, [run.name for run in runs], [run.folder.name for run in runs]):
+        if all(names) and len(set(names)) == len(names):
+            return list(names)
+    return [f"{number}: {own[number] or runs[number].name}" for number in range(len(runs))]
+
+
+def page_data(runs: Sequence[RunRecord], rollouts: Rollouts, title: str) -> dict[str, Any]:
     """Everything that the page shows, ready for JSON."""
-    metrics = metric_columns(metrics_rows)
+    most = min(600, max(FEWEST_POINTS, MOST_POINTS_OF_ALL_RUNS // len(runs)))
+    described: list[dict[str, Any]] = []
+    for run, name in zip(runs, run_names(runs), strict=True):
+        axes, metrics = curves(run.rows, most)
+        steps, seconds = training_seconds(run.rows)
+        described.append(
+            {
+                "name": name,
+                "folder": str(run.folder),
+                "status": run.status,
+                "verdict": verdict(run),
+                "purpose": purpose(run),
+                "cards": summary_cards(run),
+                "findings": [finding._asdict() for finding in findings(run)],
+                "failures": failures(run.rows),
+                "final": final_metrics(run),
+                "policy": run.summary.get("hf_dir"),
+                "rows": len(run.rows),
+                "axes": axes,
+                "metrics": metrics,
+                "clock": {"steps": steps, "seconds": seconds},
+            }
+        )
     return {
-        "steps": [int(row["step"]) for row in metrics_rows],
-        "metrics": metrics,
-        "charts": charts_of(list(metrics)),
-        "cards": summary_cards(summary, metrics_rows),
-        "files": [[label, str(summary[name])] for label, name in (("Policy", "hf_dir"),) if summary.get(name)],
+        "title": title,
+        "runs": described,
+        "groups": chart_groups(name for run in described for name in run["metrics"]),
         "rollouts": rollout_columns(rollouts.rows),
         "rollouts_total": rollouts.total,
-        "config": flatten(config),
+        "rollouts_cut": rollouts.cut,
+        "token_columns": token_columns(rollouts.rows),
+        "config": config_rows(runs),
+        "environment": environment_rows(runs),
     }
 
 
+@cache
 def _resource(name: str) -> str:
-    return resources.files("megarl.tracking.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("megarl.tracking.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly() -> tuple[str, str]:
+    """Plotly's script, packed, and its hash for the content policy."""
+    from plotly.offline import get_plotlyjs
+
+    source = get_plotlyjs()
+    return packed(source), _source_hash(source)
 
 
 def _source_hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def render_report(data: Mapping[str, Any], title: str, subtitle: str = "") -> str:
+def render_page(data: Mapping[str, Any]) -> str:
     """The page as text; ``data`` as :func:`page_data` gives it."""
-    from plotly.offline import get_plotlyjs
-
-    plotly, script = get_plotlyjs(), _resource("page.js")
+    (plotly, plotly_hash), script = _plotly(), "\n".join(map(_resource, SCRIPTS))
     parts = {
-        "POLICY": f"default-src 'none'; script-src {_source_hash(plotly)} {_source_hash(script)}; "
+        "POLICY": f"default-src 'none'; script-src {plotly_hash} {_source_hash(script)}; "
         "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'",
-        "TITLE": html.escape(title),
-        "SUBTITLE": html.escape(subtitle),
+        "TITLE": html.escape(str(data["title"])),
         "STYLE": _resource("page.css"),
         "PLOTLY": plotly,
-        "DATA": script_json(data),
+        "DATA": packed(script_json(data)),
         "SCRIPT": script,
     }
-    # one pass, so that a rollout that spells a placeholder stays what it is
+    # one pass, so that a text that spells a placeholder stays what it is
     return re.sub(r"%%([A-Z]+)%%", lambda match: parts[match[1]], _resource("page.html"))
 
 
-def write_report(
-    path: Path | str,
-    metrics_rows: Sequence[Mapping[str, float]],
-    rollouts: RolloutSample,
-    config: Mapping[str, Any],
-    summary: Mapping[str, Any],
-    title: str = "megarl",
-    subtitle: str = "",
-) -> Path:
-    """Write the report of a run; a reader sees the old page or the whole new one.
+def write_page(path: Path, runs: Sequence[RunRecord], title: str, most_bytes: int = MOST_BYTES) -> Path:
+    """Write the page of one run, or of several that are compared; a reader sees the old page or the whole new one.
 
     Args:
         path: the HTML file; its folder is made.
-        metrics_rows: rows of the metrics file, as :func:`megarl.tracking.read_metrics` gives them.
-        rollouts: as :func:`megarl.tracking.read_rollouts` gives them.
-        config: the resolved config, plain nested dicts and lists.
-        summary: ``val_accuracy_before, val_accuracy_after, steps, train_seconds, wall_seconds, rollout_tokens_per_s,
-            update_tokens_per_s, hf_dir``; what is missing or None is left out.
-        title: name of the run.
-        subtitle: a line under it.
+        runs: one or more.
+        title: of the page.
+        most_bytes: of the file. Answers are left out until it fits.
 
-    Returns:
-        The path.
+    Raises:
+        ValueError: the page does not fit even without answers.
     """
-    path = Path(path)
+    budget = min(ROLLOUT_BYTES, most_bytes)
+    while True:
+        rollouts = read_rollouts(runs, budget)
+        text = render_page(page_data(runs, rollouts, title)).encode("utf-8")
+        if len(text) < most_bytes:
+            break
+        if not rollouts.rows:
+            raise ValueError(
+                f"{path}: the page of {len(runs)} runs takes {len(text):,} bytes, allowed are {most_bytes:,}"
+            )
+        budget = budget // 2 if budget > 10_000 else 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = render_report(page_data(metrics_rows, rollouts, config, summary), title, subtitle)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    partial.write_bytes(text)
     os.replace(partial, path)
     return path

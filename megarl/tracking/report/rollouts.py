@@ -1,29 +1,47 @@
-"""Rollouts for the report, out of the dumps ``<step>.jsonl`` with ``input, output, gts, score, step``."""
+"""Answers for the report, out of the files ``<step>.jsonl`` that a run keeps: an even choice that fits the page."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-MAX_TEXT = 6000
-FIELDS = ("step", "kind", "input", "output", "gts", "score", "parts")
+import numpy as np
+
+from megarl.tracking.report.run_files import RunRecord
+from megarl.tracking.report.sample_files import step_files
+from megarl.tracking.report.tokens import TOKEN_COLUMNS, TokenValues
+
+MAX_TEXT = 12_000
+MAX_ROWS = 6000
+MOST_FILES = 600
+FIELDS = (
+    "run", "step", "kind", "input", "output", "gts", "score", "source", "length", "masked", "tokens", "extra",
+)  # fmt: skip
+_KNOWN = {"input", "output", "gts", "score", "step", "masked", "tokens", "data_source", "response_length"}
+_MOST_EXTRA = 400
+
+Row = dict[str, Any]
+Item = TypeVar("Item")
 
 
-class RolloutSample(NamedTuple):
-    """Rollouts to show.
+class Rollouts(NamedTuple):
+    """Answers to show.
 
     Attributes:
-        rows: the rollouts, each with ``step, kind, input, output, gts, score``, and ``parts``: the output as pairs of a
-            text and whether it is masked, None where nothing is.
-        total: how many there were before some were left out.
+        rows: each with :data:`FIELDS`; ``run`` is the number of the run, ``masked`` pairs of characters that a tool or
+            a search wrote, ``tokens`` as :mod:`megarl.tracking.report.tokens` codes them; None where there is none.
+        total: how many answers the run's files hold.
+        cut: of how many texts the middle was left out.
     """
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     total: int
+    cut: int
 
 
 def shorten(text: str, limit: int = MAX_TEXT) -> str:
@@ -31,69 +49,163 @@ def shorten(text: str, limit: int = MAX_TEXT) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
+    return f"{text[:half]}{_gap(len(text) - 2 * half)}{text[-half:]}"
 
 
-def _row(entry: Mapping[str, Any], step: int, kind: str) -> dict[str, Any]:
-    score, gts = entry.get("score"), entry.get("gts", "")
-    return {
-        "step": step,
-        "kind": kind,
-        "input": shorten(str(entry.get("input", ""))),
-        "output": shorten(str(entry.get("output", ""))),
-        "gts": shorten(gts if isinstance(gts, str) else json.dumps(gts, ensure_ascii=False)),
-        "score": float(score) if isinstance(score, int | float) and math.isfinite(score) else None,
-        "parts": _parts(str(entry.get("output", "")), entry.get("masked")),
-    }
+def _gap(characters: int) -> str:
+    return f"\n[… {characters:,} characters left out …]\n"
 
 
-def _parts(output: str, masked: Any) -> list[tuple[str, bool]] | None:
-    """The output cut at the borders of what tools and searches wrote; None where it is one piece, or too long."""
-    if not masked or len(output) > MAX_TEXT:
-        return None
-    borders = [0, *(border for span in masked for border in span), len(output)]
-    pieces = [output[begin:end] for begin, end in pairwise(borders)]
-    return [(piece, bool(number % 2)) for number, piece in enumerate(pieces) if piece]
-
-
-def _spread(rows: Sequence[Any], count: int) -> list[Any]:
-    if len(rows) <= count:
-        return list(rows)
-    return [rows[len(rows) * index // count] for index in range(count)]
-
-
-def _files(folder: Path | None) -> list[Path]:
-    found = folder.glob("*.jsonl") if folder is not None and folder.is_dir() else ()
-    return sorted((path for path in found if path.stem.isdigit()), key=lambda path: int(path.stem))
-
-
-def read_rollouts(train: Path | None, validation: Path | None = None, max_rows: int = 6000) -> RolloutSample:
-    """Rollouts of all steps; where there are too many, evenly spread ones of each step.
+def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_ROWS) -> Rollouts:
+    """Answers of all runs and steps; where they are too many, equally many of each step, evenly spread.
 
     A line that a killed process left half written is left out.
 
     Args:
-        train: folder of the training dumps, None or missing where there are none.
-        validation: folder of the validation dumps, likewise.
-        max_rows: about how many to keep.
+        runs: whose samples to read.
+        budget: bytes that the answers may take when compressed, about.
+        max_rows: how many to keep at most.
     """
-    files = [("train", path) for path in _files(train)] + [("validation", path) for path in _files(validation)]
-    rows: list[dict[str, Any]] = []
+    files: list[list[tuple[Row, int, bool]]] = []
     total = 0
-    for kind, path in files:
-        # not splitlines: an answer may hold characters that it takes for the end of a line
-        lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
-        entries = []
-        for line in lines:
-            try:
-                entries.append(json.loads(line))
-            except ValueError:
-                continue
-        total += len(entries)
-        rows += [_row(entry, int(path.stem), kind) for entry in _spread(entries, max(1, max_rows // len(files)))]
-    return RolloutSample(rows, total)
+    for number, run in enumerate(runs):
+        for kind, folder in (("train", run.train_samples), ("validation", run.validation_samples)):
+            paths = step_files(folder)
+            chosen = set(spread(paths, max(2, MOST_FILES // (2 * len(runs)))))
+            for path in paths:
+                if path in chosen:
+                    entries = _entries(path)
+                    files.append([_row(entry, int(path.stem), kind, number) for entry in entries])
+                    total += len(entries)
+                else:
+                    total += path.read_bytes().count(b"\n")
+    kept = _within(files, budget, max_rows)
+    return Rollouts([row for row, _, _ in kept], total, sum(was_cut for _, _, was_cut in kept))
+
+
+def _within(files: Sequence[Sequence[tuple[Row, int, bool]]], budget: int, max_rows: int) -> list[Any]:
+    """As many rows of every file as fit; where one of each is too much, one of as many files as fit."""
+
+    def chosen(count: int) -> list[tuple[Row, int, bool]]:
+        """``count`` of each file."""
+        return [row for rows in files for row in spread(rows, count)]
+
+    def fits(rows: Sequence[tuple[Row, int, bool]]) -> bool:
+        """Whether the rows are neither too many nor too large."""
+        return len(rows) <= max_rows and sum(size for _, size, _ in rows) <= budget
+
+    low, high = 0, max(map(len, files), default=0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(chosen(middle)) else (low, middle - 1)
+    if low:
+        return chosen(low)
+    ones = chosen(1)
+    count = len(ones)
+    while count and not fits(spread(ones, count)):
+        count = count * 4 // 5
+    return spread(ones, count)
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """At most ``count`` items, evenly spread, the first and, of two or more, the last among them."""
+    if len(items) <= count:
+        return list(items)
+    if count < 2:
+        return list(items[:count])
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def _entries(path: Path) -> list[Mapping[str, Any]]:
+    entries: list[Mapping[str, Any]] = []
+    # not splitlines: an answer may hold characters that it takes for the end of a line
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            entry = json.loads(line) if line.strip() else None
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
+
+
+def _row(entry: Mapping[str, Any], step: int, kind: str, run: int) -> tuple[Row, int, bool]:
+    """A row of the page, the bytes that it takes there when compressed, and whether its text was cut."""
+    score, gts, length = entry.get("score"), entry.get("gts", ""), entry.get("response_length")
+    prompt, answer = str(entry.get("input", "")), str(entry.get("output", ""))
+    output, masked, tokens = _answer(answer, entry.get("masked"), entry.get("tokens"))
+    row = {
+        "run": run,
+        "step": step,
+        "kind": kind,
+        "input": shorten(prompt),
+        "output": output,
+        "gts": shorten(gts if isinstance(gts, str) else json.dumps(gts, ensure_ascii=False)),
+        "score": float(score) if isinstance(score, int | float) and math.isfinite(score) else None,
+        "source": str(entry.get("data_source", "")),
+        "length": length if isinstance(length, int) else None,
+        "masked": masked,
+        "tokens": tokens,
+        "extra": {
+            name: shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), _MOST_EXTRA)
+            for name, value in entry.items()
+            if name not in _KNOWN
+        },
+    }
+    size = len(zlib.compress(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"), 1)) * 4 // 3
+    return row, size, len(answer) > MAX_TEXT or len(prompt) > MAX_TEXT
+
+
+def _answer(text: str, masked: Any, coded: Any) -> tuple[str, list[list[int]] | None, dict[str, str] | None]:
+    """An answer cut to its limit between tokens, with its masked characters and its tokens cut likewise."""
+    spans = _spans(masked, len(text))
+    tokens = TokenValues.decoded(coded, len(text)) if isinstance(coded, Mapping) else None
+    if len(text) <= MAX_TEXT:
+        return text, spans, tokens.coded() if tokens else None
+    begin, end = MAX_TEXT // 2, len(text) - MAX_TEXT // 2
+    if tokens is not None:
+        ends = np.cumsum(tokens.characters)
+        first, last = int(np.searchsorted(ends, begin, "right")), int(np.searchsorted(ends, end, "left")) + 1
+        begin, end = int(ends[first - 1]) if first else 0, int(ends[last - 1])
+        gap = _gap(end - begin)
+        tokens = tokens.part(0, first).joined(tokens.part(last, len(ends)), len(gap))
+    else:
+        gap = _gap(end - begin)
+    shift = begin + len(gap) - end
+    if spans is not None:
+        cut = [[[a, min(b, begin)] for a, b in spans if a < begin], [[max(a, end), b] for a, b in spans if b > end]]
+        spans = [*cut[0], *([a + shift, b + shift] for a, b in cut[1])]
+    return text[:begin] + gap + text[end:], spans, tokens.coded() if tokens else None
+
+
+def _spans(masked: Any, length: int) -> list[list[int]] | None:
+    """The pairs, where they are ascending and within the text."""
+    if not masked or not isinstance(masked, list):
+        return None
+    try:
+        spans = [[int(begin), int(end)] for begin, end in masked]
+    except (TypeError, ValueError):
+        return None
+    borders = [0, *(border for span in spans for border in span), length]
+    return spans if all(a <= b for a, b in pairwise(borders)) else None
 
 
 def rollout_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Rows as one list per field, as the page's script wants them."""
     return {field: [row[field] for row in rows] for field in FIELDS}
+
+
+def token_columns(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The token values that there are, with the range that their colours span: all but the most extreme two percent."""
+    values: dict[str, list[np.ndarray]] = {}
+    for row in rows:
+        tokens = TokenValues.decoded(row["tokens"], len(row["output"])) if row["tokens"] else None
+        for name, numbers in tokens.columns.items() if tokens else ():
+            values.setdefault(name, []).append(numbers[np.isfinite(numbers)])
+    described = []
+    for column in TOKEN_COLUMNS:
+        if column.name in values:
+            every = np.concatenate(values[column.name])
+            low, high = np.quantile(every, (0.02, 0.98)).tolist() if len(every) else (0.0, 0.0)
+            described.append({**column._asdict(), "low": float(f"{low:.3g}"), "high": float(f"{high:.3g}")})
+    return described
