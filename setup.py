@@ -55,6 +55,7 @@ EXTRAS_REQUIRE = {
         "wandb",
         "swanlab",
         "mlflow-skinny",
+        "quickjs",  # runs the script of the report's page
         "datasets",  # writes the folders that megarl reads by itself
     ],
 }

@@ -58,6 +58,12 @@ def test_run_gets_typed_config_and_its_own_folder(runs: Runs, tmp_path: Path) ->
     assert config.trainer.default_local_dir == "outputs/quickstart/checkpoints"
     assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["seed"] == 7
     assert (folder / ".hydra" / "overrides.yaml").read_text() == "- trainer.seed=7\n"
+    facts = json.loads((folder / "run.json").read_text())
+    assert (facts["job"], facts["config_name"], facts["overrides"]) == ("train", "quickstart", ["trainer.seed=7"])
+    told = {difference["key"]: difference for difference in facts["differences"]}
+    assert told["trainer.seed"] == {"key": "trainer.seed", "value": 7, "default": 1, "origin": "command line"}
+    assert told["trainer.n_gpus_per_node"]["origin"] == "file" and told["data.seed"]["origin"] == "derived"
+    assert facts["versions"]["torch"] and facts["git"]["megarl"]["commit"]
 
 
 def test_fine_tuning_job(runs: Runs) -> None:

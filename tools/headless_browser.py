@@ -125,6 +125,17 @@ class Browser:
             raise BrowserError(f"{expression}: {told.get('exception', {}).get('description', told['text'])}")
         return answer["result"].get("value")
 
+    def on(self, selector: str, function: str, *values: Any) -> Any:
+        """Result of a JavaScript function of an element and values.
+
+        Raises:
+            BrowserError: there is no such element, or the function throws.
+        """
+        if not self.evaluate(f"Boolean(document.querySelector({json.dumps(selector)}))"):
+            raise BrowserError(f"no element {selector}")
+        given = ", ".join(map(json.dumps, values))
+        return self.evaluate(f"({function})(document.querySelector({json.dumps(selector)}), {given})")
+
     def wait(self, expression: str, seconds: float = ANSWER_SECONDS) -> None:
         """Wait until an expression is true.
 
@@ -159,31 +170,31 @@ class Browser:
 
     def type(self, selector: str, text: str) -> None:
         """Replace what an input holds, as by typing."""
-        self.evaluate(
-            f"(() => {{ const field = document.querySelector({json.dumps(selector)}); field.focus(); field.select(); }})()"
-        )
+        self.on(selector, "(field) => { field.focus(); field.select(); }")
         self.send("Input.insertText", text=text)
 
     def choose(self, selector: str, value: str) -> None:
         """Set a select, a checkbox or a slider, with the events that a person's choice has."""
-        self.evaluate(
-            f"""(() => {{ const field = document.querySelector({json.dumps(selector)});
-                if (field.type === "checkbox") field.checked = {json.dumps(value)} === "true";
-                else field.value = {json.dumps(value)};
-                for (const kind of ["input", "change"]) field.dispatchEvent(new Event(kind, {{ bubbles: true }})); }})()"""
+        self.on(
+            selector,
+            """(field, value) => {
+                if (field.type === "checkbox") field.checked = value === "true";
+                else field.value = value;
+                for (const kind of ["input", "change"]) field.dispatchEvent(new Event(kind, { bubbles: true }));
+            }""",
+            value,
         )
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        place = self.evaluate(
-            f"""(() => {{ const found = document.querySelector({json.dumps(selector)});
-                if (!found) return null;
-                found.scrollIntoView({{ block: "center", behavior: "instant" }});
+        x, y = self.on(
+            selector,
+            """(found) => {
+                found.scrollIntoView({ block: "center", behavior: "instant" });
                 const box = found.getBoundingClientRect();
-                return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
+                return [box.x + box.width / 2, box.y + box.height / 2];
+            }""",
         )
-        if place is None:
-            raise BrowserError(f"no element {selector}")
-        return place[0], place[1]
+        return x, y
 
     # ------------------------------------------------------------ eyes
 
@@ -202,9 +213,12 @@ class Browser:
         """Save what the window shows, or an element down to ``height``, as PNG."""
         clip = {}
         if selector is not None:
-            box = self.evaluate(
-                f"""(() => {{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();
-                    return [box.x + scrollX, box.y + scrollY, box.width, box.height]; }})()"""
+            box = self.on(
+                selector,
+                """(found) => {
+                    const box = found.getBoundingClientRect();
+                    return [box.x + scrollX, box.y + scrollY, box.width, box.height];
+                }""",
             )
             size = min(box[3], height or box[3])
             clip = {"clip": {"x": box[0], "y": box[1], "width": box[2], "height": size, "scale": 1}}

@@ -41,6 +41,7 @@ def test_the_summary_adds_up(reporter: Callable[..., RunReporter], tmp_path: Pat
     step(run, 2, {"step": 6.0, "gen": 3.0, "update_critic": 1.0, "update_actor": 2.0})
     step(run, 3, {"step": 5.0, "gen": 5.0, "update_critic": 1.0}, **{"val-core/a/reward/mean@1": 1.0})
     run.keep_samples(3, [{"input": "q", "output": "a", "gts": "a", "score": 1.0, "step": 3}], "train")
+    assert (run.folder / "samples" / "train" / "3.jsonl").exists()
     summary = run.finish("/some/hf")
     assert (summary.val_accuracy_before, summary.val_accuracy_after) == (0.5, 1.0)
     assert (summary.steps, summary.train_seconds, summary.hf_dir) == (3, 15.0, "/some/hf")
@@ -93,3 +94,28 @@ def test_phases_are_timed_also_where_they_fail(reporter: Callable[..., RunReport
     with pytest.raises(RuntimeError), run.phase("step"), run.phase("gen"):
         raise RuntimeError("no")
     assert set(run.seconds) == {"step", "gen"}
+
+
+def test_a_full_disk_does_not_fail_a_run_that_is_over(
+    reporter: Callable[..., RunReporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = reporter()
+    step(run, 1, {"step": 1.0, "gen": 0.5})
+    monkeypatch.setattr("megarl.trainer.reporting.report_run", full)
+    assert run.finish(None).steps == 1
+    told = run.console.output.file.getvalue()  # type: ignore[attr-defined]
+    assert "No space left" in told and f"megarl report {run.folder}" in told.replace("\n", "")
+
+
+def test_an_older_run_in_the_same_folder_is_put_aside(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
+    first = reporter()
+    first.keep_samples(1, [{"output": "old"}], "train")
+    first.finish(None)
+    again = RunReporter(first.config, {}, first.folder, first.console)
+    assert not (first.folder / "summary.json").exists(), "the new run is not over"
+    again.keep_samples(2, [{"output": "new"}], "train")
+    assert [path.name for path in (first.folder / "samples" / "train").iterdir()] == ["2.jsonl"]
+    assert (first.folder / "samples.old" / "train" / "1.jsonl").exists()

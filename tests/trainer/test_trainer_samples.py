@@ -37,15 +37,19 @@ def test_a_scored_batch_in_words(arithmetic: Path, tmp_path: Path) -> None:
             "reward_model": [{"ground_truth": "4"}, {"ground_truth": "6"}],
             "reward_failed": [False, True],
             "reward_extra_parsed": [4, None],
+            "data_source": ["sums", "sums"],
             "uid": ["0", "1"],
         },
     )
     samples = describe_samples(batch, tokenizer, step=7)
     assert "What is 2 + 2?" in samples[0].pop("input")
     assert samples == [
-        {"output": "4", "gts": "4", "score": 1.0, "step": 7, "parsed": 4},
-        {"input": "3 + 3", "output": "6 or so", "gts": "6", "score": None, "step": 7, "parsed": None},
-    ]
+        {"output": "4", "gts": "4", "score": 1.0, "step": 7, "data_source": "sums", "response_length": 2, "parsed": 4},
+        {
+            "input": "3 + 3", "output": "6 or so", "gts": "6", "score": None, "step": 7,
+            "data_source": "sums", "response_length": lengths[1][1], "parsed": None,
+        },
+    ]  # fmt: skip
     dump_samples(tmp_path / "new" / "folder", 7, samples)
     lines = (tmp_path / "new" / "folder" / "7.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == samples

@@ -47,15 +47,19 @@ def curves(rows: Rows, most: int = MOST_POINTS) -> tuple[list[list[float]], dict
     Returns:
         Step axes, and by metric its curve (:func:`thin`) with ``x`` the number of its axis: most share one.
     """
+    names = sorted({name for row in rows for name in row} - {"step"})
+    columns = {name: np.full(len(rows), np.nan) for name in names}
+    for number, row in enumerate(rows):
+        for name, value in row.items():
+            if name != "step":
+                columns[name][number] = value
+    steps = np.array([row["step"] for row in rows], dtype=np.int64)
     axes: list[list[float]] = []
     numbers: dict[tuple[float, ...], int] = {}
     found: dict[str, dict[str, Any]] = {}
-    for name in sorted({name for row in rows for name in row} - {"step"}):
-        points = [(row["step"], row[name]) for row in rows if name in row and math.isfinite(row[name])]
-        steps, values = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True)) if points else (
-            np.zeros(0), np.zeros(0)
-        )  # fmt: skip
-        curve: dict[str, Any] = thin(steps.astype(np.int64), values, most)
+    for name, values in columns.items():
+        finite = np.isfinite(values)
+        curve: dict[str, Any] = thin(steps[finite], values[finite], most)
         axis = tuple(curve["x"])
         if axis not in numbers:
             numbers[axis] = len(axes)

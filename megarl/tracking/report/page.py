@@ -45,7 +45,7 @@ def script_json(value: Any) -> str:
 
 def packed(text: str) -> str:
     """Text as base64 of gzip, which the page's script unpacks; the same text always gives the same."""
-    return base64.b64encode(gzip.compress(text.encode("utf-8"), 9, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(text.encode("utf-8"), 6, mtime=0)).decode("ascii")
 
 
 def summary_cards(run: RunRecord) -> list[dict[str, str]]:
@@ -91,11 +91,17 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
         return [runs[0].name]
     overrides = [[str(text) for text in run.facts.get("overrides", ())] for run in runs]
     common = set.intersection(*map(set, overrides)) if overrides else set()
-    own = [" ".join(text.rsplit(".", 1)[-1] for text in texts if text not in common) for texts in overrides]
+    own = [" ".join(_brief(text) for text in texts if text not in common) for texts in overrides]
     for names in (own, [run.name for run in runs], [run.folder.name for run in runs]):
         if all(names) and len(set(names)) == len(names):
             return list(names)
     return [f"{number}: {own[number] or runs[number].name}" for number in range(len(runs))]
+
+
+def _brief(override: str) -> str:
+    """``key=value`` with the last name of the key only."""
+    key, sign, value = override.partition("=")
+    return key.rsplit(".", 1)[-1] + sign + value
 
 
 def page_data(runs: Sequence[RunRecord], rollouts: Rollouts, title: str) -> dict[str, Any]:
@@ -189,9 +195,7 @@ def write_page(path: Path, runs: Sequence[RunRecord], title: str, most_bytes: in
         if len(text) < most_bytes:
             break
         if not rollouts.rows:
-            raise ValueError(
-                f"{path}: the page of {len(runs)} runs takes {len(text):,} bytes, allowed are {most_bytes:,}"
-            )
+            raise ValueError(f"{path}: a page of {len(runs)} runs takes {len(text):,} bytes, of {most_bytes:,} allowed")
         budget = budget // 2 if budget > 10_000 else 0
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
