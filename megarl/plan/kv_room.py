@@ -9,8 +9,11 @@ from megarl.plan.job import DTYPE_BYTES, PlannedRollout
 
 LENGTH_MULTIPLE = 32
 """The embedded engine's slots are a multiple of so many tokens long."""
-DEFAULT_FRACTION = 0.85
-"""A middle value of what SGLang chooses by itself for ``mem_fraction_static``, by the device's memory."""
+MIB, GIB = 2**20, 2**30
+_PREFILL = ((35 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192))
+_GRAPHS = ((20 * GIB, 8, 8), (35 * GIB, 24, 80), (60 * GIB, 32, 160), (160 * GIB, 256, 512))
+"""By device memory below which they hold: SGLang's tokens per prefill, and its largest batch in CUDA graphs with fewer
+than four ranks and with more."""
 CPU_TOKENS = 2**16
 """What megarl has SGLang hold on a CPU."""
 
@@ -40,6 +43,20 @@ def bytes_per_token(model: ModelConfig, tp: int, width: int) -> int:
     return model.num_layers * 2 * max(1, model.num_key_value_heads // tp) * model.head_dim * width
 
 
+def default_fraction(device_bytes: int, tp: int) -> float:
+    """What SGLang chooses for ``mem_fraction_static`` where nothing is said.
+
+    It leaves free what it thinks a prefill, CUDA graphs and communication take, and at least 10 GiB of a large device
+    (``ServerArgs._handle_gpu_memory_settings``, as of SGLang 0.5.6).
+    """
+    tokens = next((size for limit, size in _PREFILL if device_bytes < limit), 16384)
+    graphs = next((few if tp < 4 else many for limit, few, many in _GRAPHS if device_bytes < limit), 512)
+    left = MIB * (512 + 1.5 * tokens + 2 * graphs + tp / 8 * 1024)
+    if device_bytes > 60 * GIB:
+        left = max(left, 10 * GIB)
+    return round(1 - left / device_bytes, 3)
+
+
 def kv_room(rollout: PlannedRollout, weights: int, beside: int, device_bytes: int | None, device: str) -> KVRoom | None:
     """Room of one replica.
 
@@ -62,16 +79,16 @@ def kv_room(rollout: PlannedRollout, weights: int, beside: int, device_bytes: in
         return KVRoom(tokens, each, tokens * each, slots, "slots of the longest conversation, rollout.max_num_seqs")
     args = rollout.config.engine_kwargs.sglang.server_args
     given = args.get("max_total_tokens", CPU_TOKENS if device == "cpu" else None)
-    fraction = args.get("mem_fraction_static", DEFAULT_FRACTION)
-    room = None if device_bytes is None or device == "cpu" else _room(device_bytes, beside, weights, fraction)
-    if room is None and given is None:
-        return None
-    tokens = min(size for size in (given, None if room is None else max(0, room) // each) if size is not None)
-    how = f"mem_fraction_static={fraction:g}" if given is None or tokens != given else f"max_total_tokens={given}"
+    if device == "cpu" or device_bytes is None:
+        return None if given is None else _of_tokens(int(given), each, rollout, f"max_total_tokens={given}")
+    fraction = args.get("mem_fraction_static") or default_fraction(device_bytes, rollout.tp)
+    # Of what was free when the engine started, so much stays free; weights come first.
+    left = int((device_bytes - beside) * fraction) - weights
+    tokens = max(0, left) // each
+    if given is not None and given < tokens:
+        return _of_tokens(int(given), each, rollout, f"max_total_tokens={given}")
+    return _of_tokens(tokens, each, rollout, f"mem_fraction_static={fraction:g}")
+
+
+def _of_tokens(tokens: int, each: int, rollout: PlannedRollout, how: str) -> KVRoom:
     return KVRoom(tokens, each, tokens * each, tokens // rollout.longest, how)
-
-
-def _room(device_bytes: int, beside: int, weights: int, fraction: float) -> int:
-    """SGLang's rule: of what was free when it started, ``1 - mem_fraction_static`` stays free; weights come first."""
-    free = device_bytes - beside
-    return int(free * fraction) - weights

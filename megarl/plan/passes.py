@@ -64,7 +64,22 @@ def pass_activations(job: PlannedJob, role: PlannedRole, one: PlannedPass, stage
         stage: pipeline stage of the rank.
     """
     fused = job.device != "cpu"
-    tokens = tokens_on_rank(role, one, 0 if fused else shared_extra(job, role, one))
+    return role_activations(role, one, stage, fused=fused, shared=0 if fused else shared_extra(job, role, one))
+
+
+def role_activations(
+    role: PlannedRole, one: PlannedPass, stage: int, *, fused: bool, shared: int = 0
+) -> PassActivations:
+    """As :func:`pass_activations`, of a role by itself.
+
+    Args:
+        role: the model and its layout.
+        one: what it computes.
+        stage: pipeline stage of the rank.
+        fused: whose layers; see :mod:`megarl.plan.activations`.
+        shared: tokens that attention sees besides, where prompts are stored once.
+    """
+    tokens = tokens_on_rank(role, one, shared)
     layers = again = ends = logits = 0
     if one.updates:
         layers, again = kept_by_layers(role, tokens, stage, one.micro_batches, fused=fused)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from planned_jobs import OFFLOAD, megatron, train_job
 
 from megarl.plan import plan_memory
+from megarl.plan.kv_room import default_fraction
 from megarl.plan.memory import MemoryPlan
 
 GIB = 2**30
@@ -65,3 +67,23 @@ def test_tokens_are_those_of_the_budget_or_of_the_samples_at_their_longest() -> 
     assert budget is not None and budget.tokens == 16384
     # each sample has a prompt of one token at least
     assert budget.outputs == 16384 - 16
+
+
+# By hand from SGLang's rule: 512 MiB, 1.5 MiB per prefill token, 2 MiB per sequence in graphs, 128 MiB per rank.
+@pytest.mark.parametrize(
+    ("gib", "tp", "left_mib"),
+    [
+        (24, 1, 512 + 1.5 * 2048 + 2 * 24 + 128),
+        (40, 8, 512 + 1.5 * 4096 + 2 * 160 + 1024),
+        (80, 8, 512 + 1.5 * 8192 + 2 * 512 + 1024),
+        (141, 1, 512 + 1.5 * 8192 + 2 * 256 + 128),
+        (192, 1, 512 + 1.5 * 16384 + 2 * 512 + 128),
+    ],
+)
+def test_the_fraction_by_default_is_sglangs(gib: int, tp: int, left_mib: float) -> None:
+    assert default_fraction(gib * GIB, tp) == pytest.approx(1 - left_mib / 1024 / gib, abs=5e-4)
+
+
+def test_a_cpus_cache_has_the_tokens_that_megarl_gives_it() -> None:
+    room = plan_memory(train_job("Qwen2.5-7B", megatron(4), trainer__device="cpu")).kv
+    assert room is not None and room.tokens == 2**16
