@@ -5,6 +5,10 @@ class MegarlError(Exception):
     """Base of all errors raised on purpose; the command line prints it without a traceback."""
 
 
+class StallError(MegarlError):
+    """A phase outlasted its limit; carries who waits for whom."""
+
+
 class StepImpossible(MegarlError):
     """The training step under way cannot be done; what was learned until then is saved, and the run ends."""
 

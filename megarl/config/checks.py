@@ -29,6 +29,7 @@ from megarl.config.selection import selection_problems
 from megarl.config.sft_schema import SFTConfig
 from megarl.config.shaping import shaping_problems
 from megarl.config.supervised import SupervisedConfig
+from megarl.config.tracing_checks import tracing_problems
 
 Check = Callable[[Any], Iterator[Problem]]
 
@@ -211,6 +212,7 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     data_problems,
     own_class_problems,
     _names,
+    tracing_problems,
     _layouts,
     _replicas,
     _verification,
@@ -235,6 +237,7 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
 _SUPERVISED_CHECKS: tuple[Check, ...] = (
     data_problems,
     _names,
+    tracing_problems,
     _supervised_layout,
     _supervised_optim,
     _batches,
@@ -244,6 +247,7 @@ _SUPERVISED_CHECKS: tuple[Check, ...] = (
 _EVALUATE_CHECKS: tuple[Check, ...] = (
     _val_files,
     _names,
+    tracing_problems,
     _replicas,
     _val_sampling,
     agent_problems,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.keys import REQUIRED, key, section
-from megarl.config.tracing import TimelineConfig
+from megarl.config.tracing import TimelineConfig, WatchdogConfig
 
 DTYPES = ("float32", "bfloat16")
 
@@ -242,6 +242,7 @@ class RunConfig:
     device: str = key("auto", "What to compute on; auto = CUDA where there is one.", choices=("auto", "cpu", "cuda"))
     seed: int = key(1, "Seed of everything that has no seed of its own.", at_least=0)
     timeline: TimelineConfig = section(TimelineConfig)
+    watchdog: WatchdogConfig = section(WatchdogConfig)
 
     @property
     def num_devices(self) -> int:

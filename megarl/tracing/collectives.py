@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+from megarl.tracing.ranks import describe_ranks
 from megarl.tracing.tracer import TRACER
 
 _TOGETHER = (
@@ -71,7 +72,8 @@ class CollectiveWatch:
             from torch.distributed import get_process_group_ranks
 
             words = group.group_desc.removesuffix("_GROUP").lower().replace("_", "-")
-            self._labels[name] = f"{'all ranks' if words == 'default-pg' else words} {get_process_group_ranks(group)}"
+            ranks = describe_ranks(get_process_group_ranks(group))
+            self._labels[name] = f"{'all ranks' if words == 'default-pg' else words} {ranks}"
         return self._labels[name]
 
 

@@ -37,7 +37,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        short = "/".join(Path(self.file).parts[-3:])
+        short = "/".join(self.file.split("/")[-3:])
         return f"{self.function} ({short}:{self.line})"
 
 
@@ -76,16 +76,17 @@ def tell_stacks() -> None:
     faulthandler.register(SIGNAL, file=handle, all_threads=True, chain=False)
 
 
-def take_reports(pids: Sequence[int], known: Sequence[int] = ()) -> list[ProcessReport]:
+def take_reports(pids: Sequence[int], children_of: Sequence[int] | None = None) -> list[ProcessReport]:
     """What processes of this machine do; all are asked at once.
 
     Args:
         pids: of the processes.
-        known: those among their children that are told of elsewhere.
+        children_of: those whose children are told of; None = all.
     """
     files = {pid: ask_for_stacks(pid) for pid in pids}
     deadline = time.monotonic() + LONGEST_DUMP_S
-    return [_report(pid, files[pid], deadline, known) for pid in pids]
+    parents = pids if children_of is None else children_of
+    return [_report(pid, files[pid], deadline, pid in parents) for pid in pids]
 
 
 def ask_for_stacks(pid: int) -> Path | None:
@@ -122,10 +123,10 @@ def main_frames(stacks: str) -> tuple[Frame, ...]:
     return tuple(found)
 
 
-def _report(pid: int, file: Path | None, deadline: float, known: Sequence[int]) -> ProcessReport:
+def _report(pid: int, file: Path | None, deadline: float, with_children: bool) -> ProcessReport:
     state = process_state(pid)
     stacks = "" if file is None or state in (DEAD, STOPPED) else _settled_text(file, deadline)
-    children = [_child(child) for child in _children(pid) if child not in known]
+    children = [_child(child) for child in child_pids(pid)] if with_children else []
     board = read_board(pid)
     command = _command(pid) if board is None else ""
     frames = main_frames(stacks)
@@ -161,7 +162,8 @@ def _catches(pid: int) -> bool:
     return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
 
 
-def _children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
+    """Processes that a process has started and not yet waited for."""
     found: list[int] = []
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():

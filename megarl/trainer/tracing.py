@@ -16,6 +16,7 @@ from megarl.tracing import TRACER, Event, TracingOptions, span, unwatch_process,
 from megarl.tracing.clocks import Offset
 from megarl.tracing.memory import count_memory
 from megarl.tracing.trace_file import FILE_NAME, TraceFile
+from megarl.trainer.watchdog import Watchdog
 
 TIMELINE = "timeline"
 DRIVER = 0
@@ -116,23 +117,28 @@ class RunTracing:
     """
 
     def __init__(self, config: RunConfig, folder: Path, message: Callable[[str], None], pool: PlacedPool) -> None:
-        self.options = TracingOptions(timeline=config.timeline.enable)
         self.processes = pool.processes
+        self._watchdog = Watchdog(config.watchdog, folder, self.processes, message)
+        self.options = TracingOptions(watched=self._watchdog.limits.any, timeline=config.timeline.enable)
         self.processes.options = self.options
         self._timeline = Timeline(config.timeline, folder, message) if config.timeline.enable else None
 
     def __enter__(self) -> Self:
         if self.options.active:
             watch_process(self.options)
+        self._watchdog.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timeline is not None:
-            # After a failure processes may be gone or hang: what they had not handed over is lost.
-            self._timeline.close(self.processes if error is None else None)
-        unwatch_process()
+        try:
+            self._watchdog.__exit__(kind, error, trace)
+        finally:
+            if self._timeline is not None:
+                # After a failure processes may be gone or hang: what they had not handed over is lost.
+                self._timeline.close(self.processes if error is None else None)
+            unwatch_process()
 
     def begin_step(self, step: int) -> None:
         """A step begins; 0 is what comes before the first."""

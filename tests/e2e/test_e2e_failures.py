@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from cli_runs import REWARDS, CliRun, RunFiles
+
+from megarl.trainer.checkpoint_store import CheckpointStore
 
 # A slow machine is allowed for; what is to be seen is that nothing waits for a timeout of a minute or more.
 AT_ONCE_S = 25.0
@@ -78,6 +81,27 @@ def test_killed_actor_ends_the_run(endless: list[str], start: Callable[..., CliR
     named = re.search(rf"actor rank [01] \(pid {victim.pid} on [\d.]+\) died in (\w+)", output)
     assert named, output
     assert "its process was killed" in output and "Traceback (most recent call last)" not in output
+
+
+def test_stopped_process_is_named_by_the_watchdog_which_ends_the_run_with_its_checkpoints_whole(
+    endless: list[str], start: Callable[..., CliRun]
+) -> None:
+    limits = "+trainer.watchdog.phases.start_workers=null"
+    run = start(*endless, "trainer.save_freq=1", "trainer.watchdog.timeout_s=12", limits, "trainer.watchdog.action=end")
+    run.wait_until(lambda: in_third_step(run))
+    victim = workers(run)[0].pid
+    os.kill(victim, signal.SIGSTOP)
+    assert run.wait() == 1, run.output
+    assert run.remaining(AT_ONCE_S) == []
+    assert re.search(rf"(actor|rollout) rank [01] \(pid {victim} on [\d.]+\) is stopped in \w+", run.output), run.output
+    assert "Traceback" not in run.output
+    files = RunFiles(run.folder, "endless")
+    (stall,) = (files.newest / "stalls").iterdir()
+    assert {"summary.txt", "driver-0.txt", "actor-0.txt", "actor-1.txt"} <= {file.name for file in stall.iterdir()}
+    store = CheckpointStore(files.root / "checkpoints")
+    assert max(store.steps()) >= 2
+    for step in store.steps():
+        store.verify(store.root / f"global_step_{step}", ("actor",))
 
 
 def run_ended_or(run: CliRun, condition: Callable[[], bool]) -> None:

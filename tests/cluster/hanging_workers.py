@@ -1,0 +1,45 @@
+"""Worker classes that hang in the ways that workers hang."""
+
+import ctypes
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megarl.workers.dispatch import Dispatch, verb
+
+
+def hang(how):
+    if how == "user code":
+        time.sleep(600)
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "holds Python's lock":
+        libc, semaphore = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        libc.sem_init(semaphore, 0, 0)
+        libc.sem_wait(semaphore)
+
+
+class Hanging:
+    """Three ranks that sum numbers, until one of them does not."""
+
+    def __init__(self, place):
+        self.rank = place.rank
+        store = dist.TCPStore(*place[2:], place.world_size, is_master=self.rank == 0, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=place.world_size)
+
+    @verb(Dispatch.ALL, phase="update_actor")
+    def update(self, steps, late=None, how=""):
+        for _ in range(steps):
+            dist.all_reduce(torch.ones(1))
+        if self.rank == late:
+            hang(how)
+        if late is not None:
+            dist.all_reduce(torch.ones(1))
+
+    @verb(Dispatch.RANK)
+    def exchange(self, requests, aborted, slice_s):
+        hang("user code")

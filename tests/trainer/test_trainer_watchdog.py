@@ -1,0 +1,204 @@
+"""Real hangs of real processes: who is named, what is written, and how the run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
+from megarl.cluster.replicas import GroupReplica
+from megarl.cluster.stacks import kill_all, look_at
+from megarl.config.tracing import WatchdogConfig
+from megarl.errors import StallError
+from megarl.models import ParallelLayout
+from megarl.rewards.calling import FunctionSpec, Task
+from megarl.rewards.pool import RewardPool
+from megarl.rewards.pool.runner import Job
+from megarl.rewards.registry import Traits
+from megarl.rollout.interface import SamplingParams
+from megarl.rollout.router import Router
+from megarl.tracing import PHASE, TracingOptions, span, unwatch_process, watch_process
+from megarl.tracing.stall import explain
+from megarl.trainer import watchdog
+from megarl.trainer.watchdog import Limits, Watchdog
+
+RANKS = 3
+HANGING = "tests.cluster.hanging_workers.Hanging"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PlacedPool]:
+    with RaySession(num_cpus=2) as session:
+        placed = session.place([ResourcePool("main", "cpu", [2])])["main"]
+        placed.processes.options = TracingOptions(watched=True)
+        yield placed
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(watchdog, "TICK_S", 0.2)
+    watch_process(TracingOptions(watched=True))
+    yield
+    unwatch_process()
+
+
+@pytest.fixture
+def start(pool: PlacedPool) -> Iterator[Callable[[str], WorkerGroup]]:
+    """Starts three ranks of a role; what hangs is killed afterwards."""
+    groups: list[WorkerGroup] = []
+
+    def start_group(role: str) -> WorkerGroup:
+        groups.append(WorkerGroup(role, HANGING, {}, ParallelLayout(dp=RANKS), pool))
+        wait_ready(groups[-1:])
+        return groups[-1]
+
+    yield start_group
+    kill_all(pool.processes)
+    for group in groups:
+        group.shutdown()
+    pool.processes.groups.clear()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def stall_of(folder: Path) -> tuple[str, dict[str, str]]:
+    """The summary of the only stall, and the other files by name."""
+    (stall,) = (folder / "stalls").iterdir()
+    texts = {file.name: file.read_text() for file in stall.iterdir()}
+    return texts.pop("summary.txt"), texts
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("user code", r"is in update arg0=2 arg1=1, at hang \(tests/cluster/hanging_workers\.py:\d+\)"),
+        ("holds Python's lock", r"is in update arg0=2 arg1=1, at hang \(tests/cluster/hanging_workers\.py:\d+\)"),
+        ("stopped", r"\(pid \d+ on [\d.]+\) is stopped in update arg0=2 arg1=1; `kill -CONT \d+` there lets it go on"),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named_and_the_run_ended(
+    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, how: str, words: str
+) -> None:
+    group = start("actor")
+    pids = {member.rank: member.pid for member in pool.processes.members()}
+    keys = WatchdogConfig(timeout_s=None, phases={"update_actor": 3}, action="end")
+    with (
+        pytest.raises(StallError) as error,
+        Watchdog(keys, tmp_path, pool.processes, lambda text: None),
+        span("step", PHASE),
+        span("update_actor", PHASE),
+    ):
+        group.update(2, 1, how)
+    summary, stacks = stall_of(tmp_path)
+    assert summary.strip() == str(error.value)
+    lines = summary.splitlines()
+    assert re.match(r"update_actor has taken \d+ s, its limit is 3 s", lines[0])
+    waiting = r"; actor ranks 0, 2 wait for it in all_reduce #3 of all ranks \[0, 1, 2\]"
+    assert re.fullmatch(rf"  actor rank 1 {words}{waiting}", lines[1])
+    assert set(stacks) == {"driver-0.txt", *(f"actor-{rank}.txt" for rank in range(RANKS))}
+    assert "all_reduce #3 of all ranks [0, 1, 2]" in stacks["actor-0.txt"] and "in update" in stacks["actor-0.txt"]
+    assert "test_trainer_watchdog.py" in stacks["driver-0.txt"]
+    assert ("in hang" in stacks["actor-1.txt"]) == (how != "stopped")
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()))
+
+
+def test_where_it_is_only_told_the_run_goes_on(
+    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path
+) -> None:
+    group, told = start("critic"), []
+    stopped = next(member.pid for member in pool.processes.members() if member.rank == 2)
+    with Watchdog(WatchdogConfig(timeout_s=1.5), tmp_path, pool.processes, told.append):
+        os.kill(stopped, signal.SIGSTOP)
+        pending = group.submit("update", 1)
+        with span("update_critic", PHASE):
+            wait_until(lambda: bool(told))
+            os.kill(stopped, signal.SIGCONT)
+            assert pending.result() == [None] * RANKS
+        # Three times as long as the limit, and yet no phase is.
+        for _ in range(15):
+            with span("update_actor", PHASE):
+                group.update(3)
+                time.sleep(0.3)
+    assert len(told) == 1 and f"critic rank 2 (pid {stopped} on" in told[0]
+
+
+def test_a_reward_function_that_never_returns_is_named(pool: PlacedPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import time\ndef score(*a, **k):\n    while True:\n        time.sleep(1)\n")
+    spec = FunctionSpec(f"{tmp_path}/mine.py:score")
+    keys = WatchdogConfig(timeout_s=3, action="end")
+    with RewardPool([spec], [Traits()], 1, 0) as rewards:
+        with (
+            pytest.raises(
+                StallError, match=r"reward process rank 0 is in .*mine.py:score tasks=1, at score \(.*mine.py:4\)"
+            ),
+            Watchdog(keys, tmp_path, pool.processes, lambda text: None),
+            span("reward", PHASE),
+        ):
+            rewards.run([Job(0, Task("a", "b", "c", {}))])
+        assert rewards.pids == []
+
+
+def test_an_engine_that_hangs_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path) -> None:
+    group = start("rollout")
+
+    async def ask() -> None:
+        async with Router([GroupReplica(group, 1)], 1, timeout_s=600) as router:
+            await router.generate([1], SamplingParams(max_new_tokens=1), seed=0)
+
+    with (
+        pytest.raises(StallError, match=r"rollout rank 1 is in exchange, at hang \(.*hanging_workers.py") as error,
+        Watchdog(WatchdogConfig(timeout_s=2, action="end"), tmp_path, pool.processes, lambda text: None),
+        span("gen", PHASE),
+    ):
+        asyncio.run(ask())
+    assert "idle: rollout rank 0, rollout rank 2" in str(error.value)
+
+
+def test_a_rank_that_is_gone_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool) -> None:
+    start("actor").submit("update", 1, 0, "user code")
+    pid = next(member.pid for member in pool.processes.members() if member.rank == 0)
+    wait_until(lambda: "ranks 1, 2 wait" in explain(look_at(pool.processes)))
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(pid))
+    assert explain(look_at(pool.processes)).startswith(f"actor rank 0 (pid {pid}) is gone")
+
+
+def test_time_in_which_the_whole_process_was_stopped_does_not_count(
+    pool: PlacedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "ASLEEP_S", 0.3)
+    told: list[str] = []
+    keys = WatchdogConfig(timeout_s=3)
+    with Watchdog(keys, tmp_path, pool.processes, told.append), span("gen", PHASE):
+        pid = os.fork()
+        if pid == 0:  # continues its parent after a while, as a user's `fg` does
+            time.sleep(4)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)
+    os.waitpid(pid, 0)
+    assert told == [] and not (tmp_path / "stalls").exists()
+
+
+def test_limits_are_per_phase_and_double() -> None:
+    limits = Limits(WatchdogConfig(timeout_s=10, phases={"gen": 60, "testing": None}))
+    assert (limits.of("gen"), limits.of("testing"), limits.of("adv")) == (60, None, 10)
+    limits.double("gen")
+    limits.double("adv")
+    limits.double("testing")
+    assert (limits.of("gen"), limits.of("testing"), limits.of("adv"), limits.of("ref")) == (120, None, 20, 10)
+    assert limits.any and not Limits(WatchdogConfig(timeout_s=None, phases={"gen": None})).any
