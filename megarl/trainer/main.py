@@ -17,6 +17,7 @@ from megarl.tracing import PHASE, span
 from megarl.tracking import Console
 from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.correction import CorrectionPhase
+from megarl.trainer.dry_run import dry_run
 from megarl.trainer.ppo_trainer import PPOTrainer
 from megarl.trainer.preflight import check_schedules, check_train
 from megarl.trainer.prompts import prompt_loader, validation_loader
@@ -33,8 +34,8 @@ from megarl.trainer.tracing import RunTracing
 from megarl.trainer.validation import Validator
 
 
-def run(config: TrainConfig, output_dir: Path) -> RunSummary:
-    """Train as the configuration says.
+def run(config: TrainConfig, output_dir: Path) -> RunSummary | None:
+    """Train as the configuration says; with ``trainer.dry_run`` only go through what comes before, and return None.
 
     Args:
         config: complete, as ``megarl.config.build`` returns it.
@@ -43,6 +44,9 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
     Raises:
         MegarlError: something is wrong with configuration, data, model, resources or a worker; processes are gone.
     """
+    if config.trainer.dry_run:
+        dry_run(config)
+        return None
     check_train(config)
     with Console() as console:
         builder = TrainerBuilder(config, output_dir, console)

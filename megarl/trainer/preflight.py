@@ -34,20 +34,42 @@ def check_train(config: TrainConfig) -> None:
     Raises:
         ModelError, ConfigError, DataError, RewardError: names the field, its value, and what would be right.
     """
+    check_learners(config)
+    check_data(config)
+    check_algorithm(config)
+    check_answers(config, check_model_folder(config.actor_rollout_ref.model.path).config)
+
+
+def check_learners(config: TrainConfig, *, weights: bool = True) -> None:
+    """Check the models of the actor, the reference and the critic, and that each fits its layout.
+
+    Args:
+        config: complete.
+        weights: whether they must be there; without, a ``config.json`` is enough.
+
+    Raises:
+        ModelError, ConfigError: names the field, its value, and what would be right.
+    """
     policy = config.actor_rollout_ref
-    _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron")
+    _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
     if config.uses_reference and policy.ref.megatron is not None:
-        _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron")
+        _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
     if config.uses_critic:
-        _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron")
-    data = config.data
-    check_training_rows(data, (data.reward_fn_key, "reward_model"), (), data.prompt_key, data.reward_fn_key)
-    own_sampler(config.data.sampler)
-    own_dataset(config.data.custom_cls)
+        _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron", weights=weights)
     others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
     check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
-    check_algorithm(config)
-    check_answers(config, check_model_folder(policy.model.path).config)
+
+
+def check_data(config: TrainConfig) -> None:
+    """Check the files to train on, and what of the user's own reads and orders them.
+
+    Raises:
+        DataError, ConfigError: names the key, the file, and what would be right.
+    """
+    data = config.data
+    check_training_rows(data, (data.reward_fn_key, "reward_model"), (), data.prompt_key, data.reward_fn_key)
+    own_sampler(data.sampler)
+    own_dataset(data.custom_cls)
 
 
 def check_algorithm(config: TrainConfig) -> None:
@@ -77,7 +99,7 @@ def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> N
         ModelError, ConfigError, DataError, RewardError: names the field, its value, and what would be right.
     """
     if config.reward_model.enable:
-        _check_reward_model(config)
+        check_reward_model(config)
     check_generation(config, model)
     if config.data.val_files:
         data = config.data
@@ -96,10 +118,19 @@ def check_generation(config: TrainConfig | EvaluateConfig | GenerateConfig, mode
     Raises:
         ModelError, ConfigError: names the field, its value, and what would be right.
     """
+    check_engine(config, model)
+    check_agent_loops(config)
+
+
+def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
+    """Check that the rollout engine runs the model, in its layout.
+
+    Raises:
+        ModelError, ConfigError: names the field, its value, and what would be right.
+    """
     rollout = config.actor_rollout_ref.rollout
     check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
     check_engine_model(rollout.name, model, engine_options(rollout, config.trainer.device))
-    check_agent_loops(config)
 
 
 def check_sft(config: SFTConfig) -> None:
@@ -232,15 +263,21 @@ def check_export(folder: str | None, models: Sequence[str]) -> None:
         )
 
 
-def _check_reward_model(config: TrainConfig | EvaluateConfig) -> None:
+def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = True) -> None:
+    """Check that the reward model is one, and fits its layout; ``weights``: whether they must be there.
+
+    Raises:
+        ModelError, ConfigError: names the field, its value, and what would be right.
+    """
     path = str(config.reward_model.model.path)
     if not read_model_config(path).is_value_model:
         raise ModelError(
             f"reward_model.model.path={path} is a language model and has no scalar head; name a model of sequence "
             "classification with one label, such as megarl.reward_model writes"
         )
-    _check_model(path, config.reward_model.megatron, "reward_model.megatron")
+    _check_model(path, config.reward_model.megatron, "reward_model.megatron", weights=weights)
 
 
-def _check_model(path: str, megatron: MegatronConfig, field: str) -> None:
-    check_role(check_model_folder(path).config, megatron, field)
+def _check_model(path: str, megatron: MegatronConfig, field: str, *, weights: bool = True) -> None:
+    model = check_model_folder(path).config if weights else read_model_config(path)
+    check_role(model, megatron, field)

@@ -1,0 +1,168 @@
+"""``trainer.dry_run``: every part of a run is gone through, and a wrong thing in each is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import TrainConfig
+from megarl.config.compose import Request, compose
+from megarl.errors import ConfigError
+from megarl.trainer.dry_run import Rehearsal, dry_run
+from megarl.trainer.main import run
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "tests" / "plan" / "models"
+POLICY = "actor_rollout_ref"
+SCRIPTS = ["ppo", "grpo", *sorted(path.stem for path in (ROOT / "configs").glob("run_*.yaml"))]
+SIZES = {"70b": "Llama-3-70B", "30b_a3b": "Qwen3-30B-A3B", "671b": "DeepSeek-V3"}
+"""By what is in a script's name: a model of that size; of others one with 7 billion parameters."""
+
+
+def told(config: TrainConfig) -> list[str]:
+    lines: list[str] = []
+    dry_run(config, lines.append)
+    return lines
+
+
+@pytest.fixture
+def real_model(arithmetic: Path, tmp_path: Path) -> Callable[[str], str]:
+    """A folder with a real model's ``config.json``, a small tokenizer, and nothing else."""
+
+    def make(name: str) -> str:
+        folder = tmp_path / name
+        shutil.copytree(arithmetic / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+        shutil.copy(MODELS / name / "config.json", folder)
+        return str(folder)
+
+    return make
+
+
+def test_the_quickstarts_task_is_gone_through(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    config = train_config({"reward_model.name": "arithmetic", "trainer.dry_run": True, "trainer.save_freq": 2})
+    lines = told(config)
+    assert [line.split(" (")[0] for line in lines if line.startswith("ok")] == [
+        f"ok    {name}" for name in Rehearsal(config).parts()
+    ]
+    text = "\n".join(lines)
+    assert "11 batches per epoch; the run has 11 steps" in text  # 90 problems by 8
+    assert "first batch: 8 prompts of" in text and "first held-out batch: 10 prompts of" in text
+    assert "arithmetic called on a row of 'arithmetic' answered by" in text and ": 1\n" in text
+    assert "TP1 PP1 DP1 to 1 x TP1: " in text and "exactly once" in text and "begins at step 0" in text
+    assert "has its weights whole" in text and lines[-1].startswith("dry run: every part is fine")
+    assert run(config, tmp_path) is None  # what the command runs
+    assert not (tmp_path / "files").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_run_scripts_pass_with_a_config_json_and_a_tokenizer(
+    script: str, real_model: Callable[[str], str], arithmetic: Path, tmp_path: Path
+) -> None:
+    model = next((model for size, model in SIZES.items() if size in script), "Qwen2.5-7B")
+    overrides = (
+        f"{POLICY}.model.path={real_model(model)}",
+        f"data.train_files={arithmetic}/data/train.parquet",
+        f"data.val_files={arithmetic}/data/test.parquet",
+        "data.train_batch_size=64",
+        f"{POLICY}.actor.ppo_mini_batch_size=64",
+        "reward_model.name=arithmetic",
+        "retriever.url=http://retriever.invalid/retrieve",
+        "trainer.total_training_steps=100",
+        f"trainer.default_local_dir={tmp_path}/checkpoints",
+        "trainer.save_freq=-1",
+    )
+    if not script.startswith("run_"):
+        overrides += (f"{POLICY}.rollout.name=sglang", "trainer.nnodes=2", "trainer.device=cuda")
+    if "671b" in script:  # whose rollout is on servers that are there already, and cannot take its weights yet
+        servers = ",".join(f"http://node-{number}.invalid:30000" for number in range(8))
+        overrides += (f"{POLICY}.rollout.engine_kwargs.sglang.urls=[{servers}]",)
+    lines: list[str] = []
+    with nullcontext() if "671b" not in script else pytest.raises(ConfigError, match="parts failed: rollout engine"):
+        dry_run(compose(Request(TrainConfig, script, overrides)), lines.append)
+    text = "\n".join(lines)
+    assert "has no weights: not checked" in text and "exactly once" in text
+
+
+def test_everything_that_is_wrong_is_told_at_once(train_config: Callable[..., TrainConfig]) -> None:
+    wrong = {"data.train_files": ["/no.parquet"], "algorithm.adv_estimator": "/no.py:mine"}
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="3 of 12 parts failed: data, algorithm, rewards"):
+        dry_run(train_config(wrong | {"custom_reward_function.path": "/no.py"}), lines.append)
+    failed = [line for line in lines if line.startswith("fail")]
+    assert failed[0].startswith("fail  data: data.train_files: /no.parquet") and "/no.py" in failed[1]
+
+
+ALONE = {"critic.megatron.data_parallel_size": 1}
+
+
+@pytest.fixture
+def unknowing_reward(tmp_path: Path) -> str:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    raise KeyError('gold')\n"
+    )
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{POLICY}.model.path": "/nowhere"}, "models and layouts: .*/nowhere"),
+        (
+            {f"{POLICY}.actor.megatron.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 3} | ALONE,
+            f"models and layouts: {POLICY}.actor.megatron",
+        ),
+        ({f"{POLICY}.model.tokenizer_path": "/nowhere"}, "tokenizer: no tokenizer can be loaded from /nowhere"),
+        ({"data.prompt_key": "question"}, "data: .*'question'"),
+        ({"data.max_prompt_length": 1}, "data: "),
+        ({f"{POLICY}.actor.policy_loss.loss_mode": "no.such.loss"}, "algorithm: .*loss_mode.*no.such"),
+        ({f"{POLICY}.actor.optim.lr_warmup_steps": 99}, "algorithm: .*lr_warmup_steps"),
+        ({"reward_model.name": "code", "reward_model.num_workers": 0}, "rewards: .*num_workers=0"),
+        ({f"{POLICY}.rollout.agent.default_agent_loop": "/no.py:Loop"}, "conversations: .*/no.py"),
+        ({"trainer.save_freq": 1, "trainer.default_local_dir": "/proc/none"}, "checkpoints: trainer.default_local_dir"),
+        ({"trainer.resume_mode": "must"}, "checkpoints: trainer.resume_mode=must"),
+    ],
+)
+def test_a_wrong_thing_in_each_part(
+    changes: dict[str, Any], message: str, train_config: Callable[..., TrainConfig]
+) -> None:
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="dry run: "):
+        dry_run(train_config(changes), lines.append)
+    assert any(re.match(f"fail  {message}", line, re.DOTALL) for line in lines), lines
+
+
+def test_a_reward_function_that_cannot_score_is_found_by_calling_it(
+    train_config: Callable[..., TrainConfig], unknowing_reward: str
+) -> None:
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="parts failed: rewards"):
+        dry_run(train_config({"custom_reward_function.path": unknowing_reward}), lines.append)
+    (failed,) = (line for line in lines if line.startswith("fail"))
+    assert "KeyError" in failed and "gold" in failed
+
+
+def test_services_are_told_and_not_asked(train_config: Callable[..., TrainConfig]) -> None:
+    judge = {"reward_model.name": "judge", "reward_model.judge.base_url": "http://judge.invalid/v1"}
+    text = "\n".join(told(train_config(judge | {"reward_model.judge.model": "m"})))
+    assert "would call judge, which asks http://judge.invalid/v1: not called here" in text
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "small"
+    shutil.copytree(arithmetic / "model", other, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    lines: list[str] = []
+    with pytest.raises(ConfigError):
+        dry_run(train_config({f"{POLICY}.model.path": str(other)}), lines.append)
+    assert any("the model's vocabulary 7: name the model's own tokenizer" in line for line in lines)
