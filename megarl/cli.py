@@ -69,6 +69,7 @@ COMMANDS = {
     "doctor": Command("megarl.cluster.checkup_command", "whether machines have what a run needs"),
     "report": Command("megarl.tracking.report.command", "the HTML report of a run, or a comparison of several"),
     "timeline": Command("megarl.tracing.command", "what a run's timeline says: busy shares, phases, gaps"),
+    "plan": Command("megarl.plan.command", "memory, times and limits of a configuration before it runs; best layouts"),
     "retrieval-server": Command("megarl.retrieval.command", "BM25 over a JSONL corpus, for agents that search"),
 }
 

@@ -39,6 +39,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY_CONFIGS = next((f for f in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if f.is_dir()), _PACKAGE)
 """megarl's own YAML files: inside the package where a wheel installed it, beside it in a checkout."""
 
+HARDWARE = "hardware"
+"""Folder beside the configurations with files that are none: nodes, for ``megarl plan``."""
+
 _JOB, _DEFAULTS = "megarl_job", "megarl_defaults"
 _RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
 
@@ -204,7 +207,8 @@ def _folders(request: Request[Any]) -> list[Path]:
 def _find(config_name: str, folders: list[Path]) -> None:
     if any((folder / f"{config_name}.yaml").is_file() for folder in folders):
         return
-    names = sorted(str(file.relative_to(d).with_suffix("")) for d in folders for file in d.rglob("*.yaml"))
+    files = [file.relative_to(folder) for folder in folders for file in folder.rglob("*.yaml")]
+    names = sorted(str(file.with_suffix("")) for file in files if file.parts[0] != HARDWARE)
     nearest, where = " or ".join(nearest_keys(config_name, names)), ", ".join(map(str, folders))
     guess = f" Did you mean {nearest}?" if nearest else ""
     raise ConfigError(

@@ -43,11 +43,21 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
         config: the model.
         value_head: a scalar head stands in place of the output layer.
     """
+    layers = (layer_cost(config, layer) for layer in range(config.num_layers))
+    linear, quadratic = (sum(column) for column in zip(*layers, head_cost(config, value_head=value_head), strict=True))
+    return SequenceCost(linear, quadratic)
+
+
+def layer_cost(config: ModelConfig, layer: int) -> SequenceCost:
+    """Floating-point operations of a forward pass through one decoder layer, by its global number."""
     value_dim = config.latent.v_dim if config.latent else config.head_dim
-    outputs = 1 if value_head else config.vocab_size
-    weights = config.num_layers * _attention_weights(config) + _mlp_weights(config) + config.hidden_size * outputs
-    pairs = config.num_layers * config.num_attention_heads * (config.head_dim + value_dim)
-    return SequenceCost(2.0 * weights, float(pairs))
+    weights = _attention_weights(config) + _mlp_weights(config, layer)
+    return SequenceCost(2.0 * weights, float(config.num_attention_heads * (config.head_dim + value_dim)))
+
+
+def head_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceCost:
+    """The same of the output layer, or of a scalar head in its place."""
+    return SequenceCost(2.0 * config.hidden_size * (1 if value_head else config.vocab_size))
 
 
 def _attention_weights(config: ModelConfig) -> int:
@@ -61,11 +71,10 @@ def _attention_weights(config: ModelConfig) -> int:
     return queries + compressed + expanded + heads * latent.v_dim * hidden
 
 
-def _mlp_weights(config: ModelConfig) -> int:
-    """Of all layers, as far as one token meets them."""
-    dense, experts = 3 * config.hidden_size * config.ffn_hidden_size, config.experts
-    if experts is None:
-        return config.num_layers * dense
+def _mlp_weights(config: ModelConfig, layer: int) -> int:
+    """Of one layer, as far as one token meets them."""
+    experts = config.experts
+    if experts is None or not config.has_experts(layer):
+        return 3 * config.hidden_size * config.ffn_hidden_size
     inner = experts.per_token * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-    sparse = config.hidden_size * (3 * inner + experts.count)
-    return sum(sparse if has_experts else dense for has_experts in experts.layers)
+    return config.hidden_size * (3 * inner + experts.count)

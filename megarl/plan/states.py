@@ -180,12 +180,13 @@ class StateCounter:
 
 
 def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str) -> int:
-    """Bytes of the weights of one rank of the rollout engine."""
-    weights = WeightMap(model)
+    """Bytes of the weights of one rank of the rollout engine; rows that pad the last rank's vocabulary are left out."""
     total = 0
-    for param in weights.rollout_params(tp, rank):
-        exact = any(weights.is_float32(piece.hf_name) for piece in param.pieces[:1])
-        total += math.prod(param.shape) * (FLOAT32 if exact else DTYPE_BYTES[dtype])
+    for pattern in WeightMap(model).patterns(ParallelLayout(), tp):
+        pieces = pattern.targets[rank % len(pattern.targets)]
+        numel = sum(math.prod(piece.local_shape) for piece in pieces)
+        width = FLOAT32 if pattern.float32 else DTYPE_BYTES[dtype]
+        total += numel * len(pattern.layers) * max(1, pattern.experts) * width
     return total
 
 

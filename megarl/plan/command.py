@@ -1,0 +1,133 @@
+"""The command line ``megarl plan``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
+from megarl.config.compose import Request, compose
+from megarl.errors import ConfigError, ModelError
+from megarl.plan.estimate import Estimate, estimate
+from megarl.plan.hardware import Hardware, known_hardware, read_hardware
+from megarl.plan.lengths import Lengths, longest_lengths, read_lengths
+from megarl.plan.report import as_json, plan_blocks, search_blocks, search_json, show
+from megarl.plan.search import search
+from megarl.plan.verdict import Remedy, find_remedy
+
+JOBS: dict[str, tuple[type[Any], str]] = {
+    "train": (TrainConfig, "ppo"),
+    "sft": (SFTConfig, "sft"),
+    "reward-model": (RewardTrainingConfig, "reward_model"),
+}
+"""Jobs that can be planned: their schema, and the configuration where none is named."""
+EXIT_DOES_NOT_FIT, EXIT_BAD_CONFIG = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plans a configuration, or searches for layouts, and prints what was found.
+
+    Args:
+        argv: the command's arguments; None = those of the process.
+
+    Returns:
+        The exit code: 0, 1 where nothing fits, 2 for a wrong configuration or command line.
+    """
+    options = _parser().parse_intermixed_args(argv)
+    try:
+        config = compose(_request(options))
+        hardware = read_hardware(options.hardware or ("cpu" if config.trainer.device == "cpu" else "h100"))
+        _check_nodes(config, hardware)
+        lengths = lengths_of(config, options.lengths)
+        act = _search if options.search else _plan
+        return act(options, config, hardware, lengths)
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+
+
+def _plan(
+    options: argparse.Namespace, config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths
+) -> int:
+    def confirm(remedy: Remedy) -> Estimate:
+        other = compose(_request(options, remedy.overrides()))
+        return estimate(other, hardware, lengths, with_sync=False)
+
+    found = estimate(config, hardware, lengths)
+    remedy = None if found.fits else find_remedy(config, found, confirm)
+    if options.json:
+        print(as_json(found, remedy))
+    else:
+        show(plan_blocks(found, remedy), Console())
+    return 0 if found.fits else EXIT_DOES_NOT_FIT
+
+
+def _search(
+    options: argparse.Namespace, config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths
+) -> int:
+    found = search(config, hardware, lengths, options.top)
+    if options.json:
+        print(search_json(found))
+    else:
+        show(search_blocks(found, hardware.name), Console())
+    return 0 if found.best else EXIT_DOES_NOT_FIT
+
+
+def lengths_of(config: TrainConfig | SupervisedConfig, text: str | None) -> Lengths:
+    """Lengths as asked for, within what the configuration allows; without a text, the longest.
+
+    Raises:
+        ConfigError: the text cannot be read.
+    """
+    if isinstance(config, SupervisedConfig):
+        prompt, response = 0, config.data.max_length
+    else:
+        prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    return longest_lengths(prompt, response) if text is None else read_lengths(text, prompt, response)
+
+
+def _check_nodes(config: TrainConfig | SupervisedConfig, hardware: Hardware) -> None:
+    """A node has no more devices than its kind has; on a CPU processes may share cores."""
+    asked = config.trainer.n_gpus_per_node
+    if hardware.device == "cuda" and asked > hardware.devices_per_node:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={asked}, but a node of --hardware={hardware.name} has "
+            f"{hardware.devices_per_node} devices; set {hardware.devices_per_node} at most, and more trainer.nnodes"
+        )
+
+
+def _request(options: argparse.Namespace, more: Sequence[str] = ()) -> Request[Any]:
+    schema, config_name = JOBS[options.job]
+    name = (options.config_name or config_name).removesuffix(".yaml")
+    return Request(schema, name, (*options.overrides, *more), options.config_dir)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megarl plan",
+        description="What a configuration will take before it is started: memory of each device and phase, seconds of "
+        "each phase, the weight sync, what limits, and if it does not fit, the smallest change that would. A model "
+        "folder needs only its config.json. See docs/plan.md.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
+    parser.add_argument("--config-name", "-cn", help="YAML file; ppo where none is named")
+    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    parser.add_argument("--job", choices=sorted(JOBS), default="train", help="which job the configuration is of")
+    known = ", ".join(known_hardware())
+    parser.add_argument("--hardware", help=f"{known}, or a file of your own; h100, or cpu where trainer.device=cpu")
+    parser.add_argument("--lengths", help="of answers: mean=600,max=4096,sigma=0.8, or a file; see docs/plan.md")
+    parser.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
+    parser.add_argument("--top", type=_positive, default=10, metavar="N", help="how many to list (10)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number

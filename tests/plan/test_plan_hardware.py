@@ -1,0 +1,62 @@
+"""Hardware files: those that come with megarl, one's own, and what is wrong with one."""
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.plan.hardware import FOLDER, known_hardware, read_hardware
+
+
+def own(tmp_path, change):
+    text = (FOLDER / "h100.yaml").read_text()
+    file = tmp_path / "own.yaml"
+    file.write_text(change(text))
+    return str(file)
+
+
+def test_every_shipped_file_reads_and_is_named_as_its_file():
+    assert {"a100", "h100", "h200", "b200", "cpu"} <= set(known_hardware())
+    for name in known_hardware():
+        hardware = read_hardware(name)
+        assert hardware.name == name and hardware.device == ("cpu" if name == "cpu" else "cuda")
+
+
+def test_peaks_are_those_of_the_data_sheets():
+    a100, h100, h200 = (read_hardware(name) for name in ("a100", "h100", "h200"))
+    assert (a100.peak_flops("bfloat16"), h100.peak_flops("bfloat16")) == (312e12, 989e12)
+    assert h200.peak == h100.peak and h200.memory_bandwidth == 4800
+
+
+def test_times_are_bytes_over_reached_bandwidth():
+    h100 = read_hardware("h100")
+    assert h100.transfer_s(50e9 * 0.75, within_node=False) == pytest.approx(1.0)
+    assert h100.transfer_s(450e9 * 0.75, within_node=True) == pytest.approx(1.0)
+    assert h100.products_s(989e12 * 0.70, "bfloat16") == pytest.approx(1.0)
+
+
+def test_a_file_of_ones_own(tmp_path):
+    assert read_hardware(own(tmp_path, lambda t: t.replace("name: h100", "name: mine"))).name == "mine"
+
+
+def test_an_unknown_name_says_the_nearest():
+    with pytest.raises(ConfigError, match=r"--hardware=h1000: did you mean h100\? Known: a100, b200, cpu"):
+        read_hardware("h1000")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.replace("matmul:", "matmull:"), r"own.yaml: shares.matmull.*did you mean shares.matmul"),
+        (lambda t: t.replace("  network: 50 ", "  network: -1 "), r"own.yaml: links.network=-1"),
+        (lambda t: t.replace("  bfloat16: 989", "  bfloat16: fast"), r"peak.bfloat16=fast"),
+        (lambda t: "- 1\n", "holds a list"),
+        (lambda t: "a: [", "not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        read_hardware(own(tmp_path, change))
+
+
+def test_a_missing_field_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="memory_bandwidth"):
+        read_hardware(own(tmp_path, lambda t: t.replace("memory_bandwidth: 3352\n", "")))
