@@ -86,7 +86,8 @@ def role_activations(
         ends = _ends(role, tokens, stage)
     if stage == role.layout.pp - 1:
         logits = logits_bytes(role, one, tokens)
-    return PassActivations(layers, again, ends, logits, working_bytes(role, tokens, backward=one.updates))
+    working = working_bytes(role, tokens, backward=one.updates, fused=fused)
+    return PassActivations(layers, again, ends, logits, working)
 
 
 def saved_bytes(role: PlannedRole, one: PlannedPass, stage: int, *, fused: bool, runs: bool = True) -> int:
@@ -206,25 +207,32 @@ def padded_vocab(role: PlannedRole) -> int:
 def logits_bytes(role: PlannedRole, one: PlannedPass, tokens: Tokens) -> int:
     """Most bytes of logits and what is made of them, of one micro-batch on the last stage.
 
-    Log-probs are taken in float32: there are logits, their float32 copy, and the shifted ones or, with entropies, the
-    probabilities besides. The backward has the probabilities, the gradient in float32 and in the weights' format, and
-    with entropies three tensors more while it makes their slope. The exact KL has the same of both models.
+    Everything behind the logits is float32: the forward has their copy and the shifted ones, with entropies the
+    probabilities and their product with the shifted ones instead of the copy. The backward has the probabilities and
+    the gradient, also in the weights' format, or with entropies three tensors more while it makes their slope. The
+    exact KL has the logits of both models, a log-softmax done and one under way; its backward comes first. Without a
+    backward Megatron's schedule lets go of a micro-batch's logits only when it has the next one's. With few tokens the
+    gradient of the output layer's weight takes more than all of this.
     """
     if role.value_head:
         return tokens.outputs * FLOAT32 * 4
-    width, exact = role.dtype_bytes, role.dtype_bytes == FLOAT32
-    forward = width + FLOAT32 * (1 if exact and not one.with_entropy else 2)
-    backward = 0
+    width = role.dtype_bytes
+    copy = 0 if width == FLOAT32 else 1
+    moments = [width + FLOAT32 * (3 if one.with_entropy else 1 + copy)]
     if one.updates:
-        backward = FLOAT32 * 5 if one.with_entropy else FLOAT32 * 2 + (0 if exact else width)
-    each = max(forward, backward)
+        moments.append(FLOAT32 * 5 if one.with_entropy else FLOAT32 * 2 + copy * width)
     if one.full_kl:
-        each += 2 * width + 3 * FLOAT32
-    return tokens.outputs * (padded_vocab(role) // role.layout.tp) * each
+        moments.append(2 * width + FLOAT32 * (3 + copy + one.updates))
+    if one.full_kl and one.updates:
+        moments.append(FLOAT32 * 5 + (width if one.with_entropy else 0))
+    columns = padded_vocab(role) // role.layout.tp
+    before = width if not one.updates and one.micro_batches > 1 else 0
+    behind = columns * width * (tokens.outputs + role.model.hidden_size) if one.updates else 0
+    return max(tokens.outputs * columns * (max(moments) + before), behind)
 
 
-def working_bytes(role: PlannedRole, tokens: Tokens, *, backward: bool) -> int:
-    """What one layer computes with at a time: the residual, and its widest tensors, with their gradients."""
+def working_bytes(role: PlannedRole, tokens: Tokens, *, backward: bool, fused: bool) -> int:
+    """What one layer computes with at a time: its widest tensors, or their gradients and that of the largest weight."""
     model, layout, width = role.model, role.layout, role.dtype_bytes
     mlp = tokens.here * width * 3 * (model.ffn_hidden_size // layout.tp)
     if model.experts is not None:
@@ -232,5 +240,17 @@ def working_bytes(role: PlannedRole, tokens: Tokens, *, backward: bool) -> int:
         mlp = max(mlp, tokens.between * model.experts.per_token * width * (2 * model.hidden_size + inner))
     norm = tokens.between * model.hidden_size * 3 * FLOAT32
     gathered = tokens.here * model.hidden_size * width if role.sequence_parallel else 0
-    residual = 2 * tokens.between * model.hidden_size * width
-    return residual + gathered + max(mlp, norm) * (2 if backward else 1)
+    # Without a backward nothing of this is counted among what layers keep.
+    around = (2 if backward else 5) * tokens.between * model.hidden_size * width
+    return around + gathered + max(mlp, norm) + (_largest_weight(role, fused) * width if backward else 0)
+
+
+def _largest_weight(role: PlannedRole, fused: bool) -> int:
+    """Elements of the largest weights of a layer whose gradients come at a time; fused experts' come all together."""
+    model, layout = role.model, role.layout
+    dense = 2 * model.ffn_hidden_size // layout.tp * model.hidden_size
+    if model.experts is None:
+        return dense
+    together = model.experts.count // layout.ep if fused else 1
+    expert = 2 * model.experts.ffn_hidden_size // layout.expert_tp * model.hidden_size * together
+    return expert if all(model.experts.layers) else max(dense, expert)

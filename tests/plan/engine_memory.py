@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from alive import Alive
 from distributed import Place
 from engine_cases import Setup, engine, micro_batches, policy_loss, value_loss
 from tiny_models import TEMPERATURE, VOCAB, Row
@@ -107,9 +108,22 @@ def measure(place: Place, path: Path, setup: Setup, rows: list[Row]) -> Measured
         return measured(built, saved)
 
 
+def peaks(place: Place, path: Path, setup: Setup, rows: list[Row]) -> tuple[int, int]:
+    """The most that is alive besides weights and gradients, in a pass that computes only and in an update."""
+    with engine(place, path, setup) as built:
+        mine = micro_batches(rows, setup, built.runtime.coordinate.dp, setup.layout.dp)
+        options = OutputOptions(TEMPERATURE, with_entropy=True)
+        given = [param.data for chunk in built.chunks for param in chunk.parameters()] + _gradients(built)
+        with Alive(given) as computes:
+            built.forward(mine, options)
+        with Alive(given) as updates:
+            built.forward_backward(mine, policy_loss, options)
+        return computes.peak, updates.peak
+
+
 def measured(built: MegatronEngine, saved: SavedTensors) -> Measured:
     params = [param.data for chunk in built.chunks for param in chunk.parameters()]
-    grads = [b.grad_data for chunk in built.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    grads = _gradients(built)
     main, moments = _optimizer_tensors(built)
     weights = _storages(params)
     return Measured(
@@ -121,6 +135,10 @@ def measured(built: MegatronEngine, saved: SavedTensors) -> Measured:
         saved=saved.peak,
         at_peak=saved.at_peak,
     )
+
+
+def _gradients(built: MegatronEngine) -> list[Tensor]:
+    return [b.grad_data for chunk in built.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def _optimizer_tensors(built: MegatronEngine) -> tuple[list[Tensor], list[Tensor]]:

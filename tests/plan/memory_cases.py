@@ -103,13 +103,17 @@ def planned_role(path: Path, setup: Setup) -> PlannedRole:
     return PlannedRole("actor", "megatron", model, layout, megatron, setup.value_head, True, ())
 
 
-def expected(path: Path, setup: Setup, rows: list[Row], rank: int) -> Expected:
-    role = planned_role(path, setup)
-    states: RankStates = StateCounter(role).of(rank)
+def planned_pass(setup: Setup, rows: list[Row], updates: bool = True) -> PlannedPass:
+    """What a micro-batch of the rows is, which are all alike."""
     count = setup.rows_per_micro_batch
     tokens = sum(len(row.prompt) + len(row.response) for row in rows[:count])
     outputs = sum(len(row.response) for row in rows[:count])
     number = len(rows) // setup.layout.dp // count
-    one = PlannedPass("update", True, tokens, outputs, number, 1, len(rows), with_entropy=True, longest=tokens // count)
+    return PlannedPass("update", updates, tokens, outputs, number, 1, len(rows), True, longest=tokens // count)
+
+
+def expected(path: Path, setup: Setup, rows: list[Row], rank: int) -> Expected:
+    role, one = planned_role(path, setup), planned_pass(setup, rows)
+    states: RankStates = StateCounter(role).of(rank)
     saved = saved_bytes(role, one, setup.layout.coordinate(rank).pp, runs=False, fused=False)
     return Expected(states.parameters, states.weights, states.gradients, states.main_weights, states.moments, saved)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from distributed import ProcessPool
-from engine_memory import Measured, measure
-from memory_cases import CASES, MODELS, ROWS, expected
+from engine_memory import Measured, measure, peaks
+from memory_cases import CASES, MODELS, ROWS, expected, planned_pass, planned_role
 from tiny_models import save_model
 
-ACTIVATIONS = 0.1
+from megarl.plan.passes import role_activations
+
+ACTIVATIONS, EVERYTHING = 0.1, 0.2
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +33,15 @@ def test_bytes_are_those_of_the_engine(pool: ProcessPool, models: dict[str, Path
         plan = expected(path, case.setup, ROWS, rank)
         assert plan[:5] == real[:5], f"rank {rank}: {plan._fields[:5]}"
         assert plan.saved == pytest.approx(real.saved, rel=ACTIVATIONS), f"rank {rank}: {real.at_peak}"
+
+
+@pytest.mark.parametrize("name", ["one_bfloat16", "pp2_tied", "full_uniform_two", "experts_bfloat16"])
+def test_logits_and_working_memory_are_about_the_engines(pool: ProcessPool, models: dict[str, Path], name: str) -> None:
+    case = CASES[name]
+    setup, path = case.setup, models[case.model]
+    role = planned_role(path, setup)
+    for rank, real in enumerate(pool.run(peaks, setup.layout.world_size, path, setup, ROWS)):
+        stage = setup.layout.coordinate(rank).pp
+        for updates, most in zip((False, True), real, strict=True):
+            plan = role_activations(role, planned_pass(setup, ROWS, updates), stage, fused=False)
+            assert plan.total == pytest.approx(most, rel=EVERYTHING), f"rank {rank}, updates {updates}: {plan}"
