@@ -15,12 +15,12 @@ from megarl.plan.activations import tokens_on_rank
 from megarl.plan.job import PlannedPass, PlannedRole
 from megarl.plan.passes import logits_bytes, padded_vocab
 
-TOKENS = 16
+TOKENS, HIDDEN = 16, 4
 
 
 def role(dtype: str) -> PlannedRole:
     actor = train_job("Qwen2.5-7B", megatron(dtype=dtype), devices=1).role("actor")
-    return replace(actor, model=replace(actor.model, vocab_size=4096))
+    return replace(actor, model=replace(actor.model, vocab_size=4096, hidden_size=HIDDEN))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -31,8 +31,8 @@ def test_the_plan_counts_what_is_alive(dtype: str, with_entropy: bool, full_kl: 
     one = PlannedPass("update", updates, TOKENS, TOKENS, 1, 1, 0, with_entropy, full_kl)
     plan = logits_bytes(model, one, tokens_on_rank(model, one))
     vocab, kind = model.model.vocab_size, getattr(torch, dtype)
-    hidden = torch.randn(TOKENS, 4, dtype=kind)
-    weight = torch.randn(padded_vocab(model), 4, dtype=kind, requires_grad=updates)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=kind)
+    weight = torch.randn(padded_vocab(model), HIDDEN, dtype=kind, requires_grad=updates)
     targets = torch.zeros(TOKENS, dtype=torch.int64)
     with Alive([hidden, weight, targets]) as alive, torch.set_grad_enabled(updates):
         loss = _loss(hidden, weight, targets, vocab, with_entropy, full_kl)
