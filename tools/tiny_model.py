@@ -1,0 +1,75 @@
+"""A small random model of the same family as another, with its tokenizer: to run a cluster's job on a laptop.
+
+    python tools/tiny_model.py SOURCE TARGET [--layers 4] [--hidden 64]
+
+SOURCE is a Hugging Face folder; its config.json and tokenizer are enough. Heads, their groups, and experts keep their
+ratios where sizes allow, so that layouts divide as they do there; the vocabulary is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HEAD = 16
+"""Width of a head."""
+
+
+def shrunk(raw: dict[str, Any], layers: int, hidden: int) -> dict[str, Any]:
+    """The fields of a ``config.json`` that change.
+
+    Args:
+        raw: the whole file.
+        layers: decoder layers.
+        hidden: hidden size, a multiple of 16.
+    """
+    heads = hidden // HEAD
+    groups = max(1, heads * raw.get("num_key_value_heads", raw["num_attention_heads"]) // raw["num_attention_heads"])
+    small: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
+    if "head_dim" in raw:
+        small["head_dim"] = HEAD
+    if "moe_intermediate_size" in raw:
+        small["moe_intermediate_size"] = hidden
+    if "layer_types" in raw and raw["layer_types"]:
+        small["layer_types"] = raw["layer_types"][:layers]
+    return small
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if args.hidden % HEAD:
+        parser.error(f"--hidden={args.hidden} must be a multiple of {HEAD}")
+
+    raw = json.loads((args.source / "config.json").read_text())
+    args.target.mkdir(parents=True, exist_ok=True)
+    for file in args.source.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".pth")):
+            shutil.copy(file, args.target / file.name)
+    (args.target / "config.json").write_text(json.dumps(raw | shrunk(raw, args.layers, args.hidden), indent=2) + "\n")
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target), dtype=torch.float32)
+    model.save_pretrained(args.target)
+    print(f"{args.target}: {raw['architectures'][0]}, {sum(p.numel() for p in model.parameters()):,} parameters")
+
+
+if __name__ == "__main__":
+    main()
