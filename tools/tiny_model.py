@@ -42,7 +42,7 @@ def shrunk(raw: dict[str, Any], layers: int, hidden: int) -> dict[str, Any]:
         small["head_dim"] = HEAD
     if "moe_intermediate_size" in raw:
         small["moe_intermediate_size"] = hidden
-    if "layer_types" in raw and raw["layer_types"]:
+    if raw.get("layer_types"):
         small["layer_types"] = raw["layer_types"][:layers]
     return small
 

@@ -1,0 +1,71 @@
+"""The tools of the page on debugging."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import ROOT
+from safetensors import safe_open
+
+from megarl.models import ParallelLayout, WeightMap, check_layout, read_model_config
+
+
+def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def written(folder: Path, rows: list[dict[str, float]]) -> Path:
+    run = folder / "2026-01-01_00-00-00"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return folder
+
+
+def test_runs_that_differ_by_the_clock_are_equal(tmp_path: Path) -> None:
+    one = written(tmp_path / "one", [{"step": 1, "actor/grad_norm": 200.0, "timing_s/gen": 1.0}, {"step": 2, "x": 1.0}])
+    other = written(tmp_path / "other", [{"step": 1, "actor/grad_norm": 200.001, "timing_s/gen": 9.0}])
+    done = tool("compare_runs", str(one), str(other))
+    assert done.returncode == 0, done.stdout
+    assert "1 numbers of 1 steps; largest distance 5.0e-06 (actor/grad_norm in step 1)" in done.stdout
+
+
+@pytest.mark.parametrize("value", [200.1, float("nan"), None])
+def test_runs_that_differ_are_told_by_name(tmp_path: Path, value: float | None) -> None:
+    row = {"step": 1, "actor/grad_norm": value, "actor/lr": 1e-6}
+    one = written(tmp_path / "one", [{"step": 1, "actor/grad_norm": 200.0, "actor/lr": 1e-6}])
+    other = written(tmp_path / "other", [{k: v for k, v in row.items() if v is not None}])
+    done = tool("compare_runs", str(one), str(other))
+    assert done.returncode == 1 and "step 1  actor/grad_norm" in done.stdout and "actor/lr" not in done.stdout
+
+
+def test_a_folder_without_metrics_is_told(tmp_path: Path) -> None:
+    done = tool("compare_runs", str(tmp_path), str(tmp_path))
+    assert done.returncode != 0 and "there is no metrics.jsonl" in done.stderr
+
+
+def test_a_small_model_keeps_family_and_ratios(tmp_path: Path) -> None:
+    """A mixture with eight heads per group, in the sizes of its checkpoint; only the vocabulary is small here."""
+    large = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4,
+        "norm_topk_prob": True, "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(large))
+    (tmp_path / "large" / "tokenizer.json").write_text("{}")
+    done = tool("tiny_model", str(tmp_path / "large"), str(tmp_path / "small"), "--layers", "4", "--hidden", "128")
+    assert done.returncode == 0, done.stderr
+    config = read_model_config(tmp_path / "small")
+    assert (config.num_layers, config.hidden_size, config.architecture) == (4, 128, "Qwen3MoeForCausalLM")
+    assert (tmp_path / "small" / "tokenizer.json").is_file()
+    with safe_open(tmp_path / "small" / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 -- no mapping
+    assert WeightMap(config).hf_shapes() == shapes
+    check_layout(config, ParallelLayout(tp=1, pp=4, ep=8, dp=8), "layout")
