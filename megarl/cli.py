@@ -69,6 +69,7 @@ COMMANDS = {
     "doctor": Command("megarl.cluster.checkup_command", "whether machines have what a run needs"),
     "report": Command("megarl.tracking.report.command", "the HTML report of a run, or a comparison of several"),
     "timeline": Command("megarl.tracing.command", "what a run's timeline says: busy shares, phases, gaps"),
+    "launch": Command("megarl.launch.command", "a job on a cluster: by SLURM, ssh, on Kubernetes, or on this machine"),
     "plan": Command("megarl.plan.command", "memory, times and limits of a configuration before it runs; best layouts"),
     "retrieval-server": Command("megarl.retrieval.command", "BM25 over a JSONL corpus, for agents that search"),
 }
@@ -151,6 +152,25 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
+    """The configuration of a single run, complete and checked as before a run, which is not started.
+
+    Args:
+        name: a key of ``JOBS``.
+        argv: the arguments after the job's name.
+
+    Raises:
+        ConfigError, ModelError: something is wrong with it, or it asks for several runs.
+    """
+    job = JOBS[name]
+    options = _parser(name, job).parse_intermixed_args(argv)
+    if options.multirun or options.cfg:
+        raise ConfigError("--multirun and --cfg are for a job that is run without the launcher; leave them out")
+    config = compose(_request(job, options))
+    check_models(config)
+    return config
 
 
 def _request(job: Job, options: argparse.Namespace) -> Request[Any]:

@@ -10,7 +10,7 @@ import pytest
 from distributed import ProcessPool
 
 TESTS = Path(__file__).parent
-ONE_AFTER_THE_OTHER = ("cluster", "e2e")
+ONE_AFTER_THE_OTHER = ("cluster", "e2e", "launch")
 """Folders whose tests start Ray, and look at what it leaves on the machine: never two of them at a time."""
 
 

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.cluster.processes import RunProcesses
 from megarl.errors import ResourceError
 
-_RESOURCE = {"cpu": "CPU", "cuda": "GPU"}
+RESOURCE_NAMES = {"cpu": "CPU", "cuda": "GPU"}
 _DEVICE_WORD = {"cpu": "CPU slot", "cuda": "GPU"}
 # What one process claims of its device. It only tells Ray where to put the process: the device's time and memory are
 # shared by whoever is on it, so the figure is small enough never to limit how many roles live together.
@@ -40,7 +40,7 @@ class ResourcePool:
     devices_per_node: Sequence[int]
 
     def __post_init__(self) -> None:
-        if self.device not in _RESOURCE:
+        if self.device not in RESOURCE_NAMES:
             raise ResourceError(f"pool {self.name!r}: device={self.device!r} is neither 'cpu' nor 'cuda'")
         if not self.devices_per_node or min(self.devices_per_node) < 1:
             raise ResourceError(
@@ -87,7 +87,7 @@ def check_resources(pools: Iterable[ResourcePool], nodes: Sequence[Mapping[str, 
         if not fitting:
             raise ResourceError(_shortage(pools, pool, nodes))
         # The tightest fit, which keeps the larger nodes whole for others.
-        chosen = min(fitting, key=lambda node: node[_RESOURCE[pool.device]])
+        chosen = min(fitting, key=lambda node: node[RESOURCE_NAMES[pool.device]])
         for name, amount in need.items():
             chosen[name] -= amount
 
@@ -100,7 +100,7 @@ def _placing_order(pools: Iterable[ResourcePool]) -> list[tuple[ResourcePool, in
 
 def _shortage(pools: Sequence[ResourcePool], failing: ResourcePool, nodes: Sequence[Mapping[str, float]]) -> str:
     """Message of a pool that does not fit."""
-    resource, word = _RESOURCE[failing.device], _DEVICE_WORD[failing.device]
+    resource, word = RESOURCE_NAMES[failing.device], _DEVICE_WORD[failing.device]
     needs = "; ".join(
         f"pool {pool.name!r} needs {pool.num_devices} {_DEVICE_WORD[pool.device]}(s) as {list(pool.devices_per_node)} "
         "per node"

@@ -1,0 +1,92 @@
+"""Real clusters: several nodes on this machine, each a Ray node of its own at a loopback address of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import ray
+from launch.conftest import HERE
+
+TWO = ("--no-doctor", "--nodes=2", "--devices-per-node=1", "--device=cpu", "--port=7400")
+DRIVER = (sys.executable, str(HERE / "two_nodes.py"))
+
+
+def seen(folder):
+    return [json.loads(line) for line in (folder / "seen.json").read_text().splitlines()]
+
+
+def test_worker_group_over_two_nodes_by_ssh(start_launcher, stand_ins, tmp_path):
+    """With a Ray of somebody else's on the machine, which goes on."""
+    foreign = subprocess.Popen(
+        [sys.executable, str(HERE / "foreign_ray.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert foreign.stdout.readline() == "up\n"
+    launched = start_launcher(
+        *TWO, "--hosts=127.0.0.2,127.0.0.3", "--env=MEGARL_TEST=a value; of two words", "--", *DRIVER, str(tmp_path)
+    )
+    assert launched.code() == 0, launched.text()
+    (run,) = seen(tmp_path)
+    assert run["address"] == "127.0.0.2:7400"
+    assert run["total"] == [3.0, 3.0]
+    assert sorted(run["hosts"]) == ["127.0.0.2", "127.0.0.3"]
+    assert run["given"] == "a value; of two words"
+    assert not os.path.exists(run["token"])
+    assert launched.left() == []
+    assert "the driver is at work" in launched.text()
+    calls = stand_ins.calls("ssh")
+    assert [call["arguments"][-2] for call in calls] == ["127.0.0.2", "127.0.0.3"]
+    assert all("BatchMode=yes" in call["arguments"] for call in calls)
+    assert not any("MEGARL_TEST" in word for call in calls for word in call["arguments"])
+    foreign.stdin.write("\n")
+    foreign.stdin.flush()
+    assert foreign.stdout.readline() == "3\n", "the other Ray computes as before"
+    assert foreign.wait(60) == 0
+
+
+def test_lost_node_is_named_and_the_job_restarted_by_srun(start_launcher, stand_ins, tmp_path):
+    launched = start_launcher(
+        *TWO,
+        *("--on=slurm", "--max-restarts=1", "--restart-delay=0.1", "--", *DRIVER, str(tmp_path), "lose"),
+        SLURM_JOB_NODELIST="local[2-3]",
+        SLURM_CPUS_ON_NODE="2",
+    )
+    launched.until("the driver is at work")
+    (raylet,) = [p for p in launched.left() if p.name() == "raylet" and "--node_ip_address=127.0.0.3" in p.cmdline()]
+    raylet.kill()
+    assert launched.code() == 0, launched.text()
+    text = launched.text()
+    assert "node 127.0.0.3 is lost: its Ray ended with code 1" in text
+    assert "Restart 1 of 1 in 0.1 s" in text
+    assert "driver: sleeper rank" in text and "127.0.0.3) died in sleep" in text
+    assert len(seen(tmp_path)) == 2
+    assert launched.left() == []
+    calls = [call["arguments"] for call in stand_ins.calls("srun")]
+    assert len(calls) == 4
+    assert "--nodelist=127.0.0.2" in calls[0] and "--cpus-per-task=2" in calls[0] and "--overlap" in calls[0]
+
+
+def test_one_machine_refuses_strangers_and_ends_by_sigterm(start_launcher, tmp_path):
+    waits = (
+        "import os, time; address, token = os.environ['RAY_ADDRESS'], os.environ['RAY_AUTH_TOKEN_PATH']; "
+        "print(f'{address} {token}', flush=True); time.sleep(600)"
+    )
+    options = ("--on=local", "--no-doctor", "--nodes=1", "--devices-per-node=1", "--device=cpu", "--port=7500")
+    launched = start_launcher(*options, "--max-restarts=3", "--", sys.executable, "-c", waits)
+    launched.until("127.0.0.1:7500 /tmp/megarl-")
+    assert os.stat(launched.text().split()[-1]).st_mode & 0o077 == 0
+    listening = {
+        c.laddr.ip for p in launched.left() for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
+    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    stranger = "import ray; ray.init(address='127.0.0.1:7500', logging_level='ERROR')"
+    env = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "1"}
+    asked = subprocess.run([sys.executable, "-c", stranger], env=env, capture_output=True, text=True, timeout=120)
+    assert asked.returncode != 0 and "AuthenticationError" in asked.stderr + asked.stdout, asked.stderr
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.code() == 128 + signal.SIGTERM
+    assert launched.left() == []
+    assert "Restart" not in launched.text()
+    assert not ray.is_initialized()

@@ -1,0 +1,108 @@
+"""What is said about a command line before anything is started, and what schedulers are given."""
+
+import re
+import subprocess
+
+import pytest
+
+from megarl.cli import main as megarl
+from megarl.errors import ConfigError
+from megarl.launch import command
+from megarl.launch.options import split_job
+
+QUICK = ["train", "--config-name", "quickstart"]
+
+
+def said(capsys, *argv):
+    code = command.main(argv)
+    return code, capsys.readouterr().err
+
+
+def test_launcher_and_job_are_told_apart():
+    own, words, is_megarl = split_job(
+        ["--hosts", "train", "--no-doctor", "--port=1", "train", "--config-name", "grpo", "a=b"]
+    )
+    assert own == ["--hosts", "train", "--no-doctor", "--port=1"]
+    assert words == ["train", "--config-name", "grpo", "a=b"] and is_megarl
+    assert split_job(["--nodes", "2", "--", "python", "--", "x"]) == (["--nodes", "2"], ["python", "--", "x"], False)
+
+
+@pytest.mark.parametrize("argv", [[], ["--no-doctor"], ["--"]])
+def test_no_job(argv):
+    with pytest.raises(ConfigError, match="no job is named"):
+        split_job(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tran", "a=b"], "'tran' is no job"),
+        ([*QUICK, "trainer.nodes=2"], "trainer.nodes"),
+        ([*QUICK, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size"),
+        (["--max-restarts=1", *QUICK], "trainer.resume_mode=disable: a restart .* begin anew"),
+        (["--hosts=a", *QUICK, "trainer.nnodes=2"], "trainer.nnodes=2, but there are 1 hosts: a"),
+        (["--on=ssh", *QUICK], "--on ssh needs --hosts"),
+        (["--on=local", "--hosts=a", *QUICK], "not --hosts=a"),
+        (["--submit", *QUICK], "--submit is for --on sbatch"),
+        ([*QUICK, "--multirun"], "--multirun"),
+        (["--port=10000", *QUICK], "overlap with --worker-ports=10002-19999"),
+        (["--", "python", "x.py"], "--nodes and --devices-per-node"),
+    ],
+)
+def test_refused_before_anything_is_started(capsys, monkeypatch, argv, message):
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    code, text = said(capsys, *argv)
+    assert code == 2
+    assert re.search(message, text), text
+
+
+def test_run_that_saves_nothing_is_told_that_restarts_begin_anew(capsys, monkeypatch):
+    monkeypatch.setattr(command, "_launch", lambda *given: 0)
+    code, text = said(
+        capsys, "--max-restarts=1", "--on=local", *QUICK, "trainer.resume_mode=auto", "trainer.save_freq=-1"
+    )
+    assert code == 0 and "nothing is saved, so a restart begins anew" in text
+
+
+def test_batch_script_runs_the_launcher_inside(stand_ins, monkeypatch, capsys, tmp_path):
+    for name, value in stand_ins.environment().items():
+        monkeypatch.setenv(name, value)
+    words = [*QUICK, "trainer.nnodes=4", "trainer.device=cuda", "trainer.n_gpus_per_node=8", "data.system_prompt='a b'"]
+    own = [
+        "--on=sbatch",
+        "--sbatch=--time=2-0",
+        "--sbatch=--nodes=5",
+        "--srun",
+        "srun --mem=0",
+        f"--workdir={tmp_path}",
+    ]
+    assert megarl(["launch", *own, *words]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --time=2-0\n" in script and "#SBATCH --gpus-per-node=8\n" in script
+    assert script.count("--nodes=") == 1 and "#SBATCH --nodes=5\n" in script, "what is given wins"
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    inside = script.replace("exec ", "printf '%s\\n' ")
+    lines = subprocess.run(["bash"], input=inside, text=True, capture_output=True, check=True).stdout.splitlines()
+    assert lines[1:] == [
+        "-m",
+        "megarl.launch",
+        "--on",
+        "slurm",
+        "--srun",
+        "srun --mem=0",
+        f"--workdir={tmp_path}",
+        *words,
+    ]
+    assert megarl(["launch", "--submit", *own, *words]) == 0
+    assert capsys.readouterr().out == "4711\n"
+    assert stand_ins.calls("sbatch")[0]["input"] == script
+    assert megarl(["launch", "--submit", *own, "--sbatch=--partition=nowhere", *words]) == 1
+    assert "sbatch refused the script: sbatch: error: invalid partition" in capsys.readouterr().err
+
+
+def test_host_that_cannot_be_reached_is_named(start_launcher):
+    options = ("--no-doctor", "--nodes=1", "--devices-per-node=1", "--device=cpu", "--hosts=unreachable")
+    launched = start_launcher(*options, "--", "true")
+    assert launched.code() == 1
+    assert "node unreachable is lost: the connection ended with code 255: ssh: Could not resolve" in launched.text()
