@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Sets up the environment and runs lint, types, import contracts and all tests; then sets up SGLang's environment and runs
-# the tests of it that are marked `sglang` (see docs/rollout.md).
+# Sets up the environment and runs lint, types, import contracts and all tests, and those of the report's page in a browser
+# where there is one; then sets up SGLang's environment and runs the tests of it that are marked `sglang` (docs/rollout.md).
 #
 #   bash launch/test.sh                     everything
 #   SGLANG=0 bash launch/test.sh            without SGLang
 #   SGLANG=only bash launch/test.sh         SGLang's alone
-#   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang is left out then
+#   BROWSER=/opt/chrome bash launch/test.sh the tests of the report's page in that browser; BROWSER=0: in none; by default in
+#                                           the first of Chromium's family that is on PATH; see launch/browser.sh
+#   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang and the browser are left out then
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 sglang="${SGLANG:-$([ $# -eq 0 ] && echo 1 || echo 0)}"
@@ -20,6 +22,15 @@ if [ "$sglang" != only ]; then
   lint-imports
   # Two lanes: while one waits for processes to start, the other computes.
   python -m pytest -n 2 --dist loadfile "$@"  # files go to lanes as tests/conftest.py says
+  if [ $# -eq 0 ]; then
+    source "$MEGARL_ROOT/launch/browser.sh"
+    if browser="$(find_browser)"; then
+      echo "== The report's page in a browser: $browser ($("$browser" --version 2>/dev/null))"
+      BROWSER="$browser" python -m pytest -m browser tests/tracking
+    else
+      echo "== NOT RUN: the tests of the report's page in a browser (pytest -m browser), for want of one; see above" >&2
+    fi
+  fi
 fi
 if [ "$sglang" != 0 ]; then
   source "$MEGARL_ROOT/launch/sglang_cpu.sh"

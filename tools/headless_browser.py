@@ -159,7 +159,8 @@ class Browser:
     def hover(self, selector: str) -> None:
         """Move the mouse over the middle of an element."""
         x, y = self._middle(selector)
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        for before in (4, 0):  # it comes from somewhere
+            self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - before, y=y)
 
     def press(self, key: str) -> None:
         """Press a key, for what has the focus."""
@@ -188,8 +189,10 @@ class Browser:
     def _middle(self, selector: str) -> tuple[float, float]:
         x, y = self.on(
             selector,
-            """(found) => {
+            """async (found) => {
                 found.scrollIntoView({ block: "center", behavior: "instant" });
+                // the mouse meets what the last frame showed
+                for (let frame = 0; frame < 2; frame++) await new Promise(requestAnimationFrame);
                 const box = found.getBoundingClientRect();
                 return [box.x + box.width / 2, box.y + box.height / 2];
             }""",

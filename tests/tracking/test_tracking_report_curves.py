@@ -31,15 +31,15 @@ def test_thinning_keeps_mean_and_extremes(values: list[float], most: int) -> Non
 
 def test_thinning_by_hand() -> None:
     curve = thin(np.array([1, 2, 3, 4, 5]), np.array([1.0, 3.0, 5.0, 0.0, 4.0]), 2)
-    assert curve == {"x": [2, 5], "y": [2.0, 3.0], "low": [1.0, 0.0], "high": [3.0, 5.0]}
+    assert curve == {"x": [2, 5], "y": [2.0, 3.0], "low": [1.0, 0.0], "high": [3.0, 5.0], "n": 5}
 
 
 def test_curves_leave_out_what_is_missing_and_share_their_steps() -> None:
     rows = [{"step": 1, "a": 1.23456789, "b": 2.0}, {"step": 5, "a": 2.0, "b": math.inf, "c": math.nan}]
     axes, found = curves(rows)
     assert axes == [[1, 5], [1], []]
-    assert found["a"] == {"x": 0, "y": [1.23457, 2.0]}
-    assert found["b"] == {"x": 1, "y": [2.0]} and found["c"] == {"x": 2, "y": []}
+    assert found["a"] == {"x": 0, "y": [1.23457, 2.0], "n": 2}
+    assert found["b"] == {"x": 1, "y": [2.0], "n": 1} and found["c"] == {"x": 2, "y": [], "n": 0}
     assert not_finite(rows) == {"b": 1, "c": 1}
     assert curves([]) == ([], {})
 

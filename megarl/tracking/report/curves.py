@@ -15,7 +15,7 @@ TIMED = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 Rows = Sequence[Mapping[str, float]]
 
 
-def thin(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> dict[str, list[float]]:
+def thin(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> dict[str, Any]:
     """A curve of at most ``most`` points.
 
     A curve of more is cut into that many stretches, of which the mean and the least and greatest value are kept, so
@@ -27,15 +27,17 @@ def thin(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> dict
         most: points to keep.
 
     Returns:
-        ``x`` and ``y``, and ``low`` and ``high`` where the curve was thinned. ``x`` is the last step of a stretch.
+        ``x``, ``y`` and ``n`` (values before thinning), and ``low`` and ``high`` where there were too many. ``x`` is
+        the last step of a stretch.
     """
     if len(values) <= most:
-        return {"x": steps.tolist(), "y": _short(values)}
+        return {"x": steps.tolist(), "y": _short(values), "n": len(values)}
     begins = np.arange(most) * len(values) // most
     ends = np.append(begins[1:], len(values))
     return {
         "x": steps[ends - 1].tolist(),
         "y": _short(np.add.reduceat(values, begins) / (ends - begins)),
+        "n": len(values),
         "low": _short(np.minimum.reduceat(values, begins)),
         "high": _short(np.maximum.reduceat(values, begins)),
     }
@@ -59,7 +61,7 @@ def curves(rows: Rows, most: int = MOST_POINTS) -> tuple[list[list[float]], dict
     found: dict[str, dict[str, Any]] = {}
     for name, values in columns.items():
         finite = np.isfinite(values)
-        curve: dict[str, Any] = thin(steps[finite], values[finite], most)
+        curve = thin(steps[finite], values[finite], most)
         axis = tuple(curve["x"])
         if axis not in numbers:
             numbers[axis] = len(axes)

@@ -55,13 +55,14 @@ function traces(chart) {
 
 // Of several runs a stack would hide all but one: a bar for each run, of its mean seconds per phase.
 function comparedStack(chart, lines) {
-  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+  const total = (curve) => curve.n * curve.y.reduce((sum, value) => sum + value, 0) / curve.y.length;
+  const perStep = (line) => total(line.curve) / data.runs[line.number].final.steps; // a validation is not in every step
   const runs = [...new Set(lines.map((line) => line.number))], colors = theme().colors;
   return chart.series.map((series, index) => {
     const own = runs.map((number) => lines.find((line) => line.number === number && line.metric === series.metric));
     return {
       type: "bar", orientation: "h", name: label(series.label), y: runs.map((number) => label(data.runs[number].name)),
-      x: own.map((line) => (line ? mean(line.curve.y) : null)), marker: { color: colors[index % colors.length], line: { width: 0 } },
+      x: own.map((line) => (line ? perStep(line) : null)), marker: { color: colors[index % colors.length], line: { width: 0 } },
       hovertemplate: "%{x:.3~g} s<extra>%{fullData.name}</extra>",
     };
   });
