@@ -78,7 +78,7 @@ function layout(chart) {
     margin: { l: 8, r: 8, t: 8, b: 8 },
     paper_bgcolor: "transparent", plot_bgcolor: "transparent",
     font: { family: "system-ui, sans-serif", color: text, size: 12 },
-    hovermode: bars ? "closest" : "x unified", hoverlabel: { bgcolor: card, bordercolor: grid, namelength: -1 },
+    hovermode: bars ? "closest" : "x unified", hoverdistance: -1, hoverlabel: { bgcolor: card, bordercolor: grid, namelength: -1 },
     barmode: "stack", bargap: 0.15,
     showlegend: chart.series.length * data.runs.length > 1,
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 11 } },
