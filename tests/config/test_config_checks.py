@@ -106,7 +106,7 @@ RS = {f"{ROLLOUT}.calculate_log_probs": True, f"{RC}.rollout_rs": "token_k1,seq_
         ({"data.train_batch_size": 100}, "data.train_batch_size", "256"),
         ({f"{ACTOR}.ppo_mini_batch_size": 4}, f"{ACTOR}.ppo_mini_batch_size", "8 data-parallel ranks"),
         ({f"{ACTOR}.use_dynamic_bsz": False}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "must be set"),
-        ({"trainer.watchdog.phases": {"generation": 9}}, "trainer.watchdog.phases", "there are start_workers, step, gen"),
+        ({"trainer.watchdog.phases": {"generation": 9}}, "trainer.watchdog.phases", "there are start_workers, step"),
         ({"trainer.watchdog.phases": {"gen": 0}}, "trainer.watchdog.phases", "gen: 0 must be seconds > 0, or null"),
         ({"trainer.timeline.steps": [-1]}, "trainer.timeline.steps", "counted from 0"),
         ({"critic.ppo_max_token_len_per_gpu": 1023}, "critic.ppo_max_token_len_per_gpu", "1024 tokens"),

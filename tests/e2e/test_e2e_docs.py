@@ -37,7 +37,7 @@ def run(code: str, folder: Path, how: str) -> str:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a user has after cloning, with an environment that needs no set-up."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("launch", "tools", "examples", "configs", "docs", "setup.py", "README.md"):
+    for name in ("benchmarks", "launch", "tools", "examples", "configs", "docs", "setup.py", "pyproject.toml"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
     environment = folder / ".venv"
     environment.mkdir()
