@@ -37,7 +37,17 @@ def run(code: str, folder: Path, how: str) -> str:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a user has after cloning, with an environment that needs no set-up."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("benchmarks", "launch", "tools", "examples", "configs", "docs", "setup.py", "pyproject.toml"):
+    for name in (
+        "benchmarks",
+        "launch",
+        "tools",
+        "examples",
+        "configs",
+        "docs",
+        "setup.py",
+        "pyproject.toml",
+        "tests/plan/models",
+    ):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
     environment = folder / ".venv"
     environment.mkdir()
