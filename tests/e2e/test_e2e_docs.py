@@ -12,6 +12,7 @@ import pytest
 from doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
 
 PINNED = ("launch/constraints.txt", "setup.py")
+FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "tools", "tests/plan/models")
 BLOCKS = shell_blocks()
 
 
@@ -37,18 +38,10 @@ def run(code: str, folder: Path, how: str) -> str:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a user has after cloning, with an environment that needs no set-up."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in (
-        "benchmarks",
-        "launch",
-        "tools",
-        "examples",
-        "configs",
-        "docs",
-        "setup.py",
-        "pyproject.toml",
-        "tests/plan/models",
-    ):
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
     environment = folder / ".venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():
