@@ -130,6 +130,8 @@ def _times(found: Estimate) -> Block:
         whole = whole.plus(phase.cost)
     rows.append(["step", _seconds(step.seconds), "100%", f"{step.mfu:.0%}", causes(whole)])
     lines = [f"{step.throughput:,.1f} tokens per second and device; rewards, data and the driver are not counted"]
+    if found.job.rollout is not None and found.job.rollout.is_elsewhere:
+        lines.append("answers and the sync's way to them are those of servers elsewhere: neither is timed")
     if step.generated is not None:
         made = step.generated
         lines.append(

@@ -36,6 +36,7 @@ EXACT = 2
 """So many times as many combinations as are asked for are planned as a whole."""
 MOST_LOOKED_AT = 400
 _TP, _PP, _CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
+_RECOMPUTE = "recompute_granularity"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -99,10 +100,13 @@ def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) 
     for changes in _best_first(choices):
         if len(planned) >= EXACT * top or looked_at >= MOST_LOOKED_AT:
             break
+        sizes = tuple(item for item in changes.items() if not item[0].endswith(_RECOMPUTE))
+        if sizes in planned:
+            continue  # computing less again is faster, and it fits
         looked_at += 1
         candidate = _fitting(config, changes, hardware, lengths)
         if candidate is not None:
-            planned[tuple(changes.items())] = candidate
+            planned[sizes] = candidate
     best = sorted(planned.values(), key=lambda one: one.estimate.step.seconds)[:top]
     best = [one._replace(changes=_differing(config, one.changes)) for one in best]
     return Found(best, sum(map(len, choices)), looked_at)
@@ -117,7 +121,6 @@ def role_choices(config: Config, role: PlannedRole, hardware: Hardware, lengths:
             timed = _timed(config, both, role.name, hardware, lengths)
             if timed is not None:
                 found.append(timed)
-                break  # computing less again is faster, and it fits
     return sorted(found, key=lambda choice: choice.seconds)
 
 
@@ -186,10 +189,10 @@ def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
 
 
 def _recompute_modes(megatron: MegatronConfig) -> list[dict[str, Any]]:
-    """As configured; where that does not fit, everything is computed again."""
+    """As configured, and everything computed again."""
     if megatron.recompute_granularity == "full":
         return [{}]
-    return [{}, {"recompute_granularity": "full"}]
+    return [{}, {_RECOMPUTE: "full"}]
 
 
 def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:
