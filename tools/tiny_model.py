@@ -42,8 +42,8 @@ def shrunk(raw: dict[str, Any], layers: int, hidden: int) -> dict[str, Any]:
         small["head_dim"] = HEAD
     if "moe_intermediate_size" in raw:
         small["moe_intermediate_size"] = hidden
-    if raw.get("layer_types"):
-        small["layer_types"] = raw["layer_types"][:layers]
+    if kinds := raw.get("layer_types"):
+        small["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
     return small
 
 

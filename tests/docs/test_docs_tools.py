@@ -52,10 +52,11 @@ def test_a_small_model_keeps_family_and_ratios(tmp_path: Path) -> None:
     """A mixture with eight heads per group, in the sizes of its checkpoint; only the vocabulary is small here."""
     large = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 2048,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4,
         "norm_topk_prob": True, "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "layer_types": ["full_attention", "full_attention"],
     }  # fmt: skip
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(large))

@@ -26,7 +26,7 @@ megarl() {
 }
 
 python() {
-  case "$1 $2" in
+  case "$1 ${2:-}" in
     "-m megarl.train" | "-m megarl.sft" | "-m megarl.evaluate" | "-m megarl.generate") _job "${2#megarl.}" "${@:3}" ;;
     "tools/make_arithmetic.py "*)
       command python "$@" --hidden 32 --layers 2 --largest 9 --num-test 20 --lessons 60 60 ;;
