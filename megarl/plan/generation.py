@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from megarl.models.sequence_cost import sequence_cost
@@ -75,24 +74,24 @@ class Decoder:
         hidden = tokens * self.model.hidden_size * self.width
         return seconds + 2 * self.model.num_layers * self.group.reduce_s(hidden, self.hardware)
 
-    def step_s(self, running: int) -> float:
-        """Seconds of a step of so many sequences, their keys and values aside."""
+    def step(self, running: int) -> Cost:
+        """A step of so many sequences, their keys and values aside."""
         reading = self.hardware.reading_s(self.shared_bytes + self.expert_bytes * self._touched(running))
         experts = self.experts_flops * running
         work = Work(self.cost.linear * running - experts, experts)
         computing = work.times(1 / self.tp).seconds(self.hardware, self.dtype)
-        hidden = running * self.model.hidden_size * self.width
-        talking = 2 * self.model.num_layers * self.reduce_s(hidden)
-        return max(reading, computing, self.floor_s) + talking + self.hardware.latency.decode_step_ms * 1e-3
+        talking = 2 * self.model.num_layers * self.reduce_s(running * self.model.hidden_size * self.width)
+        fixed = self.hardware.latency.decode_step_ms * 1e-3 + max(0.0, self.floor_s - max(reading, computing))
+        return _longer(computing, reading).plus(Cost(tensor=talking, latency=fixed))
 
-    def context_s(self, tokens: float) -> float:
-        """Seconds in which a step attends to so many tokens, over all of its sequences."""
+    def context(self, tokens: float) -> Cost:
+        """What a step attends to, so many tokens over all of its sequences."""
         reading = self.hardware.reading_s(tokens * self.kv_bytes)
         # All queries of a sequence's new token with its keys and values, which latent attention leaves compressed.
         latent, heads = self.model.latent, self.model.num_attention_heads
         width = 2 * latent.kv_lora_rank + latent.rope_dim if latent else 2 * self.model.head_dim
         flops = 2.0 * self.model.num_layers * heads * width * tokens / self.tp
-        return max(reading, self.hardware.attention_s(flops, self.dtype))
+        return _longer(self.hardware.attention_s(flops, self.dtype), reading)
 
     def _touched(self, running: int) -> float:
         """Share of a layer's experts that a step of so many sequences reads, when each chooses at random."""
@@ -107,6 +106,11 @@ class Decoder:
         return self.group.reduce_s(nbytes, self.hardware) - self.hardware.latency_s(within_node=self.group.within_node)
 
 
+def _longer(computing: float, reading: float) -> Cost:
+    """Of two that go on at the same time the one that takes longer."""
+    return Cost(compute=computing) if computing > reading else Cost(memory=reading)
+
+
 def time_generation(rollout: PlannedRollout, decoder: Decoder, lengths: Lengths, kv_tokens: float) -> Generated:
     """Plays the queue of a replica through.
 
@@ -119,46 +123,71 @@ def time_generation(rollout: PlannedRollout, decoder: Decoder, lengths: Lengths,
     count = max(1, -(-rollout.samples // rollout.replicas))
     prompts, responses = lengths.rows(count)
     shared = rollout.config.n if rollout.config.name == "sglang" else 1
-    prefill, decode, steps, running = _play(
-        prompts, responses, rollout.config.max_num_seqs, kv_tokens, decoder, lambda i: i % shared == 0
+    queue = _Queue(prompts, responses, rollout.config.max_num_seqs, kv_tokens, shared)
+    prefill, decode, steps, running = queue.play(decoder)
+    p, r = prompts.astype(float), responses.astype(float)
+    # the prompt once for all of its samples; a token of an answer attends to the prompt and to those before it
+    tokens, pairs = (
+        float(p.sum()) / shared + float(r.sum()),
+        float((p**2).sum()) / shared + float((r * (2 * p + r)).sum()),
     )
-    totals = (prompts + responses).astype(float)
-    work = float(decoder.cost.linear * totals.sum() + decoder.cost.quadratic * (totals**2).sum())
-    work *= rollout.samples / count
-    talking = (
-        steps * 2 * decoder.model.num_layers * decoder.reduce_s(running * decoder.model.hidden_size * decoder.width)
-    )
-    fixed = steps * decoder.hardware.latency.decode_step_ms * 1e-3
-    cost = Cost(compute=prefill, memory=max(0.0, decode - talking - fixed), tensor=min(talking, decode), latency=fixed)
-    return Generated(prefill, decode, steps, running, PassTime("gen", "rollout", cost, Work(work)))
+    work = (decoder.cost.linear * tokens + decoder.cost.quadratic * pairs) * rollout.samples / count
+    cost = Cost(compute=prefill).plus(decode)
+    return Generated(prefill, decode.seconds, steps, running, PassTime("gen", "rollout", cost, Work(work)))
 
 
-def _play(
-    prompts: Ints, responses: Ints, slots: int, room: float, decoder: Decoder, is_new: Callable[[int], bool]
-) -> tuple[float, float, int, float]:
-    """Seconds of prefill, seconds of steps, steps, and sequences per step."""
-    queue = deque(range(len(prompts)))
-    ends: list[tuple[int, int]] = []  # step in which a running sequence ends, its number
-    step, held, context, prefill, decode, occupied = 0, 0.0, 0.0, 0.0, 0.0, 0.0
-    while queue or ends:
-        tokens = squares = 0.0
-        while queue and len(ends) < slots and (not ends or held + prompts[queue[0]] + responses[queue[0]] <= room):
-            i = queue.popleft()
-            heapq.heappush(ends, (step + int(responses[i]), i))
-            held += prompts[i] + responses[i]
-            context += prompts[i]
-            if is_new(i):
-                tokens, squares = tokens + prompts[i], squares + float(prompts[i]) ** 2
-        if tokens:
-            prefill += decoder.prefill_s(tokens, squares)
-        many = len(ends)
-        steps = ends[0][0] - step
-        # The context grows by a token of each sequence in each step; its mean over these steps is what counts.
-        decode += steps * (decoder.step_s(many) + decoder.context_s(context + many * steps / 2))
-        occupied += steps * many
-        step, context = step + steps, context + many * steps
-        while ends and ends[0][0] == step:
-            _, i = heapq.heappop(ends)
-            held -= prompts[i] + responses[i]
-            context -= prompts[i] + responses[i]
-    return float(prefill), float(decode), step, float(occupied) / max(1, step)
+class _Queue:
+    """The queue of a replica.
+
+    Args:
+        prompts: lengths.
+        responses: lengths.
+        slots: sequences that run at a time.
+        room: tokens of all of them together.
+        shared: neighbours that have their prompt in common, which is computed once.
+    """
+
+    def __init__(self, prompts: Ints, responses: Ints, slots: int, room: float, shared: int) -> None:
+        self.prompts, self.responses = prompts.tolist(), responses.tolist()
+        self.slots, self.room, self.shared = slots, room, shared
+        self.waiting = deque(range(len(prompts)))
+        self.running: list[tuple[int, int]] = []  # step in which a sequence ends, its number
+        self.held = 0  # tokens that running sequences will have
+
+    def play(self, decoder: Decoder) -> tuple[float, Cost, int, float]:
+        """Seconds of prompts, cost of steps, steps, and sequences per step."""
+        step, context, prefill, decode, occupied = 0, 0, 0.0, Cost(), 0
+        while self.waiting or self.running:
+            admitted = self._admit(step)
+            context += sum(self.prompts[i] for i in admitted)
+            new = [self.prompts[i] for i in admitted if i % self.shared == 0]
+            prefill += decoder.prefill_s(sum(new), sum(length**2 for length in new)) if new else 0.0
+            many, steps = len(self.running), self.running[0][0] - step
+            # The context grows by a token of each sequence in each step; its mean over these steps is what counts.
+            each = decoder.step(many).plus(decoder.context(context + many * steps / 2))
+            decode, occupied = decode.plus(each.times(steps)), occupied + steps * many
+            step, context = step + steps, context + many * steps
+            context -= self._release(step)
+        return prefill, decode, step, occupied / max(1, step)
+
+    def _admit(self, step: int) -> list[int]:
+        """Those that begin now: while a slot is free and the cache has room; one always runs."""
+        admitted = []
+        while self.waiting and len(self.running) < self.slots:
+            i = self.waiting[0]
+            tokens = self.prompts[i] + self.responses[i]
+            if self.running and self.held + tokens > self.room:
+                break
+            heapq.heappush(self.running, (step + self.responses[i], self.waiting.popleft()))
+            self.held += tokens
+            admitted.append(i)
+        return admitted
+
+    def _release(self, step: int) -> int:
+        """Tokens of those that end now."""
+        freed = 0
+        while self.running and self.running[0][0] == step:
+            _, i = heapq.heappop(self.running)
+            freed += self.prompts[i] + self.responses[i]
+        self.held -= freed
+        return freed

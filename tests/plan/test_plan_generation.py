@@ -71,7 +71,7 @@ def test_tensor_parallelism_divides_reading_and_adds_talking():
     one, two = (rollout_of(tp=tp) for tp in (1, 2))
     alone, shared = decoder_of(one), decoder_of(two)
     assert shared.shared_bytes == pytest.approx(alone.shared_bytes / 2)
-    assert shared.step_s(1) < alone.step_s(1) and shared.step_s(1) > alone.step_s(1) / 2
+    assert shared.step(1).seconds < alone.step(1).seconds and shared.step(1).seconds > alone.step(1).seconds / 2
     assert alone.reduce_s(1e6) == 0 < shared.reduce_s(1e6)
 
 
@@ -88,5 +88,23 @@ def test_few_sequences_read_few_experts():
     decoder = decoder_of(rollout_of("Qwen3-30B-A3B"))
     assert decoder.expert_bytes == pytest.approx(48 * 128 * 3 * 2048 * 768 * 2)
     few = H100.reading_s(decoder.shared_bytes + decoder.expert_bytes * 8 / 128)
-    assert decoder.step_s(1) == pytest.approx(few + H100.latency.decode_step_ms * 1e-3)
-    assert decoder.step_s(256) > 8 * few
+    assert decoder.step(1).seconds == pytest.approx(few + H100.latency.decode_step_ms * 1e-3)
+    assert decoder.step(256).seconds > 8 * few
+
+
+def test_many_sequences_are_limited_by_products_and_few_by_reading():
+    decoder = decoder_of(rollout_of())
+    assert decoder.step(1).compute == 0 < decoder.step(1).memory
+    assert decoder.step(512).memory == 0 < decoder.step(512).compute
+    # 512 tokens of 7.07B weights, the embedding aside, at 70 % of 989 TFLOP/s
+    assert decoder.step(512).compute == pytest.approx(2 * 7.0706e9 * 512 / (989e12 * 0.7), rel=0.01)
+
+
+def test_operations_are_those_that_are_computed():
+    """A prompt counts once for its two samples; each answer's tokens attend to it."""
+    rollout = rollout_of()
+    work = generate(rollout).time.work.total
+    cost = decoder_of(rollout).cost
+    samples = rollout.samples
+    tokens, pairs = samples * (512 + 1024), samples * (1024**2 / 2 + 1024 * (2 * 1024 + 1024))
+    assert work == pytest.approx(cost.linear * tokens + cost.quadratic * pairs)
