@@ -12,6 +12,9 @@ from megarl.plan.kv_room import KVRoom, kv_room
 from megarl.plan.passes import PassActivations, padded_vocab, pass_activations
 from megarl.plan.states import RankStates, StateCounter, rollout_weight_bytes
 
+HOST_CHUNK = 2**28
+"""Bytes of the pieces in which host memory is taken for what leaves a device."""
+
 
 class Component(NamedTuple):
     """Something that takes memory.
@@ -217,16 +220,19 @@ def _of_stage(role: PlannedRole, stage: StageMemory, phase: str) -> Iterator[Com
     updates = one is not None and one.updates
     if one is not None or sends or not megatron.param_offload:
         yield Component(role.name, "weights", states.weights)
+    kept = stage.activations[phase] if one is not None else None
+    # An optimizer that comes for one step only comes when activations are gone.
+    apart = one is not None and megatron.optimizer_offload and one.optimizer_steps == 1
+    steps = updates and not (apart and kept is not None and kept.total > states.optimizer)
     if role.trains:
         if updates or not megatron.grad_offload:
             yield Component(role.name, "gradients", states.gradients)
-        if updates or not megatron.optimizer_offload:
+        if steps or not megatron.optimizer_offload:
             yield Component(role.name, "optimizer", states.optimizer)
     if role.reference_head and stage.stage == role.layout.pp - 1:
         head = padded_vocab(role) // role.layout.tp * role.model.hidden_size * role.dtype_bytes
         yield Component(role.name, "reference head", head)
-    if one is not None:
-        kept = stage.activations[phase]
+    if kept is not None and not (apart and steps):
         if kept.at_logits:
             yield Component(role.name, "activations", kept.layers + kept.ends)
             yield Component(role.name, "logits", kept.logits)
@@ -250,12 +256,17 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, 
                     continue
                 states = memory.stages[role.layout.coordinate(rank).pp].states
                 if role.megatron.param_offload:
-                    totals[role.name, "weights"] += states.weights
+                    totals[role.name, "weights"] += _in_chunks(states.weights)
                 if role.megatron.optimizer_offload:
-                    totals[role.name, "optimizer"] += states.optimizer
+                    totals[role.name, "optimizer"] += _in_chunks(states.optimizer)
                 if role.holds_reference:
                     totals[role.name, "reference copy"] += states.parameters * role.dtype_bytes
                     totals[role.name, "swapped weights"] += states.parameters * role.dtype_bytes
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
         nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
     return max(nodes, key=lambda parts: sum(part.nbytes for part in parts))
+
+
+def _in_chunks(size: int) -> int:
+    """Host memory for so many bytes that leave a device: it is taken in pieces."""
+    return -(-size // HOST_CHUNK) * HOST_CHUNK

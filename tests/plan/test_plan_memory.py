@@ -87,3 +87,20 @@ def test_the_fraction_by_default_is_sglangs(gib: int, tp: int, left_mib: float) 
 def test_a_cpus_cache_has_the_tokens_that_megarl_gives_it() -> None:
     room = plan_memory(train_job("Qwen2.5-7B", megatron(4), trainer__device="cpu")).kv
     assert room is not None and room.tokens == 2**16
+
+
+def test_an_optimizer_that_comes_for_one_step_does_not_meet_the_activations() -> None:
+    away = megatron(4, 2, param_offload=True, optimizer_offload=True)
+    one_step = {"actor_rollout_ref__actor__ppo_mini_batch_size": 64}
+    single = names(plan_memory(train_job("Qwen2.5-7B", away, **one_step), 80 * GIB), "update_actor")
+    several = names(plan_memory(train_job("Qwen2.5-7B", away), 80 * GIB), "update_actor")
+    assert ("actor", "activations") in several and ("actor", "optimizer") in several
+    assert (("actor", "activations") in single) != (("actor", "optimizer") in single)
+
+
+def test_what_is_offloaded_takes_whole_pieces_of_host_memory() -> None:
+    job = train_job("Qwen2.5-7B", megatron(4) | OFFLOAD)
+    host = {component.name: component.nbytes for component in plan_memory(job).host}
+    stage = plan_memory(job).roles["actor"].stages[0]
+    for name, size in (("weights", stage.states.weights), ("optimizer", stage.states.optimizer)):
+        assert host[name] % (8 * 2**28) == 0 and 8 * size <= host[name] < 8 * (size + 2**28)
