@@ -16,6 +16,7 @@ import pytest
 from cli_runs import ROOT
 
 import megarl
+from megarl.cli import COMMANDS
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,15 @@ def test_it_works_where_no_checkout_is(installed: Callable[..., str], tmp_path: 
     assert "train" in installed("megarl", "--help", cwd=tmp_path)
     config = installed("megarl", "train", "--config-name", "quickstart", "--cfg", "job", cwd=tmp_path)
     assert "experiment_name: quickstart" in config
+    model = f"actor_rollout_ref.model.path={ROOT}/tests/plan/models/Qwen2.5-7B"
+    layout = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"
+    asked = ("--config-name", "grpo", "--hardware", "h100", model, layout, "data.train_files=none")
+    assert "Weight sync" in installed("megarl", "plan", *asked, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_is_there(name: str, installed: Callable[..., str], tmp_path: Path) -> None:
+    assert f"usage: megarl {name}" in installed("megarl", name, "--help", cwd=tmp_path)
 
 
 def test_it_runs_a_job(installed: Callable[..., str], task: Path, tmp_path: Path) -> None:
