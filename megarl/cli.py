@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from megarl.config.compose import Request, compose, compose_sweep, run_with_hydr
 from megarl.config.differences import differences
 from megarl.config.jobs import JobConfig
 from megarl.config.problems import nearest_keys
+from megarl.config.sweeps import SweepFolder
 from megarl.errors import ConfigError, MegarlError, ModelError
 from megarl.models import read_model_config
 from megarl.provenance import run_facts
@@ -148,7 +150,7 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         print("---\n".join(map(to_yaml, configs)), end="")
         return 0
     try:
-        return _run(name, job, request)
+        return _run(name, job, request, minimize=any(map(_is_loss, configs)))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -226,25 +228,61 @@ def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, Me
     return [(str(keys.model.path), keys.megatron, "reward_model.megatron")] if keys.enable else []
 
 
-def _run(name: str, job: Job, request: Request[Any]) -> int:
-    failures = []
+def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
+    failures: list[str] = []
 
-    def task(values: DictConfig) -> None:
+    def task(values: DictConfig) -> float | None:
+        """One run, in this process or another; Hydra's launchers send it there."""
         hydra = HydraConfig.get()
-        folder = Path(hydra.runtime.output_dir)
+        folder, sweeps = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
+        metric, problem = None, None
         try:
             # the runs of a sweep share a name, so files without an explicit place go to each run's own folder
-            config = build(job.schema, values, str(folder) if hydra.mode == RunMode.MULTIRUN else None)
+            config = build(job.schema, values, str(folder) if sweeps else None)
+            metric = config.trainer.sweep_metric
             print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
             (folder / "config.yaml").write_text(to_yaml(config))
             _record_start(folder, name, request.config_name, config, values, hydra.overrides.task)
             importlib.import_module(job.module).run(config, folder)
         except MegarlError as error:
-            failures.append(error)
+            problem = str(error)
+            failures.append(problem)
             print(error, file=sys.stderr)
+        if not sweeps:
+            return None
+        from megarl.tracking.sweep import result_of
 
-    run_with_hydra(request, name, task)
+        result = result_of(folder, hydra.overrides.task, metric, problem)
+        return math.nan if result.value is None else result.value  # which is no value to any sweeper
+
+    SweepFolder.noted = None
+    try:
+        run_with_hydra(request, name, task, minimize)
+    finally:
+        if SweepFolder.noted is not None:
+            failures += _close_sweep(SweepFolder.noted, minimize)
     return EXIT_RUN_FAILED if failures else 0
+
+
+def _is_loss(config: JobConfig) -> bool:
+    """Whether what a sweep judges runs by is a loss, the smallest of which is the best."""
+    metric = config.trainer.sweep_metric
+    return isinstance(config, SupervisedConfig) if metric is None else "loss" in metric
+
+
+def _close_sweep(folder: Path, minimize: bool) -> list[str]:
+    """Compares a sweep's runs: a table on the terminal and in its folder, and one report of all; returns the errors."""
+    from megarl.tracking.report import NoRunError, compare_runs
+    from megarl.tracking.sweep import read_results, save_sweep, sweep_table
+
+    results = read_results(folder)
+    save_sweep(folder, results, minimize)
+    print(sweep_table(results, minimize))
+    try:
+        print(f"sweep: {compare_runs([folder])}")
+    except NoRunError:
+        print(f"sweep: {folder} (no run got as far as a first step)")
+    return [result.error for result in results if result.error is not None]
 
 
 def _record_start(

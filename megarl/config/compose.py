@@ -16,7 +16,6 @@ from typing import Any, Generic
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,6 +31,7 @@ from megarl.config.jobs import JobConfig, JobT
 from megarl.config.keys import Key, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema import TrainConfig
+from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides
 from megarl.config.verl.adopt import is_verls
 from megarl.errors import ConfigError
 
@@ -72,6 +72,11 @@ def compose(request: Request[JobT]) -> JobT:
         ConfigError: the YAML file is missing or malformed, an override cannot be read, or the values are wrong
             (then an ``InvalidConfigError`` with every problem).
     """
+    check_plugins(_parse(request.overrides), multirun=False)
+    return _compose(request)
+
+
+def _compose(request: Request[JobT]) -> JobT:
     known, parsed = dict(walk(request.schema)), _parse(request.overrides)
     problems = [problem for o in parsed if (problem := _override_problem(o, known, request)) is not None]
     wrong = {problem.path for problem in problems}
@@ -87,30 +92,35 @@ def compose(request: Request[JobT]) -> JobT:
 def compose_sweep(request: Request[JobT]) -> list[JobT]:
     """The configuration of every run of a sweep, in order, so that a wrong one is found before the first starts.
 
+    Of a sweeper that invents its runs, that of one run of those it may; the others are checked when they start.
+
     Raises:
         ConfigError: as :func:`compose`, with the overrides of the run that is wrong.
     """
     parsed, configs = _parse(request.overrides), []
-    if any(override.key_or_group == "hydra/sweeper" for override in parsed):
-        return []  # another sweeper invents its own runs; each is checked when it starts
-    for overrides in BasicSweeper.split_arguments(parsed, None)[0]:
+    check_plugins(parsed, multirun=True)
+    for overrides in runs_of(parsed):
         try:
-            configs.append(compose(Request(request.schema, request.config_name, tuple(overrides), request.config_dir)))
+            configs.append(_compose(Request(request.schema, request.config_name, overrides, request.config_dir)))
         except ConfigError as error:
             raise ConfigError(f"In the run of the sweep with {' '.join(overrides)}:\n{error}") from error
     return configs
 
 
-def run_with_hydra(request: Request[Any], name: str, task: Callable[[DictConfig], None]) -> None:
+def run_with_hydra(
+    request: Request[Any], name: str, task: Callable[[DictConfig], float | None], minimize: bool = False
+) -> None:
     """Hands over to Hydra, which makes the run's folder and calls the task once, or once per run of a sweep.
 
     Args:
         request: already found right by :func:`compose` or :func:`compose_sweep`.
         name: the job's name in Hydra's log files.
-        task: gets the composed, untyped configuration.
+        task: gets the composed, untyped configuration; returns what a sweep judges the run by.
+        minimize: whether the smallest of that is the best.
     """
-    known = dict(walk(request.schema))
-    arguments = [f"hydra.job.name={name}", *(_reachable(o, known, request) for o in _parse(request.overrides))]
+    known, parsed = dict(walk(request.schema)), _parse(request.overrides)
+    arguments = [f"hydra.job.name={name}", *(_reachable(override, known, request) for override in parsed)]
+    arguments += sweep_overrides(parsed, minimize) if request.multirun else []
     _register(request)
     with _arguments(arguments, request.multirun):
         hydra_main(version_base="1.3", config_path=str(_folders(request)[0]), config_name=_JOB)(task)()
@@ -187,6 +197,7 @@ def _register(request: Request[Any]) -> None:
             "searchpath": [f"file://{folder}" for folder in folders[1:]],
             "run": {"dir": _RUN_FOLDER},
             "sweep": {"dir": _RUN_FOLDER, "subdir": "${hydra.job.num}"},
+            "callbacks": SWEEP_CALLBACK,
             # the trackers own the terminal; the log file in the run's folder has everything
             "job_logging": {"handlers": {"console": {"level": "WARNING"}}},
         },

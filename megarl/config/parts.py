@@ -240,6 +240,11 @@ class RunConfig:
     nnodes: int = key(1, "Machines.", at_least=1)
     n_gpus_per_node: int = key(8, "Devices per machine: GPUs, or process slots where `device` is cpu.", at_least=1)
     device: str = key("auto", "What to compute on; auto = CUDA where there is one.", choices=("auto", "cpu", "cuda"))
+    sweep_metric: str | None = key(
+        None,
+        "Metric, at its last value, that the runs of a sweep are judged by; null = mean of the last validation, or "
+        "without one the score, or the loss (see docs/sweeps.md).",
+    )
     seed: int = key(1, "Seed of everything that has no seed of its own.", at_least=0)
     timeline: TimelineConfig = section(TimelineConfig)
     watchdog: WatchdogConfig = section(WatchdogConfig)
