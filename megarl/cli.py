@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,7 +252,7 @@ def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
         from megarl.tracking.sweep import result_of
 
         result = result_of(folder, hydra.overrides.task, metric, problem)
-        return math.nan if result.value is None else result.value  # which is no value to any sweeper
+        return result.value  # None is a failed trial to Optuna, which goes on; NaN would end its study
 
     SweepFolder.noted = None
     try:

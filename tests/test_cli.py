@@ -27,11 +27,15 @@ class Runs:
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Path]] = []
         self.failures: list[BaseException] = []
+        self.scores: list[float] = []
 
     def run(self, config: Any, output_dir: Path) -> None:
         self.seen.append((config, output_dir))
         if self.failures:
             raise self.failures.pop(0)
+        if self.scores:
+            row = {"step": 1, "critic/score/mean": self.scores.pop(0)}
+            (output_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
 
 
 @pytest.fixture
@@ -95,6 +99,32 @@ def test_failed_run_of_a_sweep_does_not_stop_the_others(runs: Runs, capsys: pyte
     runs.failures = [DataError("column prompt is missing")]
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2")) == cli.EXIT_RUN_FAILED
     assert len(runs.seen) == 2 and "column prompt is missing" in capsys.readouterr().err
+
+
+def test_sweep_is_told_as_a_table_with_failures(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.scores = [0.25, 0.75, 0.5]
+    runs.failures = [DataError("column prompt is missing")]
+    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2,3,4")) == cli.EXIT_RUN_FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-6:-1]] == [
+        ["run", "trainer.seed", "critic/score/mean"],
+        ["0", "1", "failed:", "column", "prompt", "is", "missing"],
+        ["1", "2", "0.25"],
+        ["2", "3", "0.75", "<-", "best"],
+        ["3", "4", "0.5"],
+    ]
+    folder = runs.seen[0][1].parent
+    assert lines[-1] == f"sweep: {folder.relative_to(Path.cwd())}/comparison.html"
+    assert json.loads((folder / "sweep.json").read_text())["runs"][0]["value"] is None
+
+
+def test_failed_trial_is_no_value_to_optuna(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.scores = [-3.0, -2.0]
+    runs.failures = [DataError("column prompt is missing")]
+    optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
+    assert cli.run_job("train", quickstart("-m", *optuna, "trainer.seed=range(1,99)")) == cli.EXIT_RUN_FAILED
+    best = yaml.safe_load((runs.seen[0][1].parent / "optimization_results.yaml").read_text())
+    assert best["best_value"] == -2.0 and len(runs.seen) == 3
 
 
 def test_error_of_the_run_is_printed_without_traceback(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
