@@ -38,7 +38,7 @@ def test_launchers_leave_the_runs_as_they_are() -> None:
 def test_of_drawn_values_a_corner_is_checked(override: str, value: float) -> None:
     (config,) = sweep("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", override)
     assert config.actor_rollout_ref.actor.optim.lr == value
-    with pytest.raises(ConfigError, match="trainer.nodes"):
+    with pytest.raises(ConfigError, match=r"trainer\.nodes"):
         sweep("hydra/sweeper=optuna", "trainer.nodes=2", override)
 
 
