@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
+from megarl.errors import WorkerError
 from megarl.tracing import Event, ProfileOptions, TracingOptions
 from megarl.tracing.clocks import Exchange, Offset, measure
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 _EXCHANGES = 8
 _COLLECT_S = 30.0
 """For a process to hand over its last events; one that has hung has none to give."""
+
+
+_WRITE_S = 600.0
+"""For a process to write its profile, which may be large."""
 
 
 class Member(NamedTuple):
@@ -62,6 +67,26 @@ class RunProcesses:
         for group in self.groups:
             for rank, card in group.processes.items():
                 yield Member(group.role, rank, card.pid, card.host)
+
+    def profile(self, label: str) -> list[ray.ObjectRef]:
+        """Have the processes with a profiler record ``label`` after what they are doing; empty: stop and write."""
+        by_role = {group.role: group for group in self.groups}
+        profiled = [one for one in self.members() if self.options.profile(one.role, one.rank) is not None]
+        return [by_role[member.role].ask(member.rank, "profile", label) for member in profiled]
+
+    def wait(self, asked: list[ray.ObjectRef]) -> None:
+        """Until processes have done what they were asked to.
+
+        Raises:
+            WorkerError: one could not; a process that is gone is passed over, for that is told elsewhere.
+        """
+        for ref in asked:
+            try:
+                ray.get(ref, timeout=_WRITE_S)
+            except RayActorError:
+                continue
+            except RayError as error:
+                raise WorkerError(f"a profiler failed: {error}") from error
 
     def record(self, on: bool) -> list[tuple[Member, ray.ObjectRef]]:
         """Have all keep events or not, after what they are doing; to be given to :meth:`collect`."""

@@ -18,6 +18,7 @@ import ray
 from megarl.errors import WorkerLost
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
 from megarl.tracing.memory import count_memory
+from megarl.tracing.profilers import ProfiledProcess
 from megarl.workers.dispatch import VerbMark, read_marks
 from megarl.workers.place import WorkerPlace
 
@@ -76,6 +77,7 @@ class WorkerProcess:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         watch_process(tracing)
         self._tracing = tracing
+        self._profiled = ProfiledProcess(tracing.profile(role, rank), f"{role}-{rank}")
         self._worker_cls: type | None = None
         self._worker: Any = None
         self._reserved: socket.socket | None = None
@@ -106,6 +108,10 @@ class WorkerProcess:
         """Keep events from here on, or not; returns those since the last call."""
         TRACER.recording = on
         return TRACER.take()
+
+    def profile(self, label: str) -> None:
+        """Have the profiler record from here on, as ``label``; empty: stop."""
+        self._guard("profile", lambda: self._profiled.record(label))
 
     def reserve_address(self) -> tuple[str, int]:
         """On rank 0: this node's address and a free port, held until :meth:`start`."""
@@ -180,6 +186,7 @@ class WorkerProcess:
         """Calls, and turns what is raised into a failure with a name; numbers in ``args`` are shown in the timeline."""
         count_memory()
         try:
+            self._profiled.begin_verb()
             with span(verb, "verb", **{f"arg{at}": arg for at, arg in enumerate(args) if type(arg) is int}):
                 return function()
         # SystemExit included: to Ray it would be a process that left in good order.
@@ -191,6 +198,7 @@ class WorkerProcess:
             kind, lost = type(error).__name__, isinstance(error, WorkerLost)
             failure = RemoteFailure(self._role, self._rank, verb, kind, str(error), trace, lost)
         finally:
+            self._profiled.end_verb(verb)
             count_memory()
         raise failure
 

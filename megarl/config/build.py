@@ -137,7 +137,7 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
     except OmegaConfBaseException:
         return Problem(path, value, f"must be {_expected(item)}", item.doc)
     converted = node[item.name]
-    complaint = item.limits.complaint(OmegaConf.to_container(converted) if item.is_list else converted)
+    complaint = item.limits.complaint(OmegaConf.to_container(converted) if OmegaConf.is_list(converted) else converted)
     return Problem(path, value, complaint, item.doc) if complaint else None
 
 

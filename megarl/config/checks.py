@@ -29,7 +29,7 @@ from megarl.config.selection import selection_problems
 from megarl.config.sft_schema import SFTConfig
 from megarl.config.shaping import shaping_problems
 from megarl.config.supervised import SupervisedConfig
-from megarl.config.tracing_checks import tracing_problems
+from megarl.config.tracing_checks import profiler_problems, tracing_problems
 
 Check = Callable[[Any], Iterator[Problem]]
 
@@ -231,6 +231,7 @@ _TRAIN_CHECKS: tuple[Check, ...] = (
     selection_problems,
     shaping_problems,
     reward_model_problems,
+    profiler_problems,
     _optims,
     _batches,
 )

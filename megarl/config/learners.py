@@ -14,6 +14,7 @@ from megarl.config.parts import (
     UpdateBatchConfig,
 )
 from megarl.config.saving import CheckpointConfig
+from megarl.config.tracing import RoleProfilerConfig
 
 
 @dataclass
@@ -75,6 +76,7 @@ class ActorConfig(UpdateBatchConfig):
     optim: OptimConfig = section(OptimConfig)
     megatron: MegatronConfig = section(MegatronConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profiler: RoleProfilerConfig = section(RoleProfilerConfig)
 
 
 @dataclass
@@ -86,6 +88,7 @@ class RefConfig(LogProbBatchConfig):
         "Layout of the reference's own workers, in which what is left out is the actor's; null = the actor's layout: "
         "its weights rest in host memory and are swapped into the actor's own model.",
     )
+    profiler: RoleProfilerConfig = section(RoleProfilerConfig)
 
 
 @dataclass
@@ -118,3 +121,4 @@ class CriticConfig(UpdateBatchConfig):
     optim: OptimConfig = section(OptimConfig, lr=1e-5)
     megatron: MegatronConfig = section(MegatronConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profiler: RoleProfilerConfig = section(RoleProfilerConfig)

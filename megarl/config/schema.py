@@ -14,6 +14,7 @@ from megarl.config.learners import ActorConfig, CriticConfig, RefConfig
 from megarl.config.parts import ModelPathConfig, TrainingRunConfig
 from megarl.config.rewards import CustomRewardConfig, RewardModelConfig
 from megarl.config.rollout import RolloutConfig
+from megarl.config.tracing import ProfilerConfig
 
 
 @dataclass
@@ -137,6 +138,7 @@ class TrainConfig(ScoredConfig):
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     sync: SyncConfig = section(SyncConfig)
     trainer: TrainerConfig = section(TrainerConfig)
+    global_profiler: ProfilerConfig = section(ProfilerConfig)
 
     @property
     def uses_critic(self) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.keys import key
+from megarl.config.keys import key, section
 
 PHASES = (
     *("start_workers", "step", "gen", "reward", "old_log_prob", "ref", "repr_align", "values", "adv"),
@@ -41,3 +41,66 @@ class WatchdogConfig:
         "Tell and go on, with twice the limit for that phase from then on, or end the run with its processes.",
         choices=("tell", "end"),
     )
+
+
+@dataclass
+class RoleProfilerConfig:
+    """Which of a role's processes run under `global_profiler.tool`."""
+
+    enable: bool = key(False, "Profile this role.")
+    all_ranks: bool = key(False, "All its ranks, instead of `ranks`.")
+    ranks: list[int] = key([], "Its ranks to profile; read without `all_ranks`.", at_least=0)
+
+
+@dataclass
+class TorchToolConfig:
+    """What `tool: torch` records."""
+
+    contents: list[str] = key(
+        ["cpu", "cuda"], "What is recorded.", choices=("cpu", "cuda", "memory", "shapes", "stack")
+    )
+    discrete: bool = key(False, "A file per verb, instead of one per step.")
+
+
+@dataclass
+class MemoryToolConfig:
+    """What `tool: torch_memory` records."""
+
+    trace_alloc_max_entries: int = key(100_000, "Allocations that are remembered, the latest.", at_least=1)
+
+
+@dataclass
+class NsysToolConfig:
+    """How `tool: nsys` runs."""
+
+    discrete: bool = key(False, "A capture per verb, instead of one per step.")
+    worker_nsight_options: dict[str, Any] = key(
+        {}, "Options of `nsys profile`, by their names, which replace those of megarl's own (see docs/tracing.md)."
+    )
+
+
+@dataclass
+class ToolConfig:
+    """Settings of each tool."""
+
+    torch: TorchToolConfig = section(TorchToolConfig)
+    torch_memory: MemoryToolConfig = section(MemoryToolConfig)
+    nsys: NsysToolConfig = section(NsysToolConfig)
+
+
+@dataclass
+class ProfilerConfig:
+    """A profiler for chosen steps, roles and ranks; a role takes part by its `profiler` section."""
+
+    tool: str | None = key(
+        None,
+        "torch: operators, as a trace; torch_memory: allocations of CUDA's memory, as a snapshot; nsys: processes run "
+        "under `nsys profile`; null = none.",
+        choices=("torch", "torch_memory", "nsys"),
+    )
+    steps: list[int] | None = key(None, "Training steps to profile.", at_least=1)
+    profile_continuous_steps: bool = key(False, "One file for steps that follow each other, instead of one per step.")
+    save_path: str | None = key(
+        None, "Folder of the files, on each process's own node; null = `profile` in the run's folder."
+    )
+    global_tool_config: ToolConfig = section(ToolConfig)

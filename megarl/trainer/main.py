@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megarl.trainer.correction import CorrectionPhase
 from megarl.trainer.dry_run import dry_run
 from megarl.trainer.ppo_trainer import PPOTrainer
 from megarl.trainer.preflight import check_schedules, check_train
+from megarl.trainer.profiling import role_profiles
 from megarl.trainer.prompts import prompt_loader, validation_loader
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.reward_model import SequenceReader, reward_model_scorer
@@ -55,12 +57,22 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary | None:
             builder.endpoint or nullcontext(),
             builder.rewards,
             placed_devices(config.trainer) as pool,
-            RunTracing(config.trainer, output_dir, console.message, pool) as tracing,
+            run_tracing(config, output_dir, console.message, pool) as tracing,
         ):
             with console.phase("start workers", announce=True), span("start_workers", PHASE):
                 trainer = builder.build(pool, tracing)
             with ends_on_sigterm(builder.stop) if config.trainer.save_freq > 0 else nullcontext():
                 return trainer.fit()
+
+
+def run_tracing(config: TrainConfig, folder: Path, message: Callable[[str], None], pool: PlacedPool) -> RunTracing:
+    """What is recorded of the run's processes.
+
+    Raises:
+        ConfigError: a profiler needs CUDA, and the run is on CPU.
+    """
+    profiles = role_profiles(config, folder)
+    return RunTracing(config.trainer, folder, message, pool, profiles, config.global_profiler)
 
 
 class TrainerBuilder:

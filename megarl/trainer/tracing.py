@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from megarl.cluster import PlacedPool
 from megarl.cluster.processes import Member, Recorded, RunProcesses
 from megarl.config.parts import RunConfig
-from megarl.config.tracing import TimelineConfig
-from megarl.tracing import TRACER, Event, TracingOptions, span, unwatch_process, watch_process
+from megarl.config.tracing import ProfilerConfig, TimelineConfig
+from megarl.tracing import TRACER, Event, RoleProfile, TracingOptions, span, unwatch_process, watch_process
 from megarl.tracing.clocks import Offset
 from megarl.tracing.memory import count_memory
 from megarl.tracing.trace_file import FILE_NAME, TraceFile
+from megarl.trainer.profiling import ProfiledSteps
 from megarl.trainer.watchdog import Watchdog
 
 TIMELINE = "timeline"
+_NO_PROFILES: Mapping[str, RoleProfile] = MappingProxyType({})
 DRIVER = 0
 """Number of the driver's row in the timeline; processes of roles follow."""
 
@@ -114,12 +116,23 @@ class RunTracing:
         folder: of the run's files.
         message: tells the user a line.
         pool: what the processes live on; they are watched if they start after this.
+        profiles: what each role profiles.
+        profiled: which steps are.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, message: Callable[[str], None], pool: PlacedPool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        message: Callable[[str], None],
+        pool: PlacedPool,
+        profiles: Mapping[str, RoleProfile] = _NO_PROFILES,
+        profiled: ProfilerConfig | None = None,
+    ) -> None:
         self.processes = pool.processes
+        self._profiler = ProfiledSteps(profiled, self.processes, message) if profiles and profiled else None
         self._watchdog = Watchdog(config.watchdog, folder, self.processes, message)
-        self.options = TracingOptions(watched=self._watchdog.limits.any, timeline=config.timeline.enable)
+        self.options = TracingOptions(self._watchdog.limits.any, config.timeline.enable, dict(profiles))
         self.processes.options = self.options
         self._timeline = Timeline(config.timeline, folder, message) if config.timeline.enable else None
 
@@ -134,6 +147,8 @@ class RunTracing:
     ) -> None:
         try:
             self._watchdog.__exit__(kind, error, trace)
+            if self._profiler is not None and error is None:
+                self._profiler.close()
         finally:
             if self._timeline is not None:
                 # After a failure processes may be gone or hang: what they had not handed over is lost.
@@ -144,3 +159,5 @@ class RunTracing:
         """A step begins; 0 is what comes before the first."""
         if self._timeline is not None:
             self._timeline.begin_step(self.processes, step)
+        if self._profiler is not None:
+            self._profiler.begin_step(step)

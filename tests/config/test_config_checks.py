@@ -16,6 +16,13 @@ RC, ALIGN = "algorithm.rollout_correction", "algorithm.repr_align"
 URLS = f"{ROLLOUT}.engine_kwargs.sglang.urls"
 RS = {f"{ROLLOUT}.calculate_log_probs": True, f"{RC}.rollout_rs": "token_k1,seq_mean_k3, seq_max_k2"}
 
+PROFILED = {
+    "global_profiler.tool": "torch",
+    "global_profiler.steps": [2],
+    f"{ACTOR}.profiler.enable": True,
+    f"{ACTOR}.profiler.ranks": [0],
+}
+
 
 @pytest.mark.parametrize(
     ("values", "path", "right"),
@@ -107,6 +114,15 @@ RS = {f"{ROLLOUT}.calculate_log_probs": True, f"{RC}.rollout_rs": "token_k1,seq_
         ({f"{ACTOR}.ppo_mini_batch_size": 4}, f"{ACTOR}.ppo_mini_batch_size", "8 data-parallel ranks"),
         ({f"{ACTOR}.use_dynamic_bsz": False}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "must be set"),
         ({"trainer.watchdog.phases": {"generation": 9}}, "trainer.watchdog.phases", "there are start_workers, step"),
+        ({f"{ACTOR}.profiler.enable": True, f"{ACTOR}.profiler.ranks": [0]}, f"{ACTOR}.profiler.enable",
+         "set global_profiler.tool"),
+        ({**PROFILED, f"{ACTOR}.profiler.ranks": []}, f"{ACTOR}.profiler.ranks", "no rank is profiled"),
+        ({**PROFILED, f"{ACTOR}.profiler.enable": False}, "global_profiler.tool", "no role is profiled"),
+        ({**PROFILED, "global_profiler.steps": None}, "global_profiler.steps", "no step is profiled"),
+        ({**PROFILED, f"{REF}.profiler.enable": True, f"{REF}.profiler.all_ranks": True}, f"{REF}.profiler.enable",
+         "lives in the actor's processes"),
+        ({**PROFILED, "global_profiler.tool": "torch_memory", "trainer.device": "cpu"}, "global_profiler.tool",
+         "use tool=torch, with memory among"),
         ({"trainer.watchdog.phases": {"gen": 0}}, "trainer.watchdog.phases", "gen: 0 must be seconds > 0, or null"),
         ({"trainer.timeline.steps": [-1]}, "trainer.timeline.steps", "counted from 0"),
         ({"critic.ppo_max_token_len_per_gpu": 1023}, "critic.ppo_max_token_len_per_gpu", "1024 tokens"),
@@ -132,6 +148,8 @@ def test_impossible_combination(values: dict[str, Any], path: str, right: str) -
         {"trainer.best_metric": "v", "trainer.test_freq": 5, "trainer.save_freq": 5, "data.val_files": "v"},
         {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2},
         {"critic.ppo_max_token_len_per_gpu": 1024},
+        PROFILED,
+        {**PROFILED, "global_profiler.tool": "nsys"},
         {"trainer.watchdog.phases": {"gen": 0.5, "testing": None}, "trainer.timeline.steps": [0, 3]},
         # a role that the job does not have is not checked
         {**GRPO, f"{ROLLOUT}.n": 2, "critic.megatron.tensor_model_parallel_size": 3, "critic.ppo_mini_batch_size": 7},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -37,6 +38,7 @@ OTHER_LAYOUT = [
     *("critic.megatron.data_parallel_size=1", "critic.megatron.tensor_model_parallel_size=2"),
 ]
 DYING_WRITER = Path(__file__).with_name("dying_writer")
+PROFILED_STEP = 2
 KILLED_IN_STEP = 3  # the checkpoint before is in the middle of an epoch; the next epoch begins with step 4
 
 METRICS = [
@@ -75,6 +77,12 @@ METRICS = [
 ]
 
 
+TRACED = [
+    *("trainer.timeline.enable=true", "global_profiler.tool=torch", f"global_profiler.steps=[{PROFILED_STEP}]"),
+    *("actor_rollout_ref.actor.profiler.enable=true", "actor_rollout_ref.actor.profiler.ranks=[1]"),
+]
+
+
 @pytest.fixture(scope="module")
 def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
     """Actor at TP=2, sequence parallel, with the reference in its host memory; critic at DP=2; KL in the reward."""
@@ -106,7 +114,7 @@ def whole_run(
         first = (FULL_IN_STEP - 1) * SAMPLES + 1
         env = {FULL_FROM: str(first), FULL_UNTIL: str(first + SAMPLES), FULL_FOLDER: str(checkpoints)}
     try:
-        run = start(*arguments, "trainer.timeline.enable=true", folder=folder, env=env)
+        run = start(*arguments, *TRACED, folder=folder, env=env)
         assert run.wait() == 0, run.output
         assert run.remaining() == []
         yield run
@@ -213,6 +221,13 @@ def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:
         assert process == "driver" or any(first <= start and end <= last for first, last in phases)
     numbers = {event["name"] for event in events if event["ph"] == "C"}
     assert {"memory MiB", "replica 0 requests", "replica 1 requests", "requests waiting"} <= numbers
+
+
+def test_profile_is_of_the_chosen_step_and_rank(whole: RunFiles) -> None:
+    (profile,) = (whole.newest / "profile").iterdir()
+    assert profile.name == f"actor-1-step{PROFILED_STEP}.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]}
+    assert "aten::mm" in names and any(str(name).startswith("Optimizer.step") for name in names)
 
 
 def test_checkpoints_beyond_the_newest_are_removed(whole: RunFiles) -> None:

@@ -21,6 +21,11 @@ _SAME = {
         "betas clip_grad lr lr_decay_style lr_warmup_steps lr_warmup_steps_ratio lr_wsd_decay_steps "
         "lr_wsd_decay_style min_lr total_training_steps weight_decay"
     ),
+    "actor_rollout_ref.actor.profiler": "enable all_ranks ranks",
+    "actor_rollout_ref.ref.profiler": "enable all_ranks ranks",
+    "critic.profiler": "enable all_ranks ranks",
+    "global_profiler": "tool steps profile_continuous_steps save_path",
+    "global_profiler.global_tool_config.nsys": "discrete",
     "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
     "actor_rollout_ref.model": "path tokenizer_path",
     "actor_rollout_ref.ref": (

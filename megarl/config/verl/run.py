@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.verl.rules import Feature, NoEffect, Only, Refused, Renamed, Rule, Values
+from megarl.config.verl.rules import Backend, Feature, NoEffect, Only, Refused, Renamed, Rule, Values
 
 _CORRECTION = "algorithm.rollout_correction"
 _ANEW = "answers are generated anew in every step; trainer.rollout_data_dir keeps them"
@@ -10,6 +10,18 @@ _TEXTS = "rows are texts: images, video and sound are not here"
 _ASYNC = "a step generates and then trains, on the same devices; training behind generation is not here"
 _REWARD_ENGINE = "a reward model runs on Megatron; its layout is reward_model.megatron"
 _JUDGE = "it has a head that scores; a model that writes its verdict is asked at reward_model.judge.base_url"
+
+_DRIVER = "the driver computes nothing on a GPU: it is not run under nsys"
+_FILES = "profiles stay where global_profiler.save_path says"
+_PROFILER: dict[str, Rule] = {
+    "tool": NoEffect("global_profiler.tool is every role's"),
+    "save_path": NoEffect("global_profiler.save_path is every role's"),
+    "relocate_results": Only((False,), _FILES),
+    "finish_hook_*": NoEffect(_FILES),
+    "tool_config.npu.*": NoEffect("is of Ascend NPUs"),
+    "tool_config.torch_memory.stack_depth": NoEffect("stacks are recorded as torch does by default"),
+    "tool_config.*": Renamed("global_profiler.global_tool_config", why="the settings of a tool are every role's"),
+}
 
 _DATA: dict[str, Rule] = {
     "data.tokenizer": Refused("set actor_rollout_ref.model.tokenizer_path"),
@@ -121,18 +133,23 @@ _RUN: dict[str, Rule] = {
         for kind in ("rollout", "rollout_tq", "async_rollout")
     },
     "skip.*": Refused(_ANEW),
-    "global_profiler.tool": Refused("the run's report has the time of every phase"),
-    "global_profiler.*": Feature("global_profiler.tool", (), "the run's report has the time of every phase"),
-    "actor_rollout_ref.actor.profiler.*": Feature(
-        "actor_rollout_ref.actor.profiler.enable", (False,), "the run's report has the time of every phase"
-    ),
-    "actor_rollout_ref.ref.profiler.*": Feature(
-        "actor_rollout_ref.ref.profiler.enable", (False,), "the run's report has the time of every phase"
-    ),
-    "critic.profiler.*": Feature("critic.profiler.enable", (False,), "the run's report has the time of every phase"),
+    "trainer.profile_steps": Renamed("global_profiler.steps"),
+    "trainer.worker_nsight_options.*": Renamed("global_profiler.global_tool_config.nsys.worker_nsight_options"),
+    "trainer.controller_nsight_options.*": NoEffect(_DRIVER),
+    "global_profiler.relocate_results": Only((False,), _FILES),
+    "global_profiler.finish_hook_*": Feature("global_profiler.finish_hook_cmd", (), _FILES),
+    "global_profiler.global_tool_config.nsys.controller_nsight_options.*": NoEffect(_DRIVER),
+    "global_profiler.global_tool_config.torch_memory.*": NoEffect("stacks are recorded as torch does by default"),
+    "global_profiler.global_tool_config.npu.*": Backend("Ascend NPUs"),
+    **{
+        f"{role}.profiler.{name}": rule
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+        for name, rule in _PROFILER.items()
+    },
 }
 
 VALUES: dict[str, Values] = {
+    "global_profiler.tool": Values(refused={"npu": "an Ascend NPU's: megarl computes on CUDA and on CPUs"}),
     "trainer.device": Values(refused={"npu": "an Ascend NPU, with MindSpeed: megarl computes on CUDA and on CPUs"}),
     **{f"{role}.optim.lr_warmup_steps": Values(meanings={None: -1}) for role in ("actor_rollout_ref.actor", "critic")},
     **{
