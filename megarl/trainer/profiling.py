@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.cluster.processes import RunProcesses
 from megarl.config.schema import TrainConfig
-from megarl.config.tracing import ProfilerConfig, ToolConfig
+from megarl.config.tracing import ProfilerConfig, RoleProfilerConfig, ToolConfig
 from megarl.config.tracing_checks import needs_cuda, profiled_roles
 from megarl.errors import ConfigError
 from megarl.tracing import ProfileOptions, RoleProfile
@@ -42,11 +42,15 @@ def role_profiles(config: TrainConfig, folder: Path) -> dict[str, RoleProfile]:
     if keys.tool != "torch" and config.trainer.device == "cpu":
         raise ConfigError(f"global_profiler.tool={keys.tool}: {needs_cuda(keys.tool)}")
     options = profile_options(keys, Path(keys.save_path or folder / PROFILES).absolute())
-    return {
-        ROLES[path]: RoleProfile(options, () if role.all_ranks else tuple(role.ranks))
-        for path, role in profiled_roles(config).items()
-        if role.enable
-    }
+    chosen = {ROLES[path]: _ranks(profiler) for path, profiler in profiled_roles(config).items()}
+    return {role: RoleProfile(options, ranks) for role, ranks in chosen.items() if ranks is not None}
+
+
+def _ranks(profiler: RoleProfilerConfig) -> tuple[int, ...] | None:
+    """The ranks of a role that are profiled, () for all; None where the role is not."""
+    if not profiler.enable:
+        return None
+    return () if profiler.all_ranks else tuple(profiler.ranks)
 
 
 def profile_options(keys: ProfilerConfig, folder: Path) -> ProfileOptions:
