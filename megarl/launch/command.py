@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from megarl.cli import EXIT_BAD_CONFIG, EXIT_RUN_FAILED
+from megarl.cli import main as run_here
 from megarl.errors import ConfigError, ModelError, ResourceError
 from megarl.launch import kubernetes, sbatch
 from megarl.launch.job import other_command, read_job
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = read_job(words, options.max_restarts)
         else:
             job = other_command(words, options.nodes, options.devices_per_node, options.device)
+        if job.is_dry:
+            return run_here(job.words)
         place = _place(options)
         for note in job.notes:
             say(note)
@@ -106,6 +109,11 @@ def _ways(place: str, options: argparse.Namespace, job: JobToRun) -> tuple[Reach
         return by_srun(python, folder, shlex.split(options.srun), wrap, os.environ), slurm_hosts(os.environ)
     if wrap:
         raise ConfigError("--wrap is for ssh and slurm; start the launcher itself in the container")
+    if job.nodes > 1 and job.device == "cuda":
+        raise ConfigError(
+            f"trainer.nnodes={job.nodes} on one machine: nodes would share its GPUs. Name the others by --hosts, or "
+            "set trainer.nnodes=1"
+        )
     return locally(python, folder), local_hosts(job.nodes)
 
 

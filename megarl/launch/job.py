@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.cli import JOBS, compose_job
+from megarl.config import TrainConfig
 from megarl.config.parts import TrainingRunConfig
 from megarl.errors import ConfigError
 from megarl.launch.settings import Device, JobToRun
@@ -31,14 +32,15 @@ def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
     folder = trainer.default_local_dir if isinstance(trainer, TrainingRunConfig) and trainer.save_freq > 0 else None
     device: Device = "cpu" if trainer.device == "cpu" else "cuda" if trainer.device == "cuda" else "auto"
     return JobToRun(
-        tuple(words),
-        True,
-        trainer.experiment_name,
-        trainer.nnodes,
-        device,
-        trainer.n_gpus_per_node,
-        folder or "",
-        notes,
+        words=tuple(words),
+        is_megarl=True,
+        name=trainer.experiment_name,
+        nodes=trainer.nnodes,
+        device=device,
+        devices=trainer.n_gpus_per_node,
+        checkpoint_dir=folder or "",
+        notes=notes,
+        is_dry=isinstance(config, TrainConfig) and config.trainer.dry_run,
     )
 
 

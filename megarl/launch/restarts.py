@@ -58,7 +58,7 @@ class Launcher:
                     code, why, final = self._attempt(number)
                     if final or number > self.max_restarts:
                         if why:
-                            self.say(f"{why}. {self._verdict(code, final)}")
+                            self.say(f"{why.rstrip('.')}. {self._verdict(code, final)}")
                         return code
                     self._pause(number, why)
                 except Interrupted as asked:
@@ -105,6 +105,7 @@ class Launcher:
             Interrupted: by a signal.
         """
         delay = min(LONGEST_DELAY_S, self.delay_s * 2 ** (number - 1))
+        why = why.rstrip(".")
         self.say(f"{why}. Restart {number} of {self.max_restarts} in {delay:g} s, from the newest checkpoint")
         deadline = time.monotonic() + delay
         while (left := deadline - time.monotonic()) > 0:

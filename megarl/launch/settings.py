@@ -28,6 +28,7 @@ class JobToRun:
         devices: GPUs, or CPU slots, that it needs on each machine.
         checkpoint_dir: where it saves; empty = nowhere.
         notes: what the user should know before it starts.
+        is_dry: whether it needs no cluster, for it computes nothing.
     """
 
     words: tuple[str, ...]
@@ -38,6 +39,7 @@ class JobToRun:
     devices: int
     checkpoint_dir: str = ""
     notes: tuple[str, ...] = ()
+    is_dry: bool = False
 
     def command(self, python: str) -> list[str]:
         """The driver's command line."""

@@ -42,6 +42,7 @@ def test_no_job(argv):
         (["--max-restarts=1", *QUICK], "trainer.resume_mode=disable: a restart .* begin anew"),
         (["--hosts=a", *QUICK, "trainer.nnodes=2"], "trainer.nnodes=2, but there are 1 hosts: a"),
         (["--on=ssh", *QUICK], "--on ssh needs --hosts"),
+        ([*QUICK, "trainer.nnodes=2", "trainer.device=cuda"], "trainer.nnodes=2 on one machine: nodes would share"),
         (["--on=local", "--hosts=a", *QUICK], "not --hosts=a"),
         (["--submit", *QUICK], "--submit is for --on sbatch"),
         ([*QUICK, "--multirun"], "--multirun"),
