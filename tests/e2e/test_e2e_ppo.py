@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.tracing.trace_file import read_trace
+from megarl.tracking.report.tokens import TOKEN_COLUMNS, TokenValues
 from megarl.trainer.checkpoint_manifest import MANIFEST
 from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
 
@@ -197,7 +199,21 @@ def test_report_needs_nothing_but_itself(whole: RunFiles) -> None:
     text = (whole.newest / "report.html").read_text(encoding="utf-8")
     Page().feed(text)
     assert [address for address in addresses if not address.startswith(("#", "data:"))] == []
-    assert "critic/score/mean" in text and "What is " in text
+    (packed,) = re.findall(r'<script id="data" type="text/plain">([^<]+)</script>', text)
+    data = json.loads(gzip.decompress(base64.b64decode(packed)))
+    (run,) = data["runs"]
+    assert run["status"] == "finished" and run["metrics"]["critic/score/mean"]["n"] == STEPS
+    assert "adv_estimator" in " ".join(row["key"] for row in data["config"]) and run["purpose"]
+    assert {"torch", "command"} <= {row["key"] for row in data["environment"]}
+
+
+def test_kept_answers_have_the_numbers_of_every_token(whole: RunFiles) -> None:
+    for step in whole.steps:
+        for answer in read_jsonl(whole.newest / "samples" / "train" / f"{step}.jsonl"):
+            tokens = TokenValues.decoded(answer["tokens"], len(answer["output"]))
+            assert tokens is not None and len(tokens.characters) == answer["response_length"]
+            assert set(tokens.columns) == {column.name for column in TOKEN_COLUMNS}
+            assert abs(tokens.columns["difference"]).max() < 1e-4 and tokens.columns["log_prob"].max() <= 0
 
 
 def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:

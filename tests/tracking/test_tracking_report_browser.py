@@ -116,6 +116,7 @@ def test_hostile_answers_are_text(browser: Browser, make_run: MakeRun) -> None:
 
 def test_search_and_filters(page: Browser) -> None:
     assert texts(page, "#count") == ["6 of 6 answers"]
+    assert texts(page, "#left-out") == ["The run kept answers of 2 of its 10 steps."]
     page.type("#search", '"question 2"')
     page.wait("document.querySelector('#count').innerText === '2 of 6 answers'")
     assert shown(page, 5) == ["question 2"] * 2

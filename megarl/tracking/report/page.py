@@ -26,6 +26,7 @@ from megarl.tracking.report.curves import curves, training_seconds
 from megarl.tracking.report.findings import failures, final_metrics, findings, verdict
 from megarl.tracking.report.rollouts import Rollouts, read_rollouts, rollout_columns, token_columns
 from megarl.tracking.report.run_files import RunRecord
+from megarl.tracking.report.sample_files import step_files
 from megarl.tracking.report.settings import config_rows, environment_rows, purpose
 from megarl.tracking.run_summary import duration
 
@@ -136,6 +137,7 @@ def page_data(runs: Sequence[RunRecord], rollouts: Rollouts, title: str) -> dict
         "rollouts": rollout_columns(rollouts.rows),
         "rollouts_total": rollouts.total,
         "rollouts_cut": rollouts.cut,
+        "steps_with_answers": [len(step_files(run.train_samples)) for run in runs],
         "token_columns": token_columns(rollouts.rows),
         "config": config_rows(runs),
         "environment": environment_rows(runs),

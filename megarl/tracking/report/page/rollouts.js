@@ -88,6 +88,10 @@ function tellWhatIsLeftOut() {
   if (data.rollouts_total > rollouts.step.length) {
     notes.push(`These are ${count(rollouts.step.length)} of the ${count(data.rollouts_total)} answers that the run kept, an even choice, so that the page stays below ten megabytes.`);
   }
+  data.runs.forEach((run, number) => {
+    const kept = data.steps_with_answers[number], steps = run.metrics["critic/score/mean"]?.n ?? 0, of = data.runs.length > 1 ? `${run.name}: the` : "The";
+    if (kept && kept < steps) notes.push(`${of} run kept answers of ${count(kept)} of its ${count(steps)} steps.`);
+  });
   if (data.rollouts_cut) notes.push(`${count(data.rollouts_cut)} of them are long and were cut in the middle.`);
   find("left-out").textContent = notes.join(" ");
 }
