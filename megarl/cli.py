@@ -31,6 +31,7 @@ from megarl.config.jobs import JobConfig
 from megarl.config.problems import nearest_keys
 from megarl.config.sweeps import SweepFolder
 from megarl.errors import ConfigError, MegarlError, ModelError
+from megarl.logs import LOGS_FOLDER, driver_log
 from megarl.models import read_model_config
 from megarl.provenance import run_facts
 from megarl.workers.layouts import check_role
@@ -181,6 +182,8 @@ def _request(job: Job, options: argparse.Namespace) -> Request[Any]:
     name is one of verl's own package; where there is none such here, it is passed over.
     """
     overrides, folder = tuple(options.overrides), options.config_dir
+    if options.quiet:
+        overrides += ("trainer.quiet=true",)
     names_engine = job.schema is TrainConfig and any(text.lstrip("+").startswith(VERL_ENGINE) for text in overrides)
     config_name = options.config_name or (VERL_DEFAULTS if names_engine else job.config_name)
     if folder is None and options.config_path is not None and Path(options.config_path).is_dir():
@@ -242,7 +245,8 @@ def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
             print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
             (folder / "config.yaml").write_text(to_yaml(config))
             _record_start(folder, name, request.config_name, config, values, hydra.overrides.task)
-            importlib.import_module(job.module).run(config, folder)
+            with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
+                importlib.import_module(job.module).run(config, folder)
         except MegarlError as error:
             problem = str(error)
             failures.append(problem)
@@ -309,6 +313,9 @@ def _parser(name: str, job: Job) -> argparse.ArgumentParser:
     parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
     parser.add_argument("--config-path", "-cp", help="the same, as scripts for verl have it")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the resolved configuration instead of running")
+    parser.add_argument(
+        "--quiet", "-q", action="store_true", help="print only warnings, errors and the closing summary"
+    )
     parser.add_argument("--multirun", "-m", action="store_true", help="one run for each combination of listed values")
     return parser
 

@@ -10,14 +10,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.worker_process import RemoteFailure, WorkerCard
 from megarl.errors import WorkerError
+from megarl.logs import tail
 
 # When one process fails, its peers often fail a moment later because of it ("connection reset"). This long we wait
 # to see the others, so that the error names the cause and not its echo.
 _ECHO_S = 1.0
-_LOG_LINES = 15
+_LOG_S = 20.0
+"""Seconds to fetch the end of a log from another node, which may be lost as well."""
 
 
 class WorkerFailed(WorkerError):
@@ -115,17 +118,16 @@ def failure_of(task: Task, error: RayError) -> WorkerFailed:
         phase = f" (phase {task.phase})" if task.phase not in ("", task.verb, cause.verb) else ""
         message = (
             f"{where} failed in {cause.verb}{phase}: {cause.kind}: {cause.message}\n"
-            f"--- traceback of {where} ---\n{cause.trace}"
+            f"--- traceback of {where} ---\n{cause.trace}{_log_end(cause.log, cause.last_lines)}"
         )
         return WorkerFailed(message, cause.role, cause.rank, cause.verb, cause.lost, cause.trace)
     died = isinstance(error, RayActorError)
-    tail = _log_tail(task.card)
+    last_lines = _last_lines(task.card)
     process = f" (pid {task.card.pid} on {task.card.host})" if task.card else ""
     what = "died in" if died else "could not be called for"
     message = f"{task.role} rank {task.rank}{process} {what} {task.verb}: {_reason(error)}"
-    if tail:
-        message += f"\n--- end of its log ---\n{tail}"
-    return WorkerFailed(message, task.role, task.rank, task.verb, died, tail)
+    message += _log_end(task.card.log if task.card else "", last_lines)
+    return WorkerFailed(message, task.role, task.rank, task.verb, died, last_lines)
 
 
 def _reason(error: RayError) -> str:
@@ -138,13 +140,20 @@ def _reason(error: RayError) -> str:
     return "\n".join(line for line in lines if line and not line.startswith(skipped))
 
 
-def _log_tail(card: WorkerCard | None) -> str:
-    """Last lines that a process on this machine wrote to stderr."""
+def _log_end(path: str, last_lines: str) -> str:
+    return f"\n--- end of its log, {path} ---\n{last_lines}" if path else ""
+
+
+def _last_lines(card: WorkerCard | None) -> str:
+    """Last lines of a process's log, wherever that is."""
     if card is None or not card.log:
         return ""
+    if card.node == ray.get_runtime_context().get_node_id() or Path(card.log).exists():
+        return tail(card.log)
+    strategy = NodeAffinitySchedulingStrategy(card.node, soft=False)
+    read = ray.remote(tail).options(num_cpus=0, scheduling_strategy=strategy)
     try:
-        lines = Path(card.log).read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    # Ray marks whose log it is by lines that begin with a colon.
-    return "\n".join([line for line in lines if line and not line.startswith(":")][-_LOG_LINES:])
+        lines: str = ray.get(read.remote(card.log), timeout=_LOG_S)
+    except RayError as error:
+        return f"(it is on {card.host}, and cannot be read: {type(error).__name__})"
+    return lines

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.processes import RunProcesses
 from megarl.errors import ResourceError
+from megarl.logs import ProcessLogs
 
 RESOURCE_NAMES = {"cpu": "CPU", "cuda": "GPU"}
 _DEVICE_WORD = {"cpu": "CPU slot", "cuda": "GPU"}
@@ -129,10 +130,11 @@ class PlacedPool:
     Attributes:
         pool: what was asked for.
         processes: all that live on it.
+        logs: where they write what they print; None = where Ray has them write.
     """
 
-    def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup]) -> None:
-        self.pool = pool
+    def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup], logs: ProcessLogs | None = None) -> None:
+        self.pool, self.logs = pool, logs
         self.processes = RunProcesses()
         self._groups = tuple(groups)
         self._devices: list[tuple[PlacementGroup, int, str]] = []
@@ -181,7 +183,9 @@ def _gpu_id() -> str:
     return str(gpu)
 
 
-def place_pools(pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
+def place_pools(
+    pools: Iterable[ResourcePool], timeout_s: float = 60.0, logs: ProcessLogs | None = None
+) -> dict[str, PlacedPool]:
     """Reserve all pools' devices: one bundle per device, one placement group per node of a pool.
 
     Raises:
@@ -199,7 +203,7 @@ def place_pools(pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[
         for group in itertools.chain.from_iterable(groups.values()):
             remove_placement_group(group)
         raise
-    return {pool.name: PlacedPool(pool, groups[pool.name]) for pool in pools}
+    return {pool.name: PlacedPool(pool, groups[pool.name], logs) for pool in pools}
 
 
 def _wait_until_placed(groups: Mapping[str, Sequence[PlacementGroup]], timeout_s: float) -> None:

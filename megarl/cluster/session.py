@@ -16,6 +16,7 @@ from ray._private import ray_constants
 
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 from megarl.errors import ResourceError
+from megarl.logs import ProcessLogs
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
 _MINIMUM_OBJECT_STORE_BYTES = 75 * 2**20
@@ -45,6 +46,7 @@ class RaySession:
         object_store_bytes: shared memory for objects of a started Ray; beyond it Ray spills to disk.
         log_to_driver: also print what the workers print. Their output is in Ray's log folder either way, and the end
             of it is part of the error when a worker dies.
+        logs: where the processes of roles write what they print; None = in Ray's log folder.
         temp_dir: where a started Ray keeps logs and sockets; default: Ray's (``/tmp/ray``).
 
     Raises:
@@ -59,6 +61,7 @@ class RaySession:
         object_store_bytes: int = DEFAULT_OBJECT_STORE_BYTES,
         log_to_driver: bool = False,
         temp_dir: str | None = None,
+        logs: ProcessLogs | None = None,
     ) -> None:
         if num_cpus is not None and num_cpus < 1:
             raise ResourceError(f"num_cpus={num_cpus} must be at least 1")
@@ -71,6 +74,7 @@ class RaySession:
         self.object_store_bytes = object_store_bytes
         self.log_to_driver = log_to_driver
         self.temp_dir = temp_dir
+        self.logs = logs
         self._pools: list[PlacedPool] = []
         self._daemons: list[psutil.Process] = []
         self._handlers: dict[int, Any] = {}
@@ -104,7 +108,7 @@ class RaySession:
         Raises:
             ResourceError: see :func:`megarl.cluster.resources.place_pools`.
         """
-        placed = place_pools(pools, timeout_s)
+        placed = place_pools(pools, timeout_s, self.logs)
         self._pools += placed.values()
         return placed
 

@@ -324,7 +324,7 @@ class WorkerGroup:
         tracing = self._pool.processes.options
         options = self._pool.actor_options(rank * self._span) | nsight_options(tracing.profile(self.role, rank))
         host = ray.remote(WorkerProcess).options(**options)
-        return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing)
+        return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self._pool.logs)
 
     def _start(self, ranks: Sequence[int]) -> tuple[list[Task], list[Task]]:
         """Starts building the workers of new processes: who they are, then what tells that they are built."""

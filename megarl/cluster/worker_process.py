@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import random
 import socket
@@ -16,11 +17,14 @@ from typing import Any, TypeVar
 import ray
 
 from megarl.errors import WorkerLost
+from megarl.logs import ProcessLogs, log_of, tail, take_output
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
 from megarl.tracing.memory import count_memory
 from megarl.tracing.profilers import ProfiledProcess
 from megarl.workers.dispatch import VerbMark, read_marks
 from megarl.workers.place import WorkerPlace
+
+logger = logging.getLogger(__name__)
 
 # Below the range from which systems take ports for outgoing connections, so that a port stays free between being
 # chosen here and being bound by the rendezvous, and above those that Ray gives to its workers.
@@ -35,24 +39,49 @@ class WorkerCard:
     Attributes:
         pid: process number on its host.
         host: address of its node.
-        log: file on that node with what the process writes to stderr, empty if unknown.
+        node: Ray's name of the node.
+        log: file on that node with what the process writes, empty if unknown.
         marks: the verbs of its worker, by name.
     """
 
     pid: int
     host: str
+    node: str
     log: str
     marks: dict[str, VerbMark]
 
 
 class RemoteFailure(Exception):
-    """An exception of a worker, in a form that every process can unpickle; ``lost``: the worker is of no more use."""
+    """An exception of a worker, in a form that every process can unpickle.
 
-    def __init__(self, role: str, rank: int, verb: str, kind: str, message: str, trace: str, lost: bool) -> None:
-        super().__init__(role, rank, verb, kind, message, trace, lost)
+    Args:
+        role: of the worker.
+        rank: likewise.
+        verb: what it was doing.
+        kind: the exception's class.
+        message: its text.
+        trace: its traceback.
+        lost: whether the worker is of no more use.
+        log: path of the worker's log file, empty if unknown.
+        last_lines: of that file, until the exception.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        verb: str,
+        kind: str,
+        message: str,
+        trace: str,
+        lost: bool,
+        log: str = "",
+        last_lines: str = "",
+    ) -> None:
+        super().__init__(role, rank, verb, kind, message, trace, lost, log, last_lines)
         self.role, self.rank, self.verb = role, rank, verb
         self.kind, self.message, self.trace = kind, message, trace
-        self.lost = lost
+        self.lost, self.log, self.last_lines = lost, log, last_lines
 
 
 _UNWATCHED = TracingOptions()
@@ -67,14 +96,23 @@ class WorkerProcess:
         world_size: processes of the role.
         env: environment variables, set before the worker's class is imported.
         tracing: how the process is watched.
+        logs: where to write what this process prints; None = where Ray has it write.
     """
 
     def __init__(
-        self, role: str, rank: int, world_size: int, env: Mapping[str, str], tracing: TracingOptions = _UNWATCHED
+        self,
+        role: str,
+        rank: int,
+        world_size: int,
+        env: Mapping[str, str],
+        tracing: TracingOptions = _UNWATCHED,
+        logs: ProcessLogs | None = None,
     ) -> None:
         self._role, self._rank, self._world_size = role, rank, world_size
         os.environ.update(env)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        if logs is not None:
+            take_output(logs.file(role, rank), logs.level, f" on {ray.util.get_node_ip_address()}")
         watch_process(tracing)
         self._tracing = tracing
         self._profiled = ProfiledProcess(tracing.profile(role, rank), f"{role}-{rank}")
@@ -84,7 +122,8 @@ class WorkerProcess:
 
     def describe(self) -> WorkerCard:
         """The process as it is before its worker exists, without verbs."""
-        return WorkerCard(os.getpid(), ray.util.get_node_ip_address(), _stderr_file(), {})
+        node = ray.get_runtime_context().get_node_id()
+        return WorkerCard(os.getpid(), ray.util.get_node_ip_address(), node, log_of(2), {})
 
     def load(self, worker: str | type) -> None:
         """Import the worker's class, which takes most of the start; needs no other process.
@@ -196,7 +235,10 @@ class WorkerProcess:
                 frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
             trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
             kind, lost = type(error).__name__, isinstance(error, WorkerLost)
-            failure = RemoteFailure(self._role, self._rank, verb, kind, str(error), trace, lost)
+            log = log_of(2)
+            last_lines = tail(log)  # before its traceback, which is told anyway
+            logger.error("%s failed\n%s", verb, trace)
+            failure = RemoteFailure(self._role, self._rank, verb, kind, str(error), trace, lost, log, last_lines)
         finally:
             self._profiled.end_verb(verb)
             count_memory()
@@ -225,12 +267,3 @@ def _bind_free_port(host: str) -> socket.socket:
             continue
         return holder
     raise OSError(f"none of 50 ports tried in {_PORTS} is free on {host}")
-
-
-def _stderr_file() -> str:
-    """File that this process's stderr goes to (Linux), or empty."""
-    try:
-        target = os.readlink("/proc/self/fd/2")
-    except OSError:
-        return ""
-    return target if os.path.isfile(target) else ""

@@ -192,14 +192,13 @@ def _register(request: Request[Any]) -> None:
     folders = _folders(request)
     _find(request.config_name, folders)
     primary = {
-        "defaults": [_DEFAULTS, f"{request.config_name}@_global_", "_self_"],
+        # the run keeps a log of its own; see megarl.logs
+        "defaults": [_DEFAULTS, f"{request.config_name}@_global_", "_self_", {"override hydra/job_logging": "none"}],
         "hydra": {
             "searchpath": [f"file://{folder}" for folder in folders[1:]],
             "run": {"dir": _RUN_FOLDER},
             "sweep": {"dir": _RUN_FOLDER, "subdir": "${hydra.job.num}"},
             "callbacks": SWEEP_CALLBACK,
-            # the trackers own the terminal; the log file in the run's folder has everything
-            "job_logging": {"handlers": {"console": {"level": "WARNING"}}},
         },
     }
     store = ConfigStore.instance()

@@ -235,8 +235,22 @@ class RunConfig:
     project_name: str = key("megarl", "Project under which trackers file the run.")
     experiment_name: str = key(REQUIRED, "Name of the run; its files go to `outputs/<experiment_name>/<time>`.")
     logger: list[str] = key(
-        ["console", "jsonl"], "Where metrics go.", choices=("console", "jsonl", "tensorboard", "wandb")
+        ["console", "jsonl"],
+        "Where metrics go, any number of them; see docs/watching.md.",
+        choices=("console", "jsonl", "mlflow", "swanlab", "tensorboard", "wandb"),
     )
+    tracker_timeout_s: float = key(
+        60.0,
+        "Seconds that wandb, swanlab and mlflow may take for a call, and to send what is outstanding when the run "
+        "ends; beyond it they are given up, and the run goes on.",
+        above=0,
+    )
+    log_level: str = key(
+        "INFO",
+        "What the files in `logs/` of the run's folder hold: `driver.log`, and one per role and rank.",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+    )
+    quiet: bool = key(False, "Print only warnings, errors and the closing summary; `--quiet` sets it.")
     nnodes: int = key(1, "Machines.", at_least=1)
     n_gpus_per_node: int = key(8, "Devices per machine: GPUs, or process slots where `device` is cpu.", at_least=1)
     device: str = key("auto", "What to compute on; auto = CUDA where there is one.", choices=("auto", "cpu", "cuda"))

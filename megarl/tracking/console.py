@@ -1,11 +1,15 @@
 """What a user sees while a job runs: the phase that is under way, one table row per step, a closing summary.
 
-On a terminal a live line at the bottom shows the run's progress and the phase, and rows scroll above it. Where output
-is not a terminal (a log file, CI) there is no live line and no table: every step is one self-contained line.
+On a terminal a live view at the bottom shows the run's progress, the phase and the last step's figures, and rows scroll
+above it. Where output is not a terminal (a log file, CI) there is no live view and no table: every step is one
+self-contained line. What is printed is logged as well, without colours.
 """
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,11 +18,16 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
+from megarl.logs import TOLD
 from megarl.tracking.live_status import LiveStatus, PhaseProgress
 from megarl.tracking.run_summary import plain_summary, summary_panel
 from megarl.tracking.step_table import RL_COLUMNS, Column, StepTable
+from megarl.tracking.stray_output import StrayOutput
+
+logger = logging.getLogger(__name__)
 
 ROWS_PER_HEADER = 25
 VALIDATION_PREFIX = "val-core/"
@@ -31,6 +40,8 @@ class Console:
         total_steps: steps of the run, for the progress bar; None where they are not known.
         columns: the table's columns.
         output: where to print; the standard output by default.
+        quiet: print warnings and the closing summary only.
+        title: name of the run.
     """
 
     def __init__(
@@ -38,10 +49,16 @@ class Console:
         total_steps: int | None = None,
         columns: Sequence[Column] = RL_COLUMNS,
         output: RichConsole | None = None,
+        quiet: bool = False,
+        title: str = "",
     ) -> None:
-        self.output = output or RichConsole(highlight=False)
-        self.table = StepTable(columns, self.output.width, total_steps)
-        self.status = LiveStatus(total_steps)
+        self.output = output or RichConsole(highlight=False, file=sys.stdout)
+        self.quiet = quiet
+        self._is_ascii = not self.output.encoding.lower().startswith("utf")
+        self._is_live = self.output.is_terminal and not self.output.is_dumb_terminal and not quiet
+        self._streams = None if output else StrayOutput(self._stray)
+        self.table = StepTable(columns, self.output.width, total_steps, self._is_ascii)
+        self.status = LiveStatus(total_steps, columns=columns, title=title)
         self._rewards: list[float] = []
         self._last_validation: dict[str, float] = {}
         self._rows_since_header = 0
@@ -49,12 +66,16 @@ class Console:
         self._live: Live | None = None
 
     def __enter__(self) -> Console:
+        if self._streams is not None:
+            self._streams.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if self._streams is not None:
+            self._streams.end()
 
     def set_total_steps(self, total_steps: int) -> None:
         """Tell the number of steps once it is known."""
@@ -80,19 +101,55 @@ class Console:
         finally:
             self.status.leave()
             if announce:
-                mark, style = ("✓", "green") if finished else ("✗", "red")
+                marks = ("done:", "failed:") if self._is_ascii else ("✓", "✗")
+                mark, style = (marks[0], "green") if finished else (marks[1], "red")
                 self.message(Text.assemble((mark, style), f" {name} ", (f"{time.perf_counter() - start:.1f} s", "dim")))
 
     def _start_live(self) -> None:
-        if self._live is None and self.output.is_terminal:
+        if self._live is None and self._is_live:
             self._live = Live(
-                self.status, console=self.output, refresh_per_second=4, transient=True, vertical_overflow="crop"
+                self.status,
+                console=self.output,
+                refresh_per_second=4,
+                transient=True,
+                vertical_overflow="crop",
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             self._live.start()
+            if self._streams is not None:
+                self._streams.by_line = True
 
     def message(self, text: str | Text) -> None:
-        """Print a line above the live one; ``text`` is shown as it is, without markup."""
-        self.output.print(Text(text) if isinstance(text, str) else text, soft_wrap=True)
+        """Print a line above the live view; ``text`` is shown as it is, without markup."""
+        self._print(text)
+        logger.info("%s", text.plain if isinstance(text, Text) else text)
+
+    def warn(self, text: str) -> None:
+        """Print something that the user must see, also where the others are left out."""
+        self._print(Text(text, style="yellow"), must=True)
+        logger.warning("%s", text, extra=TOLD)
+
+    def show(self, table: Table) -> None:
+        """Print a table, such as an evaluation ends with, which is seen also where others are left out."""
+        self.output.print(table)
+        plain = RichConsole(width=120, file=io.StringIO(), color_system=None)
+        with plain.capture() as text:
+            plain.print(table)
+        logger.info("\n%s", text.get().rstrip())
+
+    def _print(self, text: str | Text, must: bool = False) -> None:
+        if self.quiet and not must:
+            return
+        shown = Text(text) if isinstance(text, str) else text
+        if self._is_ascii:
+            plain = shown.plain.replace("…", "...").encode(self.output.encoding, "backslashreplace")
+            shown = Text(plain.decode(self.output.encoding), style=shown.style)
+        self.output.print(shown, soft_wrap=True)
+
+    def _stray(self, text: str) -> None:
+        """A line that somebody else has printed while there is a live view."""
+        self._print(text)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Print a step: its table row, and a line of its own for the validation in it."""
@@ -106,25 +163,27 @@ class Console:
         self.status.steps_done = step
         if "critic/score/mean" in metrics:
             self._rewards.append(metrics["critic/score/mean"])
-        if not self.output.is_terminal:
-            self.message(self.table.plain_row(step, metrics))
+        self.status.note(metrics)
+        plain = self.table.plain_row(step, metrics)
+        if not self._is_live:
+            self.message(plain)
             return
+        logger.info("%s", plain)
         self.table.width = self.output.width
         if self.table.fit(metrics) or self._rows_since_header % ROWS_PER_HEADER == 0:
             self._rows_since_header = 0
             if not self._legend_shown and self.table.legend():
                 self._legend_shown = True
                 self.output.print(self.table.legend())
-            self.message(self.table.header())
+            self._print(self.table.header())
         self._rows_since_header += 1
-        self.message(self.table.row(step, metrics))
+        self._print(self.table.row(step, metrics))
 
     def _validation(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            line = Text.assemble(
-                ("◆ validation ", "bold blue"), f"step {step}  {name.removeprefix(VALIDATION_PREFIX)} ",
-                (f"{value:.3f}", "bold"),
-            )  # fmt: skip
+            mark = "* validation " if self._is_ascii else "◆ validation "
+            text = f"step {step}  {name.removeprefix(VALIDATION_PREFIX)} "
+            line = Text.assemble((mark, "bold blue"), text, (f"{value:.3f}", "bold"))
             if name in self._last_validation:
                 change = value - self._last_validation[name]
                 line.append(f"  {change:+.3f}", style="green" if change > 0 else "red" if change < 0 else "dim")
@@ -150,14 +209,18 @@ class Console:
             title: name of the run.
         """
         self.close()
-        if self.output.is_terminal:
-            self.output.print(summary_panel(summary, title, self._rewards))
+        plain = plain_summary(summary, title)
+        logger.info("%s", "\n".join(plain))
+        if self._is_live:
+            self.output.print(summary_panel(summary, title, self._rewards, self._is_ascii))
         else:
-            for line in plain_summary(summary, title):
-                self.message(line)
+            for line in plain:
+                self._print(line, must=True)
 
     def close(self) -> None:
         """Take the live line away; what is printed later is printed plainly."""
         if self._live is not None:
+            if self._streams is not None:
+                self._streams.by_line = False
             self._live.stop()
             self._live = None

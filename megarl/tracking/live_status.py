@@ -1,22 +1,43 @@
-"""The live line of the console: how far the run is, and the phase that is under way."""
+"""The live view of the console: how far the run is, the phase that is under way, and the figures of the last step.
+
+It is drawn anew several times a second for the size that the terminal has then: as a panel, without its frame where
+there are few lines, and without what is least needed where they are short.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
+import psutil
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-BAR_WIDTH = 28
+from megarl.tracking.run_summary import sparkline
+from megarl.tracking.step_table import Column
+
+WIDEST = 110
+"""Columns of the view at most: what belongs together is not to be at both ends of a wide screen."""
+NARROW, SHORT = 64, 12
+"""Below so many columns the remarks give way, below so many lines the frame and the figures."""
+HISTORY = 24
+"""Steps in the little curve."""
+_PERCENT, _REMARK, _GAP, _SMALLEST_CURVE = 5, 25, "   ", 6
+DEVICE_MEMORY = "perf/max_memory_allocated_gb"
 
 
 def clock_text(seconds: float) -> str:
-    """Seconds as ``m:ss`` or ``h:mm:ss``."""
+    """Seconds as ``m:ss`` or ``h:mm:ss``, from two days on as ``d days h h``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} days {hours % 24} h"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
@@ -64,21 +85,63 @@ class PhaseProgress:
         return f"{self.seconds:.1f}{usual} s"
 
 
+class HostMemory:
+    """Memory of this process and of all that it has started, looked at every few seconds.
+
+    Args:
+        clock: seconds that never run backwards.
+    """
+
+    every_s = 3.0
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._at: float | None = None
+        self._gigabytes = 0.0
+
+    def __call__(self) -> float:
+        """Resident memory in GiB; what processes share counts in each of them."""
+        now = self._clock()
+        if self._at is None or now - self._at >= self.every_s:
+            self._at, total = now, 0
+            own = psutil.Process()
+            for process in (own, *own.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_info().rss
+            self._gigabytes = total / 2**30
+        return self._gigabytes
+
+
 class LiveStatus:
-    """State and picture of the live line.
+    """State and picture of the live view.
 
     Args:
         total_steps: steps of the run, None where they are not known.
         clock: seconds that never run backwards.
+        columns: of the table, whose figures are shown; the first one's also as a curve.
+        title: name of the run.
     """
 
-    def __init__(self, total_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        columns: Sequence[Column] = (),
+        title: str = "",
+    ) -> None:
         self.total_steps = total_steps
+        self.title = title
+        self._columns = tuple(column for column in columns if not column.phase and column.header != "sec")
         self._steps_done = 0
         self._clock = clock
+        self._began = clock()
         self._stack: list[PhaseProgress] = []
         self._last_seconds: dict[str, float] = {}
         self._first_mark: tuple[float, int] | None = None  # when the first step of this process ended, and which it was
+        self._figures: dict[str, float] = {}
+        self._device_gb: float | None = None
+        self._history: deque[float] = deque(maxlen=HISTORY)
+        self.host_memory: Callable[[], float] = HostMemory(clock)
 
     @property
     def steps_done(self) -> int:
@@ -91,6 +154,16 @@ class LiveStatus:
         self._steps_done = step
         if self._first_mark is None:
             self._first_mark = (self._clock(), step)
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Take the figures of a step."""
+        for number, column in enumerate(self._columns):
+            value = column.read(metrics)
+            if value is not None:
+                self._figures[column.header] = value
+                if number == 0:
+                    self._history.append(value)
+        self._device_gb = metrics.get(DEVICE_MEMORY, self._device_gb)
 
     def enter(self, name: str) -> PhaseProgress:
         """A phase begins."""
@@ -112,21 +185,96 @@ class LiveStatus:
         return (self._clock() - since) / (self._steps_done - first) * (self.total_steps - self._steps_done)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, WIDEST)
+        is_short, is_ascii = options.size.height < SHORT, options.ascii_only
+        inner = width - (0 if is_short else 4)
+        parts: list[RenderableType] = []
+        if self.total_steps or self._stack:
+            parts.append(self._bars(inner))
+        if self._figures and not is_short:
+            parts.append(self._figures_line(inner, is_ascii))
+        if not parts:
+            return
+        if is_short:
+            yield Group(*parts)
+            return
+        name = Text(f" {self.title} ", style="bold") if self.title else None
+        if name is not None:
+            name.truncate(max(4, inner - 4), overflow="crop" if is_ascii else "ellipsis")
+        yield Panel(
+            Group(*parts),
+            title=name,
+            title_align="left",
+            box=box.ASCII if is_ascii else box.ROUNDED,
+            border_style="bright_black",
+            width=width,
+        )
+
+    def _bars(self, width: int) -> Table:
+        """The run's bar and the phase's; what stands beside them keeps its place from phase to phase."""
+        is_narrow = width < NARROW
+        names = [f"step {self.total_steps}/{self.total_steps}", *self._last_seconds, *(p.name for p in self._stack)]
+        name = min(max(map(len, names)), max(8, width // 3))
         grid = Table.grid(padding=(0, 1))
-        for justify in ("right", "left", "left", "left"):
-            grid.add_column(justify=justify, no_wrap=True)
-        if self.total_steps:
-            left = self.seconds_left()
-            grid.add_row(
-                Text(f"step {self._steps_done}/{self.total_steps}", style="bold"),
-                ProgressBar(self.total_steps, self._steps_done, width=BAR_WIDTH, complete_style="green"),
-                Text(f"{100 * self._steps_done / self.total_steps:.0f} %"),
-                Text(f"{clock_text(left)} left" if left is not None else "", style="dim"),
-            )
-        if self._stack:
-            phase = self._stack[-1]
-            share = phase.share
-            bar = ProgressBar(1.0, share or 0.0, width=BAR_WIDTH, pulse=share is None, complete_style="cyan")
-            percent = f"{100 * share:.0f} %" if share is not None else ""
-            grid.add_row(Text(phase.name, style="cyan"), bar, Text(percent), Text(phase.remark, style="dim"))
-        yield grid
+        grid.add_column(no_wrap=True, width=name, overflow="crop")
+        grid.add_column(no_wrap=True)
+        grid.add_column(justify="right", no_wrap=True, width=_PERCENT)
+        bar = max(4, width - name - _PERCENT - (2 if is_narrow else 3 + _REMARK))
+        if not is_narrow:
+            grid.add_column(no_wrap=True, max_width=_REMARK, overflow="crop")
+        for row in (self._run_row(bar), self._phase_row(bar)):
+            if row:
+                grid.add_row(*(row[:3] if is_narrow else row))
+        return grid
+
+    def _run_row(self, bar: int) -> list[RenderableType]:
+        if not self.total_steps:
+            return []
+        done, total = self._steps_done, self.total_steps
+        return [
+            Text(f"step {done}/{total}", style="bold"),
+            ProgressBar(total, done, width=bar, complete_style="green"),
+            Text(f"{100 * done / total:.0f} %"),
+            Text(self._clock_remark(), style="dim"),
+        ]
+
+    def _phase_row(self, bar: int) -> list[RenderableType]:
+        if not self._stack:
+            return [Text("")] * 4  # the height stays
+        phase = self._stack[-1]
+        share = phase.share
+        return [
+            Text(phase.name, style="cyan"),
+            ProgressBar(1.0, share or 0.0, width=bar, pulse=share is None, complete_style="cyan"),
+            Text(f"{100 * share:.0f} %" if share is not None else ""),
+            Text(phase.remark, style="dim"),
+        ]
+
+    def _clock_remark(self) -> str:
+        left = self.seconds_left()
+        gone = clock_text(self._clock() - self._began)
+        if left is None:
+            return f"{gone} gone"
+        whole = f"{clock_text(left)} left, {gone} gone"
+        return whole if len(whole) <= _REMARK else f"{clock_text(left)} left"
+
+    def _figures_line(self, width: int, is_ascii: bool) -> Text:
+        """Name and value of each figure, as many as fit; a curve of the first one where there is room for that."""
+        is_device = self._device_gb is not None
+        gigabytes = self._device_gb if is_device else self.host_memory()
+        shown = [column for column in self._columns if column.header in self._figures]
+        pieces = [
+            Text.assemble((f"{column.header} ", "dim"), (column.show(value, column.width).strip(), column.style))
+            for column in shown
+            for value in (self._figures[column.header],)
+        ]
+        pieces.append(Text.assemble(("device memory " if is_device else "host memory ", "dim"), f"{gigabytes:.1f} GiB"))
+        for number in reversed([number for number, column in enumerate(shown) if column.is_spare]):
+            if sum(piece.cell_len + len(_GAP) for piece in pieces) - len(_GAP) > width:
+                del pieces[number]
+        room = width - sum(piece.cell_len + len(_GAP) for piece in pieces) + len(_GAP) - 1
+        if shown and shown[0] is self._columns[0] and len(self._history) > 1 and room >= _SMALLEST_CURVE:
+            pieces[0].append(" " + sparkline(list(self._history)[-room:], HISTORY, is_ascii), style="green")
+        line = Text(_GAP).join(pieces)
+        line.truncate(width, overflow="crop" if is_ascii else "ellipsis")
+        return line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
+_BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
 
 def duration(seconds: float) -> str:
@@ -24,8 +25,12 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """A curve in one line of text: the means of ``width`` equal stretches, from the smallest to the largest."""
+def sparkline(values: Sequence[float], width: int = 40, is_ascii: bool = False) -> str:
+    """A curve in one line of text: the means of ``width`` equal stretches, from the smallest to the largest.
+
+    What is not finite is left out.
+    """
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     count = min(width, len(values))
@@ -33,7 +38,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
-    return "".join(_BLOCKS[round((mean - low) / span * (len(_BLOCKS) - 1))] for mean in means)
+    blocks = _ASCII_BLOCKS if is_ascii else _BLOCKS
+    return "".join(blocks[round((mean - low) / span * (len(blocks) - 1))] for mean in means)
 
 
 def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -69,25 +75,42 @@ def plain_summary(summary: Mapping[str, Any], title: str) -> list[str]:
     return [f"{title}: finished", *(f"  {label}: {text}" for label, text in summary_facts(summary))]
 
 
-def _accuracy_bars(before: float, after: float, width: int = 24) -> Text:
-    kept, gained = round(width * min(before, after)), round(width * max(before, after))
+def _accuracy_bars(before: float, after: float, is_ascii: bool, width: int = 24) -> Text:
+    shares = [min(1.0, max(0.0, share)) for share in (before, after)]  # a mean reward may be anything
+    kept, gained = round(width * min(shares)), round(width * max(shares))
+    bar, rest = ("#", ".") if is_ascii else ("━", "━")
     return Text.assemble(
-        "   ", ("━" * kept, "blue"), ("━" * (gained - kept), "green" if after > before else "red"),
-        ("━" * (width - gained), "bright_black"),
+        "   ", (bar * kept, "blue"), (bar * (gained - kept), "green" if after > before else "red"),
+        (rest * (width - gained), "bright_black"),
     )  # fmt: skip
 
 
-def summary_panel(summary: Mapping[str, Any], title: str, rewards: Sequence[float] = ()) -> Panel:
+def summary_panel(
+    summary: Mapping[str, Any], title: str, rewards: Sequence[float] = (), is_ascii: bool = False
+) -> Panel:
     """The summary as a panel for a terminal, with a bar for the accuracy and a line for the rewards."""
+    arrow = "->" if is_ascii else "→"
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", justify="right", no_wrap=True)
     grid.add_column(overflow="fold")
     before, after = summary.get("val_accuracy_before"), summary.get("val_accuracy_after")
     for label, text in summary_facts(summary):
-        value = Text(text.replace("->", "→"), style="bold" if label == "held-out accuracy" else "")
+        value = Text(text.replace("->", arrow), style="bold" if label == "held-out accuracy" else "")
         if label == "held-out accuracy" and before is not None and after is not None:
-            value.append_text(_accuracy_bars(before, after))
+            value.append_text(_accuracy_bars(before, after, is_ascii))
         grid.add_row(label, value)
         if label == "held-out accuracy" and rewards:
-            grid.add_row("reward", Text(f"{sparkline(rewards)}  {rewards[0]:.3f} → {rewards[-1]:.3f}", style="green"))
-    return Panel(grid, title=Text(title, style="bold"), box=box.ROUNDED, border_style="green", padding=(1, 2))
+            grid.add_row(
+                "reward",
+                Text(
+                    f"{sparkline(rewards, is_ascii=is_ascii)}  {rewards[0]:.3f} {arrow} {rewards[-1]:.3f}",
+                    style="green",
+                ),
+            )
+    return Panel(
+        grid,
+        title=Text(title, style="bold"),
+        box=box.ASCII if is_ascii else box.ROUNDED,
+        border_style="green",
+        padding=(1, 2),
+    )

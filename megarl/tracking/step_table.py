@@ -60,6 +60,7 @@ class Column:
         width: characters of the cell.
         show: value and width to cell.
         style: rich style of the cell.
+        is_spare: whether it gives way first where there is no room for all figures.
         phase: what the phase does, where the column is a phase's seconds; it is shown only where the phase happened.
     """
 
@@ -69,6 +70,7 @@ class Column:
     show: Callable[[float, int], str] = number_cell
     style: str = ""
     phase: str = ""
+    is_spare: bool = False
 
 
 def first_of(*names: str) -> Callable[[Metrics], float | None]:
@@ -93,8 +95,8 @@ _TOTALS = (
 RL_COLUMNS = (
     Column("reward", first_of("critic/score/mean"), 6, style="bold green"),
     Column("KL", first_of("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), 6, style="magenta"),
-    Column("entropy", first_of("actor/entropy"), 7, style="cyan"),
-    Column("len", first_of("response_length/mean"), 5, length_cell),
+    Column("entropy", first_of("actor/entropy"), 7, style="cyan", is_spare=True),
+    Column("len", first_of("response_length/mean"), 5, length_cell, is_spare=True),
     _phase("gen", "gen", "generation"),
     _phase("rew", "reward", "reward"),
     _phase("old", "old_log_prob", "old log-probs"),
@@ -110,8 +112,8 @@ RL_COLUMNS = (
 SFT_COLUMNS = (
     Column("loss", first_of("train/loss"), 7, style="bold green"),
     Column("accuracy", first_of("train/accuracy"), 8, style="cyan"),
-    Column("grad norm", first_of("train/grad_norm"), 9),
-    Column("lr", first_of("train/lr"), 7, style="dim"),
+    Column("grad norm", first_of("train/grad_norm"), 9, is_spare=True),
+    Column("lr", first_of("train/lr"), 7, style="dim", is_spare=True),
     *_TOTALS,
 )
 PAIR_COLUMNS = (
@@ -130,12 +132,16 @@ class StepTable:
         columns: what to show besides the step.
         width: characters that a line may have.
         total_steps: steps of the run, None where they are not known.
+        is_ascii: whether the output has no other characters.
     """
 
-    def __init__(self, columns: Sequence[Column], width: int, total_steps: int | None = None) -> None:
+    def __init__(
+        self, columns: Sequence[Column], width: int, total_steps: int | None = None, is_ascii: bool = False
+    ) -> None:
         self.columns = tuple(columns)
         self.width = width
         self.total_steps = total_steps
+        self.rule, self.nothing, self.dot = ("|", "-", "/") if is_ascii else ("│", "·", "·")
         self.shown: tuple[Column, ...] = tuple(column for column in columns if not column.phase)
 
     @property
@@ -165,14 +171,14 @@ class StepTable:
         line.append(step.rjust(self._step_width), style=style or "bold")
         was_phase: bool | None = None
         for (cell, cell_style), column in zip(cells, columns, strict=True):
-            line.append(" │ " if bool(column.phase) != was_phase else " ", style="dim")
+            line.append(f" {self.rule} " if bool(column.phase) != was_phase else " ", style="dim")
             line.append(cell.rjust(column.width), style=style or cell_style)
             was_phase = bool(column.phase)
         return line
 
     def legend(self) -> Text:
         """What the phases' headers stand for, in one line; empty where no phase is shown."""
-        names = " · ".join(f"{column.header} {column.phase}" for column in self.shown if column.phase)
+        names = f" {self.dot} ".join(f"{column.header} {column.phase}" for column in self.shown if column.phase)
         return Text(f"seconds per phase: {names}" if names else "", style="dim")
 
     def header(self) -> Text:
@@ -185,7 +191,7 @@ class StepTable:
         values = [column.read(metrics) for column in self.shown]
         slowest = max((v for v, column in zip(values, self.shown, strict=True) if column.phase and v), default=None)
         cells = [
-            ("·", "dim") if value is None
+            (self.nothing, "dim") if value is None
             else (column.show(value, column.width), "yellow" if column.phase and value == slowest else column.style)
             for value, column in zip(values, self.shown, strict=True)
         ]  # fmt: skip

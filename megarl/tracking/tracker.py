@@ -1,15 +1,13 @@
-"""Where metrics go: the contract of a tracker, the registry, and the fan-out over several."""
+"""Where metrics go: the contract of a tracker, and the registry."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.errors import ConfigError
 from megarl.tracking.console import Console
@@ -26,6 +24,10 @@ class RunInfo:
         config: the resolved config, plain nested dicts and lists.
         resumed_step: last step of the checkpoint that the run continues from; None where it starts anew.
         console: the run's console, for the tracker that prints.
+        run_id: 20 letters and digits that name the run in trackers; a run that continues has that of the one before.
+        timeout_s: seconds that a tracker in a process of its own may take for a call, and to send what is outstanding
+            when the run ends.
+        logs: folder for what trackers in processes of their own print; None = it is not kept.
     """
 
     project: str
@@ -34,10 +36,34 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     resumed_step: int | None = None
     console: Console | None = None
+    run_id: str = ""
+    timeout_s: float = 60.0
+    logs: Path | None = None
 
 
 class Tracker(ABC):
-    """Takes note of a run's metrics."""
+    """Takes note of a run's metrics; made as ``cls(run)``.
+
+    Attributes:
+        apart: whether it works in a process of its own (:mod:`megarl.tracking.apart`), as one must that talks to the
+            network: it may then take its time, raise, hang, or die, and the run goes on.
+        package: the optional package that it needs, None where it needs none.
+    """
+
+    apart: ClassVar[bool] = False
+    package: ClassVar[str | None] = None
+
+    @classmethod  # noqa: B027 -- optional
+    def check(cls) -> None:
+        """Look at what can be known without the network, such as whether there is a login.
+
+        Raises:
+            ConfigError: the tracker cannot work as the user has set it up.
+        """
+
+    def leftover(self) -> str:
+        """What to do about what could not be sent in time; empty where nothing can be done."""
+        return ""
 
     @abstractmethod
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -65,50 +91,21 @@ def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
     return add
 
 
-def load_package(module: str, tracker: str) -> ModuleType:
-    """Import a tracker's optional package.
+def check_package(tracker: str, package: str) -> None:
+    """Look for a tracker's optional package, without importing it.
 
     Raises:
         ConfigError: it is not installed; the message names the extra that brings it.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"trainer.logger={tracker!r} needs the package {module!r}, which cannot be imported ({error}): "
+            f"trainer.logger={tracker!r} needs the package {package!r}, which is not installed: "
             f"install it with `pip install 'megarl[{tracker}]'`, or take {tracker!r} out of trainer.logger"
-        ) from error
+        )
 
 
-class Trackers(Tracker):
-    """Several trackers as one.
-
-    Args:
-        trackers: each receives every call, in this order.
-    """
-
-    def __init__(self, trackers: Iterable[Tracker]) -> None:
-        self.trackers = list(trackers)
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the metrics with every tracker."""
-        for tracker in self.trackers:
-            tracker.log(metrics, step)
-
-    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Record answers with every tracker."""
-        for tracker in self.trackers:
-            tracker.log_samples(samples, step)
-
-    def finish(self) -> None:
-        """Finish every tracker, also where one of them raises."""
-        with ExitStack() as stack:
-            for tracker in reversed(self.trackers):
-                stack.callback(tracker.finish)
-
-
-def open_trackers(names: Sequence[str], run: RunInfo) -> Trackers:
-    """The trackers of ``trainer.logger``, ready to log.
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that cannot be had, before anything is started.
 
     Raises:
         ConfigError: a name is not known (the known ones are listed), or a tracker's package is not installed.
@@ -116,11 +113,7 @@ def open_trackers(names: Sequence[str], run: RunInfo) -> Trackers:
     unknown = [name for name in names if name not in TRACKERS]
     if unknown:
         raise ConfigError(f"trainer.logger={unknown[0]!r} is not known; known are {', '.join(sorted(TRACKERS))}")
-    trackers = Trackers([])
-    try:
-        for name in names:
-            trackers.trackers.append(TRACKERS[name](run))
-    except BaseException:
-        trackers.finish()
-        raise
-    return trackers
+    for name in names:
+        package = getattr(TRACKERS[name], "package", None)
+        if package is not None:
+            check_package(name, package)

@@ -10,7 +10,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from megarl.rollout.endpoint import build_endpoint
 from megarl.sharding.coverage import check_coverage
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
-from megarl.tracking.tracker import TRACKERS
+from megarl.tracking import check_trackers
 from megarl.trainer.preflight import (
     check_algorithm,
     check_data,
@@ -53,7 +52,6 @@ from megarl.workers.layouts import layout_of
 
 GIB = 2**30
 PROVED_RANKS = 8
-BUILT_IN_TRACKERS = ("console", "jsonl")
 
 
 def dry_run(config: TrainConfig, tell: Callable[[str], None] = print) -> None:
@@ -268,11 +266,7 @@ class Rehearsal:
 
     def trackers(self) -> Iterator[str]:
         """Whether they are known and installed; none is opened."""
-        for name in self.config.trainer.logger:
-            if name not in TRACKERS:
-                raise ConfigError(f"trainer.logger={name!r} is not known; known are {', '.join(sorted(TRACKERS))}")
-            if name not in BUILT_IN_TRACKERS and find_spec(name) is None:
-                raise ConfigError(f"trainer.logger={name!r}: the package is not installed; pip install megarl[{name}]")
+        check_trackers(self.config.trainer.logger)
         yield ", ".join(self.config.trainer.logger) or "none"
 
     def _rollout(self) -> RolloutLayout:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.config.evaluate_schema import EvaluateConfig
 from megarl.rollout.endpoint import build_endpoint
 from megarl.tracing import PHASE, span
-from megarl.tracking import Console, validation_table
+from megarl.tracking import Console, check_trackers, validation_table
 from megarl.trainer.best_answers import BestAnswers
 from megarl.trainer.evaluated_model import find_model
 from megarl.trainer.frozen_policy import CONVERTED, STREAM, FrozenReplicas, describe, frozen_rollout, policy_tokenizer
@@ -21,7 +21,7 @@ from megarl.trainer.reporting import RunReporter
 from megarl.trainer.reward_model import SequenceReader, reward_model_scorer, started_reward_model
 from megarl.trainer.reward_phase import RewardPhase, reward_manager
 from megarl.trainer.samples import Sample, dump_samples, evenly
-from megarl.trainer.session import placed_devices
+from megarl.trainer.session import placed_devices, run_logs
 from megarl.trainer.tracing import RunTracing
 from megarl.trainer.validation import Validator
 
@@ -43,13 +43,15 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     Raises:
         MegarlError: something is wrong with configuration, data, model, resources or a worker; processes are gone.
     """
+    check_trackers(config.trainer.logger)
     model = find_model(config.actor_rollout_ref.model.path)
     check_answers(config, model.config)
     tokenizer = policy_tokenizer(config, model)
     loader = validation_loader(config, tokenizer)
-    rewards = RewardPhase(reward_manager(config, tokenizer), tokenizer, config.reward_model)
+    logs = run_logs(config.trainer, output_dir)
+    rewards = RewardPhase(reward_manager(config, tokenizer, logs), tokenizer, config.reward_model)
     reader = SequenceReader(config.reward_model, tokenizer) if config.reward_model.enable else None
-    with Console() as console:
+    with Console(quiet=config.trainer.quiet, title=config.trainer.experiment_name) as console:
         console.message(describe(config, model))
         with console.phase("model"):
             folder = model.as_hugging_face(output_dir.parent / CONVERTED, console.message)
@@ -61,8 +63,8 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         with (
             rewards,
             build_endpoint(config, tokenizer) or nullcontext() as endpoint,
-            placed_devices(config.trainer) as pool,
-            RunTracing(config.trainer, output_dir, console.message, pool) as reporter.tracing,
+            placed_devices(config.trainer, logs) as pool,
+            RunTracing(config.trainer, output_dir, console.warn, pool) as reporter.tracing,
         ):
             with console.phase("start workers", announce=True), span("start_workers", PHASE):
                 replicas = FrozenReplicas(config, pool)
@@ -89,7 +91,7 @@ def _record(config: EvaluateConfig, step: int, metrics: Metrics, samples: list[S
     reporter.keep_samples(step, evenly(samples, SAMPLES_IN_REPORT), "validation")
     reporter.log_samples(step, evenly(samples, trainer.log_val_generations))
     reporter.log_validation(step, metrics)
-    reporter.console.output.print(validation_table(metrics, config.actor_rollout_ref.rollout.val_kwargs.n))
+    reporter.console.show(validation_table(metrics, config.actor_rollout_ref.rollout.val_kwargs.n))
     reporter.console.message(f"answers: {answers / f'{step}.jsonl'}")
     reporter.close(
         {

@@ -24,7 +24,7 @@ from megarl.trainer.evaluated_model import find_model
 from megarl.trainer.frozen_policy import CONVERTED, STREAM, FrozenReplicas, describe, frozen_rollout, policy_tokenizer
 from megarl.trainer.preflight import check_generation
 from megarl.trainer.prompts import asked_loader
-from megarl.trainer.session import placed_devices
+from megarl.trainer.session import placed_devices, run_logs
 from megarl.trainer.tracing import RunTracing
 
 MESSAGES = "raw_prompt"
@@ -55,7 +55,7 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
     files = [*config.data.val_files, *asked_files(config.data.prompts, output_dir / PROMPTS_FILE)]
     loader = asked_loader(config, files, tokenizer)
     target = Path(config.data.output_path or output_dir / ANSWERS_FILE)
-    with Console() as console:
+    with Console(quiet=config.trainer.quiet, title=config.trainer.experiment_name) as console:
         console.message(describe(config, model))
         with console.phase("model"):
             folder = model.as_hugging_face(output_dir.parent / CONVERTED, console.message)
@@ -63,8 +63,8 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
         rows: list[dict[str, Any]] = []
         with (
             build_endpoint(config, tokenizer) or nullcontext() as endpoint,
-            placed_devices(config.trainer) as pool,
-            RunTracing(config.trainer, output_dir, console.message, pool) as tracing,
+            placed_devices(config.trainer, run_logs(config.trainer, output_dir)) as pool,
+            RunTracing(config.trainer, output_dir, console.warn, pool) as tracing,
         ):
             with console.phase("start workers", announce=True), span("start_workers", PHASE):
                 replicas = FrozenReplicas(config, pool)

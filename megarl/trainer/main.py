@@ -29,7 +29,7 @@ from megarl.trainer.reward_phase import RewardPhase, reward_manager
 from megarl.trainer.roles import RoleBuilder
 from megarl.trainer.rollout import RolloutPhase
 from megarl.trainer.run_state import RunState, find_resume, inexact_checkpoints
-from megarl.trainer.session import load_tokenizer, placed_devices
+from megarl.trainer.session import load_tokenizer, placed_devices, run_logs
 from megarl.trainer.shaping import RewardShaping
 from megarl.trainer.stopping import Stop, ends_on_sigterm, own_deadlines
 from megarl.trainer.tracing import RunTracing
@@ -50,14 +50,14 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary | None:
         dry_run(config)
         return None
     check_train(config)
-    with Console() as console:
+    with Console(quiet=config.trainer.quiet, title=config.trainer.experiment_name) as console:
         builder = TrainerBuilder(config, output_dir, console)
         console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
         with (
             builder.endpoint or nullcontext(),
             builder.rewards,
-            placed_devices(config.trainer) as pool,
-            run_tracing(config, output_dir, console.message, pool) as tracing,
+            placed_devices(config.trainer, builder.logs) as pool,
+            run_tracing(config, output_dir, console.warn, pool) as tracing,
         ):
             with console.phase("start workers", announce=True), span("start_workers", PHASE):
                 trainer = builder.build(pool, tracing)
@@ -91,10 +91,13 @@ class TrainerBuilder:
         self.config = config
         self.output_dir = output_dir
         self.console = console
+        self.logs = run_logs(config.trainer, output_dir)
         self.batches = plan_batches(config)
         self.stop = Stop(own_deadlines(config.trainer.max_wall_seconds), config.trainer.esi_redundant_time)
         self.tokenizer = load_tokenizer(str(config.actor_rollout_ref.model.tokenizer_path))
-        self.rewards = RewardPhase(reward_manager(config, self.tokenizer), self.tokenizer, config.reward_model)
+        self.rewards = RewardPhase(
+            reward_manager(config, self.tokenizer, self.logs), self.tokenizer, config.reward_model
+        )
         self.reader = SequenceReader(config.reward_model, self.tokenizer) if config.reward_model.enable else None
         self.resume = find_resume(config)
         self.prompts = PromptQueue(prompt_loader(config, self.tokenizer))

@@ -133,7 +133,7 @@ class PPOTrainer:
 
     def _ended(self, error: StepImpossible) -> StepImpossible:
         """The error with where the run ends; what was learned until then is saved."""
-        place = self.state.save_now(self.roles.learners(), self.reporter.metrics_file)
+        place = self.state.save_now(self.roles.learners(), self.reporter.lasting_files)
         saved = f"saved in {place}, from where it continues" if place else "nothing was learned yet"
         return StepImpossible(f"{error}\nThe run ends after step {self.state.step}; {saved}.")
 
@@ -168,7 +168,7 @@ class PPOTrainer:
         self.reporter.log_step(step, metrics, phase_tokens(batch, seconds))
         if self.state.must_save():
             with self.phase("save_checkpoint"):
-                self.state.save(self.roles.learners(), self.reporter.metrics_file)
+                self.state.save(self.roles.learners(), self.reporter.lasting_files)
 
     @property
     def compares_log_probs(self) -> bool:
@@ -238,7 +238,7 @@ class PPOTrainer:
         folder = self.config.trainer.hf_export_dir
         if ended_early:
             folder = None  # there is no time for it, and the run is not over
-            self.reporter.console.message(ended_early)
+            self.reporter.console.warn(ended_early)
         if folder:
             with self.reporter.console.phase("export", announce=True):
                 self.roles.actor.export_hf(folder)

@@ -21,6 +21,7 @@ from megarl.models.eos import all_eos_token_ids
 from megarl.rollout import check_engine_model
 from megarl.rollout.agents import check_agent_loops
 from megarl.rollout.settings import engine_options
+from megarl.tracking import check_trackers
 from megarl.trainer.prompts import mixture_weights, own_dataset, own_sampler
 from megarl.trainer.reward_functions import check_rewards
 from megarl.trainer.roles import run_updates
@@ -34,6 +35,7 @@ def check_train(config: TrainConfig) -> None:
     Raises:
         ModelError, ConfigError, DataError, RewardError: names the field, its value, and what would be right.
     """
+    check_trackers(config.trainer.logger)
     check_learners(config)
     check_data(config)
     check_algorithm(config)
@@ -185,6 +187,7 @@ def check_pairs(config: RewardTrainingConfig) -> None:
 
 
 def _check_supervised(config: SupervisedConfig) -> None:
+    check_trackers(config.trainer.logger)
     _check_model(config.model.path, config.megatron, "megatron")
     check_export(config.trainer.hf_export_dir, [config.model.path])
 

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from megarl.config.parts import RunConfig
+from megarl.logs import LOGS_FOLDER
 from megarl.tracing import PHASE, span
-from megarl.tracking import Console, PhaseTimer, RunInfo, open_trackers
+from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers
 from megarl.tracking.metrics_file import FILE_NAME
 from megarl.tracking.report import REPORT_FILE, SampleFiles, begin_samples, report_run
 from megarl.trainer.metrics import Metrics
@@ -23,6 +25,8 @@ from megarl.trainer.samples import Sample
 from megarl.trainer.tracing import RunTracing
 
 ACCURACY_PREFIX = "val-core/"
+ID_FILE, ID_LETTERS = "run_id", 20
+RUN_FILES = (FILE_NAME, ID_FILE)
 UPDATE_PHASES = ("update_actor", "update_critic", "update")  # the last is supervised fine-tuning's
 
 
@@ -91,18 +95,38 @@ class RunReporter:
             "update": 0.0,
             "updated": 0.0,
         }
-        if resumed_from is not None and (resumed_from[0] / FILE_NAME).exists():
-            shutil.copyfile(resumed_from[0] / FILE_NAME, self.metrics_file)
         resumed_step = None if resumed_from is None else resumed_from[1]
         (folder / "summary.json").unlink(missing_ok=True)  # of an older run: a run has its own when it is over
         begin_samples(folder / "samples", resumed_step)
         self.samples = {kind: SampleFiles(folder / "samples" / kind) for kind in ("train", "validation")}
-        # The report is drawn from the metrics file, so it is written whatever the user's trackers are.
-        names = [*config.logger, *(["jsonl"] if "jsonl" not in config.logger else [])]
-        self.trackers = open_trackers(
-            names,
-            RunInfo(config.project_name, config.experiment_name, folder, resolved, resumed_step, console),
+        if resumed_from is not None:
+            self._take_over(resumed_from[0])
+        self.trackers = self._open_trackers(resumed_step)
+
+    def _take_over(self, checkpoint: Path) -> None:
+        """The files that continue those of the run before."""
+        for name in RUN_FILES:
+            if (checkpoint / name).exists():
+                shutil.copyfile(checkpoint / name, self.folder / name)
+
+    def _open_trackers(self, resumed_step: int | None) -> Trackers:
+        id_file = self.folder / ID_FILE
+        if resumed_step is None or not id_file.exists():
+            id_file.write_text(uuid4().hex[:ID_LETTERS])
+        run = RunInfo(
+            self.config.project_name,
+            self.config.experiment_name,
+            self.folder,
+            self.resolved,
+            resumed_step,
+            self.console,
+            run_id=id_file.read_text(),
+            timeout_s=self.config.tracker_timeout_s,
+            logs=self.folder / LOGS_FOLDER,
         )
+        # The report is drawn from the metrics file, so it is written whatever the user's trackers are.
+        names = [*self.config.logger, *(["jsonl"] if "jsonl" not in self.config.logger else [])]
+        return open_trackers(names, run)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -114,6 +138,11 @@ class RunReporter:
         """A step begins, for whoever watches the processes; 0 is what comes before the first."""
         if self.tracing is not None:
             self.tracing.begin_step(step)
+
+    @property
+    def lasting_files(self) -> list[Path]:
+        """What a checkpoint keeps of the run's folder, for the run that continues from it."""
+        return [self.folder / name for name in RUN_FILES]
 
     @property
     def seconds(self) -> dict[str, float]:

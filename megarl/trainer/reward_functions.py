@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config.rewards import CUSTOM, RewardModelConfig
 from megarl.config.schema import ScoredConfig
 from megarl.errors import RewardError
+from megarl.logs import ProcessLogs
 from megarl.rewards import FunctionSpec, Part, RewardManager, Scorer, custom_reward_spec
 from megarl.rewards.calling import LoadedFunction
 from megarl.rewards.manager import FailurePolicy, Shaping
@@ -42,8 +43,15 @@ class RewardPlan(NamedTuple):
     first: list[int]
 
 
-def function_manager(config: ScoredConfig, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
+def function_manager(
+    config: ScoredConfig, tokenizer: PreTrainedTokenizerBase, logs: ProcessLogs | None = None
+) -> RewardManager:
     """What scores a batch as the configuration says; nothing is started yet.
+
+    Args:
+        config: complete.
+        tokenizer: of the policy.
+        logs: where processes that call functions write what they print; None = where the driver does.
 
     Raises:
         RewardError: a function cannot be imported, or cannot be called as a reward function.
@@ -53,7 +61,7 @@ def function_manager(config: ScoredConfig, tokenizer: PreTrainedTokenizerBase) -
     longest = shaping.max_resp_len or config.data.max_response_length
     punished = Overlong(longest, overlong.len, overlong.penalty_factor, overlong.log) if overlong.enable else None
     return RewardManager(
-        Scorer(plan.parts, _runner(plan, keys)),
+        Scorer(plan.parts, _runner(plan, keys, logs)),
         tokenizer,
         FailurePolicy(keys.on_error, keys.max_failure_ratio),
         Shaping(punished, shaping.length_reward_weight),
@@ -182,14 +190,15 @@ def processes(keys: RewardModelConfig) -> int:
     return min(len(os.sched_getaffinity(0)), MAX_PROCESSES) if keys.num_workers is None else keys.num_workers
 
 
-def _runner(plan: RewardPlan, keys: RewardModelConfig) -> Runner:
+def _runner(plan: RewardPlan, keys: RewardModelConfig, logs: ProcessLogs | None) -> Runner:
     count = processes(keys)
     if count == 0:
         return InDriver(
             [LoadedFunction(load_reward_function(spec.spec, spec.kwargs), spec) for spec in plan.functions],
             keys.max_retries,
         )
-    return RewardPool(plan.functions, [_traits(spec) for spec in plan.functions], count, keys.max_retries, plan.first)
+    traits = [_traits(spec) for spec in plan.functions]
+    return RewardPool(plan.functions, traits, count, keys.max_retries, plan.first, logs)
 
 
 def _traits(spec: FunctionSpec) -> Traits:

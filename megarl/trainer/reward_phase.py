@@ -14,6 +14,7 @@ from megarl.config.rewards import RewardModelConfig
 from megarl.config.schema import ScoredConfig
 from megarl.data import DataProto
 from megarl.errors import RewardError
+from megarl.logs import ProcessLogs
 from megarl.rewards.manager import Scored
 from megarl.rewards.no_function import NoFunction
 from megarl.trainer.metrics import summary
@@ -40,7 +41,9 @@ class ScoresBatches(Protocol):
         """Ends them."""
 
 
-def reward_manager(config: ScoredConfig, tokenizer: PreTrainedTokenizerBase) -> ScoresBatches:
+def reward_manager(
+    config: ScoredConfig, tokenizer: PreTrainedTokenizerBase, logs: ProcessLogs | None = None
+) -> ScoresBatches:
     """What runs the reward function that the configuration names, or stands where none scores.
 
     Raises:
@@ -48,7 +51,7 @@ def reward_manager(config: ScoredConfig, tokenizer: PreTrainedTokenizerBase) -> 
     """
     if config.reward_model.function_weight == 0:
         return NoFunction()
-    return function_manager(config, tokenizer)
+    return function_manager(config, tokenizer, logs)
 
 
 class RewardPhase:

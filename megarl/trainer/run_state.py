@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,8 +242,13 @@ class RunState:
         """Makes the step under way the last one: what the run was for is reached."""
         self.total_steps = self.step
 
-    def save(self, learners: Iterable[WorkerGroup], metrics_file: Path | None = None) -> None:
-        """Begin to save everything that :meth:`restore` needs, and the metrics so far; whole or not at all."""
+    def save(self, learners: Iterable[WorkerGroup], files: Sequence[Path] = ()) -> None:
+        """Begin to save everything that :meth:`restore` needs, whole or not at all.
+
+        Args:
+            learners: the groups whose state is saved.
+            files: of the run, which one that continues takes over; those that are not there are left out.
+        """
         if self._score is not None and math.isnan(self._score.value):
             self._score = None
 
@@ -259,12 +264,13 @@ class RunState:
                 contents={role: saved.save_contents for role, saved in role_contents(self.config).items()},
             ).write(folder)
             (folder / CONFIG_FILE).write_text(to_yaml(self.config))
-            if metrics_file is not None and metrics_file.exists():
-                shutil.copyfile(metrics_file, folder / metrics_file.name)
+            for file in files:
+                if file.exists():
+                    shutil.copyfile(file, folder / file.name)
 
         self.saver.begin(self.step, list(learners), write_own, self._score)
 
-    def save_now(self, learners: Iterable[WorkerGroup], metrics_file: Path | None = None) -> Path | None:
+    def save_now(self, learners: Iterable[WorkerGroup], files: Sequence[Path] = ()) -> Path | None:
         """Save, unless this step is saved already or nothing was learned yet, and wait for it.
 
         Returns:
@@ -275,7 +281,7 @@ class RunState:
         """
         self.saver.wait()
         if self.step > 0 and self.step not in self.saver.store.steps():
-            self.save(learners, metrics_file)
+            self.save(learners, files)
             self.saver.wait()
             self.check_last_save()
         return self.saver.newest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -13,21 +14,33 @@ from megarl.cluster import PlacedPool, RaySession, ResourcePool
 from megarl.cluster.resources import cluster_nodes
 from megarl.config.parts import RunConfig
 from megarl.errors import ModelError
+from megarl.logs import LOGS_FOLDER, ProcessLogs
 
 
 @contextmanager
-def placed_devices(trainer: RunConfig) -> Iterator[PlacedPool]:
+def placed_devices(trainer: RunConfig, logs: ProcessLogs | None = None) -> Iterator[PlacedPool]:
     """A Ray session with the run's devices reserved; all is taken down when the block is left.
 
-    ``trainer.device`` is resolved here: after it, it is ``cpu`` or ``cuda``.
+    ``trainer.device`` is resolved here: after it, it is ``cpu`` or ``cuda``. What worker processes print
+    goes to ``logs``.
 
     Raises:
         ResourceError: the cluster does not have the devices; says what is needed and what there is.
     """
-    with RaySession() as session:
+    with RaySession(logs=logs) as session:
         trainer.device = resolve_device(trainer.device)
         pool = ResourcePool("devices", trainer.device, [trainer.n_gpus_per_node] * trainer.nnodes)
         yield session.place([pool])["devices"]
+
+
+def run_logs(trainer: RunConfig, folder: Path) -> ProcessLogs:
+    """Where the processes of a run write what they print.
+
+    Args:
+        trainer: the run's section of the configuration.
+        folder: of the run's files.
+    """
+    return ProcessLogs(folder.resolve() / LOGS_FOLDER, trainer.log_level)
 
 
 def resolve_device(device: str) -> Literal["cpu", "cuda"]:

@@ -25,7 +25,7 @@ from megarl.trainer.preflight import check_schedules
 from megarl.trainer.prompts import training_files, training_order
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.run_state import RunState, find_resume, inexact_checkpoints
-from megarl.trainer.session import placed_devices
+from megarl.trainer.session import placed_devices, run_logs
 from megarl.trainer.stopping import Stop, ends_on_sigterm, own_deadlines
 from megarl.trainer.tracing import RunTracing
 from megarl.workers.layouts import layout_of
@@ -95,14 +95,15 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         rows.load_state_dict(resume.state.dataloader)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(rows)
     check_schedules(config, batches, total_steps)
-    with Console(total_steps, job.columns) as console:
+    run = config.trainer
+    with Console(total_steps, job.columns, quiet=run.quiet, title=run.experiment_name) as console:
         console.message("\n".join([render_plan(batches), *inexact_checkpoints(config)]))
         state = RunState(config, rows, None, total_steps, resume, stop, console.message)
         resumed_from = (resume.path, resume.state.step) if resume else None
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, console, resumed_from)
         with (
-            placed_devices(config.trainer) as pool,
-            RunTracing(config.trainer, output_dir, console.message, pool) as reporter.tracing,
+            placed_devices(config.trainer, run_logs(config.trainer, output_dir)) as pool,
+            RunTracing(config.trainer, output_dir, console.warn, pool) as reporter.tracing,
         ):
             with console.phase("start workers", announce=True), span("start_workers", PHASE):
                 workers = _start_workers(job, batches.phase(config.role), total_steps, pool)
@@ -138,7 +139,7 @@ def _fit(job: SupervisedJob, workers: WorkerGroup, state: RunState, reporter: Ru
             reporter.console.message(f"stopped at step {state.step}: trainer.target_accuracy={target} is reached")
         if state.must_save():
             with reporter.phase("save_checkpoint"):
-                state.save([workers], reporter.metrics_file)
+                state.save([workers], reporter.lasting_files)
 
 
 def _close(config: SupervisedConfig, workers: WorkerGroup, state: RunState, reporter: RunReporter) -> RunSummary:
@@ -146,7 +147,7 @@ def _close(config: SupervisedConfig, workers: WorkerGroup, state: RunState, repo
     ended_early = state.finish()
     folder = None if ended_early else str(config.trainer.hf_export_dir)
     if ended_early:
-        reporter.console.message(ended_early)
+        reporter.console.warn(ended_early)
     if folder:
         with reporter.console.phase("export", announce=True):
             workers.export_hf(folder)

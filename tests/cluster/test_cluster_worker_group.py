@@ -9,6 +9,7 @@ import torch
 from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_all, wait_ready
 from megarl.data import DataProto
 from megarl.errors import DataError, ResourceError, WorkerError
+from megarl.logs import ProcessLogs
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.sharding import RolloutLayout, build_plan, sender_parts
 
@@ -16,8 +17,13 @@ PP2_DP2 = ParallelLayout(pp=2, dp=2)
 
 
 @pytest.fixture(scope="module")
-def pool():
-    with RaySession(num_cpus=2) as session:
+def logs(tmp_path_factory):
+    return ProcessLogs(tmp_path_factory.mktemp("run") / "logs")
+
+
+@pytest.fixture(scope="module")
+def pool(logs):
+    with RaySession(num_cpus=2, logs=logs) as session:
         yield session.place([ResourcePool("main", "cpu", [2])])["main"]
 
 
@@ -147,7 +153,7 @@ def test_worker_class_without_torch_loads_none(sleeper):
     assert sleeper.heavy_modules() == []
 
 
-def test_exception_ends_the_call_while_a_peer_hangs(summer):
+def test_exception_ends_the_call_while_a_peer_hangs(summer, logs):
     started = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
         summer.fail_while_peers_wait(1)
@@ -157,6 +163,9 @@ def test_exception_ends_the_call_while_a_peer_hangs(summer):
     assert "summer rank 1 failed in fail_while_peers_wait (phase update_actor): ValueError: loss is NaN" in str(error)
     assert 'raise ValueError(f"loss is NaN on rank {rank}")' in error.remote_traceback
     assert "worker_process.py" not in error.remote_traceback
+    file = logs.file("summer", 1)
+    assert f"--- end of its log, {file} ---\n" in str(error) and "summer-1 begins" in str(error)
+    assert 'raise ValueError(f"loss is NaN on rank {rank}")' in file.read_text(), "the log has the traceback, too"
     with pytest.raises(WorkerError, match="summer cannot run total: it failed before"):
         summer.total(1)
 

@@ -133,7 +133,7 @@ def test_wrong_type_says_what_would_be_right(path: str, value: Any, right: str) 
         ("algorithm.adv_estimator", "gea", "one of gae, grpo, "),
         ("algorithm.adv_estimator", "gea", "or your own as path.py:function"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode", "clip-cov", "one of vanilla, gspo, "),
-        ("trainer.logger", ["console", "papyrus"], "console, jsonl, tensorboard, wandb"),
+        ("trainer.logger", ["console", "papyrus"], "console, jsonl, mlflow, swanlab, tensorboard, wandb"),
         ("actor_rollout_ref.actor.loss_agg_mode", "mean", "token-mean"),
         ("actor_rollout_ref.actor.clip_ratio_c", 1.0, "> 1"),
         ("actor_rollout_ref.actor.clip_ratio", 0, "> 0"),

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from documented_metrics import undocumented
 from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -135,6 +136,20 @@ def test_every_step_has_the_metrics_that_users_of_verl_know(whole: RunFiles) -> 
     for row in whole.steps.values():
         assert set(METRICS) <= row.keys(), set(METRICS) - row.keys()
         assert_finite(row)
+
+
+def test_every_metric_is_documented(whole: RunFiles) -> None:
+    assert not undocumented(name for row in whole.metrics for name in row)
+
+
+def test_every_process_has_a_log_of_its_own(whole: RunFiles) -> None:
+    logs = {path.stem: path.read_text() for path in (whole.newest / "logs").glob("*.log")}
+    processes = {f"{role}-{rank}" for role in ("actor", "critic", "rollout") for rank in range(2)}
+    assert {"driver", "reward-0", *processes} <= logs.keys()
+    assert all(f"{name} begins, pid" in text for name, text in logs.items())
+    rows = [line for line in logs["driver"].splitlines() if "megarl.tracking.console: step " in line]
+    assert len(rows) == STEPS, "each step once"
+    assert "driver ends" in logs["driver"]
 
 
 def test_validation_is_before_the_first_step_at_its_frequency_and_after_the_last(whole: RunFiles) -> None:

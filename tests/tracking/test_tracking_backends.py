@@ -1,19 +1,29 @@
 import dataclasses
 import io
 import json
+import math
 import struct
 
 import pytest
+import yaml
 from rich.console import Console as RichConsole
 
 from megarl.tracking import Console, RunInfo, open_trackers, read_metrics
 
+RUN_ID = "0123456789abcdef0123"
 SAMPLES = [{"input": "What is 2 + 2?", "output": "4", "gts": "4", "score": 1.0}]
 
 
 @pytest.fixture
 def run(tmp_path):
-    return RunInfo(project="arithmetic", name="first", folder=tmp_path / "run", config={"trainer": {"seed": 7}})
+    return RunInfo(
+        project="arithmetic",
+        name="first",
+        folder=tmp_path / "run",
+        config={"trainer": {"seed": 7}},
+        run_id=RUN_ID,
+        logs=tmp_path / "run" / "logs",
+    )
 
 
 def log_three_steps(trackers):
@@ -48,6 +58,63 @@ def test_tensorboard_events_can_be_read_back(run):
     assert events.Tags()["tensors"] == ["samples/0/text_summary"]
 
 
+def test_mlflow_with_a_database_is_read_back_by_its_own_client(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # artifacts go to the working folder
+    log_three_steps(open_trackers(["mlflow"], run))
+    changed = {"trainer": {"seed": 8, "device": "cpu"}}
+    resumed = open_trackers(["mlflow"], dataclasses.replace(run, resumed_step=3, config=changed))
+    resumed.log({"critic/score/mean": 0.5, "val-core/sums/reward/mean@1": 0.75, "actor/grad_norm": float("nan")}, 4)
+    resumed.finish()
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (found,) = client.search_runs([client.get_experiment_by_name("arithmetic").experiment_id])
+    history = client.get_metric_history(found.info.run_id, "critic/score/mean")
+    assert [(point.step, point.value) for point in history] == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
+    assert found.data.metrics["val-core/sums/reward/mean_at_1"] == 0.75
+    assert math.isnan(found.data.metrics["actor/grad_norm"])
+    assert (found.info.run_name, found.info.status) == ("first", "FINISHED")
+    assert found.data.params == {"trainer.seed": "7", "trainer.device": "cpu"}, "a parameter cannot be changed"
+    (config,) = tmp_path.glob("mlruns/*/*/artifacts/config.json")
+    assert json.loads(config.read_text()) == changed
+    (table,) = tmp_path.glob("mlruns/*/*/artifacts/samples/step_3.json")
+    assert json.loads(table.read_text()) == {
+        "columns": ["input", "output", "gts", "score"],
+        "data": [["What is 2 + 2?", "4", "4", "1.0"]],
+    }
+
+
+def swanlab_records(folder):
+    """The records of an offline experiment, by SwanLab's own reader."""
+    from swanlab.log.backup.datastore import DataStore
+
+    store, records = DataStore(), []
+    store.open_for_scan(str(folder / "backup.swanlab"))
+    while (record := store.scan()) is not None:
+        records.append(json.loads(record))
+    return records
+
+
+def test_swanlab_offline_is_read_back_by_its_own_reader(run, monkeypatch):
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whatever asks for the network is refused
+    log_three_steps(open_trackers(["swanlab"], run))
+    (folder,) = run.folder.glob("swanlog/run-*")
+    records = [(record["model_type"], record["data"]) for record in swanlab_records(folder)]
+    scalars = [data for kind, data in records if kind == "Scalar"]
+    assert [(scalar["key"], scalar["step"], scalar["metric"]["data"]) for scalar in scalars] == [
+        ("critic/score/mean", 1, 0.125), ("critic/score/mean", 2, 0.25), ("critic/score/mean", 3, 0.375),
+    ]  # fmt: skip
+    named = {kind: data["name"] for kind, data in records if kind in ("Project", "Experiment")}
+    assert named == {"Project": "arithmetic", "Experiment": "first"}
+    assert records[-1][0] == "Footer" and records[-1][1]["success"]
+    assert yaml.safe_load((folder / "files" / "config.yaml").read_text())["trainer"]["value"] == {"seed": 7}
+    (table,) = folder.glob("media/*/*.json")
+    assert "What is 2 + 2?" in table.read_text()
+
+
 def wandb_records(path):
     """The records of a small offline run: a header of 7 bytes, then records of checksum, length, type and data."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -77,7 +144,7 @@ def test_wandb_offline_with_the_real_package(run, monkeypatch):
     records = wandb_records(file)
     (run_record,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
     info = (run_record.project, run_record.display_name, run_record.run_id)
-    assert info == ("arithmetic", "first", (run.folder / "wandb_run_id").read_text())
+    assert info == ("arithmetic", "first", RUN_ID)
     config = {u.key: json.loads(u.value_json) for r in records for u in r.run.config.update}
     assert config["trainer"] == {"seed": 7}
     history = []

@@ -1,4 +1,9 @@
 import io
+import os
+import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console as RichConsole
@@ -73,3 +78,114 @@ def test_closing_panel_on_a_terminal():
         console.summary({"val_accuracy_before": 0.25, "val_accuracy_after": 0.75, "steps": 8, "train_seconds": 75.0})
     panel = text.getvalue()
     assert "0.250 → 0.750" in panel and "▁▂▃▄▅▆▇█" in panel and "8 in 1 min 15 s" in panel
+
+
+def test_quiet_leaves_warnings_and_the_closing_summary():
+    text = io.StringIO()
+    with Console(
+        3, output=RichConsole(file=text, force_terminal=True, width=100, color_system=None), quiet=True
+    ) as told:
+        with told.phase("start", announce=True):
+            told.message("a plan")
+        told.log({**STEP, "val-core/a/reward/mean@1": 0.5}, 1)
+        told.samples([{"input": "q", "output": "a"}], 1)
+        told.warn("a tracker fails")
+        told.summary({"steps": 3}, "run")
+    assert text.getvalue().splitlines() == ["a tracker fails", "run: finished", "  steps: 3"]
+
+
+def test_what_is_shown_is_in_the_log_too_without_colours(caplog):
+    console, _ = make(terminal=True)
+    with caplog.at_level("INFO"), console:
+        console.log(STEP, 1)
+        console.warn("a tracker fails")
+        console.summary({"steps": 1}, "run")
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert logged[0] == ("INFO", "step 1/60  reward=0.500  sec=2.00  tok/s=50  [gen 1.00]")
+    assert logged[1:] == [("WARNING", "a tracker fails"), ("INFO", "run: finished\n  steps: 1")]
+
+
+def test_a_terminal_without_unicode_gets_none():
+    class Latin(io.StringIO):
+        encoding = "iso-8859-1"
+
+    text = Latin()
+    output = RichConsole(file=text, width=90, force_terminal=True, color_system=None)
+    with Console(60, output=output, title="run") as console:
+        with console.phase("start", announce=True):
+            console.samples([{"input": "Wie heißt 你好?", "output": "x" * 200, "score": 1}], 1)
+        console.log({**STEP, "val-core/a/reward/mean@1": 0.5}, 1)
+        console.log(STEP, 2)
+        console.summary({"val_accuracy_before": 0.25, "val_accuracy_after": 0.75})
+    shown = text.getvalue()
+    shown.encode("iso-8859-1")
+    assert "done: start" in shown and "heißt \\u4f60\\u597d?" in shown and "* validation step 1" in shown
+    assert "0.250 -> 0.750" in shown
+
+
+def test_no_color_has_no_colours(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = io.StringIO()
+    with Console(60, output=RichConsole(file=text, width=90, force_terminal=True)) as console:
+        console.log(STEP, 1)
+    assert "\x1b[3" not in text.getvalue() and "\x1b[9" not in text.getvalue()
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    text = io.StringIO()
+    output = RichConsole(file=text, width=90, force_terminal=True, color_system=None)
+    with Console(60, output=output) as console, console.phase("gen"):
+        console.log(STEP, 1)
+    assert text.getvalue() == "step 1/60  reward=0.500  sec=2.00  tok/s=50  [gen 1.00]\n"
+
+
+def test_a_new_width_is_followed():
+    text = io.StringIO()
+    output = RichConsole(file=text, width=100, force_terminal=True, color_system=None, highlight=False)
+    with Console(60, output=output) as console:
+        console.log(STEP, 1)
+        output.width = 50
+        console.log(STEP, 2)
+    assert "gen" in text.getvalue() and max(map(len, text.getvalue().splitlines()[-2:])) <= 50
+
+
+SCRIPT = """
+import logging, os, sys, warnings
+from pathlib import Path
+from megarl.logs import driver_log
+from megarl.tracking import Console
+
+with driver_log(Path(sys.argv[1]), "INFO") as log, Console(5, title="run") as console:
+    print("before")
+    with console.phase("gen"):
+        print("stray", "words")
+        print("\\r 10 %\\r100 %", file=sys.stderr)
+        logging.getLogger("megarl.x").warning("look out")
+        logging.getLogger("megarl.x").info("a detail")
+        console.log({"critic/score/mean": 0.5}, 1)
+        warnings.warn("old function")
+    console.summary({"steps": 1}, "run")
+    print("after", end="")
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_everything_is_shown_once_and_logged_once(tmp_path, terminal):
+    """In a process of its own, with a real terminal (``script``) and without."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    if terminal:
+        command = ["script", "-qec", shlex.join(command), "/dev/null"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100", "TERM": "xterm"}
+    )
+    shown, logged = done.stdout + done.stderr, (tmp_path / "driver.log").read_text()
+    assert done.returncode == 0, shown
+    for words in ("before", "stray words", "100 %", "WARNING megarl.x: look out", "after"):
+        assert shown.count(words) == 1, words
+    assert "a detail" not in shown and "old function" not in shown
+    for words in ("before", "stray words", "100 %", "look out", "a detail", "old function", "reward=0.500"):
+        assert logged.count(words) == 1, words
+    assert ("step 1/5  reward=0.500" in shown) != terminal
+    stamped = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (INFO |WARNING) ")
+    assert all(stamped.match(line) for line in logged.splitlines() if not line.startswith(" ") and line)

@@ -1,8 +1,10 @@
 import io
 
+import psutil
 import pytest
 from rich.console import Console as RichConsole
 
+from megarl.tracking import RL_COLUMNS
 from megarl.tracking.live_status import LiveStatus, clock_text
 
 
@@ -64,3 +66,61 @@ def test_the_innermost_phase_is_shown(clock):
 
 def test_clock_text():
     assert [clock_text(seconds) for seconds in (0, 61.4, 3725)] == ["0:00", "1:01", "1:02:05"]
+
+
+RL_STEP = {
+    "critic/score/mean": 0.5, "actor/kl_loss": 0.0123, "actor/entropy": 0.32, "response_length/mean": 812.0,
+    "perf/total_num_tokens": 1e6, "timing_s/step": 33.0, "perf/max_memory_allocated_gb": 67.3,
+}  # fmt: skip
+
+
+def view(clock, width, height=30, encoding="utf-8", metrics=RL_STEP):
+    """Lines of the view of a long run with a long name, in a terminal of a size."""
+
+    class Screen(io.StringIO):
+        pass
+
+    Screen.encoding = encoding
+    status = LiveStatus(4000, clock, RL_COLUMNS, "a-very-long-experiment-name-" * 5)
+    status.steps_done = 1
+    for _ in range(5):
+        status.note(metrics)
+    clock.now += 600000.0
+    status.steps_done = 1234
+    status.enter("update_actor")
+    text = Screen()
+    RichConsole(file=text, width=width, height=height, force_terminal=True, color_system=None).print(status)
+    return text.getvalue().splitlines()
+
+
+def test_the_view_has_phase_progress_figures_memory_and_time_left(clock):
+    lines = view(clock, 110)
+    assert "step 1234/4000" in lines[1] and "31 %" in lines[1] and "15 days 13 h left" in lines[1]
+    assert "update_actor" in lines[2]
+    assert [" ".join(part.split()[:2]) for part in lines[3].strip("│ ").split("   ")] == [
+        "reward 0.500", "KL 0.0123", "entropy 0.320", "len 812.0", "tok/s 30.3k", "device memory",
+    ]  # fmt: skip
+    assert lines[3].rstrip("│ ").endswith("device memory 67.3 GiB") and "▁" in lines[3]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize(("width", "height"), [(110, 40), (80, 24), (60, 20), (40, 20), (20, 8), (80, 5), (200, 50)])
+def test_the_view_fits_every_terminal(clock, width, height, encoding):
+    lines = view(clock, width, height, encoding)
+    assert len(lines) <= (2 if height < 12 else 5) and max(map(len, lines)) <= min(width, 110)
+    "\n".join(lines).encode(encoding)
+    if width >= 80 and height > 12:
+        assert all(name in lines[3] for name in ("reward 0.500", "KL 0.0123", "tok/s 30.3k", "67.3 GiB"))
+
+
+def test_without_a_device_the_memory_is_that_of_the_runs_processes(clock):
+    lines = view(clock, 110, metrics={"critic/score/mean": 0.5})
+    shown = float(lines[3].partition("host memory ")[2].split()[0])
+    assert shown == pytest.approx(psutil.Process().memory_info().rss / 2**30, abs=0.3)
+
+
+def test_the_height_stays_between_phases(clock):
+    status = LiveStatus(10, clock)
+    lines = picture(status).count("\n")
+    status.enter("gen")
+    assert picture(status).count("\n") == lines

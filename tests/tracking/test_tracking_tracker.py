@@ -4,6 +4,7 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.tracking import TRACKERS, RunInfo, Tracker, Trackers, open_trackers, register_tracker
+from megarl.tracking.trackers import Guarded
 
 
 class Recorder(Tracker):
@@ -20,6 +21,10 @@ class Recorder(Tracker):
             raise OSError("disk full")
 
 
+def guarded(recorders, tell=None):
+    return Trackers([Guarded(str(number), recorder, tell) for number, recorder in enumerate(recorders)])
+
+
 @pytest.fixture
 def run(tmp_path):
     return RunInfo(project="p", name="n", folder=tmp_path / "run")
@@ -27,7 +32,7 @@ def run(tmp_path):
 
 def test_every_tracker_gets_every_call():
     recorders = [Recorder(), Recorder()]
-    trackers = Trackers(recorders)
+    trackers = guarded(recorders)
     trackers.log({"a": 1.0}, 3)
     trackers.log_samples([{"input": "q"}], 3)
     trackers.finish()
@@ -35,19 +40,39 @@ def test_every_tracker_gets_every_call():
 
 
 def test_one_that_cannot_finish_does_not_keep_the_others_from_it():
-    recorders = [Recorder(fails=True), Recorder()]
-    with pytest.raises(OSError, match="disk full"):
-        Trackers(recorders).finish()
+    recorders, told = [Recorder(fails=True), Recorder(fails=True)], []
+    guarded(recorders, told.append).finish()
     assert [recorder.calls for recorder in recorders] == [["finish"], ["finish"]]
+    assert [line.split(" could")[0] for line in told] == ["tracker 1", "tracker 0"] and "disk full" in told[0]
+
+
+def test_one_that_fails_is_told_once_and_counted_and_the_others_go_on():
+    class Full(Recorder):
+        def log(self, metrics, step):
+            if step < 4:
+                raise OSError("disk full")
+            super().log(metrics, step)
+
+    full, other, told = Full(), Recorder(), []
+    trackers = guarded([full, other], told.append)
+    for step in range(1, 5):
+        trackers.log({"a": 1.0}, step)
+    assert len(told) == 1 and "OSError: disk full" in told[0]
+    trackers.finish()
+    assert told[1] == "tracker 0: 3 of 4 records were not written"
+    assert [step for step, _ in other.calls[:-1]] == [1, 2, 3, 4]
+    # The number stands among the metrics from then on, in what still works.
+    assert [row.get("tracking/dropped") for _, row in other.calls[:-1]] == [None, 1.0, 2.0, 3.0]
+    assert full.calls == [(4, {"a": 1.0, "tracking/dropped": 3.0}), "finish"]
 
 
 def test_an_unknown_name_lists_the_known_ones(run):
-    with pytest.raises(ConfigError, match=r"trainer\.logger='wandbb'.*console, jsonl, tensorboard, wandb"):
+    with pytest.raises(ConfigError, match=r"trainer\.logger='wandbb'.*jsonl, mlflow, swanlab, tensorboard, wandb"):
         open_trackers(["jsonl", "wandbb"], run)
     assert not run.folder.exists(), "nothing may start before all names are known"
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "tensorboard"])
 def test_a_missing_package_names_the_extra(run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"trainer\.logger='{name}'.*pip install 'megarl\[{name}\]'"):
@@ -55,7 +80,7 @@ def test_a_missing_package_names_the_extra(run, monkeypatch, name):
 
 
 def test_a_tracker_of_ones_own(run, monkeypatch):
-    monkeypatch.setattr("megarl.tracking.tracker.TRACKERS", dict(TRACKERS))
+    monkeypatch.setitem(TRACKERS, "mine", None)  # which puts the registry back after the test
     made = []
 
     @register_tracker("mine")
@@ -74,7 +99,8 @@ def test_trackers_that_started_are_finished_when_a_later_one_fails(run, monkeypa
     def broken(info):
         raise ConfigError("no login")
 
-    monkeypatch.setattr("megarl.tracking.tracker.TRACKERS", {"first": lambda info: first, "broken": broken})
+    monkeypatch.setitem(TRACKERS, "first", lambda info: first)
+    monkeypatch.setitem(TRACKERS, "broken", broken)
     with pytest.raises(ConfigError, match="no login"):
         open_trackers(["first", "broken"], run)
     assert first.calls == ["finish"]

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megarl.errors import RewardError
+from megarl.logs import take_output
 from megarl.rewards.calling import FunctionSpec, LoadedFunction
 from megarl.rewards.outcome import Outcome
 from megarl.tracing import TracingOptions, span, watch_process
@@ -23,15 +24,18 @@ _PR_SET_PDEATHSIG = 1
 READY, REFUSED = "ready", "refused"
 
 
-def main(handle: int, parent: int) -> None:
+def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
     """Serve until the driver hangs up.
 
     Args:
         handle: file descriptor of the connection to the driver.
         parent: process id of the driver.
+        log: file for all that this process prints, and level.
     """
     die_with(parent)
     os.set_inheritable(handle, False)
+    if log is not None:
+        take_output(Path(log[0]), log[1])
     watch_process(TracingOptions(watched=True))  # whoever looks for what hangs finds what it calls
     with contextlib.suppress(OSError):  # when memory runs out it shall be here, and not in the driver
         Path("/proc/self/oom_score_adj").write_text("1000")

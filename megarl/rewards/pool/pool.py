@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from megarl.errors import RewardError
+from megarl.logs import ProcessLogs, tail
 from megarl.rewards.calling import FunctionSpec, Task, timed_out
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, Outcome, failed
 from megarl.rewards.pool.process import WorkerProcess
@@ -51,6 +52,7 @@ class RewardPool:
         processes: at most.
         max_retries: further attempts after an infrastructure failure, such as a process that died.
         first: functions that processes load as they start; the others when they are first called.
+        logs: of the run, for ``reward-<number>.log``; None = they print where this process does.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RewardPool:
         processes: int,
         max_retries: int = 3,
         first: Sequence[int] = (),
+        logs: ProcessLogs | None = None,
     ) -> None:
         self.functions = [_with_grace(spec, kind) for spec, kind in zip(functions, traits, strict=True)]
         self._specs = list(functions)
@@ -68,6 +71,7 @@ class RewardPool:
         self.max_retries = max_retries
         self._first = list(first)
         self._workers: list[WorkerProcess] = []
+        self._logs = logs
         self._failed_starts = 0
 
     @property
@@ -83,10 +87,11 @@ class RewardPool:
     def start(self) -> None:
         """Start all processes, and wait for none."""
         while len(self._workers) < self.processes:
-            self._workers.append(self._new_process())
+            self._workers.append(self._new_process(len(self._workers)))
 
-    def _new_process(self) -> WorkerProcess:
-        return WorkerProcess(self._specs, self._first)
+    def _new_process(self, number: int) -> WorkerProcess:
+        log = (str(self._logs.file("reward", number)), self._logs.level) if self._logs else None
+        return WorkerProcess(self._specs, self._first, log)
 
     def close(self) -> None:
         """End all processes."""
@@ -139,9 +144,14 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 del self._workers[at]
-                raise RewardError(f"{self._failed_starts} processes for rewards in a row did not start; the last {how}")
-        self._workers[at] = self._new_process()
+                told = f"{self._failed_starts} processes for rewards in a row did not start; the last {how}"
+                raise RewardError(told + _end_of_log(worker.log))
+        self._workers[at] = self._new_process(at)
         batch.lost(worker, overdue, how)
+
+
+def _end_of_log(path: str | None) -> str:
+    return f"\n--- end of its log, {path} ---\n{tail(path)}" if path else ""
 
 
 class _Batch:

@@ -22,7 +22,9 @@ from megarl.tracing import TRACER, past_span
 
 START_TIMEOUT_S = 300.0
 """Seconds for a process to load its functions: a user's file may import much."""
-_CODE = "import sys; sys.path[:] = {path!r}; from megarl.rewards.pool.child import main; main({handle}, {parent})"
+_CODE = (
+    "import sys; sys.path[:] = {path!r}; from megarl.rewards.pool.child import main; main({handle}, {parent}, {log!r})"
+)
 
 
 class WorkerProcess:
@@ -31,6 +33,7 @@ class WorkerProcess:
     Args:
         functions: by number.
         first: of these, what it loads before it is asked for it.
+        log: file for all that it prints, and level; None = it prints where this process does.
 
     Attributes:
         loaded: numbers of the functions that it has loaded.
@@ -39,10 +42,13 @@ class WorkerProcess:
         deadline: on the monotonic clock, by which it must say something; None = whenever it likes.
     """
 
-    def __init__(self, functions: Sequence[FunctionSpec], first: Sequence[int] = ()) -> None:
+    def __init__(
+        self, functions: Sequence[FunctionSpec], first: Sequence[int] = (), log: tuple[str, str] | None = None
+    ) -> None:
+        self.log = log[0] if log else None
         here, there = socket.socketpair()
         with here, there:
-            code = _CODE.format(path=sys.path, handle=there.fileno(), parent=os.getpid())
+            code = _CODE.format(path=sys.path, handle=there.fileno(), parent=os.getpid(), log=log)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,

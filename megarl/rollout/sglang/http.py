@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from megarl.errors import ConfigError
+from megarl.logs import log_of
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CALLS, CLOSE_S, Loop, Outcome
 from megarl.rollout.sglang.environment import environment
@@ -162,7 +163,8 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
     """
     options = dataclasses.replace(options, port=options.port or _free_port(options.host))
     order = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
-    with tempfile.TemporaryFile() as log:
+    with _output() as log:
+        begins = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             [sys.executable, "-m", "megarl.rollout.sglang.serve", json.dumps(order)],
             env=os.environ | environment(options),
@@ -177,7 +179,7 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
             server.close()
             loop.call(server.disconnect(), CLOSE_S, "closing connections")
             if isinstance(error, RolloutError):
-                raise RolloutError(f"{error}\n{_tail(log)}") from None
+                raise RolloutError(f"{error}\n{_tail(log, begins)}") from None
             raise
     return server
 
@@ -225,8 +227,14 @@ def _message(answer: Any) -> str:
     return str(answer)
 
 
-def _tail(log: IO[bytes]) -> str:
-    log.seek(0)
+def _output() -> IO[bytes]:
+    """Where the server's output goes: to this process's own log, where it has one."""
+    path = log_of(1)
+    return open(path, "a+b") if path else tempfile.TemporaryFile()
+
+
+def _tail(log: IO[bytes], begins: int) -> str:
+    log.seek(begins)
     return log.read().decode(errors="replace")[-LOG_TAIL:]
 
 
