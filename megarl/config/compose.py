@@ -41,6 +41,8 @@ REPOSITORY_CONFIGS = next((f for f in (_PACKAGE / "configs", _PACKAGE.parent / "
 
 HARDWARE = "hardware"
 """Folder beside the configurations with files that are none: nodes, for ``megarl plan``."""
+EXPERIMENT = "experiment"
+"""Folder with files that are laid over a configuration, by ``+experiment=NAME``."""
 
 _JOB, _DEFAULTS = "megarl_job", "megarl_defaults"
 _RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
@@ -218,7 +220,7 @@ def _find(config_name: str, folders: list[Path]) -> None:
     if any((folder / f"{config_name}.yaml").is_file() for folder in folders):
         return
     files = [file.relative_to(folder) for folder in folders for file in folder.rglob("*.yaml")]
-    names = sorted(str(file.with_suffix("")) for file in files if file.parts[0] != HARDWARE)
+    names = sorted(str(file.with_suffix("")) for file in files if file.parts[0] not in (HARDWARE, EXPERIMENT))
     nearest, where = " or ".join(nearest_keys(config_name, names)), ", ".join(map(str, folders))
     guess = f" Did you mean {nearest}?" if nearest else ""
     raise ConfigError(
