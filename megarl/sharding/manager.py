@@ -120,6 +120,7 @@ class ShardingManager:
         self._completed = 0
         self.in_sync = False
         self._stage = ""
+        self._verify_seconds: float | None = None
 
     def free_engines(self) -> None:
         """Before training: engines put weights and cache away, where they are to; they serve nothing until a sync."""
@@ -135,7 +136,9 @@ class ShardingManager:
 
         Returns:
             ``weight_sync/seconds``, ``weight_sync/bytes`` (over all ranks), ``weight_sync/buckets``,
-            ``weight_sync/peak_mb`` (besides weights, of the process that holds most) and ``weight_sync/gb_per_s``.
+            ``weight_sync/peak_mb`` (besides weights, of the process that holds most) and ``weight_sync/gb_per_s``;
+            ``weight_sync/verified``, 1 where checksums were compared, else 0, and where they were
+            ``weight_sync/verify_seconds``.
 
         Raises:
             WeightSyncError: anything failed. The engines stay stale and the version is what it was; a later call
@@ -164,9 +167,7 @@ class ShardingManager:
         self._do("begin_update", partial(target.begin_update, version))
         self._do("open_transfer", partial(source.open_transfer, session), partial(target.open_transfer, session))
         self._move_buckets()
-        if self._verification_due():
-            trainer, rollout = self._do("verification", source.checksums, target.checksums)
-            check_shares(trainer, rollout, self.options.replica_size)
+        self._verify_seconds = self._verify() if self._verification_due() else None
         # The target first: it lets go of the source's memory.
         peaks = [self._do("close_transfer", partial(end.close_transfer, True))[0] for end in (target, source)]
         if self.options.free_engine:
@@ -198,16 +199,26 @@ class ShardingManager:
             with contextlib.suppress(Exception):
                 start()
 
+    def _verify(self) -> float:
+        """Compares what both sides hold; returns the seconds that it took."""
+        started = time.perf_counter()
+        trainer, rollout = self._do("verification", self._source.checksums, self._target.checksums)
+        check_shares(trainer, rollout, self.options.replica_size)
+        return time.perf_counter() - started
+
     def _verification_due(self) -> bool:
         return self.options.verify_freq > 0 and self._completed % self.options.verify_freq == 0
 
     def _metrics(self, seconds: float, peak: int) -> dict[str, float]:
+        verify_seconds = self._verify_seconds
         return {
             "weight_sync/seconds": seconds,
             "weight_sync/bytes": float(self.plan.nbytes),
             "weight_sync/buckets": float(len(self.plan.buckets)),
             "weight_sync/peak_mb": peak / 2**20,
             "weight_sync/gb_per_s": self.plan.nbytes / 1e9 / seconds,
+            "weight_sync/verified": float(verify_seconds is not None),
+            **({} if verify_seconds is None else {"weight_sync/verify_seconds": verify_seconds}),
         }
 
     def _do(self, stage: str, *starts: Callable[[], Pending]) -> list[Any]:

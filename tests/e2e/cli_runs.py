@@ -140,7 +140,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def reproducible(row: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a step that two equal runs share: all but the clock's."""
-    clock = ("timing_", "perf/", "weight_sync/seconds", "weight_sync/gb_per_s", "checkpoint/")
+    clock = ("timing_", "perf/", "weight_sync/seconds", "weight_sync/gb_per_s", "weight_sync/verify_s", "checkpoint/")
     clock += ("rollout/replica_utilization/",)
     return {name: value for name, value in row.items() if not name.startswith(clock)}
 

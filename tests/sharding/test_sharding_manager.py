@@ -303,9 +303,13 @@ def test_without_verification_such_a_fault_would_pass(setup):
 
 @pytest.mark.parametrize(("freq", "verified"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (20, [1])])
 def test_the_first_sync_is_verified_and_every_so_many_after_it(setup, freq, verified):
-    one, seen = setup(weight_map_of(), ParallelLayout(), 1, 1, verify_freq=freq), []
+    one, seen, told = setup(weight_map_of(), ParallelLayout(), 1, 1, verify_freq=freq), [], []
     for number in range(1, 6):
         one.log.clear()
-        one.manager.sync_weights()
+        metrics = one.manager.sync_weights()
         seen += [number] if ("checksums of source",) in one.log else []
-    assert seen == verified
+        told += [number] if metrics["weight_sync/verified"] == 1.0 else []
+        seconds = metrics.get("weight_sync/verify_seconds")
+        assert (seconds is not None) == (number in seen)
+        assert seconds is None or 0 < seconds < metrics["weight_sync/seconds"]
+    assert seen == told == verified

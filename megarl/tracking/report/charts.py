@@ -114,6 +114,12 @@ SYNC = (
     }),
     Chart("Weight sync: bytes", "Sent to all replicas together.", {"weight_sync/bytes": "bytes"}),
     Chart("Weight sync: rate", "GB per second.", {"weight_sync/gb_per_s": "rate"}),
+    Chart("Weight sync: verified", "1 where checksums of both sides were compared; a difference ends the run.", {
+        "weight_sync/verified": "compared",
+    }, kind="points"),
+    Chart("Weight sync: verification", "Seconds that comparing took.", {
+        "weight_sync/verify_seconds": "verification",
+    }, kind="points"),
     Chart("Weight sync: buffers", "Peak of the buckets on a device, in MB.", {"weight_sync/peak_mb": "peak"}),
 )  # fmt: skip
 
