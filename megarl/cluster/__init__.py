@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megarl.cluster.failures import WorkerFailed, WorkerSilent
     from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, place_pools
     from megarl.cluster.session import RaySession
-    from megarl.cluster.split import plan_split, row_costs, seqlen_metrics
+    from megarl.cluster.split import plan_split, rank_loads, row_costs, seqlen_metrics
     from megarl.cluster.worker_group import Pending, PerRank, Scattered, WorkerGroup, wait_all, wait_ready
 
 _HOME = {
@@ -30,6 +30,7 @@ _HOME = {
     "check_resources": "resources",
     "place_pools": "resources",
     "plan_split": "split",
+    "rank_loads": "split",
     "row_costs": "split",
     "seqlen_metrics": "split",
     "wait_all": "worker_group",
@@ -49,6 +50,7 @@ __all__ = [
     "check_resources",
     "place_pools",
     "plan_split",
+    "rank_loads",
     "row_costs",
     "seqlen_metrics",
     "wait_all",

@@ -235,6 +235,12 @@ def seqlen_metrics(
     }
 
 
+def rank_loads(lengths: Sequence[int], costs: Sequence[float], plan: Plan) -> tuple[list[float], list[float]]:
+    """Tokens of each DP rank, and its work over the mean of the ranks."""
+    tokens, work = (np.array([sum(values[row] for row in rows) for rows in plan], float) for values in (lengths, costs))
+    return tokens.tolist(), (work / work.mean()).tolist()
+
+
 def _imbalance(costs: Sequence[float], plan: Plan, mini_batch_rows: int) -> float:
     """Work of the busiest rank of each mini-batch, over the mean work of the ranks."""
     work = np.array(

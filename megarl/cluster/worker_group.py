@@ -14,7 +14,7 @@ from megarl.cluster.failures import Task, WorkerFailed, failure_of, gather
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
-from megarl.cluster.worker_process import WorkerCard, WorkerProcess
+from megarl.cluster.worker_process import BusyResult, WorkerCard, WorkerProcess
 from megarl.data import DataProto
 from megarl.errors import ResourceError, WorkerError
 from megarl.models.layout import ParallelLayout
@@ -123,6 +123,7 @@ class WorkerGroup:
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
         self._pool, self._env, self._worker_cls = pool, dict(env or {}), worker_cls
         self._hosts: dict[int, WorkerCard] = {}
+        self._busy: dict[str, list[float]] = {}
         self._span = devices_per_process
         self._actors: list[Any] = [self._host(rank) for rank in range(layout.world_size)]
         self._address = self._actors[0].reserve_address.remote()
@@ -235,6 +236,12 @@ class WorkerGroup:
         """
         return self._plan(verb, self._mark(verb), batch)
 
+    def take_busy(self) -> dict[str, list[float]]:
+        """Seconds that each DP rank was busy since the last call, by ``SPLIT`` verb: its busiest process, less the time
+        in collectives. Empty where processes are not watched."""
+        busy, self._busy = self._busy, {}
+        return busy
+
     def submit_scatter(self, verb: str, destinations: int, *args: Any, **kwargs: Any) -> Scattered:
         """Start an ``ALL`` verb that returns ``{destination: payload}``, and leave the payloads where they are.
 
@@ -301,12 +308,24 @@ class WorkerGroup:
         refs = []
         for rank, actor in enumerate(self._actors):
             chunk_args = [column[self.layout.coordinate(rank).dp] for column in columns]
-            refs.append(actor.call.remote(verb, rank in self._owners, kwargs, *_for_rank(chunk_args, rank)))
-        return Pending(
-            [self],
-            self._tasks(refs, verb, mark.phase),
-            lambda results: collect([results[owner] for owner in self._owners], plan),
-        )
+            refs.append(actor.call_split.remote(verb, rank in self._owners, kwargs, *_for_rank(chunk_args, rank)))
+
+        def collect_rows(answers: Sequence[BusyResult]) -> Any:
+            self._note_busy(verb, [answer.busy_s for answer in answers])
+            return collect([answers[owner].result for owner in self._owners], plan)
+
+        return Pending([self], self._tasks(refs, verb, mark.phase), collect_rows)
+
+    def _note_busy(self, verb: str, seconds: Sequence[float | None]) -> None:
+        """Adds up the seconds of the busiest process of each DP rank."""
+        busiest = [0.0] * self.layout.dp
+        for rank, busy in enumerate(seconds):
+            if busy is None:
+                return
+            dp = self.layout.coordinate(rank).dp
+            busiest[dp] = max(busiest[dp], busy)
+        before = self._busy.get(verb, [0.0] * self.layout.dp)
+        self._busy[verb] = [sum(both) for both in zip(before, busiest, strict=True)]
 
     def _plan(self, verb: str, mark: VerbMark, batch: DataProto) -> Plan:
         rows, budget = _mini_batch_rows(mark, batch), self.budgets.get(verb)

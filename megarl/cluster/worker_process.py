@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 
@@ -82,6 +82,18 @@ class RemoteFailure(Exception):
         self.role, self.rank, self.verb = role, rank, verb
         self.kind, self.message, self.trace = kind, message, trace
         self.lost, self.log, self.last_lines = lost, log, last_lines
+
+
+class BusyResult(NamedTuple):
+    """What a process returns of its share.
+
+    Attributes:
+        result: the verb's, or None from a process that does not own it.
+        busy_s: seconds in the verb, less those in collectives; None where they are not watched.
+    """
+
+    result: Any
+    busy_s: float | None
 
 
 _UNWATCHED = TracingOptions()
@@ -191,6 +203,17 @@ class WorkerProcess:
         """
         result = self._guard(verb, lambda: getattr(self._worker, verb)(*args, **kwargs), args)
         return result if keep else None
+
+    def call_split(self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any) -> BusyResult:
+        """As :meth:`call`, for a verb of which each data-parallel rank has a share: also says how long it was busy.
+
+        Raises:
+            RemoteFailure: the verb raised.
+        """
+        started, waited = time.monotonic_ns(), TRACER.waited_ns
+        result = self.call(verb, keep, kwargs, *args)
+        busy = time.monotonic_ns() - started - (TRACER.waited_ns - waited)
+        return BusyResult(result, max(0, busy) / 1e9 if self._tracing.active else None)
 
     def call_scatter(self, verb: str, destinations: int, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
         """Run a verb that returns ``{destination: payload}``.

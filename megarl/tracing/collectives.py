@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -127,3 +128,4 @@ def _in_span(shown: str, call: Callable[[], Any]) -> Any:
         return call()
     finally:
         TRACER.leave(name, "communication", start, {"of": shown}, SHORTEST_WAIT_NS)
+        TRACER.waited_ns += time.monotonic_ns() - start

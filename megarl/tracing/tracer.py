@@ -50,6 +50,7 @@ class Tracer:
         recording: whether events are kept.
         watcher: called with a span's name as it begins, and with None as it ends; for NVTX.
         board: where spans of the main thread are shown; None = nowhere.
+        waited_ns: spent in collectives since the process began; counted while there is anything to tell.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class Tracer:
         self.stack: list[tuple[str, str, int]] = []
         self.moved_ns = time.monotonic_ns()
         self.dropped = 0
+        self.waited_ns = 0
         self._events: list[Event] = []
         self._main = threading.main_thread().ident
 

@@ -14,6 +14,7 @@ from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.correction import CorrectionPhase
 from megarl.trainer.gathering import Gathering
 from megarl.trainer.metrics import Metrics, batch_metrics, phase_tokens, rollout_mismatch_metrics, throughput_metrics
+from megarl.trainer.rank_balance import rank_balance
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.reward_phase import RewardPhase
 from megarl.trainer.roles import Roles
@@ -159,6 +160,7 @@ class PPOTrainer:
         metrics |= self.balance_metrics(batch)
         if self.compares_log_probs:
             metrics |= rollout_mismatch_metrics(batch)
+        self.reporter.keep_balance(step, rank_balance(batch, self.roles.learners(), seconds))
         self.dump(batch)
         if self.state.due(trainer.test_freq):
             with self.phase("testing"):

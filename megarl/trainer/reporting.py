@@ -18,6 +18,7 @@ from megarl.config.parts import RunConfig
 from megarl.logs import LOGS_FOLDER
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers
+from megarl.tracking.balance_file import BALANCE_FILE, BalanceFile, RankLists
 from megarl.tracking.metrics_file import FILE_NAME
 from megarl.tracking.report import REPORT_FILE, SampleFiles, begin_samples, report_run
 from megarl.trainer.metrics import Metrics
@@ -26,7 +27,7 @@ from megarl.trainer.tracing import RunTracing
 
 ACCURACY_PREFIX = "val-core/"
 ID_FILE, ID_LETTERS = "run_id", 20
-RUN_FILES = (FILE_NAME, ID_FILE)
+RUN_FILES = (FILE_NAME, BALANCE_FILE, ID_FILE)
 UPDATE_PHASES = ("update_actor", "update_critic", "update")  # the last is supervised fine-tuning's
 
 
@@ -101,6 +102,7 @@ class RunReporter:
         self.samples = {kind: SampleFiles(folder / "samples" / kind) for kind in ("train", "validation")}
         if resumed_from is not None:
             self._take_over(resumed_from[0])
+        self._balance = BalanceFile(folder / BALANCE_FILE, resumed_step)
         self.trackers = self._open_trackers(resumed_step)
 
     def _take_over(self, checkpoint: Path) -> None:
@@ -142,7 +144,7 @@ class RunReporter:
     @property
     def lasting_files(self) -> list[Path]:
         """What a checkpoint keeps of the run's folder, for the run that continues from it."""
-        return [self.folder / name for name in RUN_FILES]
+        return [path for path in (self.folder / name for name in RUN_FILES) if path.exists()]
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -184,6 +186,10 @@ class RunReporter:
     def keep_samples(self, step: int, samples: Sequence[Sample], kind: str) -> None:
         """Keep some answers for the report; ``kind`` is ``train`` or ``validation``."""
         self.samples[kind].add(step, samples)
+
+    def keep_balance(self, step: int, lists: RankLists) -> None:
+        """Keep what each data-parallel rank had to do, for the report."""
+        self._balance.add(step, lists)
 
     def finish(self, hf_dir: str | None) -> RunSummary:
         """Write report and summary, close the trackers, and tell the user."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.tracking.report.balance import balance_charts
+
 VALIDATION_PREFIX = "val-core/"
 TIMING_PREFIX = "timing_s/"
 PHASE_ORDER = (
@@ -182,14 +184,20 @@ FAILURES = {
 """Counters of what went wrong, with what they count."""
 
 
-def chart_groups(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The groups of charts that runs with these metrics have, ready for JSON; those without are left out."""
+def chart_groups(names: Iterable[str], maps: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The groups of charts that runs with these metrics have, ready for JSON; those without are left out.
+
+    Args:
+        names: of the metrics.
+        maps: of ranks over steps, see :func:`~megarl.tracking.report.balance.balance_maps`.
+    """
     present = sorted(set(names))
     failures = Chart("Failures", "Counted per step.", FAILURES)
     groups = []
     for title, charts in (*GROUPS, ("Failures", (failures,))):
         described = [_described(chart, present) for chart in charts]
         kept = [chart for chart in described if chart["series"]]
+        kept += balance_charts(maps) if charts is BALANCE else []
         if kept:
             groups.append({"title": title, "charts": kept})
     return groups

@@ -21,6 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megarl.tracking.report.balance import balance_maps
 from megarl.tracking.report.charts import chart_groups
 from megarl.tracking.report.curves import curves, training_seconds
 from megarl.tracking.report.findings import failures, final_metrics, findings, verdict
@@ -127,13 +128,15 @@ def page_data(runs: Sequence[RunRecord], rollouts: Rollouts, title: str) -> dict
                 "rows": len(run.rows),
                 "axes": axes,
                 "metrics": metrics,
+                "ranks": balance_maps(run.balance) if len(runs) == 1 else {},  # one run's alone can be shown in a map
                 "clock": {"steps": steps, "seconds": seconds},
             }
         )
+    names = [name for run in described for name in run["metrics"]]
     return {
         "title": title,
         "runs": described,
-        "groups": chart_groups(name for run in described for name in run["metrics"]),
+        "groups": chart_groups(names, described[0]["ranks"] if described else ()),
         "rollouts": rollout_columns(rollouts.rows),
         "rollouts_total": rollouts.total,
         "rollouts_cut": rollouts.cut,

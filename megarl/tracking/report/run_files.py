@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megarl.tracking.balance_file import BALANCE_FILE, BalanceRows, read_balance
 from megarl.tracking.metrics_file import FILE_NAME, MetricsRow, read_metrics
 
 CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, SAMPLES_FOLDER = "config.yaml", "run.json", "summary.json", "samples"
@@ -38,6 +39,7 @@ class RunRecord:
         summary: of ``summary.json`` (:class:`megarl.trainer.reporting.RunSummary`); empty for want of the file.
         status: ``finished``, ``running`` or ``ended early``.
         problems: files that could not be read, and why.
+        balance: what each data-parallel rank had to do.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class RunRecord:
     summary: Mapping[str, Any] = field(default_factory=dict)
     status: str = "finished"
     problems: tuple[str, ...] = ()
+    balance: BalanceRows = field(default_factory=dict)
 
     @property
     def train_samples(self) -> Path:
@@ -116,10 +119,15 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
     except ValueError as error:
         rows = []
         problems.append(str(error))
+    try:
+        balance = read_balance(folder / BALANCE_FILE)
+    except ValueError as error:
+        balance = {}
+        problems.append(str(error))
     trainer = config.get("trainer")
     name = trainer.get("experiment_name") if isinstance(trainer, Mapping) else None
     status = "finished" if summary else _status(folder / FILE_NAME, rows, time.time() if now is None else now)
-    return RunRecord(folder, str(name or folder.name), rows, config, facts, summary, status, tuple(problems))
+    return RunRecord(folder, str(name or folder.name), rows, config, facts, summary, status, tuple(problems), balance)
 
 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -44,7 +44,21 @@ function lineTraces(line, kind) {
   return [...traces, { ...base, y: smooth(curve.y, keep), mode: "lines" }];
 }
 
+// Ranks over steps, coloured by what each had to do over the mean of the step: white is even, on either theme.
+function rankTraces(map) {
+  const spread = Math.max(0.02, ...map.load.flat().map((load) => Math.abs(load - 1)));
+  const scale = isDark() ? [[0, "#7aa7ff"], [0.5, "#171b24"], [1, "#ff9d4d"]] : [[0, "#2f6fed"], [0.5, "#ffffff"], [1, "#d9660a"]];
+  return [{
+    type: "heatmap", x: map.steps, y: map.ranks, z: map.load, zmin: 1 - spread, zmax: 1 + spread, colorscale: scale,
+    text: map.load.map((row, number) => row.map((_, at) => describeLoad(map, number, at))),
+    hovertemplate: "%{text}<extra></extra>", colorbar: { thickness: 10, len: 1, outlinewidth: 0, tickfont: { size: 11 } },
+  }];
+}
+
+const rankMap = (chart) => data.runs[0].ranks[chart.series[0].metric];
+
 function traces(chart) {
+  if (chart.kind === "ranks") return rankTraces(rankMap(chart));
   const lines = linesOf(chart);
   if (chart.kind !== "stack") return lines.flatMap((line) => lineTraces(line, chart.kind));
   if (data.runs.length > 1) return comparedStack(chart, lines);
@@ -90,12 +104,26 @@ function layout(chart) {
   };
 }
 
+function rankLayout(chart) {
+  const base = layout(chart), whole = { tickformat: "d", showgrid: false };
+  const title = (text) => ({ title: { text, font: { size: 11 }, standoff: 4 } });
+  return {
+    ...base, hovermode: "closest", showlegend: false,
+    xaxis: { ...base.xaxis, ...whole, ...title("step") }, yaxis: { ...base.yaxis, ...whole, type: "linear", ...title("rank") },
+  };
+}
+
+function describeChart(chart) {
+  if (chart.kind === "ranks") return describeRanks(rankMap(chart));
+  return linesOf(chart).map((line) => describeCurve(line.name, line.curve)).join(". ") || "No values.";
+}
+
 function draw(card) {
   if (!window.Plotly) return;
   card.stale = false;
-  Plotly.react(card.plot, traces(card.chart), layout(card.chart), { displayModeBar: false, responsive: true });
-  const told = linesOf(card.chart).map((line) => describeCurve(line.name, line.curve));
-  card.plot.setAttribute("aria-label", `${card.chart.title}. ${told.join(". ") || "No values."}`);
+  const arranged = card.chart.kind === "ranks" ? rankLayout(card.chart) : layout(card.chart);
+  Plotly.react(card.plot, traces(card.chart), arranged, { displayModeBar: false, responsive: true });
+  card.plot.setAttribute("aria-label", `${card.chart.title}. ${describeChart(card.chart)}`);
 }
 
 function redraw() {
@@ -124,6 +152,13 @@ function moveAlong(card, event) {
   if (!shown.length) return;
   const { x } = shown[0].trace;
   card.at = Math.max(0, Math.min(x.length - 1, (card.at ?? (by > 0 ? -1 : x.length)) + by));
+  event.preventDefault();
+  if (card.chart.kind === "ranks") { // of each step the busiest rank
+    const map = rankMap(card.chart), row = busiestRow(map, card.at);
+    Plotly.Fx.hover(card.plot, [{ curveNumber: 0, pointNumber: [row, card.at] }]);
+    find("spoken").textContent = describeLoad(map, row, card.at);
+    return;
+  }
   const points = shown.map(({ trace, number }) => ({ curveNumber: number, pointNumber: trace.x.indexOf(x[card.at]) }))
     .filter((point) => point.pointNumber >= 0);
   Plotly.Fx.hover(card.plot, points);
@@ -131,7 +166,6 @@ function moveAlong(card, event) {
     const trace = card.plot.data[curveNumber];
     return `${trace.name} ${formatNumber(trace.y[pointNumber])}`;
   }).join(", ");
-  event.preventDefault();
 }
 
 function chartCard(chart, parent) {

@@ -60,6 +60,22 @@ function describeCurve(label, curve) {
     `between ${formatNumber(low)} and ${formatNumber(high)}`;
 }
 
+// Where in a map of ranks over steps a step's busiest rank is.
+const busiestRow = (map, at) => map.load.reduce((best, row, number) => (row[at] > map.load[best][at] ? number : best), 0);
+
+const ranksOf = (map, row) => (map.each > 1 ? `busiest of ranks ${map.ranks[row]} and on` : `rank ${map.ranks[row]}`);
+
+function describeLoad(map, row, at) {
+  const load = map.load[row][at], mean = map.mean[at];
+  return `step ${map.steps[at]}, ${ranksOf(map, row)}: ${formatNumber(load * mean)}, ${formatNumber(load)} of the mean`;
+}
+
+function describeRanks(map) {
+  const busiest = (at) => map.load[busiestRow(map, at)][at];
+  const worst = map.steps.reduce((best, _, at) => (busiest(at) > busiest(best) ? at : best), 0);
+  return `Most at ${describeLoad(map, busiestRow(map, worst), worst)}`;
+}
+
 // ---------------------------------------------------------------- tokens
 
 const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
