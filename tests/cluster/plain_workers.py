@@ -1,12 +1,14 @@
 """Worker classes for the cluster tests: plain, without Ray or Megatron."""
 
 import os
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from megarl.data import DataProto
+from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, verb
 
 
@@ -78,6 +80,16 @@ class Summer:
         tensor = torch.tensor([float(value + self.rank)])
         dist.all_reduce(tensor)
         return tensor.item()
+
+    @verb(Dispatch.SPLIT)
+    def share(self, batch):
+        """Seconds in here, and those of them in a collective."""
+        started, waited = time.monotonic_ns(), TRACER.waited_ns
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.2 * self.rank)
+        dist.all_reduce(torch.ones(1))
+        seconds = [time.monotonic_ns() - started, TRACER.waited_ns - waited]
+        return DataProto.from_dict({"seconds": torch.tensor([seconds] * len(batch), dtype=torch.float64) / 1e9})
 
     @verb(Dispatch.ALL, phase="update_actor")
     def fail_while_peers_wait(self, rank):

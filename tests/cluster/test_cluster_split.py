@@ -5,7 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.cluster.split import collect, mini_batch_sizes, plan_rows, plan_split, row_costs, seqlen_metrics, split
+from megarl.cluster.split import (
+    collect,
+    mini_batch_sizes,
+    plan_rows,
+    plan_split,
+    rank_loads,
+    row_costs,
+    seqlen_metrics,
+    split,
+)
 from megarl.data import DataProto, fewest_micro_batches, plan_micro_batches
 from megarl.errors import DataError
 from megarl.models.sequence_cost import SequenceCost
@@ -238,3 +247,8 @@ def test_ranks_wait_for_each_other_in_every_mini_batch():
     metrics = seqlen_metrics([1, 3, 3, 1], [1, 3, 3, 1], [[0, 2], [1, 3]], 2)
     assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/mean"] == 4
     assert metrics["global_seqlen/imbalance"] == metrics["global_seqlen/balanced_imbalance"] == 6 / 4
+
+
+def test_loads_of_ranks_are_tokens_and_work_over_the_mean():
+    tokens, work = rank_loads([10, 20, 30, 40], [100, 400, 900, 1600], [[0, 3], [1, 2]])
+    assert tokens == [50.0, 50.0] and work == [1700 / 1500, 1300 / 1500]

@@ -12,6 +12,7 @@ from megarl.errors import DataError, ResourceError, WorkerError
 from megarl.logs import ProcessLogs
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.sharding import RolloutLayout, build_plan, sender_parts
+from megarl.tracing import TracingOptions
 
 PP2_DP2 = ParallelLayout(pp=2, dp=2)
 
@@ -57,6 +58,31 @@ def sleeper(pool):
 
 def batch_of(rows, **meta):
     return DataProto.from_dict({"tokens": torch.arange(rows)}, {"uid": [f"u{row}" for row in range(rows)]}, meta)
+
+
+def test_each_ranks_busy_seconds_are_those_outside_of_collectives(pool, monkeypatch):
+    monkeypatch.setattr(pool.processes, "options", TracingOptions(watched=True))
+    group = WorkerGroup("busy", "tests.cluster.plain_workers:Summer", {}, ParallelLayout(dp=2), pool)
+    wait_ready([group])
+    most, least = [0.0, 0.0], [0.0, 0.0]
+    for _ in range(2):
+        started = time.monotonic()
+        inside = group.share(batch_of(2)).batch["seconds"].tolist()
+        wall = time.monotonic() - started
+        for rank, (seconds, waited) in enumerate(inside):
+            assert 0 < waited < seconds
+            least[rank] += seconds - waited
+            most[rank] += wall - waited
+    busy = group.take_busy()
+    assert busy.keys() == {"share"}, "the sum of both calls"
+    assert all(low <= told <= high for low, told, high in zip(least, busy["share"], most, strict=True))
+    assert busy["share"][1] >= 0.4 and group.take_busy() == {}
+    group.shutdown()
+
+
+def test_nobody_is_told_busy_where_processes_are_not_watched(echo):
+    echo.double(batch_of(4))
+    assert echo.take_busy() == {}
 
 
 def test_every_rank_knows_its_place(echo):

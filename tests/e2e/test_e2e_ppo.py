@@ -26,6 +26,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.tracing.trace_file import read_trace
+from megarl.tracking.balance_file import read_balance
+from megarl.tracking.report.balance import balance_maps
+from megarl.tracking.report.run_files import read_run
 from megarl.tracking.report.tokens import TOKEN_COLUMNS, TokenValues
 from megarl.trainer.checkpoint_manifest import MANIFEST
 from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
@@ -193,6 +196,22 @@ def test_engine_generates_with_the_weights_of_the_step(whole: RunFiles) -> None:
     for row in whole.steps.values():
         assert row["training/rollout_probs_diff_max"] < 1e-5
         assert row["weight_sync/bytes"] > 0
+
+
+def test_what_each_rank_had_to_do_is_kept_and_in_the_report(whole: RunFiles) -> None:
+    """Of the actor, which has one data-parallel rank of two processes, and the critic, which has two."""
+    kept = read_balance(whole.newest / "balance.jsonl")
+    assert list(kept) == list(whole.steps)
+    for step, row in whole.steps.items():
+        (tokens,), work = kept[step]["actor/tokens"], kept[step]["critic/work"]
+        assert tokens == row["global_seqlen/mean"] == sum(kept[step]["critic/tokens"])
+        assert len(work) == 2 and sum(work) == pytest.approx(2, abs=2e-3)
+        for role, verb in (("actor", "update_actor"), ("actor", "compute_log_prob"), ("critic", "update_critic")):
+            busy = kept[step][f"{role}/{verb}_s"]
+            assert len(busy) == len(kept[step][f"{role}/tokens"]) and min(busy) > 0
+        assert max(kept[step]["critic/update_critic_s"]) < row["timing_s/update_critic"]
+    maps = balance_maps(read_run(whole.newest).balance)
+    assert maps["critic/update_critic_s"]["steps"] == list(whole.steps) and "actor/tokens" not in maps
 
 
 def test_summary_is_complete(whole: RunFiles) -> None:

@@ -14,6 +14,7 @@ import pytest
 from headless_browser import Browser, BrowserError, find_browser
 from report_runs import HOSTILE, MakeRun, default_rows, sample
 
+from megarl.tracking.balance_file import BalanceFile
 from megarl.tracking.report import compare_runs, report_run
 
 pytestmark = pytest.mark.browser
@@ -39,7 +40,8 @@ def browser(shared: Browser) -> Iterator[Browser]:
     yield shared
     shared.resize(1280, 900)
     shared.prefer("light")
-    assert shared.console == [] and shared.requests == []
+    asked = [address for address in shared.requests if not address.startswith("data:")]  # Plotly draws maps as pictures
+    assert shared.console == [] and asked == []
 
 
 @pytest.fixture
@@ -332,3 +334,23 @@ def test_an_empty_run_and_an_old_browser(browser: Browser, tmp_path: Path) -> No
     browser.wait("true")
     assert len(browser.console) == 1
     browser.console.clear()
+
+
+def test_ranks_are_a_map_that_mouse_and_keys_read(browser: Browser, make_run: MakeRun) -> None:
+    folder = make_run()
+    file = BalanceFile(folder / "balance.jsonl")
+    for step in range(1, 4):
+        file.add(step, {"actor/tokens": [100, 100, 100 + 150 * (step == 2)]})
+    browser.open(report_run(folder), READY)
+    plot = "[...document.querySelectorAll('.plot')].find((one) => one.ariaLabel.startsWith('Ranks of actor: tokens'))"
+    browser.evaluate(f"{plot}.scrollIntoView()")
+    browser.wait(f"{plot}.data !== undefined")
+    (trace,) = browser.evaluate(f"{plot}.data.map((one) => ({{type: one.type, x: one.x, y: one.y, z: one.z}}))")
+    assert (trace["type"], trace["x"], trace["y"]) == ("heatmap", [1, 2, 3], [0, 1, 2])
+    assert trace["z"] == [[1, round(100 / 150, 4), 1]] * 2 + [[1, round(250 / 150, 4), 1]]
+    told = "step 2, rank 2: 250, 1.667 of the mean"
+    assert browser.evaluate(f"{plot}.ariaLabel") == f"Ranks of actor: tokens. Most at {told}"
+    browser.evaluate(f"{plot}.focus()")
+    browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    assert texts(browser, "#spoken") == [told]
