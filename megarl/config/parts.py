@@ -299,6 +299,11 @@ class TrainingRunConfig(RunConfig):
         "the last step that fits; null = none but those that the scheduler tells (see docs/checkpoints.md).",
         above=0,
     )
+    hardware: str | None = key(
+        None,
+        "Kind of node that `megarl plan` and the dry run plan for: a name, such as h100, or a file of your own (see "
+        "docs/plan.md); null = h100, or cpu where `device` is cpu.",
+    )
     esi_redundant_time: float = key(
         0.0,
         "Seconds to spare where the run saves ahead of a deadline: of `max_wall_seconds`, of an elastic instance, of a "

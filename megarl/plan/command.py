@@ -13,7 +13,7 @@ from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig, Tra
 from megarl.config.compose import Request, compose
 from megarl.errors import ConfigError, ModelError
 from megarl.plan.estimate import Estimate, estimate
-from megarl.plan.hardware import Hardware, known_hardware, read_hardware
+from megarl.plan.hardware import Hardware, hardware_of, known_hardware
 from megarl.plan.lengths import Lengths, longest_lengths, read_lengths
 from megarl.plan.report import as_json, plan_blocks, search_blocks, search_json, show
 from megarl.plan.search import search
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(argv)
     try:
         config = compose(_request(options))
-        hardware = read_hardware(options.hardware or ("cpu" if config.trainer.device == "cpu" else "h100"))
-        _check_nodes(config, hardware)
+        hardware = hardware_of(config, options.hardware)
         lengths = lengths_of(config, options.lengths)
         act = _search if options.search else _plan
         return act(options, config, hardware, lengths)
@@ -90,16 +89,6 @@ def lengths_of(config: TrainConfig | SupervisedConfig, text: str | None) -> Leng
     return longest_lengths(prompt, response) if text is None else read_lengths(text, prompt, response)
 
 
-def _check_nodes(config: TrainConfig | SupervisedConfig, hardware: Hardware) -> None:
-    """A node has no more devices than its kind has; on a CPU processes may share cores."""
-    asked = config.trainer.n_gpus_per_node
-    if hardware.device == "cuda" and asked > hardware.devices_per_node:
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={asked}, but a node of --hardware={hardware.name} has "
-            f"{hardware.devices_per_node} devices; set {hardware.devices_per_node} at most, and more trainer.nnodes"
-        )
-
-
 def _request(options: argparse.Namespace, more: Sequence[str] = ()) -> Request[Any]:
     schema, config_name = JOBS[options.job]
     name = (options.config_name or config_name).removesuffix(".yaml")
@@ -118,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
     parser.add_argument("--job", choices=sorted(JOBS), default="train", help="which job the configuration is of")
     known = ", ".join(known_hardware())
-    parser.add_argument("--hardware", help=f"{known}, or a file of your own; h100, or cpu where trainer.device=cpu")
+    parser.add_argument("--hardware", help=f"{known}, or a file of your own; as trainer.hardware where left out")
     parser.add_argument("--lengths", help="of answers: mean=600,max=4096,sigma=0.8, or a file; see docs/plan.md")
     parser.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
     parser.add_argument("--top", type=_positive, default=10, metavar="N", help="how many to list (10)")

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import yaml
 
+from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.build import read
 from megarl.config.compose import HARDWARE, REPOSITORY_CONFIGS
 from megarl.config.keys import REQUIRED, key, section
@@ -144,11 +145,33 @@ def known_hardware() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
-def read_hardware(name: str) -> Hardware:
+def hardware_of(config: TrainConfig | SupervisedConfig, name: str | None = None) -> Hardware:
+    """The nodes that a configuration is planned for.
+
+    Args:
+        config: complete.
+        name: as for :func:`read_hardware`; None = that of ``trainer.hardware``, or what goes with ``trainer.device``.
+
+    Raises:
+        ConfigError: as :func:`read_hardware`; or the configuration asks more devices of a node than it has.
+    """
+    trainer, key = config.trainer, "--hardware" if name else "trainer.hardware"
+    hardware = read_hardware(name or trainer.hardware or ("cpu" if trainer.device == "cpu" else "h100"), key)
+    # On a CPU processes may share cores.
+    if hardware.device == "cuda" and trainer.n_gpus_per_node > hardware.devices_per_node:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but a node of {key}={hardware.name} has "
+            f"{hardware.devices_per_node} devices; set {hardware.devices_per_node} at most, and more trainer.nnodes"
+        )
+    return hardware
+
+
+def read_hardware(name: str, key: str = "--hardware") -> Hardware:
     """Reads the description of a node.
 
     Args:
         name: of a file that comes with megarl, such as ``h100``, or the path of a file of one's own.
+        key: where the name was given, for the message of an error.
 
     Raises:
         ConfigError: there is no such file, or it is no YAML; for wrong fields an ``InvalidConfigError`` with all.
@@ -158,7 +181,7 @@ def read_hardware(name: str) -> Hardware:
         known = known_hardware()
         near = nearest_keys(name, known)
         guess = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"--hardware={name}: {guess}Known: {', '.join(known)}, or the path of a file of your own")
+        raise ConfigError(f"{key}={name}: {guess}Known: {', '.join(known)}, or the path of a file of your own")
     try:
         values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

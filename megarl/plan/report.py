@@ -169,6 +169,11 @@ def _verdict(found: Estimate, remedy: Remedy | None) -> Block:
     ]
     if found.fits:
         return Block("It fits", lines)
+    return Block("It does not fit", shortfall_lines(found, remedy))
+
+
+def shortfall_lines(found: Estimate, remedy: Remedy | None) -> list[str]:
+    """Of a plan that does not fit: what is short, and what would help."""
     lines = [one.text + _largest(one.largest) for one in found.shortfalls]
     if remedy is None:
         lines.append("no change that is known to the plan makes it fit; try --search, other --hardware, or more nodes")
@@ -181,7 +186,7 @@ def _verdict(found: Estimate, remedy: Remedy | None) -> Block:
     else:
         many = "this change" if len(remedy.changes) == 1 else "these changes, and no one of them alone"
         lines.append(f"it would fit with {many}: {' '.join(remedy.overrides())}")
-    return Block("It does not fit", lines)
+    return lines
 
 
 def _largest(parts: Sequence[Any]) -> str:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
 from megarl.config.problems import show, value_at
 from megarl.errors import MegarlError
-from megarl.plan.estimate import Estimate, changed, shortfalls, usable_bytes
+from megarl.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
+from megarl.plan.hardware import hardware_of
 from megarl.plan.job import PlannedJob, PlannedRole, planned_job
+from megarl.plan.lengths import longest_lengths
 from megarl.plan.memory import plan_memory
 
 Config = TrainConfig | SupervisedConfig
@@ -50,6 +52,27 @@ class Remedy(NamedTuple):
 
 def _prefix(path: str) -> str:
     return "+" if ".server_args." in path else ""
+
+
+def plan_run(config: TrainConfig) -> tuple[Estimate, Remedy | None]:
+    """Plans a run at its longest, on the hardware that its configuration names, but for the weight sync.
+
+    Returns:
+        The plan, and if it does not fit the smallest change that would make it fit, where one is known.
+
+    Raises:
+        InvalidConfigError, ConfigError, ModelError: the configuration cannot run, whatever the memory.
+    """
+    hardware, data = hardware_of(config), config.data
+    lengths = longest_lengths(data.max_prompt_length, data.max_response_length)
+
+    def plan(one: TrainConfig) -> Estimate:
+        return estimate(one, hardware, lengths, with_sync=False)
+
+    found = plan(config)
+    if found.fits:
+        return found, None
+    return found, find_remedy(config, found, lambda remedy: plan(changed(config, remedy.changes)))
 
 
 def find_remedy(config: Config, found: Estimate, confirm: Callable[[Remedy], Estimate]) -> Remedy | None:

@@ -26,7 +26,8 @@ from megarl.doctor.node.storage import check_checkpoint_room
 from megarl.errors import CheckpointError, ConfigError, MegarlError
 from megarl.models import WeightMap, read_model_config
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, check_model_folder
-from megarl.plan import plan_memory, planned_job
+from megarl.plan.report import shortfall_lines
+from megarl.plan.verdict import plan_run
 from megarl.rollout.agents import check_agent_loops
 from megarl.rollout.agents.build import default_agent_loop
 from megarl.rollout.endpoint import build_endpoint
@@ -216,13 +217,18 @@ class Rehearsal:
             yield "an endpoint would be opened for programs that lead conversations"
 
     def memory(self) -> Iterator[str]:
-        """What the fullest device would hold."""
+        """What the fullest device and node would hold; refused where that is more than they have."""
         self._needed(self._layouts_fit, "models and layouts")
-        found = plan_memory(planned_job(self.config))
-        for phase in found.phases:
+        found, remedy = plan_run(self.config)
+        name, usable = found.hardware.name, found.usable_bytes
+        if not found.fits:
+            lines = "; ".join(shortfall_lines(found, remedy))
+            raise ConfigError(f"on {name} (trainer.hardware) it does not fit: {lines}. `megarl plan` tells more")
+        for phase in found.memory.phases:
             parts = ", ".join(f"{part.owner} {part.name} {part.nbytes / GIB:.2f}" for part in phase.components[:4])
             yield f"{phase.phase}: {phase.nbytes / GIB:.2f} GiB on device {phase.device} ({parts})"
-        yield f"host memory of the fullest node: {found.host_bytes / GIB:.2f} GiB"
+        yield f"fits {name}, of whose devices' memory {usable / GIB:.1f} GiB are usable"
+        yield f"host memory of the fullest node: {found.memory.host_bytes / GIB:.2f} GiB"
 
     def resharding(self) -> Iterator[str]:
         """The plan by which the actor's weights reach every replica; proved whole for all ranks of one replica."""

@@ -90,6 +90,26 @@ def test_run_scripts_pass_with_a_config_json_and_a_tokenizer(
     assert "has no weights: not checked" in text and "exactly once" in text
 
 
+def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text()
+    small.write_text(text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 24"))
+    model = (f"{POLICY}.model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none")
+
+    def memory(*overrides: str) -> list[str]:
+        rehearsal = Rehearsal(compose(Request(TrainConfig, "run_8b_grpo", (*model, *overrides))))
+        list(rehearsal.models())
+        return list(rehearsal.memory())
+
+    assert any(line.startswith("fits h100, of whose devices' memory 77.1 GiB are usable") for line in memory())
+    with pytest.raises(ConfigError, match=r"on small \(trainer.hardware\) it does not fit: .* needs .* GiB") as refused:
+        memory(f"trainer.hardware={small}")
+    remedy = str(refused.value).partition("no one of them alone: ")[2].partition(". `megarl plan`")[0].split()
+    assert remedy and any("fits small" in line for line in memory(f"trainer.hardware={small}", *remedy))
+    with pytest.raises(ConfigError, match=r"trainer.hardware=h10: did you mean"):
+        memory("trainer.hardware=h10")
+
+
 def test_everything_that_is_wrong_is_told_at_once(train_config: Callable[..., TrainConfig]) -> None:
     wrong = {"data.train_files": ["/no.parquet"], "algorithm.adv_estimator": "/no.py:mine"}
     lines: list[str] = []
