@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -239,7 +238,7 @@ def test_every_command_tells_its_options_under_its_own_name(name: str, capsys: p
         ("megarl.evaluate", "quickstart_evaluate", "val_files"),
     ],
 )
-def test_printing_imports_no_torch_and_is_quick(module: str, name: str, files: str) -> None:
+def test_printing_imports_nothing_that_is_slow(module: str, name: str, files: str) -> None:
     code = (
         "import runpy, sys\n"
         f"sys.argv = ['x', '--config-name', '{name}', '--cfg', 'job']\n"
@@ -247,15 +246,13 @@ def test_printing_imports_no_torch_and_is_quick(module: str, name: str, files: s
         f"    runpy.run_module('{module}', run_name='__main__')\n"
         "except SystemExit as stop:\n"
         "    assert not stop.code, stop.code\n"
-        "heavy = {'torch', 'ray', 'megatron', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules)\n"
+        "slow = {'torch', 'ray', 'megatron', 'transformers', 'numpy', 'pyarrow', 'tensordict', 'sglang', 'wandb'}\n"
+        "heavy = slow & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - start
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["data"][files]
-    assert seconds < 2
 
 
 def test_wrong_key_as_a_user_sees_it() -> None:

@@ -167,9 +167,7 @@ def test_only_marked_methods_can_be_called(echo):
 
 def test_submit_does_not_wait(sleeper):
     sleeper.pid()
-    started = time.monotonic()
-    pending = sleeper.submit("sleep", 1.0)
-    assert time.monotonic() - started < 0.5
+    pending = sleeper.submit("sleep", 2.0)
     with pytest.raises(WorkerError, match=r"no answer within 0\.1 s in sleep from: sleeper rank 0, sleeper rank 1"):
         pending.result(timeout_s=0.1)
     assert pending.result(timeout_s=30) == [None, None]

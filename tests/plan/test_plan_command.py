@@ -94,7 +94,7 @@ def test_a_job_on_the_cpu_is_planned_for_the_cpu(capsys):
     [
         (["--hardware=h10"], "did you mean"),
         (["--lengths=mean=9999"], "mean=9999 must be between 1 and the longest"),
-        (["trainer.n_gpus_per_node=16"], "a node of --hardware=h100 has 8 devices"),
+        (["trainer.n_gpus_per_node=16"], "a node of trainer.hardware=h100 has 8 devices"),
         (["trainer.nodes=2"], "did you mean trainer.nnodes"),
         (["actor_rollout_ref.model.path=/nowhere"], "/nowhere does not exist"),
         (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3"], "pipeline_model_parallel_size=3"),

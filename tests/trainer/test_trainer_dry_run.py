@@ -21,6 +21,7 @@ from megarl.trainer.main import run
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "tests" / "plan" / "models"
 POLICY = "actor_rollout_ref"
+ROLES = (f"{POLICY}.actor", "critic")
 SCRIPTS = ["ppo", "grpo", *sorted(path.stem for path in (ROOT / "configs").glob("run_*.yaml"))]
 SIZES = {"70b": "Llama-3-70B", "30b_a3b": "Qwen3-30B-A3B", "671b": "DeepSeek-V3"}
 """By what is in a script's name: a model of that size; of others one with 7 billion parameters."""
@@ -80,6 +81,8 @@ def test_run_scripts_pass_with_a_config_json_and_a_tokenizer(
     )
     if not script.startswith("run_"):
         overrides += (f"{POLICY}.rollout.name=sglang", "trainer.nnodes=2", "trainer.device=cuda")
+        overrides += tuple(f"{role}.megatron.{kind}_offload=true" for role in ROLES for kind in ("grad", "optimizer"))
+        overrides += ("critic.megatron.param_offload=true", f"{POLICY}.actor.ppo_max_token_len_per_gpu=4096")
     if "671b" in script:  # whose rollout is on servers that are there already, and cannot take its weights yet
         servers = ",".join(f"http://node-{number}.invalid:30000" for number in range(8))
         overrides += (f"{POLICY}.rollout.engine_kwargs.sglang.urls=[{servers}]",)
