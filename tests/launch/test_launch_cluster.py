@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,13 @@ def test_worker_group_over_two_nodes_by_ssh(start_launcher, stand_ins, tmp_path)
     )
     assert foreign.stdout.readline() == "up\n"
     launched = start_launcher(
-        *TWO, "--hosts=127.0.0.2,127.0.0.3", "--env=MEGARL_TEST=a value; of two words", "--", *DRIVER, str(tmp_path)
+        *TWO,
+        "--hosts=127.0.0.2,127.0.0.3",
+        "--env=MEGARL_TEST=a value; of two words",
+        "--",
+        *DRIVER,
+        str(tmp_path),
+        "hang",
     )
     assert launched.code() == 0, launched.text()
     (run,) = seen(tmp_path)
@@ -44,6 +51,28 @@ def test_worker_group_over_two_nodes_by_ssh(start_launcher, stand_ins, tmp_path)
     foreign.stdin.flush()
     assert foreign.stdout.readline() == "3\n", "the other Ray computes as before"
     assert foreign.wait(60) == 0
+    check_stall_on_the_other_node(run["hang"], tmp_path)
+
+
+def check_stall_on_the_other_node(hang, folder):
+    """Stacks of both nodes are in the driver's folder, and what hung was killed where it was."""
+    driver, far = hang["driver"], hang["far"]
+    pids = {host: pid for _, _, pid, host in hang["members"]}
+    assert pids.keys() == {"127.0.0.2", "127.0.0.3"}
+    assert hang["looked"] == {host: [host, [pid]] for host, pid in pids.items()}, "each node's own task looks"
+    # Both nodes have this machine's clock, so that what was measured is its error, and lies within what is told.
+    (other,) = pids.keys() - {driver}
+    assert hang["offsets"][driver] == [0, 0]
+    ahead_ns, error_ns = hang["offsets"][other]
+    assert error_ns > 0 and abs(ahead_ns) <= error_ns
+    line = hang["stall"].splitlines()[1]
+    assert re.match(rf"  actor rank {far} is in update .*, at hang \(tests/cluster/hanging_workers\.py:\d+\); ", line)
+    assert f"actor rank {1 - far} waits for it in all_reduce #3 of all ranks [0, 1]" in line
+    (stall,) = (folder / "stalls").iterdir()
+    stack = (stall / f"actor-{far}.txt").read_text()
+    assert stack.startswith(f"actor rank {far}, pid {pids[other]} on {other}: ") and "in hang" in stack
+    assert "all_reduce #3 of all ranks [0, 1]" in (stall / f"actor-{1 - far}.txt").read_text()
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
 def test_lost_node_is_named_and_the_job_restarted_by_srun(start_launcher, stand_ins, tmp_path):
