@@ -5,11 +5,9 @@
 #   MODEL=/shared/DeepSeek-V3-bf16 DATA=/shared/train.parquet SERVERS=http://s1:30000,http://s2:30000 HOSTS=hosts.txt bash launch/run_671b_grpo.sh
 #   ... bash launch/run_671b_grpo.sh trainer.total_epochs=1 --cfg job
 #
-# SERVERS  addresses of SGLang servers over 32 GPUs each, started as docs/rollout.md says
+# SERVERS  addresses of SGLang servers over 32 GPUs each (--tp-size 32), started as docs/rollout.md says
 # All other settings are described in launch/cluster.sh.
 #
-# What is missing: SGLang fuses the projections of DeepSeek's latent attention, and does not take new versions of them yet.
-# The run says so when it connects the two, and ends; the configuration can be planned, and all but the last step tried.
 # Why each value is what it is stands in configs/run_671b_grpo.yaml.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"

@@ -14,7 +14,7 @@ from megarl.rollout.sglang.features import is_installed
 SGLANG = [IN_PROCESS, OVER_HTTP, TWO_RANKS] if is_installed() else []
 ENGINES = ["embedded", *SGLANG]
 # Run where SGLang is installed, in an environment of its own.
-collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py"]
+collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py", "test_rollout_sglang_experts.py"]
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 VOCAB, EOS = 50, 7
 

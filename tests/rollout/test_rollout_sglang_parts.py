@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.errors import ConfigError, ModelError, WeightSyncError
-from megarl.models import WeightMap, read_model_config
+from megarl.models import WeightMap, parse_model_config, read_model_config
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
@@ -18,6 +18,7 @@ from megarl.rollout.sglang.environment import SHIM, environment
 from megarl.rollout.sglang.options import SGLangOptions
 from megarl.rollout.sglang.placement import Placement
 from megarl.rollout.sglang.replies import Replies, own_address
+from megarl.rollout.sglang.server_args import check_server_args
 from megarl.rollout.sglang.translation import BROKEN, Reading, completion_of, payload_of
 from megarl.rollout.sglang.whole_tensors import Assembler
 
@@ -34,7 +35,7 @@ def test_the_vocabulary_is_placed_as_sglang_divides_it(make_folder, tp):
             box = held[part.rank][part.start[0] : part.start[0] + len(part.values)]
             assert (box == -1).all()
             box.copy_(part.values)
-        back = [held[r][first : first + rows] for r, first, rows in placement.held(rank, "lm_head.weight")]
+        back = [held[r][first : first + rows] for r, _, first, rows in placement.held(rank, "lm_head.weight")]
         assert rank < tp - 1 or torch.equal(torch.cat(back), shard)
     # SGLang: 64 rows in equal parts, of which the first 50 are the model's.
     together = torch.cat(held)
@@ -61,18 +62,77 @@ def test_shards_make_whole_tensors(make_folder, tp):
     assert set(made) == set(expected) and all(torch.equal(made[name], expected[name]) for name in made)
 
 
-def test_a_model_or_size_that_is_not_handled_is_named(make_folder):
-    config = read_model_config(make_folder())
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=3"):
-        Placement(config, 3)
-    latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2, "n_shared_experts": 1}
-    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    sizes |= {"vocab_size": 9, "max_position_embeddings": 16, "num_experts_per_tok": 2, "n_routed_experts": 4}
-    from megarl.models import parse_model_config
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "vocab_size": 9,
+    "max_position_embeddings": 16,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
-    raw = sizes | latent | {"moe_intermediate_size": 4, "architectures": ["DeepseekV2ForCausalLM"]}
-    with pytest.raises(ModelError, match=r"DeepseekV2ForCausalLM.*fused_qkv_a_proj_with_mqa"):
-        Placement(parse_model_config(raw), 1)
+
+def test_projections_into_latents_lie_one_under_the_other():
+    """As in SGLang: ``fused_qkv_a_proj_with_mqa`` is ``q_a_proj`` over ``kv_a_proj_with_mqa``, on every rank."""
+    placement = Placement(parse_model_config(LATENT), 2)
+    query, key_value = torch.arange(48.0).view(6, 8), -torch.arange(48.0).view(6, 8)
+    for layer in (0, 1):
+        block = f"model.layers.{layer}.self_attn."
+        fused = block + "fused_qkv_a_proj_with_mqa.weight"
+        for rank in (0, 1):
+            targets = placement.targets(rank)
+            assert targets[fused] == ((12, 8), (12, 8))
+            assert not {block + "q_a_proj.weight", block + "kv_a_proj_with_mqa.weight"} & set(targets)
+            held = torch.zeros(12, 8)
+            for name, whole in (("q_a_proj.weight", query), ("kv_a_proj_with_mqa.weight", key_value)):
+                for start in (0, 4):
+                    (part,) = placement.place(rank, block + name, (start, 2), whole[start : start + 4, 2:])
+                    assert (part.rank, part.name) == (rank, fused)
+                    held[part.start[0] : part.start[0] + len(part.values), part.start[1] :] = part.values
+                (place,) = placement.held(rank, block + name)
+                assert (place.rank, place.name) == (rank, fused)
+                assert torch.equal(held[place.first : place.first + place.rows, 2:], whole[:, 2:])
+            assert torch.equal(held[:, 2:], torch.cat([query, key_value])[:, 2:])
+
+
+def test_without_a_latent_of_queries_nothing_is_fused():
+    targets = Placement(parse_model_config(LATENT | {"q_lora_rank": None}), 1).targets(0)
+    attention = {
+        name.removeprefix("model.layers.1.self_attn."): t.shape for name, t in targets.items() if "1.self" in name
+    }
+    assert attention["q_proj.weight"] == (8, 8) and attention["kv_a_proj_with_mqa.weight"] == (6, 8)
+    assert not any("fused" in name for name in targets)
+
+
+def test_a_size_that_does_not_divide_is_named(make_folder):
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=3"):
+        Placement(read_model_config(make_folder()), 3)
+    options = EngineOptions(device="cuda", tensor_parallel_size=4)
+    with pytest.raises(ModelError, match=r"num_attention_heads to be a multiple of 4.*DeepseekV3ForCausalLM has 2"):
+        check_engine_model("sglang", parse_model_config(LATENT), options)
+    check_engine_model("sglang", parse_model_config(LATENT | {"num_attention_heads": 4}), options)
+
+
+@pytest.mark.parametrize(
+    "args", [{"ep_size": 2}, {"quantization": "fp8"}, {"moe_a2a_backend": "deepep"}, {"enable_dp_attention": True}]
+)
+def test_arguments_that_change_what_ranks_hold_are_refused_by_name(args):
+    (name,) = args
+    with pytest.raises(ConfigError, match=f"server_args.{name}=.*hold other parameters"):
+        check_server_args(args)
 
 
 def test_sizes_that_sglang_would_pad_on_a_cpu_are_refused_before_it_starts(make_folder):
@@ -129,8 +189,9 @@ class TestLoader:
         ask("end", version=3)
         assert ask.model["a"].tolist() == [[1, 5], [1, 5], [1, 5], [0, 0]]
         assert ask.model["b"].tolist() == [2, 2, 2]
-        digests = ask("checksum", rows={"a": 3, "b": 3}).facts
-        assert digests["a"] == tensor_checksum(ask.model["a"].data[:3])
+        digests = ask("checksum", rows={"of a": ["a", 1, 2], "b": ["b", 0, 3]}).facts
+        assert digests["of a"] == tensor_checksum(ask.model["a"].data[1:3])
+        assert digests["b"] == tensor_checksum(ask.model["b"].data)
         reply = ask("read", name="a", first=1, rows=1)
         assert (reply.facts, struct.unpack("2f", reply.data)) == ({"dtype": "float32", "shape": [1, 2]}, (1.0, 5.0))
 

@@ -81,9 +81,11 @@ class Rank:
         return Reply()
 
     def checksum(self, model: torch.nn.Module, order: dict[str, Any], data: Tensor) -> Reply:
-        """Digests of rows of parameters."""
+        """Digests of rows of parameters, under names of the sender's."""
         held = dict(model.named_parameters())
-        return Reply({name: tensor_checksum(held[name].data[:rows]) for name, rows in order["rows"].items()})
+        return Reply(
+            {key: tensor_checksum(held[name].data[first:][:rows]) for key, (name, first, rows) in order["rows"].items()}
+        )
 
     def read(self, model: torch.nn.Module, order: dict[str, Any], data: Tensor) -> Reply:
         """Rows of one parameter."""

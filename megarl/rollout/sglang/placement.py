@@ -1,13 +1,14 @@
 """Where the weight map's shards of a model lie in SGLang's ranks.
 
-They differ in one thing. SGLang pads the vocabulary to a multiple of 64 before it divides it, the weight map only as
+They differ in two things. SGLang pads the vocabulary to a multiple of 64 before it divides it, the weight map only as
 far as it must, so that a rank's rows may be others: row 30 of 50 over two ranks lies in the map's second shard of 25,
-and in SGLang's first of 32.
+and in SGLang's first of 32. And of latent attention with a latent of queries SGLang holds the two projections into
+latents in one parameter, the rows of ``kv_a_proj_with_mqa`` under those of ``q_a_proj``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,9 @@ CPU_MULTIPLE = 32
 """On a CPU SGLang pads the width of a rank's MLP to a multiple of this."""
 
 VOCAB_PARAMS = ("model.embed_tokens.weight", "lm_head.weight")
+
+QUERY_LATENT, KEY_VALUE_LATENT = ".self_attn.q_a_proj.weight", ".self_attn.kv_a_proj_with_mqa.weight"
+FUSED_LATENTS = ".self_attn.fused_qkv_a_proj_with_mqa.weight"
 
 
 class Target(NamedTuple):
@@ -46,6 +50,15 @@ class Placed(NamedTuple):
     values: Tensor
 
 
+class Held(NamedTuple):
+    """Rows ``[first, first + rows)`` of parameter ``name`` of SGLang's rank ``rank``."""
+
+    rank: int
+    name: str
+    first: int
+    rows: int
+
+
 class Placement:
     """Shards of one model over SGLang's tensor-parallel ranks.
 
@@ -54,12 +67,10 @@ class Placement:
         tp: tensor-parallel size.
 
     Raises:
-        ModelError: SGLang holds such a model in another form.
         ConfigError: the model does not divide over ``tp`` ranks.
     """
 
     def __init__(self, config: ModelConfig, tp: int) -> None:
-        check_model(config)
         self.tp, self._vocab = tp, config.vocab_size
         try:
             shards = [WeightMap(config).rollout_params(tp, rank) for rank in range(tp)]
@@ -72,6 +83,7 @@ class Placement:
             )
         self._rows = padded // tp
         self.params: list[dict[str, LocalParam]] = [{param.name: param for param in shard} for shard in shards]
+        self._fused = _fused_latents(self.params[0])
 
     def live_shape(self, rank: int, name: str) -> tuple[int, ...]:
         """Extent of the part of the map's shard that the model's weights fill."""
@@ -82,20 +94,24 @@ class Placement:
 
     def targets(self, rank: int) -> dict[str, Target]:
         """The parameters that SGLang's rank must have, by name."""
-        result = {}
+        result: dict[str, Target] = {}
         for name, param in self.params[rank].items():
+            rest = param.shape[1:]
             if name in VOCAB_PARAMS:
-                rest = param.shape[1:]
                 live = _within(self._vocab - rank * self._rows, self._rows)
                 result[name] = Target((self._rows, *rest), (live, *rest))
             else:
-                result[name] = Target(param.shape, param.shape)
+                # The parts of a fused parameter come in the order of their rows: the last one's end is its height.
+                name, first = self._fused.get(name, (name, 0))
+                shape = (first + param.shape[0], *rest)
+                result[name] = Target(shape, shape)
         return result
 
     def place(self, rank: int, name: str, start: Sequence[int], values: Tensor) -> Iterator[Placed]:
         """The parts of a rectangle of the map's shard, where SGLang holds them; vocabulary padding is left out."""
         if name not in VOCAB_PARAMS:
-            yield Placed(rank, name, tuple(start), values)
+            name, above = self._fused.get(name, (name, 0))
+            yield Placed(rank, name, (above + start[0], *start[1:]), values)
             return
         first = rank * self.params[rank][name].shape[0] + start[0]
         stop = min(first + len(values), self._vocab)
@@ -107,17 +123,17 @@ class Placement:
             yield Placed(holder, name, at, values[row - first : end - first])
             row = end
 
-    def held(self, rank: int, name: str) -> list[tuple[int, int, int]]:
-        """Where the live rows of the map's shard lie in SGLang: (rank, first row, number of rows), in order."""
+    def held(self, rank: int, name: str) -> list[Held]:
+        """Where the live rows of the map's shard lie in SGLang, in order."""
         rows = self.live_shape(rank, name)[0]
         if name not in VOCAB_PARAMS:
-            return [(rank, 0, rows)]
+            return [Held(rank, *self._fused.get(name, (name, 0)), rows)]
         first = rank * self.params[rank][name].shape[0]
         parts, row = [], first
         while row < first + rows:
             holder = row // self._rows
             count = min((holder + 1) * self._rows, first + rows) - row
-            parts.append((holder, row - holder * self._rows, count))
+            parts.append(Held(holder, name, row - holder * self._rows, count))
             row += count
         return parts
 
@@ -128,22 +144,14 @@ def check_runs(config: ModelConfig, options: EngineOptions) -> None:
     Raises:
         ModelError: names the part or the size.
     """
-    check_model(config)
-    if options.device == "cpu":
-        check_cpu_sizes(config, options.tensor_parallel_size)
-
-
-def check_model(config: ModelConfig) -> None:
-    """Refuses models whose parameters SGLang holds in a form that is not handled here.
-
-    Raises:
-        ModelError: names the part of the model.
-    """
-    if config.latent is not None:
+    tp = options.tensor_parallel_size
+    if config.latent is not None and config.num_attention_heads % tp:
         raise ModelError(
-            f"rollout engine 'sglang' does not take weights of {config.architecture} yet: SGLang fuses the projections "
-            "of its latent attention (fused_qkv_a_proj_with_mqa) and derives others from them"
+            f"rollout engine 'sglang' over {tp} ranks needs num_attention_heads to be a multiple of {tp}, "
+            f"{config.architecture} has {config.num_attention_heads}: a rank has whole heads of latent attention"
         )
+    if options.device == "cpu":
+        check_cpu_sizes(config, tp)
 
 
 def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
@@ -159,6 +167,7 @@ def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
     }
     if config.experts is not None:
         sizes["moe_intermediate_size"] = (config.experts.ffn_hidden_size, CPU_MULTIPLE * tp)
+        sizes["width of shared experts"] = (config.experts.shared_ffn_hidden_size, CPU_MULTIPLE * tp)
     for name, (size, multiple) in sizes.items():
         if size % multiple:
             raise ModelError(
@@ -169,3 +178,14 @@ def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
 
 def _within(rows: int, most: int) -> int:
     return max(0, min(rows, most))
+
+
+def _fused_latents(params: Mapping[str, LocalParam]) -> dict[str, tuple[str, int]]:
+    """By the map's name: SGLang's parameter that holds these rows among others, and how many are above them."""
+    fused = {}
+    for name, param in params.items():
+        layer = name.removesuffix(QUERY_LATENT)
+        if layer != name:
+            fused[name] = (layer + FUSED_LATENTS, 0)
+            fused[layer + KEY_VALUE_LATENT] = (layer + FUSED_LATENTS, param.shape[0])
+    return fused

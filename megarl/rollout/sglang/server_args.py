@@ -49,6 +49,20 @@ _OWN = (
     "base_gpu_id",
 )
 
+# Arguments by which SGLang's ranks would hold other parameters than a sync writes, and values by which they do not.
+_HOLDS_OTHERWISE: dict[str, tuple[Any, ...]] = {
+    "ep_size": (1,),
+    "moe_a2a_backend": (None, "none"),
+    "enable_eplb": (False,),
+    "ep_num_redundant_experts": (0,),
+    "enforce_shared_experts_fusion": (False,),
+    "moe_dense_tp_size": (None,),
+    "enable_dp_attention": (False,),
+    "pp_size": (1,),
+    "quantization": (None,),
+    "speculative_algorithm": (None,),
+}
+
 # Absent from some version, and then of no consequence.
 _OPTIONAL = (
     "grammar_backend",
@@ -106,14 +120,21 @@ def decodes(folder: str, options: SGLangOptions) -> bool:
 
 
 def check_server_args(given: Mapping[str, Any]) -> None:
-    """Refuses arguments of SGLang that are not the user's to set, or that it does not have (where it is installed).
+    """Refuses arguments of SGLang that are not the user's to set, that change what its ranks hold, or that it lacks.
+
+    The last is known only where SGLang is installed.
 
     Raises:
         ConfigError: names the argument.
     """
-    for name in given:
+    for name, value in given.items():
         if name in _OWN:
             raise ConfigError(f"{KEY}.server_args.{name}: the engine sets this itself, from the other rollout keys")
+        if name in _HOLDS_OTHERWISE and value not in _HOLDS_OTHERWISE[name]:
+            raise ConfigError(
+                f"{KEY}.server_args.{name}={value!r}: SGLang's ranks would hold other parameters than a weight sync "
+                "writes; leave it out"
+            )
     if not given or not features.is_installed():
         return
     known = features.server_arg_names()

@@ -15,7 +15,7 @@ from megarl.rollout.coverage import Coverage, check_complete
 from megarl.rollout.interface import Slab
 from megarl.rollout.sglang.backend import Backend, CallServer, Loop
 from megarl.rollout.sglang.options import SGLangOptions
-from megarl.rollout.sglang.placement import Placement
+from megarl.rollout.sglang.placement import Held, Placement
 from megarl.rollout.sglang.replies import Replies, Reply
 from megarl.rollout.sglang.senders import TensorSender
 from megarl.rollout.sglang.server_args import LOADER
@@ -163,8 +163,8 @@ class WeightSession:
     def checksum(self, rank: int) -> dict[str, str]:
         """Digest of each parameter of one rank in the map's form."""
         params = self._placement.params[rank]
-        whole = {name for name in params if self._lies_whole(rank, name)}
-        rows = {name: params[name].shape[0] for name in whole}
+        whole = {name: part for name in params if (part := self._lies_together(rank, name)) is not None}
+        rows = {name: [part.name, part.first, part.rows] for name, part in whole.items()}
         own = self._ask("checksum", [{"rows": rows if r == rank else {}} for r in range(self._placement.tp)])[
             rank
         ].facts
@@ -188,8 +188,14 @@ class WeightSession:
         data = torch.frombuffer(bytearray(reply.data), dtype=getattr(torch, reply.facts["dtype"]))
         return data.view(reply.facts["shape"])
 
-    def _lies_whole(self, rank: int, name: str) -> bool:
-        return self._placement.held(rank, name) == [(rank, 0, self._placement.params[rank][name].shape[0])]
+    def _lies_together(self, rank: int, name: str) -> Held | None:
+        """Where the rank itself has all rows of the map's shard, if it does."""
+        parts = self._placement.held(rank, name)
+        is_whole = len(parts) == 1 and (parts[0].rank, parts[0].rows) == (
+            rank,
+            self._placement.params[rank][name].shape[0],
+        )
+        return parts[0] if is_whole else None
 
     def _ask(self, action: str, fields: list[dict[str, Any]]) -> dict[int, Reply]:
         """An order to the loader that writes nothing; SGLang takes it within a session only."""
@@ -255,11 +261,7 @@ class _Held(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._placement.params[self._rank][name].shape
-        parts = [
-            self._session.read(rank, name, first, rows)
-            for rank, first, rows in self._placement.held(self._rank, name)
-            if rows
-        ]
+        parts = [self._session.read(*part) for part in self._placement.held(self._rank, name) if part.rows]
         missing = shape[0] - sum(len(part) for part in parts)
         if missing:
             like = parts[0] if parts else self._session.read(self._rank, name, 0, 0)

@@ -1,0 +1,114 @@
+"""Models with experts and latent attention in the real SGLang: its own loading, and updates, against transformers.
+
+A replica of two ranks each. DeepSeek's attention is computed from matrices that SGLang derives from ``kv_b_proj``:
+log-probs after an update tell whether they were derived anew.
+"""
+
+import pytest
+import torch
+import transformers
+
+from megarl.models import WeightMap
+from megarl.models.checksum import tensor_checksum
+from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.rollout import Request, SamplingParams, create_engine
+from megarl.rollout.sglang.options import SGLangOptions
+
+RANKS = 2
+REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": 7,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+"""SGLang has no other positions for latent attention on a CPU; DeepSeek's own models have these."""
+LATENTS = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "rope_scaling": YARN,
+}
+V2 = {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+MODELS = {
+    "DeepseekV3": LATENTS | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 2, "topk_group": 1},
+    "DeepseekV2": LATENTS | V2 | {"scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    "Qwen3Moe": {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True},
+}
+
+
+def saved(kind, seed, folder):
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | MODELS[kind]))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(0.15 * torch.randn_like(tensor))
+        for name, tensor in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                tensor.add_(0.3 * torch.randn_like(tensor))
+    model.save_pretrained(folder)
+    return folder
+
+
+def shards_of(folder):
+    reader = HFReader(folder)
+    weight_map = WeightMap(reader.config)
+    return [dict(load_local(reader, weight_map.rollout_params(RANKS, rank), torch.float32)) for rank in range(RANKS)]
+
+
+def assert_serves(engine, folder, reference, version):
+    """Log-probs are those of transformers, and what the ranks hold is what the weight map says of the folder."""
+    for request, completion in zip(REQUESTS, engine.generate(REQUESTS), strict=True):
+        expected = reference.log_probs(request.prompt_ids, completion.token_ids)
+        assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
+        assert completion.weight_version == version
+    for rank, shard in enumerate(shards_of(folder)):
+        assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
+        held = engine.weights(rank)
+        assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
+
+
+CASES = [pytest.param(kind, marks=[pytest.mark.sglang] if kind == "DeepseekV3" else []) for kind in MODELS]
+"""CI has the time for one of them: it has all that the others have, of latent attention and of experts."""
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_sglang_loads_and_what_it_is_sent_are_the_same(kind, _sglang, reference_for, tmp_path):
+    _sglang.make_room()
+    folders = [saved(kind, seed, tmp_path / str(seed)) for seed in (0, 1)]
+    engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=RANKS, bucket_bytes=20_000))
+    try:
+        engine.load_hf(str(folders[0]), version=1)  # by SGLang itself
+        assert_serves(engine, folders[0], reference_for(folders[0]), 1)
+        engine.begin_update(2)
+        for rank, shard in enumerate(shards_of(folders[1])):
+            engine.update_weights(shard.items(), rank)
+        engine.end_update(2)
+        assert_serves(engine, folders[1], reference_for(folders[1]), 2)
+    finally:
+        engine.shutdown()
