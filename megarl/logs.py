@@ -61,17 +61,15 @@ def stamped(label: str, text: str) -> str:
     return f"{clock}.{int(now % 1 * 1000):03d} {label:<7} {text}"
 
 
-class StampedStream(io.TextIOBase):
-    """A text stream that puts time and label before each line.
+class StreamOver(io.TextIOBase):
+    """A text stream over another, which is asked for all but what is written.
 
     Args:
-        stream: where to write, line-buffered.
-        label: what stands in a level's place.
+        stream: the one beneath.
     """
 
-    def __init__(self, stream: TextIO, label: str) -> None:
-        self._stream, self._label = stream, label
-        self._at_start = True
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -80,7 +78,7 @@ class StampedStream(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        """Of the stream beneath: bytes get no stamp."""
+        """Of the stream beneath: bytes go there as they are."""
         return self._stream.buffer
 
     def fileno(self) -> int:
@@ -91,16 +89,30 @@ class StampedStream(io.TextIOBase):
         """Always."""
         return True
 
+    def flush(self) -> None:
+        """Flush the stream beneath."""
+        self._stream.flush()
+
+
+class StampedStream(StreamOver):
+    """Puts time and label before each line.
+
+    Args:
+        stream: where to write, line-buffered.
+        label: what stands in a level's place.
+    """
+
+    def __init__(self, stream: TextIO, label: str) -> None:
+        super().__init__(stream)
+        self._label = label
+        self._at_start = True
+
     def write(self, text: str) -> int:
         """Write a piece of text, of one or several lines or a part of one."""
         for line in text.splitlines(keepends=True):
             self._stream.write(stamped(self._label, line) if self._at_start else line)
             self._at_start = line.endswith("\n")
         return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream beneath."""
-        self._stream.flush()
 
 
 def take_output(file: Path, level: str, facts: str = "") -> Path:

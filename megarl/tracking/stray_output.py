@@ -5,12 +5,13 @@ It goes into the driver's log as well.
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
+
+from megarl.logs import StreamOver
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -49,30 +50,17 @@ class StrayOutput:
             self._show(line)
 
 
-class _Stream(io.TextIOBase):
+class _Stream(StreamOver):
     def __init__(self, owner: StrayOutput, stream: TextIO, name: str) -> None:
-        self._owner, self._stream = owner, stream
+        super().__init__(stream)
+        self._owner = owner
         self._logger = logging.getLogger(name)
         self._line = ""
         self._shown = 0  # letters of the line that are on the screen already
         self._is_logging = False
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    @property
-    def buffer(self) -> Any:
-        return self._stream.buffer
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
     def isatty(self) -> bool:
         return self._stream.isatty()
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, text: str) -> int:
         if not self._owner.by_line:

@@ -139,40 +139,12 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
         yield Finding(WARN, text, "actor/entropy")
 
 
-def _cut_answers(run: RunRecord) -> Iterator[Finding]:
-    last = recent(column(run.rows, "response_length/clip_ratio"))
-    if last is not None and last > 0.1:
-        text = f"{last:.0%} of the latest answers reach the length limit and are cut (data.max_response_length)."
-        yield Finding(WARN, text, "response_length/clip_ratio")
-
-
-def _mismatch(run: RunRecord) -> Iterator[Finding]:
-    last = recent(column(run.rows, "training/rollout_probs_diff_mean"))
-    if last is not None and last > 0.02:
-        text = f"Engine and actor give sampled tokens probabilities that differ by {last:.3g} on average"
-        yield Finding(WARN, f"{text}; megarl doctor logprobs tells why.", "training/rollout_probs_diff_mean")
-
-
-def _imbalance(run: RunRecord) -> Iterator[Finding]:
-    last = recent(column(run.rows, "global_seqlen/balanced_imbalance"))
-    if last is not None and last > 1.15:
-        text = f"Ranks wait for the busiest: the update takes {last:.2f} times as long as with perfect balance."
-        yield Finding(WARN, text, "global_seqlen/balanced_imbalance")
-
-
 def _critic(run: RunRecord) -> Iterator[Finding]:
     values = column(run.rows, "critic/vf_explained_var")
     last = recent(values)
     if last is not None and len(values) >= 20 and last < 0:
         text = f"The critic explains less than a constant would (explained variance {last:.2f})."
         yield Finding(WARN, text, "critic/vf_explained_var")
-
-
-def _ratio(run: RunRecord) -> Iterator[Finding]:
-    last = recent(column(run.rows, "actor/pg_clipfrac"))
-    if last is not None and last > 0.3:
-        text = f"The clip takes the gradient of {last:.0%} of the tokens away: steps are too large for the clip range."
-        yield Finding(WARN, text, "actor/pg_clipfrac")
 
 
 def _slower(run: RunRecord) -> Iterator[Finding]:
@@ -183,6 +155,47 @@ def _slower(run: RunRecord) -> Iterator[Finding]:
     if late > 1.5 * early:
         text = f"Steps have become slower: {duration(late)} against {duration(early)} at the beginning."
         yield Finding(WARN, text, "timing_s/step")
+
+
+def _above(metric: str, limit: float, words: str) -> Callable[[RunRecord], Iterator[Finding]]:
+    """A check that the latest values of a metric stay at or below a limit.
+
+    Args:
+        metric: its name.
+        limit: above it there is something to look at.
+        words: what to tell, with a place for the latest mean.
+    """
+
+    def check(run: RunRecord) -> Iterator[Finding]:
+        """Compare."""
+        last = recent(column(run.rows, metric))
+        if last is not None and last > limit:
+            yield Finding(WARN, words.format(last), metric)
+
+    return check
+
+
+_cut_answers = _above(
+    "response_length/clip_ratio",
+    0.1,
+    "{:.0%} of the latest answers reach the length limit and are cut (data.max_response_length).",
+)
+_mismatch = _above(
+    "training/rollout_probs_diff_mean",
+    0.02,
+    "Engine and actor give sampled tokens probabilities that differ by {:.3g} on average; "
+    "megarl doctor logprobs tells why.",
+)
+_imbalance = _above(
+    "global_seqlen/balanced_imbalance",
+    1.15,
+    "Ranks wait for the busiest: the update takes {:.2f} times as long as with perfect balance.",
+)
+_ratio = _above(
+    "actor/pg_clipfrac",
+    0.3,
+    "The clip takes the gradient of {:.0%} of the tokens away: steps are too large for the clip range.",
+)
 
 
 _CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
