@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ def pins(python: str, *files: str) -> dict[str, str]:
     found = {}
     for file in files:
         for line in (LAUNCH / file).read_text().splitlines():
-            if line and not line.startswith("#"):
+            line = re.sub(r"(^|\s+)#.*$", "", line)
+            if line:
                 asked = Requirement(line)
                 if asked.marker is None or asked.marker.evaluate({"python_version": python}):
                     (pin,) = asked.specifier
