@@ -38,7 +38,6 @@ import itertools
 import json
 import math
 import os
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -68,6 +67,8 @@ from grpo_workload import (
     prompt_ids,
 )
 from machine import processor
+
+from megarl.ports import free_port
 
 PEER = Path(__file__).with_name("grpo_trl.py")
 
@@ -414,13 +415,6 @@ class Megarl:
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
     """The reward with the arguments that megarl gives."""
     return distinct_words(solution_str)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ---- TRL, in its own interpreter (grpo_trl.py)

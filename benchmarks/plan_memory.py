@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(TESTS / name) for name in ("", "megatron", "plan")]
 
 import torch  # noqa: E402
-from distributed import ProcessPool, free_port  # noqa: E402
+from distributed import ProcessPool  # noqa: E402
 from engine_cases import policy_loss  # noqa: E402
 from engine_memory import measure, rows_of  # noqa: E402
 from machine import processor  # noqa: E402
@@ -45,6 +45,7 @@ from megarl.models import ModelConfig, ParallelLayout, parse_model_config  # noq
 from megarl.plan.job import PlannedPass, PlannedRole  # noqa: E402
 from megarl.plan.passes import role_activations  # noqa: E402
 from megarl.plan.states import StateCounter  # noqa: E402
+from megarl.ports import free_port  # noqa: E402
 
 BILLION: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,8 +9,11 @@ import sys
 from hashlib import sha1
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from megarl.errors import ConfigError
+
+_Base = TypeVar("_Base")
 
 
 def import_file(path: str) -> ModuleType:
@@ -54,6 +57,15 @@ def import_dotted(name: str) -> ModuleType:
         raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 
+def import_own(spec: str) -> ModuleType:
+    """The module of a file, ``path.py``, or ``package.module``.
+
+    Raises:
+        ConfigError: there is none, or importing it fails.
+    """
+    return import_file(spec) if spec.endswith(".py") else import_dotted(spec)
+
+
 def locate(spec: str, what: str, kind: str) -> tuple[ModuleType, str]:
     """The module that a spec names, imported, and the name within it, which may not be there.
 
@@ -75,6 +87,25 @@ def locate(spec: str, what: str, kind: str) -> tuple[ModuleType, str]:
         return (import_file(path) if colon else import_dotted(path)), name
     except ConfigError as error:
         raise ConfigError(f"{what} {spec!r}: {error}; {ways}") from error
+
+
+def load_class(spec: str, base: type[_Base], what: str) -> type[_Base]:
+    """The class that a spec names, imported.
+
+    Args:
+        spec: ``path.py:Class`` or ``package.module.Class``.
+        base: what it must derive from.
+        what: how messages call it, such as ``tool``.
+
+    Raises:
+        ConfigError: there is no such file, module or class, importing it fails, or it is not of that kind.
+    """
+    module, name = locate(spec, what, "class")
+    found = getattr(module, name, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        own = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, base) and v is not base]
+        raise ConfigError(f"{what} {spec!r}: it has no {base.__name__} called {name!r}; there are {own}")
+    return found
 
 
 def functions_of(module: ModuleType) -> list[str]:

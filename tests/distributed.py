@@ -6,16 +6,15 @@ its name, so it must be defined at the top level of an importable module (a test
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing as mp
 import os
-import random
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
+
+from megarl.ports import free_port
 
 
 class Place(NamedTuple):
@@ -92,19 +91,6 @@ class ProcessPool:
                     raise RemoteError(f"rank {rank}:\n{value}")
                 results[rank] = value
         return results
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on.
-
-    Below the range from which the system itself gives ports away, so that gloo's own sockets cannot take it between
-    this call and the rendezvous.
-    """
-    while True:
-        port = random.SystemRandom().randrange(10000, 20000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _serve(connection: Connection, index: int) -> None:

@@ -14,8 +14,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.session import RaySession
 from megarl.doctor.node import Finding, Needs, NodeReport, Status, examine
-from megarl.doctor.node.collective import Bandwidth, failure, finding_of, free_port, run_ranks, slowest
+from megarl.doctor.node.collective import Bandwidth, failure, finding_of, run_ranks, slowest
 from megarl.doctor.node.differences import ClockOffset, clocks, differences, offset
+from megarl.ports import free_port
 
 EXAMINATION_S = 300.0
 CLOCK_READINGS = 10

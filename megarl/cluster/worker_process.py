@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import random
 import socket
 import sys
 import time
@@ -18,6 +17,7 @@ import ray
 
 from megarl.errors import WorkerLost
 from megarl.logs import ProcessLogs, log_of, tail, take_output
+from megarl.ports import reserve_port
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
 from megarl.tracing.memory import count_memory
 from megarl.tracing.profilers import ProfiledProcess
@@ -26,9 +26,6 @@ from megarl.workers.place import WorkerPlace
 
 logger = logging.getLogger(__name__)
 
-# Below the range from which systems take ports for outgoing connections, so that a port stays free between being
-# chosen here and being bound by the rendezvous, and above those that Ray gives to its workers.
-_PORTS = range(20000, 32768)
 _Result = TypeVar("_Result")
 
 
@@ -169,7 +166,7 @@ class WorkerProcess:
 
         def reserve() -> tuple[str, int]:
             host = ray.util.get_node_ip_address()
-            self._reserved = _bind_free_port(host)
+            self._reserved = reserve_port(host)
             return host, self._reserved.getsockname()[1]
 
         return self._guard("reserve_address", reserve)
@@ -277,16 +274,3 @@ def _import_class(worker: str | type) -> type:
     if not isinstance(found, type):
         raise TypeError(f"{worker} is not a class")
     return found
-
-
-def _bind_free_port(host: str) -> socket.socket:
-    """A socket bound to a free port of an address, not listening."""
-    for port in random.SystemRandom().sample(_PORTS, 50):
-        holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            holder.bind((host, port))
-        except OSError:
-            holder.close()
-            continue
-        return holder
-    raise OSError(f"none of 50 ports tried in {_PORTS} is free on {host}")

@@ -44,7 +44,7 @@ class AlgorithmConfig:
         "How advantages are estimated: gae has a critic, reinforce_plus_plus has none, remax compares with a greedy "
         "answer, the others compare the `rollout.n` answers to a prompt; formulas in docs/algorithms.md.",
         choices=tuple(ADV_ESTIMATORS),
-        custom=True,
+        custom="function",
     )
     gamma: float = key(1.0, "Discount per token.", above=0, at_most=1)
     lam: float = key(1.0, "Lambda of GAE.", at_least=0, at_most=1)

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.checks import check
 from megarl.config.derived import fill_derived
+from megarl.config.external import external_problems
 from megarl.config.jobs import JobT
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
@@ -29,6 +30,8 @@ def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root
         values: what differs from the defaults; interpolations may refer to any key.
         files_root: folder under which files without an explicit place go; None = ``outputs/<experiment_name>``.
 
+    The modules of ``model.external_lib`` are imported: they may register what the configuration names.
+
     Returns:
         An instance of ``schema`` in which keys documented as "null = ..." are filled in.
 
@@ -38,7 +41,7 @@ def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root
     adopted = _adopted(schema, values)
     config = cast(JobT, read(cast(type, schema), adopted.values, adopted.problems))
     fill_derived(config, files_root)
-    problems = check(config)
+    problems = check(config) or list(external_problems(config))
     if problems:
         docs = {path: item.doc for path, item in walk(config)}
         raise InvalidConfigError(problem._replace(doc=docs.get(problem.path, "")) for problem in problems)

@@ -25,7 +25,7 @@ class Limits(NamedTuple):
     """What a value has to satisfy beyond its type."""
 
     choices: tuple[str, ...] = ()
-    custom: bool = False  # besides the choices, "path.py:function" or "package.module.function"
+    custom: str = ""  # besides the choices, "path.py:function" or "package.module.function"; or ...:class
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -65,7 +65,7 @@ class Limits(NamedTuple):
         """The limits in words, such as ``> 0 and <= 1``; empty where there are none."""
         if self.choices:
             words = ", ".join(self.choices)
-            own = ", or your own as path.py:function or package.module.function" if self.custom else ""
+            own = f", or your own as path.py:{self.custom} or package.module.{self.custom}" if self.custom else ""
             return f"one of {words}{own}"
         parts = [
             f"{sign} {bound:g}"

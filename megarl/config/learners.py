@@ -26,7 +26,7 @@ class PolicyLossConfig:
         "Policy loss; vanilla = PPO's clipped one. What gspo and geo_mean clip is another ratio: set the clip range "
         "with them. clip_cov and kl_cov cost a forward pass more.",
         choices=tuple(LOSS_MODES),
-        custom=True,
+        custom="function",
     )
     clip_cov_ratio: float = key(0.0002, "Share of the tokens that clip_cov takes out.", above=0, at_most=1)
     clip_cov_lb: float = key(1.0, "clip_cov takes tokens whose covariance is above this.")

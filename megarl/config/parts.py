@@ -18,6 +18,11 @@ class ModelPathConfig:
 
     path: str = key(REQUIRED, "Folder of the Hugging Face model: config.json, safetensors and tokenizer.")
     tokenizer_path: str | None = key(None, "Folder of the tokenizer; null = `path`.")
+    external_lib: list[str] | None = key(
+        None,
+        "Modules of your own that every process of the run imports first, each as `path.py` or `package.module`; they "
+        "may register model families (docs/add_a_model.md).",
+    )
 
 
 @dataclass
@@ -238,11 +243,12 @@ class RunConfig:
         ["console", "jsonl"],
         "Where metrics go, any number of them; see docs/watching.md.",
         choices=("console", "jsonl", "mlflow", "swanlab", "tensorboard", "wandb"),
+        custom="class",
     )
     tracker_timeout_s: float = key(
         60.0,
-        "Seconds that wandb, swanlab and mlflow may take for a call, and to send what is outstanding when the run "
-        "ends; beyond it they are given up, and the run goes on.",
+        "Seconds that wandb, swanlab, mlflow and others in processes of their own may take for a call, and to send "
+        "what is outstanding when the run ends; beyond it they are given up, and the run goes on.",
         above=0,
     )
     log_level: str = key(

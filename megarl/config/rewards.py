@@ -111,7 +111,7 @@ class RewardModelConfig(ScoringModelConfig):
         "Reward function; auto = by the row's `data_source`. Not read where `custom_reward_function.path` or "
         "`functions` is set.",
         choices=BUILT_IN,
-        custom=True,
+        custom="function",
     )
     functions: dict[str, Any] = key(
         {},

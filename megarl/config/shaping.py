@@ -28,7 +28,10 @@ class ScheduledWeightConfig:
         0.7, "Share of the run's training steps over which the weight rises; 0 = none.", at_least=0, at_most=1
     )
     schedule: str = key(
-        "linear", "How it rises; constant = it does not, it is there from the start.", choices=SCHEDULES, custom=True
+        "linear",
+        "How it rises; constant = it does not, it is there from the start.",
+        choices=SCHEDULES,
+        custom="function",
     )
     steps: int = key(3, "Equal stairs of the rise; read with `schedule=step`.", at_least=1)
 
@@ -48,7 +51,10 @@ class RefAlignmentConfig(ScheduledWeightConfig):
     enable: bool = key(False, "Add w * cosine to the reward, in steps in which the policy's entropy is high.")
     max_weight: float = key(0.2, "Largest w.", at_least=0)
     schedule: str = key(
-        "sigmoid", "How it rises; constant = it does not, it is there from the start.", choices=SCHEDULES, custom=True
+        "sigmoid",
+        "How it rises; constant = it does not, it is there from the start.",
+        choices=SCHEDULES,
+        custom="function",
     )
     entropy_high_threshold: float = key(
         0.2, "Mean entropy of a step's response tokens, in nats, above which the bonus is given.", at_least=0

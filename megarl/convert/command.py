@@ -17,6 +17,7 @@ from megarl.convert.inspection import describe_source
 from megarl.convert.open import ROLES, open_source
 from megarl.convert.source import HUGGING_FACE, MEGARL, Source
 from megarl.errors import CheckpointError, MegarlError
+from megarl.own_module import import_own
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> 
     """
     arguments = _parser(program).parse_args(argv)
     try:
+        for module in arguments.external_lib:
+            import_own(module)
         code: int = arguments.run(arguments)
         return code
     except MegarlError as error:
@@ -132,6 +135,13 @@ def _command(commands, name, text, run):  # type: ignore[no-untyped-def]
     command.set_defaults(run=run)
     command.add_argument(
         "--model", type=Path, metavar="FOLDER", help="Hugging Face folder with config and tokenizer, if SRC has none"
+    )
+    command.add_argument(
+        "--external-lib",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="module of your own that declares the model's family, as path.py or package.module; repeatable",
     )
     command.add_argument("--role", choices=ROLES, help="whose checkpoint, where there are several (the actor's)")
     return command

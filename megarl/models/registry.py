@@ -57,7 +57,10 @@ def family_of(architecture: str) -> Family:
     """
     known = known_architectures()
     if architecture not in _FAMILIES:
-        raise ModelError(f"architecture '{architecture}' has no weight map; known ones: {', '.join(known)}")
+        raise ModelError(
+            f"architecture '{architecture}' has no weight map; known ones: {', '.join(known)}; a family of your own is "
+            "declared in a file that external_lib names (docs/add_a_model.md)"
+        )
     return _FAMILIES[architecture]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megarl.errors import ConfigError
+from megarl.own_module import load_class
 from megarl.tracking.console import Console
 
 
@@ -91,6 +92,23 @@ def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
     return add
 
 
+def find_tracker(name: str) -> TrackerFactory:
+    """The tracker that an entry of ``trainer.logger`` names: a registered one, or a class of one's own.
+
+    Args:
+        name: of the registry, or ``path.py:Class`` or ``package.module.Class``.
+
+    Raises:
+        ConfigError: there is none (the registered ones are listed), or importing it fails.
+    """
+    if name in TRACKERS:
+        return TRACKERS[name]
+    if ":" not in name and "." not in name:
+        known = ", ".join(sorted(TRACKERS))
+        raise ConfigError(f"trainer.logger={name!r} is not known; known are {known}, or path.py:Class of your own")
+    return load_class(name, Tracker, "trainer.logger")  # type: ignore[type-abstract]
+
+
 def check_package(tracker: str, package: str) -> None:
     """Look for a tracker's optional package, without importing it.
 
@@ -98,9 +116,10 @@ def check_package(tracker: str, package: str) -> None:
         ConfigError: it is not installed; the message names the extra that brings it.
     """
     if importlib.util.find_spec(package) is None:
+        wanted = f"megarl[{tracker}]" if tracker in TRACKERS else package
         raise ConfigError(
             f"trainer.logger={tracker!r} needs the package {package!r}, which is not installed: "
-            f"install it with `pip install 'megarl[{tracker}]'`, or take {tracker!r} out of trainer.logger"
+            f"install it with `pip install '{wanted}'`, or take {tracker!r} out of trainer.logger"
         )
 
 
@@ -108,12 +127,9 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuse trackers that cannot be had, before anything is started.
 
     Raises:
-        ConfigError: a name is not known (the known ones are listed), or a tracker's package is not installed.
+        ConfigError: there is no such tracker, or its package is not installed.
     """
-    unknown = [name for name in names if name not in TRACKERS]
-    if unknown:
-        raise ConfigError(f"trainer.logger={unknown[0]!r} is not known; known are {', '.join(sorted(TRACKERS))}")
-    for name in names:
-        package = getattr(TRACKERS[name], "package", None)
+    for name, factory in {name: find_tracker(name) for name in names}.items():
+        package = getattr(factory, "package", None)
         if package is not None:
             check_package(name, package)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from megarl.tracking.apart import Courier
-from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker, check_trackers
+from megarl.tracking.tracker import RunInfo, Tracker, check_trackers, find_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def open_trackers(names: Sequence[str], run: RunInfo, tell: Callable[[str], None
     """The trackers of ``trainer.logger``, ready to log.
 
     Args:
-        names: of the trackers.
+        names: of the trackers, as ``trainer.logger`` has them.
         run: what they are told.
         tell: takes the lines about trackers that fail; by default the run's console, or the log.
 
@@ -111,9 +111,9 @@ def open_trackers(names: Sequence[str], run: RunInfo, tell: Callable[[str], None
     trackers = Trackers([])
     try:
         for name in names:
-            factory = TRACKERS[name]
+            factory = find_tracker(name)
             if getattr(factory, "apart", False):
-                trackers.trackers.append(Courier(name, cast(type[Tracker], factory), run, tell))
+                trackers.trackers.append(Courier(name, run, tell))
             else:
                 trackers.trackers.append(Guarded(name, factory(run), tell))
         for tracker in trackers.trackers:

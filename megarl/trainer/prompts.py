@@ -16,9 +16,8 @@ from megarl.data.order import EpochOrder, RowOrder, SamplerOrder
 from megarl.data.row_dataset import RowDataset
 from megarl.data.rows import expand_files
 from megarl.errors import ConfigError, DataError
-from megarl.own_module import locate
+from megarl.own_module import load_class, locate
 from megarl.rollout.agents import check_agent_names
-from megarl.rollout.own_class import load_class
 from megarl.rollout.tools import load_tools
 from megarl.trainer.rollout import AGENT_NAME
 

@@ -32,6 +32,7 @@ from megarl.megatron import (
 )
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM
 from megarl.models import ModelConfig, read_model_config
+from megarl.own_module import import_own
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, verb
 from megarl.workers.place import WorkerPlace
 from megarl.workers.rows import PackedRows
@@ -107,6 +108,8 @@ class MegatronWorker(SavingWorker):
 
     def __init__(self, place: WorkerPlace, *, settings: RoleSettings) -> None:
         self.settings = settings
+        for module in settings.external_lib:
+            import_own(module)
         self.runtime = init_runtime(
             settings.layout,
             **place._asdict(),

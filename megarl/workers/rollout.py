@@ -8,6 +8,7 @@ import torch
 
 from megarl.config import RolloutConfig
 from megarl.models import WeightMap, read_model_config
+from megarl.own_module import import_own
 from megarl.rollout import Completion, Request, create_engine
 from megarl.rollout.exchange import exchange
 from megarl.rollout.interface import Tag
@@ -43,6 +44,8 @@ class RolloutWorker:
         self.replica = place.rank
         self.settings = settings
         self._receiver: ReplicaReceiver
+        for module in settings.external_lib:
+            import_own(module)
 
     @verb(Dispatch.ALL)
     def init_model(self) -> None:

@@ -41,6 +41,7 @@ class RoleSettings:
         total_updates: optimizer steps of the whole run, over which the learning rate is scheduled.
         device: ``cpu``, ``cuda`` or ``auto``.
         seed: seed of every rank's generators.
+        external_lib: modules of the user's own to import first, as ``path.py`` or ``package.module``.
     """
 
     model_path: str
@@ -50,6 +51,7 @@ class RoleSettings:
     total_updates: int
     device: str
     seed: int
+    external_lib: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,10 @@ class RolloutSettings:
         model_path: Hugging Face folder; its configuration is read, and its weights where there is no actor.
         device: ``cpu``, ``cuda`` or ``auto``.
         config: engine, sampling and size.
+        external_lib: see :class:`RoleSettings`.
     """
 
     model_path: str
     device: str
     config: RolloutConfig
+    external_lib: tuple[str, ...] = ()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shlex
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,12 @@ from distributed import Place, ProcessPool
 
 from megarl import cli
 from megarl.algorithms import AdvantageInputs, PolicyLossInputs
+from megarl.errors import ConfigError
 from megarl.own_module import import_file
 from megarl.rollout.agents import Conversation
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.tools import ToolCall, answer_call, load_tools
+from megarl.tracking import RunInfo, open_trackers
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples").glob("*.py"))
@@ -95,12 +100,40 @@ def test_the_reward() -> None:
     assert score("arithmetic", "41", "42", {}) == {"score": 0.0, "digits": 0.5, "pred": "41"}
 
 
+@pytest.mark.usefixtures("at_root")
+def test_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posts = []
+
+    class Chat(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            """Says nothing."""
+
+    run = RunInfo("project", "mine", tmp_path)
+    monkeypatch.delenv("WEBHOOK_URL", raising=False)
+    with pytest.raises(ConfigError, match="WEBHOOK_URL; set it"):
+        open_trackers(["examples/tracker.py:Webhook"], run)
+    with HTTPServer(("127.0.0.1", 0), Chat) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WEBHOOK_URL", f"http://127.0.0.1:{server.server_port}")
+        trackers = open_trackers(["examples/tracker.py:Webhook"], run)
+        for step, accuracy in enumerate((0.25, 0.5, 0.5, 0.375)):
+            trackers.log({"val-core/sums/mean@1": accuracy, "actor/entropy": 9.0 + step}, step)
+        trackers.finish()
+        server.shutdown()
+    assert posts == ["mine, step 0: val-core/sums/mean@1 0.250", "mine, step 1: val-core/sums/mean@1 0.500"]
+
+
 def compare(place: Place, file: str) -> float:
     return import_file(file).largest_difference(place.port)
 
 
 def test_the_model_family(pool: ProcessPool) -> None:
-    assert pool.run(compare, 1, str(ROOT / "examples/model_family.py"))[0] < 1e-5
+    assert pool.run(compare, 1, str(ROOT / "examples/compare_model_family.py"))[0] < 1e-5
 
 
 def test_the_page_on_families_shows_the_example() -> None:

@@ -12,13 +12,13 @@ import time
 
 import pytest
 import torch
-from distributed import free_port
 from sglang_engines import TWO_RANKS
 
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.models import WeightMap
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.ports import free_port
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
 from megarl.rollout.seal import Seal

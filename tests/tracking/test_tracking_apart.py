@@ -26,7 +26,7 @@ def start(tmp_path):
     def begin(config=None, kind=FileTracker, patience=QUICK, timeout_s=60.0):
         told = []
         run = RunInfo("p", "n", tmp_path, config or {}, timeout_s=timeout_s, logs=tmp_path / "logs")
-        couriers.append(Courier("mine", kind, run, told.append, patience))
+        couriers.append(Courier(f"tracking_kinds.{kind.__name__}", run, told.append, patience))
         return couriers[-1], told
 
     yield begin
@@ -66,9 +66,9 @@ def test_a_refused_record_is_dropped_and_counted_and_the_others_arrive(start, tm
     wait_for(lambda: courier.delivered == 3)
     courier.finish()
     assert arrived(tmp_path) == [1, 3, 4, "finish"]
-    assert "ValueError: not a number" in told[0] and "logs/tracker-mine.log" in told[0]
+    assert "ValueError: not a number" in told[0] and "logs/tracker-FileTracker.log" in told[0]
     assert "1 of 4 records did not arrive" in told[-1] and "look into the file" in told[-1]
-    log_text = (tmp_path / "logs" / "tracker-mine.log").read_text()
+    log_text = (tmp_path / "logs" / "tracker-FileTracker.log").read_text()
     assert log_text.count("ValueError: not a number") == QUICK.attempts and "Traceback" in log_text
 
 
@@ -111,7 +111,8 @@ def test_a_tracker_that_hangs_at_the_end_is_killed_and_it_is_told(start, tmp_pat
     pid = courier._process.pid
     courier.finish()
     assert not psutil.pid_exists(pid)
-    assert told == ["tracker mine: it did not send all in time (no answer to finish within 3 s); look into the file"]
+    late = "it did not send all in time (no answer to finish within 3 s); look into the file"
+    assert told == [f"tracker tracking_kinds.FileTracker: {late}"]
 
 
 def test_should_the_driver_be_gone_the_tracker_ends_in_order(start, tmp_path):

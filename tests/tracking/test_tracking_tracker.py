@@ -72,6 +72,36 @@ def test_an_unknown_name_lists_the_known_ones(run):
     assert not run.folder.exists(), "nothing may start before all names are known"
 
 
+def test_a_class_in_a_file_is_found_by_its_spec(run, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from megarl.tracking import Tracker\n"
+        "class Lines(Tracker):\n"
+        "    def __init__(self, run):\n"
+        "        self.run = run\n"
+        "    def log(self, metrics, step):\n"
+        "        with (self.run.folder.parent / 'lines').open('a') as file:\n"
+        "            print(step, metrics['a'], file=file)\n"
+        "class Apart(Lines):\n"
+        "    apart = True\n"
+        "class Other:\n"
+        "    pass\n"
+        "class Needy(Lines):\n"
+        "    package = 'not_installed'\n"
+    )
+    for name, step in (("Lines", 1), ("Apart", 2)):
+        trackers = open_trackers([f"{own}:{name}"], run)
+        trackers.log({"a": 0.5}, step)
+        trackers.finish()
+    assert (tmp_path / "lines").read_text() == "1 0.5\n2 0.5\n"
+    for name, message in (
+        ("Other", r"it has no Tracker called 'Other'; there are \['Lines', 'Apart', 'Needy'\]"),
+        ("Needy", "pip install 'not_installed'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_trackers([f"{own}:{name}"], run)
+
+
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "tensorboard"])
 def test_a_missing_package_names_the_extra(run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)

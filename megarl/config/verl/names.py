@@ -27,7 +27,7 @@ _SAME = {
     "global_profiler": "tool steps profile_continuous_steps save_path",
     "global_profiler.global_tool_config.nsys": "discrete",
     "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
-    "actor_rollout_ref.model": "path tokenizer_path",
+    "actor_rollout_ref.model": "external_lib path tokenizer_path",
     "actor_rollout_ref.ref": (
         "log_prob_max_token_len_per_gpu log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz"
     ),

@@ -84,10 +84,11 @@ _OFFLOAD: dict[str, Rule] = {
 
 _MODEL: dict[str, Rule] = {
     "use_shm": NoEffect("ranks read their own slices of the files, through the system's cache"),
-    "trust_remote_code": NoEffect("code of a model folder is never run: the families are built in"),
+    "trust_remote_code": NoEffect(
+        "code of a model folder is never run; external_lib names a file that declares its family"
+    ),
     "hf_config_path": Refused("the configuration is read from the model's folder"),
     "override_config.*": Refused("edit config.json in the model's folder"),
-    "external_lib": Refused("a model family is added as docs/add_a_model.md says"),
     "custom_chat_template": Refused("put it into the tokenizer's folder as chat_template.jinja"),
     "enable_gradient_checkpointing": NoEffect("is of FSDP: under Megatron, megatron.recompute_granularity says it"),
     "enable_activation_offload": Only((False,), "nearest: megatron.recompute_granularity"),
@@ -192,4 +193,7 @@ def role_rules() -> dict[str, Rule]:
         rules |= _below(f"{role}.optim", _OPTIM) | _below(role, _OFFLOAD)
     for model in ("actor_rollout_ref.model", "critic.model"):
         rules |= _below(model, _MODEL)
+    for model in ("critic.model", "reward_model.model"):
+        imported = Renamed("actor_rollout_ref.model.external_lib", left_out=(None,), why="all processes import it")
+        rules |= _below(model, {"external_lib": imported})
     return rules

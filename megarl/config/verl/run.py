@@ -72,7 +72,6 @@ _REWARDS: dict[str, Rule] = {
         "reward.reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
     ),
     "reward.reward_model.rollout.*": NoEffect(_REWARD_ENGINE),
-    "reward_model.model.external_lib": Refused("a model family is added as docs/add_a_model.md says"),
     "reward_model.model.trust_remote_code": NoEffect("code of a model folder is never run"),
     "reward_model.launch_reward_fn_async": NoEffect(
         "a step's answers are scored together, in reward_model.num_workers processes, before log-probs are computed"

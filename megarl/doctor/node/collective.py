@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from megarl.doctor.node.finding import Finding, Status
 from megarl.doctor.node.needs import MIB, Needs
+from megarl.ports import free_port
 
 SAMPLE_BYTES = {"gloo": 16 * MIB, "nccl": 256 * MIB}
 ROUNDS = 5
@@ -182,13 +182,6 @@ def _visible(local: int) -> str:
     """The GPU of a machine's n-th rank, among those that this process may use."""
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return named[local] if named else str(local)
-
-
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
 
 
 def main(arguments: Sequence[str]) -> None:

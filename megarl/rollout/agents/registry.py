@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megarl.errors import ConfigError
+from megarl.own_module import load_class
 from megarl.rollout.agents.loop import AgentLoop
-from megarl.rollout.own_class import load_class
 
 _Loop = TypeVar("_Loop", bound=type[AgentLoop])
 

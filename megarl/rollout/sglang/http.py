@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import psutil
 
 from megarl.errors import ConfigError
 from megarl.logs import log_of
+from megarl.ports import free_port
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CALLS, CLOSE_S, Loop, Outcome
 from megarl.rollout.sglang.environment import environment
@@ -161,7 +161,7 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
     Raises:
         RolloutError: it does not get ready; its last words are repeated.
     """
-    options = dataclasses.replace(options, port=options.port or _free_port(options.host))
+    options = dataclasses.replace(options, port=options.port or free_port(options.host))
     order = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
     with _output() as log:
         begins = log.seek(0, os.SEEK_END)
@@ -236,12 +236,6 @@ def _output() -> IO[bytes]:
 def _tail(log: IO[bytes], begins: int) -> str:
     log.seek(begins)
     return log.read().decode(errors="replace")[-LOG_TAIL:]
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.models import LocalParam
+from megarl.ports import free_port
 from megarl.rollout.sglang.backend import CallServer
 from megarl.rollout.sglang.options import SGLangOptions
 from megarl.rollout.sglang.placement import Placement
@@ -151,7 +151,7 @@ class DistributedSender(WholeTensorSender):
         from sglang.srt.utils.common import init_custom_process_group
 
         backend = "gloo" if self._options.is_cpu else "nccl"
-        port, made = _free_port(), []
+        port, made = free_port("127.0.0.1"), []
 
         def join() -> None:
             made.append(
@@ -243,9 +243,3 @@ class DiskSender(WholeTensorSender):
         )
         if not outcome.success:
             raise WeightSyncError(f"SGLang could not load the weights from {self._folder}: {outcome.message}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, TypeVar
 import jsonschema
 
 from megarl.errors import ConfigError, MegarlError
+from megarl.own_module import load_class
 from megarl.rollout.agents.loop import Conversation
-from megarl.rollout.own_class import load_class
 
 
 class ToolError(MegarlError):

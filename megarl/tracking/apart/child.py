@@ -9,10 +9,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megarl.errors import ConfigError
-from megarl.tracking.tracker import RunInfo, Tracker
+from megarl.tracking.tracker import RunInfo, Tracker, find_tracker
 
 DONE, MISCONFIGURED, UNREACHABLE, REFUSED = "done", "misconfigured", "unreachable", "refused"
 
@@ -100,14 +100,15 @@ class Desk:
         method: Callable[..., Any] = getattr(self.tracker, name)
         return method
 
-    def _check(self, kind: type[Tracker]) -> None:
+    def _check(self, name: str) -> None:
+        kind = cast(type[Tracker], find_tracker(name))
         try:
             kind.check()
         except ImportError as error:
             raise ConfigError(f"the package {kind.package!r} cannot be imported: {error}") from error
 
-    def _open(self, kind: type[Tracker], run: RunInfo) -> str:
-        self.tracker = kind(run)  # type: ignore[call-arg]  # as the registry has it
+    def _open(self, name: str, run: RunInfo) -> str:
+        self.tracker = find_tracker(name)(run)
         return self.tracker.leftover()
 
     def _finish(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import textwrap
 import threading
 import time
@@ -52,8 +53,7 @@ class Courier(Tracker):
     """A tracker like the others to those who log; use :meth:`wait_checked` before anything else.
 
     Args:
-        name: of the tracker.
-        kind: its class.
+        name: of the tracker, as ``trainer.logger`` has it; its process looks for the class.
         run: what it is told; ``timeout_s`` limits each of its calls.
         tell: takes the lines that the user is to see.
         patience: how long and how often things are tried.
@@ -62,12 +62,11 @@ class Courier(Tracker):
     def __init__(
         self,
         name: str,
-        kind: type[Tracker],
         run: RunInfo,
         tell: Callable[[str], None],
         patience: Patience | None = None,
     ) -> None:
-        self.name, self.kind = name, kind
+        self.name = name
         self.run = dataclasses.replace(run, console=None)
         self.patience = patience or Patience()
         self.delivered = self.dropped = 0
@@ -144,7 +143,8 @@ class Courier(Tracker):
         return f"; {self._leftover}" if self._leftover else ""
 
     def _log_file(self) -> Path | None:
-        return self.run.logs / f"tracker-{self.name}.log" if self.run.logs else None
+        label = re.split(r"[.:]", self.name)[-1]
+        return self.run.logs / f"tracker-{label}.log" if self.run.logs else None
 
     def _work(self) -> None:
         try:
@@ -158,7 +158,7 @@ class Courier(Tracker):
 
     def _check(self) -> None:
         try:
-            self._started().ask("check", self.kind, timeout_s=self.patience.check_s)
+            self._started().ask("check", self.name, timeout_s=self.patience.check_s)
         except TrackerFailed as failure:
             if failure.misconfigured:
                 self._misconfigured = str(failure).removeprefix("ConfigError: ")
@@ -202,7 +202,7 @@ class Courier(Tracker):
         process = self._started()
         if not self._opened:
             try:
-                self._leftover = process.ask("open", self.kind, self.run, timeout_s=self._time_left())
+                self._leftover = process.ask("open", self.name, self.run, timeout_s=self._time_left())
             except TrackerFailed as failure:
                 # Until the tracker is open nothing can be a record's fault.
                 failure.may_pass = failure.lost = True
