@@ -49,7 +49,7 @@ def test_every_process_knows_it(family: Path, small: list[str], start: Callable[
     (checkpoint,) = run.folder.rglob("global_step_1")
     keys = [f"actor_rollout_ref.model.path={checkpoint}", small[1]]
     evaluated = start(
-        *("--config-name", "evaluate", *keys, "trainer.experiment_name=read"),
+        *("--config-name", "quickstart_evaluate", *keys, "trainer.experiment_name=read"),
         f"actor_rollout_ref.model.external_lib={family}/ours.py",
         job="evaluate",
     )
