@@ -25,10 +25,10 @@ sys.path[:0] = [str(TESTS / name) for name in ("", "megatron", "plan")]
 import torch  # noqa: E402
 from distributed import ProcessPool  # noqa: E402
 from engine_cases import policy_loss  # noqa: E402
-from engine_memory import measure, rows_of  # noqa: E402
+from engine_memory import measure  # noqa: E402
 from machine import processor  # noqa: E402
 from memory_cases import CASES, MODELS, ROWS, expected  # noqa: E402
-from tiny_models import save_model  # noqa: E402
+from tiny_models import rows_of, save_model  # noqa: E402
 
 from megarl.config import MegatronConfig  # noqa: E402
 from megarl.megatron import (  # noqa: E402

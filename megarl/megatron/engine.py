@@ -359,15 +359,15 @@ class MegatronEngine:
     ) -> list[Any]:
         """Runs Megatron's pipeline schedule; ``read`` turns what the last stage's model says into what it takes."""
 
-        def step(batches: Iterator[PackedMicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def step(batches: Iterator[PackedMicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
             micro_batch = next(batches)
             part = self._part(micro_batch)
-            result = module(part, self._stage.sequences(part), hidden_only=hidden_only)
-
-            def conclude(output: Tensor, non_loss_data: bool = False) -> Any:
-                return read(output, part, micro_batch.to(self.runtime.device))
-
-            return result, conclude
+            output = module(part, self._stage.sequences(part), hidden_only=hidden_only)
+            if not (self.runtime.is_last_stage and module is self.chunks[-1]):
+                return output, None
+            # The schedule holds what it is given here until the next micro-batch has been computed: not the logits.
+            said = read(output, part, micro_batch.to(self.runtime.device))
+            return output.new_empty(0), lambda _, non_loss_data=False: said
 
         self._check_number(len(micro_batches))
         self.residence.need(PARAM)

@@ -210,9 +210,8 @@ def logits_bytes(role: PlannedRole, one: PlannedPass, tokens: Tokens) -> int:
     Everything behind the logits is float32: the forward has their copy and the shifted ones, with entropies the
     probabilities and their product with the shifted ones instead of the copy. The backward has the probabilities and
     the gradient, also in the weights' format, or with entropies three tensors more while it makes their slope. The
-    exact KL has the logits of both models, a log-softmax done and one under way; its backward comes first. Without a
-    backward Megatron's schedule lets go of a micro-batch's logits only when it has the next one's. With few tokens the
-    gradient of the output layer's weight takes more than all of this.
+    exact KL has the logits of both models, a log-softmax done and one under way; its backward comes first. With few
+    tokens the gradient of the output layer's weight takes more than all of this.
     """
     if role.value_head:
         return tokens.outputs * FLOAT32 * 4
@@ -226,9 +225,8 @@ def logits_bytes(role: PlannedRole, one: PlannedPass, tokens: Tokens) -> int:
     if one.full_kl and one.updates:
         moments.append(FLOAT32 * 5 + (width if one.with_entropy else 0))
     columns = padded_vocab(role) // role.layout.tp
-    before = width if not one.updates and one.micro_batches > 1 else 0
     behind = columns * width * (tokens.outputs + role.model.hidden_size) if one.updates else 0
-    return max(tokens.outputs * columns * (max(moments) + before), behind)
+    return max(tokens.outputs * columns * max(moments), behind)
 
 
 def working_bytes(role: PlannedRole, tokens: Tokens, *, backward: bool, fused: bool) -> int:

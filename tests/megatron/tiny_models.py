@@ -56,9 +56,14 @@ def save_model(path: Path, family: str, *, tied: bool = False, critic: bool | st
 
 
 def rows(seed: int = 0) -> list[Row]:
+    return rows_of(ROW_LENGTHS, seed)
+
+
+def rows_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Row]:
+    """Rows of given prompt and response lengths."""
     generator = torch.Generator().manual_seed(seed)
     result = []
-    for prompt, response in ROW_LENGTHS:
+    for prompt, response in lengths:
         tokens = [torch.randint(0, VOCAB, (n,), generator=generator) for n in (prompt, response)]
         numbers = torch.randn(2, response, generator=generator)
         result.append(Row(*tokens, weights=numbers[0] / 40, returns=numbers[1]))

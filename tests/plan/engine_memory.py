@@ -12,7 +12,7 @@ import torch
 from alive import Alive
 from distributed import Place
 from engine_cases import Setup, engine, micro_batches, policy_loss, value_loss
-from tiny_models import TEMPERATURE, VOCAB, Row
+from tiny_models import TEMPERATURE, Row
 from torch import Tensor
 
 from megarl.megatron import MegatronEngine, OutputOptions
@@ -157,14 +157,3 @@ def _optimizer_tensors(built: MegatronEngine) -> tuple[list[Tensor], list[Tensor
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of each storage, by its identity."""
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-
-
-def rows_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Row]:
-    """Rows of given prompt and response lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    result = []
-    for prompt, response in lengths:
-        tokens = [torch.randint(0, VOCAB, (n,), generator=generator) for n in (prompt, response)]
-        numbers = torch.randn(2, response, generator=generator)
-        result.append(Row(*tokens, weights=numbers[0] / 40, returns=numbers[1]))
-    return result

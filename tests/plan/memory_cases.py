@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from engine_cases import Setup
-from engine_memory import rows_of
 from family_cases import EXPERTS, LATENTS
-from tiny_models import Row
+from tiny_models import Row, rows_of
 
 from megarl.config import MegatronConfig
 from megarl.megatron import OptimizerOptions, OverlapOptions, RecomputeOptions

@@ -45,3 +45,19 @@ def test_logits_and_working_memory_are_about_the_engines(pool: ProcessPool, mode
         for updates, most in zip((False, True), real, strict=True):
             plan = role_activations(role, planned_pass(setup, ROWS, updates), stage, fused=False)
             assert plan.total == pytest.approx(most, rel=EVERYTHING), f"rank {rank}, updates {updates}: {plan}"
+
+
+@pytest.mark.parametrize("name", ["one_bfloat16", "tp2_sequence_parallel", "pp2_tied"])
+def test_a_pass_that_only_computes_has_the_logits_of_one_micro_batch(
+    pool: ProcessPool, tmp_path: Path, name: str
+) -> None:
+    """Of four micro-batches, with a vocabulary so large that logits are nearly all."""
+    case = CASES[name]
+    setup = case.setup
+    save_model(tmp_path, **{**MODELS[case.model], "vocab_size": 8192})
+    role = planned_role(tmp_path, setup)
+    for rank, (most, _) in enumerate(pool.run(peaks, setup.layout.world_size, tmp_path, setup, ROWS)):
+        stage = setup.layout.coordinate(rank).pp
+        plan = role_activations(role, planned_pass(setup, ROWS, updates=False), stage, fused=False)
+        if stage == setup.layout.pp - 1:
+            assert plan.logits == pytest.approx(most, rel=0.02), f"rank {rank}"

@@ -1,0 +1,60 @@
+"""What the engine holds while it only computes: of all micro-batches' logits those of one at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from alive import Alive
+from distributed import Place, ProcessPool
+from engine_cases import Setup, engine, micro_batches
+from tiny_models import TEMPERATURE, Row, rows_of, save_model
+
+from megarl.megatron import OutputOptions
+from megarl.models import ParallelLayout
+
+VOCAB, FLOAT32 = 8192, 4
+"""So many tokens that logits are much more than all else."""
+PROMPT, RESPONSE = 4, 28
+READ = {1: (28,), 2: (12, 16)}
+"""Tokens of a row of which each context-parallel rank has the logits: of two, the first has tokens 0 to 7 and 24 to 31,
+and logits are read at tokens 3 to 30."""
+LAYOUTS = {
+    "one": ParallelLayout(),
+    "tp2": ParallelLayout(tp=2),
+    "pp2": ParallelLayout(pp=2),
+    "pp2vpp2": ParallelLayout(pp=2, vpp=2),
+    "tp2pp2": ParallelLayout(tp=2, pp=2),
+    "cp2": ParallelLayout(cp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, "qwen2", vocab_size=VOCAB, num_hidden_layers=4)
+    return path
+
+
+def peak(place: Place, path: Path, setup: Setup, rows: list[Row], with_entropy: bool) -> int:
+    """Most bytes besides weights while log-probs of all micro-batches are computed."""
+    with engine(place, path, setup) as built:
+        with Alive([param.data for chunk in built.chunks for param in chunk.parameters()]) as alive:
+            built.forward(micro_batches(rows, setup), OutputOptions(TEMPERATURE, with_entropy))
+        return alive.peak
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_of_one_micro_batch_are_held_at_a_time(
+    pool: ProcessPool, path: Path, name: str, with_entropy: bool
+) -> None:
+    """The logits and the shifted ones; with entropies also the probabilities and their product with the latter."""
+    layout = LAYOUTS[name]
+    setup = Setup(layout, rows_per_micro_batch=1)
+    found = pool.run(peak, layout.world_size, path, setup, rows_of([(PROMPT, RESPONSE)] * 4), with_entropy)
+    for rank, most in enumerate(found):
+        place = layout.coordinate(rank)
+        if place.pp == layout.pp - 1:
+            logits = READ[layout.cp][place.cp] * VOCAB * FLOAT32 // layout.tp
+            assert most == pytest.approx((4 if with_entropy else 2) * logits, rel=0.05), f"rank {rank}"
