@@ -50,8 +50,11 @@ class PhasePlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of a mini-batch that one data-parallel rank computes; on average, where a token budget cuts them."""
-        return self.samples_per_mini_batch // self.data_parallel_size
+        """Samples of a mini-batch that one data-parallel rank computes; on average, where a token budget cuts them.
+
+        All divide but those of a reward model, which are filled up.
+        """
+        return -(-self.samples_per_mini_batch // self.data_parallel_size)
 
     @property
     def micro_batches_per_rank(self) -> int | None:
@@ -69,7 +72,7 @@ class BatchPlan:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that a training step generates or reads."""
+        """Samples that a training step learns from."""
         return self.prompts_per_step * self.samples_per_prompt
 
     def phase(self, name: str) -> PhasePlan:
@@ -185,10 +188,11 @@ class _Planner:
         return replace(micro, share_prompts=same_tokens)
 
     def _reward_phase(self, config: TrainConfig) -> PhasePlan:
-        prompts, n = self._step()
+        """The plan of the reward model's pass over all answers, also those that are not learned from."""
+        prompts, answers = config.data.train_batch_size, config.answers_per_prompt
         megatron, micro = config.reward_model.megatron, self.reward_model(config)
         dp = megatron.data_parallel_size or 1
-        return PhasePlan("reward_model", _layout(megatron), dp, 1, 1, prompts, prompts * n, micro, False)
+        return PhasePlan("reward_model", _layout(megatron), dp, 1, 1, prompts, prompts * answers, micro, False)
 
     def supervised(self, config: SupervisedConfig) -> BatchPlan:
         size, dp = config.data.train_batch_size, config.megatron.data_parallel_size

@@ -158,6 +158,11 @@ class TrainConfig(ScoredConfig):
         return best.keep if best.enable else n
 
     @property
+    def answers_per_prompt(self) -> int:
+        """Answers to a prompt that are generated and scored; a greedy one, to compare with, is among them."""
+        return self.actor_rollout_ref.rollout.n + self.uses_baselines
+
+    @property
     def uses_ref_log_prob(self) -> bool:
         """Whether the reference's log-probs are read: for a KL in the reward or in the loss, or for the quality."""
         in_reward = self.algorithm.use_kl_in_reward or self.algorithm.ref_quality_score.enable

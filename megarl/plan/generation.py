@@ -122,7 +122,7 @@ def time_generation(rollout: PlannedRollout, decoder: Decoder, lengths: Lengths,
     """
     count = max(1, -(-rollout.samples // rollout.replicas))
     prompts, responses = lengths.rows(count)
-    shared = rollout.config.n if rollout.config.name == "sglang" else 1
+    shared = rollout.answers if rollout.config.name == "sglang" else 1
     queue = _Queue(prompts, responses, rollout.config.max_num_seqs, kv_tokens, shared)
     prefill, decode, steps, running = queue.play(decoder)
     p, r = prompts.astype(float), responses.astype(float)

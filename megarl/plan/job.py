@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.config import MegatronConfig, TrainConfig
-from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches, reward_micro_batches
+from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches
 from megarl.config.choices import FULL_KL
 from megarl.config.rollout import RolloutConfig
 from megarl.config.supervised import SupervisedConfig
@@ -112,7 +112,8 @@ class PlannedRollout:
         replicas: how many; replica ``i`` has the devices from ``i * tp`` on.
         tp: tensor-parallel size of a replica.
         longest: most tokens of a conversation, prompt included.
-        samples: conversations that a step leads, over all replicas.
+        prompts: of a step, over all replicas.
+        answers: conversations that a prompt begins, those that are not learned from included.
     """
 
     model: ModelConfig
@@ -120,7 +121,13 @@ class PlannedRollout:
     replicas: int
     tp: int
     longest: int
-    samples: int
+    prompts: int
+    answers: int
+
+    @property
+    def samples(self) -> int:
+        """Conversations that a step leads, over all replicas."""
+        return self.prompts * self.answers
 
     @property
     def dtype_bytes(self) -> int:
@@ -221,7 +228,8 @@ def _train_job(config: TrainConfig, device: str) -> PlannedJob:
         replicas=rollout.replicas or 1,
         tp=rollout.tensor_model_parallel_size,
         longest=data.max_prompt_length + data.max_response_length,
-        samples=batches.prompts_per_step * rollout.n,
+        prompts=batches.prompts_per_step,
+        answers=config.answers_per_prompt,
     )
     return PlannedJob(
         roles=tuple(roles),
@@ -271,10 +279,9 @@ def _critic(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
 
 
 def _reward_model(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
-    keys = config.reward_model
-    micro, longest = reward_micro_batches(config), keys.max_length
+    keys, phase = config.reward_model, batches.phase("reward_model")
+    micro, share, longest = phase.micro, phase.samples_per_rank, keys.max_length
     assert longest is not None, "filled in"
-    share = -(-batches.samples_per_step // (keys.megatron.data_parallel_size or 1))
     tokens = _tokens(micro, share, longest)
     one = PlannedPass(
         phase="reward",
@@ -283,7 +290,7 @@ def _reward_model(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
         outputs=max(1, min(share, tokens)),
         micro_batches=_micro_batches(micro, share, tokens, longest),
         optimizer_steps=0,
-        samples=batches.samples_per_step,
+        samples=phase.samples_per_mini_batch,
         longest=longest,
     )
     model = read_model_config(str(keys.model.path))

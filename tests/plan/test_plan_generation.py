@@ -13,9 +13,10 @@ H100 = read_hardware("h100")
 ENDLESS = float("inf")
 
 
-def rollout_of(name="Qwen2.5-7B", tp=1, **changes):
+def rollout_of(name="Qwen2.5-7B", tp=1, estimator="grpo", **changes):
     sections = {f"actor_rollout_ref__rollout__{key}": value for key, value in changes.items()}
     sections["actor_rollout_ref__rollout__tensor_model_parallel_size"] = tp
+    sections["algorithm__adv_estimator"] = estimator
     job = train_job(name, megatron(2), devices=8, data__train_batch_size=64, **sections)
     assert job.rollout is not None
     return job.rollout
@@ -77,10 +78,28 @@ def test_tensor_parallelism_divides_reading_and_adds_talking():
 
 def test_samples_of_a_prompt_share_it_in_sglang():
     one = rollout_of()
-    assert one.config.n == 2
-    alone = replace(one, config=replace(one.config, n=1), samples=one.samples)
+    assert one.answers == 2
+    alone = replace(one, prompts=one.samples, answers=1)
     # the wave's prompts are computed together, so attention and products are halved exactly
     assert generate(one).prefill_s == pytest.approx(generate(alone).prefill_s / 2, rel=0.01)
+
+
+def test_greedy_baselines_are_generated_too():
+    """64 prompts of 1,024 tokens, to each two answers and ReMax's greedy one of 1,024: 24 on each of eight replicas.
+
+    Of Qwen2.5-7B a token meets the weights of 28 layers and of the head, and 28 heads of 128 attend.
+    """
+    rollout = rollout_of(estimator="remax")
+    waves = rollout_of(estimator="remax", max_num_seqs=8)
+    assert rollout.samples == 192
+    assert generate(waves).steps == 3 * 1024, "eight at a time, three times"
+    layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
+    products = 2 * (28 * layer + 152064 * 3584) * (64 + 192) * 1024
+    attention = 28 * 2 * 3584 * (64 * 1024**2 + 192 * 1024 * (2 * 1024 + 1024))
+    made = generate(rollout)
+    assert made.time.work.total == pytest.approx(products + attention, rel=1e-6)
+    assert made.mean_running == 24
+    assert made.prefill_s == generate(rollout_of()).prefill_s, "a prompt is computed once for all of its answers"
 
 
 def test_few_sequences_read_few_experts():

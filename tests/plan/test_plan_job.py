@@ -12,6 +12,9 @@ from megarl.config import RewardTrainingConfig, SFTConfig
 from megarl.config.build import build
 from megarl.errors import ConfigError
 from megarl.plan import plan_memory, planned_job
+from megarl.plan.hardware import read_hardware
+from megarl.plan.lengths import longest_lengths
+from megarl.plan.times import time_step
 
 
 def scorer(path: Path) -> str:
@@ -49,6 +52,43 @@ def test_a_job_has_the_roles_and_phases_that_its_algorithm_needs(tmp_path: Path)
     plan = plan_memory(job, 80 * 2**30)
     assert [one.phase for one in plan.phases] == list(job.phases)
     assert all(one.nbytes > 0 and one.dominant.nbytes == max(c.nbytes for c in one.components) for one in plan.phases)
+
+
+@pytest.mark.parametrize(("algorithm", "scored"), [("remax", 3), ("best_of_n", 2)])
+def test_all_answers_are_scored_and_those_that_are_learned_from_go_on(
+    algorithm: str, scored: int, tmp_path: Path
+) -> None:
+    """Of 64 prompts: with ReMax two answers and a greedy one, of which two are learned from; with best of n one of two.
+
+    Eight ranks have a copy of the reward model each, of 28 layers, 28 heads of 128 among them, and a head of one.
+    """
+    settings = {
+        "remax": {"algorithm__adv_estimator": "remax"},
+        "best_of_n": {"algorithm__adv_estimator": "rft", "algorithm__best_of_n": {"enable": True, "keep": 1}},
+    }[algorithm]
+    job = train_job(
+        "Qwen2.5-7B",
+        megatron(2),
+        reward_model__enable=True,
+        reward_model__model={"path": scorer(tmp_path)},
+        reward_model__megatron=megatron(1),
+        **settings,
+    )
+    learned, answers = 64 * (scored - 1), 64 * scored
+    assert job.rollout is not None and job.rollout.samples == answers
+    assert {one.phase: one.samples for role in job.roles for one in role.passes} == {
+        "reward": answers,
+        "old_log_prob": learned,
+        "update_actor": learned,
+    }
+    assert job.batches.phase("reward_model").samples_per_rank == answers // 8
+    step = time_step(job, read_hardware("h100"), longest_lengths(1024, 1024))
+    work = {phase.phase: phase.work.total for phase in step.phases}
+    layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
+    assert work["reward"] == pytest.approx(28 * (2 * layer * 2048 + 2 * 3584 * 2048**2) * answers, rel=1e-4)
+    head = 2 * 152064 * 3584 * 1024
+    assert work["old_log_prob"] == pytest.approx((work["reward"] / answers + head) * learned, rel=1e-4)
+    assert step.tokens == learned * 2048, "as the metric perf/throughput counts them"
 
 
 def test_what_is_on_a_device_is_what_its_stages_hold() -> None:
