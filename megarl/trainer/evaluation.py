@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
+from megarl.cluster import PlacedPool
 from megarl.config.evaluate_schema import EvaluateConfig
-from megarl.rollout.endpoint import build_endpoint
-from megarl.tracing import PHASE, span
 from megarl.tracking import Console, check_trackers, validation_table
 from megarl.trainer.best_answers import BestAnswers
-from megarl.trainer.evaluated_model import find_model
-from megarl.trainer.frozen_policy import CONVERTED, STREAM, FrozenReplicas, describe, frozen_rollout, policy_tokenizer
+from megarl.trainer.frozen_policy import STREAM, FrozenPolicy
 from megarl.trainer.metrics import Metrics
 from megarl.trainer.preflight import check_answers
 from megarl.trainer.prompts import validation_loader
@@ -21,8 +18,7 @@ from megarl.trainer.reporting import RunReporter
 from megarl.trainer.reward_model import SequenceReader, reward_model_scorer, started_reward_model
 from megarl.trainer.reward_phase import RewardPhase, reward_manager
 from megarl.trainer.samples import Sample, dump_samples, evenly
-from megarl.trainer.session import placed_devices, run_logs
-from megarl.trainer.tracing import RunTracing
+from megarl.trainer.session import run_logs
 from megarl.trainer.validation import Validator
 
 METRICS_FILE = "metrics.json"
@@ -44,39 +40,28 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         MegarlError: something is wrong with configuration, data, model, resources or a worker; processes are gone.
     """
     check_trackers(config.trainer.logger)
-    model = find_model(config.actor_rollout_ref.model.path)
-    check_answers(config, model.config)
-    tokenizer = policy_tokenizer(config, model)
+    policy = FrozenPolicy(config, output_dir)
+    check_answers(config, policy.model.config)
+    tokenizer, step = policy.tokenizer, policy.model.step
     loader = validation_loader(config, tokenizer)
-    logs = run_logs(config.trainer, output_dir)
-    rewards = RewardPhase(reward_manager(config, tokenizer, logs), tokenizer, config.reward_model)
+    manager = reward_manager(config, tokenizer, run_logs(config.trainer, output_dir))
+    rewards = RewardPhase(manager, tokenizer, config.reward_model)
     reader = SequenceReader(config.reward_model, tokenizer) if config.reward_model.enable else None
+
+    def start_reward_model(pool: PlacedPool) -> None:
+        if reader:
+            rewards.model = reward_model_scorer(started_reward_model(config, pool), reader)
+
     with Console(quiet=config.trainer.quiet, title=config.trainer.experiment_name) as console:
-        console.message(describe(config, model))
-        with console.phase("model"):
-            folder = model.as_hugging_face(output_dir.parent / CONVERTED, console.message)
-        config.actor_rollout_ref.model.path = str(folder)
+        policy.convert(console)
         # The table tells more than the console's tracker would.
         trackers = [name for name in config.trainer.logger if name != "console"]
         run = dataclasses.replace(config.trainer, logger=trackers)
         reporter = RunReporter(run, dataclasses.asdict(config), output_dir, console)
-        with (
-            rewards,
-            build_endpoint(config, tokenizer) or nullcontext() as endpoint,
-            placed_devices(config.trainer, logs) as pool,
-            RunTracing(config.trainer, output_dir, console.warn, pool) as reporter.tracing,
-        ):
-            with console.phase("start workers", announce=True), span("start_workers", PHASE):
-                replicas = FrozenReplicas(config, pool)
-                if reader:
-                    rewards.model = reward_model_scorer(started_reward_model(config, pool), reader)
-            reporter.begin_step(0)
-            with reporter.phase("testing"):
-                rollout = frozen_rollout(config, replicas, tokenizer, endpoint)
-                best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)
-                validator = Validator(rollout, rewards, loader, tokenizer)
-                metrics, samples = validator.run(model.step, STREAM, best.add)
-        _record(config, model.step, metrics, samples, reporter)
+        with rewards, policy.served(console, start_reward_model) as rollout, reporter.phase("testing"):
+            best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)
+            metrics, samples = Validator(rollout, rewards, loader, tokenizer).run(step, STREAM, best.add)
+        _record(config, step, metrics, samples, reporter)
         if config.best_answers.file:
             console.message(best.write())
         return metrics

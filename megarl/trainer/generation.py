@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,11 @@ from megarl.config import GenerateConfig
 from megarl.config.generate_schema import STANDARD_INPUT
 from megarl.data import DataProto, sequence_lengths
 from megarl.errors import DataError
-from megarl.rollout.endpoint import build_endpoint
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
-from megarl.trainer.evaluated_model import find_model
-from megarl.trainer.frozen_policy import CONVERTED, STREAM, FrozenReplicas, describe, frozen_rollout, policy_tokenizer
+from megarl.trainer.frozen_policy import STREAM, FrozenPolicy
 from megarl.trainer.preflight import check_generation
 from megarl.trainer.prompts import asked_loader
-from megarl.trainer.session import placed_devices, run_logs
-from megarl.trainer.tracing import RunTracing
 
 MESSAGES = "raw_prompt"
 PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
@@ -49,31 +44,19 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
     Raises:
         MegarlError: something is wrong with configuration, data, model, resources or a worker; processes are gone.
     """
-    model = find_model(config.actor_rollout_ref.model.path)
-    check_generation(config, model.config)
-    tokenizer = policy_tokenizer(config, model)
+    policy = FrozenPolicy(config, output_dir)
+    check_generation(config, policy.model.config)
     files = [*config.data.val_files, *asked_files(config.data.prompts, output_dir / PROMPTS_FILE)]
-    loader = asked_loader(config, files, tokenizer)
+    loader = asked_loader(config, files, policy.tokenizer)
     target = Path(config.data.output_path or output_dir / ANSWERS_FILE)
+    samples = config.actor_rollout_ref.rollout.val_kwargs.n
     with Console(quiet=config.trainer.quiet, title=config.trainer.experiment_name) as console:
-        console.message(describe(config, model))
-        with console.phase("model"):
-            folder = model.as_hugging_face(output_dir.parent / CONVERTED, console.message)
-        config.actor_rollout_ref.model.path = str(folder)
+        policy.convert(console)
         rows: list[dict[str, Any]] = []
-        with (
-            build_endpoint(config, tokenizer) or nullcontext() as endpoint,
-            placed_devices(config.trainer, run_logs(config.trainer, output_dir)) as pool,
-            RunTracing(config.trainer, output_dir, console.warn, pool) as tracing,
-        ):
-            with console.phase("start workers", announce=True), span("start_workers", PHASE):
-                replicas = FrozenReplicas(config, pool)
-            rollout = frozen_rollout(config, replicas, tokenizer, endpoint)
-            tracing.begin_step(0)
-            with console.phase("gen"), span("gen", PHASE):
-                for number, prompts in enumerate(loader):
-                    answers = rollout.validate(prompts, STREAM, number)
-                    rows += answered_rows(prompts, answers, config.actor_rollout_ref.rollout.val_kwargs.n, tokenizer)
+        with policy.served(console) as rollout, console.phase("gen"), span("gen", PHASE):
+            for number, prompts in enumerate(loader):
+                answers = rollout.validate(prompts, STREAM, number)
+                rows += answered_rows(prompts, answers, samples, policy.tokenizer)
         write_rows(target, rows)
         for row in rows[:SHOWN]:
             console.message(f"{row['prompt'][-1]['content']}  ->  {' | '.join(map(str, row[RESPONSES]))}")

@@ -1,4 +1,4 @@
-"""What both jobs need before their workers start: a Ray session, devices, a tokenizer."""
+"""What every job needs before its workers start: a Ray session, devices, logs, a tokenizer."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ import ray
 
 from megarl.config import EvaluateConfig
 from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError, RewardError
-from megarl.trainer.evaluated_model import find_model
 from megarl.trainer.evaluation import run
-from megarl.trainer.frozen_policy import describe
+from megarl.trainer.frozen_policy import FrozenPolicy
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SAMPLED = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.temperature": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20}
@@ -29,11 +28,11 @@ SAMPLED = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.temperature": 0.
     ],
 )
 def test_it_says_how_answers_are_sampled(
-    evaluate_config: Callable[..., EvaluateConfig], changes: dict[str, Any], words: str
+    evaluate_config: Callable[..., EvaluateConfig], changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     config = evaluate_config(changes)
     path = config.actor_rollout_ref.model.path
-    assert describe(config, find_model(path)) == f"{path}, {words}"
+    assert FrozenPolicy(config, tmp_path).describe() == f"{path}, {words}"
 
 
 @pytest.mark.parametrize(
