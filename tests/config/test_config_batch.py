@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from config_cases import SFT, TRAIN, problems_of, with_keys
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_config_build import SFT, TRAIN, problems_of, with_keys
 
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.batch import BatchPlan, plan_batches, render_plan

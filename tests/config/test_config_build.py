@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_cases import SFT, TRAIN, problems_of, with_keys
 from omegaconf import OmegaConf
 
 from megarl.config import MegatronConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 from megarl.config.keys import Limits, walk
-from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-
-TRAIN = {
-    "data": {"train_files": ["train.parquet"]},
-    "actor_rollout_ref": {"model": {"path": "model"}},
-    "trainer": {"experiment_name": "test"},
-}
-EVALUATE = {
-    "data": {"val_files": ["val.parquet"]},
-    "actor_rollout_ref": {"model": {"path": "model"}},
-    "trainer": {"experiment_name": "test"},
-}
-SFT = {
-    "data": {"train_files": ["train.parquet"]},
-    "model": {"path": "model"},
-    "trainer": {"experiment_name": "test"},
-}
-
-
-def with_keys(values: dict[str, Any], base: dict[str, Any] = TRAIN) -> dict[str, Any]:
-    """The base with dotted keys set."""
-    merged = copy.deepcopy(base)
-    for path, value in values.items():
-        node = merged
-        *sections, name = path.split(".")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    return merged
-
-
-def problems_of(values: dict[str, Any], schema: Any = TrainConfig, base: dict[str, Any] = TRAIN) -> dict[str, Problem]:
-    """The problems of a configuration that is wrong, by path."""
-    with pytest.raises(InvalidConfigError) as caught:
-        build(schema, with_keys(values, base))
-    for problem in caught.value.problems:
-        assert problem.path in str(caught.value) and problem.text in str(caught.value)
-    return {problem.path: problem for problem in caught.value.problems}
+from megarl.config.problems import InvalidConfigError, nearest_keys
 
 
 def test_minimal_config_becomes_dataclasses() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_config_build import EVALUATE, SFT, TRAIN, problems_of, with_keys
+from config_cases import EVALUATE, SFT, TRAIN, problems_of, with_keys
 
 from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_config_build import SFT, problems_of, with_keys
+from config_cases import SFT, problems_of, with_keys
 
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.build import build, verl_notes

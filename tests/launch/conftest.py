@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from megarl.launch.settings import PORTS_PER_NODE
+from megarl.ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,6 +43,17 @@ class StandIns:
 @pytest.fixture
 def stand_ins(tmp_path):
     return StandIns(tmp_path)
+
+
+@pytest.fixture
+def first_port() -> int:
+    """The first of a row of ports that nobody uses, as many as a launch of two nodes on one machine takes."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + 2 * PORTS_PER_NODE):
+                held.enter_context(socket.socket()).bind(("", port))
+            return first
 
 
 @pytest.fixture

@@ -6,12 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import ray
-from launch.conftest import HERE
 
-TWO = ("--no-doctor", "--nodes=2", "--devices-per-node=1", "--device=cpu", "--port=7400")
+HERE = Path(__file__).parent
+TWO = ("--no-doctor", "--nodes=2", "--devices-per-node=1", "--device=cpu")
 DRIVER = (sys.executable, str(HERE / "two_nodes.py"))
 
 
@@ -19,7 +20,7 @@ def seen(folder):
     return [json.loads(line) for line in (folder / "seen.json").read_text().splitlines()]
 
 
-def test_worker_group_over_two_nodes_by_ssh(start_launcher, stand_ins, tmp_path):
+def test_worker_group_over_two_nodes_by_ssh(start_launcher, stand_ins, first_port, tmp_path):
     """With a Ray of somebody else's on the machine, which goes on."""
     foreign = subprocess.Popen(
         [sys.executable, str(HERE / "foreign_ray.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -27,6 +28,7 @@ def test_worker_group_over_two_nodes_by_ssh(start_launcher, stand_ins, tmp_path)
     assert foreign.stdout.readline() == "up\n"
     launched = start_launcher(
         *TWO,
+        f"--port={first_port}",
         "--hosts=127.0.0.2,127.0.0.3",
         "--env=MEGARL_TEST=a value; of two words",
         "--",
@@ -36,7 +38,7 @@ def test_worker_group_over_two_nodes_by_ssh(start_launcher, stand_ins, tmp_path)
     )
     assert launched.code() == 0, launched.text()
     (run,) = seen(tmp_path)
-    assert run["address"] == "127.0.0.2:7400"
+    assert run["address"] == f"127.0.0.2:{first_port}"
     assert run["total"] == [3.0, 3.0]
     assert sorted(run["hosts"]) == ["127.0.0.2", "127.0.0.3"]
     assert run["given"] == "a value; of two words"
@@ -75,9 +77,10 @@ def check_stall_on_the_other_node(hang, folder):
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
-def test_lost_node_is_named_and_the_job_restarted_by_srun(start_launcher, stand_ins, tmp_path):
+def test_lost_node_is_named_and_the_job_restarted_by_srun(start_launcher, stand_ins, first_port, tmp_path):
     launched = start_launcher(
         *TWO,
+        f"--port={first_port}",
         *("--on=slurm", "--max-restarts=1", "--restart-delay=0.1", "--", *DRIVER, str(tmp_path), "lose"),
         SLURM_JOB_NODELIST="local[2-3]",
         SLURM_CPUS_ON_NODE="2",
@@ -99,20 +102,20 @@ def test_lost_node_is_named_and_the_job_restarted_by_srun(start_launcher, stand_
     assert nodes == {"--nodelist=127.0.0.2", "--nodelist=127.0.0.3"}
 
 
-def test_one_machine_refuses_strangers_and_ends_by_sigterm(start_launcher, tmp_path):
+def test_one_machine_refuses_strangers_and_ends_by_sigterm(start_launcher, first_port):
     waits = (
         "import os, time; address, token = os.environ['RAY_ADDRESS'], os.environ['RAY_AUTH_TOKEN_PATH']; "
         "print(f'{address} {token}', flush=True); time.sleep(600)"
     )
-    options = ("--on=local", "--no-doctor", "--nodes=1", "--devices-per-node=1", "--device=cpu", "--port=7500")
-    launched = start_launcher(*options, "--max-restarts=3", "--", sys.executable, "-c", waits)
-    launched.until("127.0.0.1:7500 /tmp/megarl-")
+    options = ("--on=local", "--no-doctor", "--nodes=1", "--devices-per-node=1", "--device=cpu")
+    launched = start_launcher(*options, f"--port={first_port}", "--max-restarts=3", "--", sys.executable, "-c", waits)
+    launched.until(f"127.0.0.1:{first_port} /tmp/megarl-")
     assert os.stat(launched.text().split()[-1]).st_mode & 0o077 == 0
     listening = {
         c.laddr.ip for p in launched.left() for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN
     }
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    stranger = "import ray; ray.init(address='127.0.0.1:7500', logging_level='ERROR')"
+    stranger = f"import ray; ray.init(address='127.0.0.1:{first_port}', logging_level='ERROR')"
     env = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "1"}
     asked = subprocess.run([sys.executable, "-c", stranger], env=env, capture_output=True, text=True, timeout=120)
     assert asked.returncode != 0 and "AuthenticationError" in asked.stderr + asked.stdout, asked.stderr

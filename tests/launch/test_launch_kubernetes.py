@@ -2,11 +2,11 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
-from launch.conftest import HERE
 
 from megarl.errors import ConfigError
 from megarl.launch import command
@@ -14,7 +14,7 @@ from megarl.launch.kubernetes import PodSettings, object_name, ray_job
 from megarl.launch.settings import JobToRun, Ports
 
 JOB = JobToRun(("train", "--config-name", "grpo", "data.train_files=[/d/a b.parquet]"), True, "My_Run", 4, "cuda", 8)
-SCHEMA = json.loads((HERE / "rayjob_schema.json").read_text())
+SCHEMA = json.loads(Path(__file__).with_name("rayjob_schema.json").read_text())
 
 
 def test_manifest_has_fields_that_kuberay_has():

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch.conftest import HERE, ROOT
 
 from megarl.cli import main as megarl
 
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 MODELS = ROOT / "tests/plan/models"
 SCRIPTS = {
     "run_8b_grpo": ("Qwen2.5-7B", {}),
@@ -32,7 +33,7 @@ def task(tmp_path_factory):
     return folder
 
 
-def test_training_whose_driver_is_killed_goes_on_from_its_checkpoint(start_launcher, task, tmp_path):
+def test_training_whose_driver_is_killed_goes_on_from_its_checkpoint(start_launcher, first_port, task, tmp_path):
     keys = [
         f"data.train_files={task}/data/train.parquet",
         f"data.val_files={task}/data/test.parquet",
@@ -48,7 +49,7 @@ def test_training_whose_driver_is_killed_goes_on_from_its_checkpoint(start_launc
         *("trainer.val_before_train=false", "trainer.resume_mode=auto", "trainer.hf_export_dir=null"),
     ]
     launched = start_launcher(
-        *("--on=local", "--no-doctor", "--port=7600", "--max-restarts=1", "--restart-delay=0.1"),
+        *("--on=local", "--no-doctor", f"--port={first_port}", "--max-restarts=1", "--restart-delay=0.1"),
         *("train", "--config-name", "quickstart_grpo", *keys),
         MEGARL_DIED=str(tmp_path / "died"),
     )
@@ -126,5 +127,5 @@ def test_hosts_and_restarts_reach_the_launcher(stand_ins, tmp_path):
 
 def test_each_script_is_described_where_its_reasons_are():
     for name in SCRIPTS:
-        assert f"launch/{name}.sh" in Path(ROOT / f"configs/{name}.yaml").read_text()
-        assert f"configs/{name}.yaml" in Path(ROOT / f"launch/{name}.sh").read_text()
+        assert f"launch/{name}.sh" in (ROOT / f"configs/{name}.yaml").read_text()
+        assert f"configs/{name}.yaml" in (ROOT / f"launch/{name}.sh").read_text()

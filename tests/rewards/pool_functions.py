@@ -56,6 +56,21 @@ async def later(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str)
 
 
+PRESENT: list[asyncio.Future] = []
+
+
+async def meeting(data_source, solution_str, ground_truth, extra_info):
+    """Waits until as many calls are under way; they leave together."""
+    arrived = asyncio.get_running_loop().create_future()
+    PRESENT.append(arrived)
+    if len(PRESENT) == int(solution_str):
+        for other in PRESENT:
+            other.set_result(None)
+        PRESENT.clear()
+    await arrived
+    return float(solution_str)
+
+
 def odd_results(data_source, solution_str, ground_truth, extra_info):
     """Fields of all kinds."""
     return {"score": 1, "lock": time.localtime, "bytes": b"x", "set": {1}, "nested": {1: (2, 3.5)}, "big": 2**70}

@@ -17,7 +17,7 @@ from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, TIMEOUT, Outcome
 from megarl.rewards.pool import InDriver, Job, RewardPool
 
 FUNCTIONS = Path(__file__).with_name("pool_functions.py")
-NAMES = ("naughty", "once_away", "whole_batch", "later", "odd_results", "told")
+NAMES = ("naughty", "once_away", "whole_batch", "later", "meeting", "odd_results", "told")
 LIMIT_S = 2.0
 SPECS = [FunctionSpec(f"{FUNCTIONS}:{name}", {}, LIMIT_S, 8) for name in NAMES]
 
@@ -70,9 +70,7 @@ def test_processes_are_kept_from_batch_to_batch(pool):
 
 def test_what_hangs_and_what_dies_takes_nothing_with_it(pool):
     texts = ["ok", "regex", "ok", "exit", "ok", "segfault", "wrong", "away", "ok"] * 2
-    begin = time.monotonic()
     found, counts = pool.run(jobs("naughty", *texts))
-    assert time.monotonic() - begin < 60
     kinds = {"regex": TIMEOUT, "exit": INFRASTRUCTURE, "segfault": INFRASTRUCTURE, "wrong": BAD_SAMPLE}
     kinds |= {"away": INFRASTRUCTURE, "ok": None}
     assert [outcome.kind for outcome in found] == [kinds[text] for text in texts]
@@ -106,10 +104,8 @@ def test_a_function_of_batches_sees_the_whole_batch(pool):
 
 
 def test_coroutines_run_at_the_same_time_and_one_that_blocks_is_found(pool):
-    begin = time.monotonic()
-    found, _ = pool.run(jobs("later", *["0.3"] * 64))
-    assert [outcome.score for outcome in found] == [0.3] * 64
-    assert time.monotonic() - begin < 64 * 0.3 / 2  # two processes one after another would take as long
+    found, _ = pool.run(jobs("meeting", *["8"] * 64))  # one after another none would go, and all run out of their time
+    assert [outcome.score for outcome in found] == [8] * 64
     found, counts = pool.run(jobs("later", "0", "100", "0.1"))
     assert [outcome.kind for outcome in found] == [None, TIMEOUT, None] and counts.replaced == 0
 

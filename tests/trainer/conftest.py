@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from arithmetic_task import RUN, make_task
+from dotted_keys import set_keys
 
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_arithmetic.py"
 
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``model`` (and tokenizer) and ``data/{train,test,sft}.parquet``: 90 problems and 10."""
-    folder = tmp_path_factory.mktemp("arithmetic")
-    command = [sys.executable, str(TOOL), "--out", str(folder), "--hidden", "32", "--layers", "2"]
-    command += ["--largest", "9", "--num-test", "10", "--lessons", "60", "60"]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return folder
-
-
-RUN = {"trainer.experiment_name": "test", "trainer.n_gpus_per_node": 1, "trainer.device": "cpu"}
-"""One device of this machine."""
-
-
-def with_keys(values: dict[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for path, value in values.items():
-        node = nested
-        *sections, name = path.split(".")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    return nested
+    options = ("--layers", "2", "--largest", "9", "--num-test", "10", "--lessons", "60", "60")
+    return make_task(tmp_path_factory.mktemp("arithmetic"), *options)
 
 
 @pytest.fixture
@@ -58,7 +37,7 @@ def train_config(arithmetic: Path, tmp_path: Path) -> Callable[..., TrainConfig]
             "actor_rollout_ref.rollout.dtype": "float32",
             **RUN,
         }
-        return build(TrainConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
+        return build(TrainConfig, set_keys({}, {**base, **(changes or {})}), str(tmp_path / "files"))
 
     return make
 
@@ -74,7 +53,7 @@ def sft_config(arithmetic: Path, tmp_path: Path) -> Callable[..., SFTConfig]:
             "model.path": str(arithmetic / "model"),
             **RUN,
         }
-        return build(SFTConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
+        return build(SFTConfig, set_keys({}, {**base, **(changes or {})}), str(tmp_path / "files"))
 
     return make
 
@@ -91,6 +70,6 @@ def evaluate_config(arithmetic: Path, tmp_path: Path) -> Callable[..., EvaluateC
             "actor_rollout_ref.model.path": str(arithmetic / "model"),
             **RUN,
         }
-        return build(EvaluateConfig, with_keys({**base, **(changes or {})}), str(tmp_path / "files"))
+        return build(EvaluateConfig, set_keys({}, {**base, **(changes or {})}), str(tmp_path / "files"))
 
     return make

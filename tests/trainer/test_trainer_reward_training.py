@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import RUN, TOOL, with_keys
+from arithmetic_task import RUN, make_task
+from dotted_keys import set_keys
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.config import RewardTrainingConfig, TrainConfig
@@ -25,11 +23,8 @@ from megarl.trainer.reward_training import run
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sums of two numbers up to 3, whose right answers a small model soon tells from wrong ones."""
-    folder = tmp_path_factory.mktemp("pairs")
-    command = [sys.executable, str(TOOL), "--out", str(folder), "--hidden", "32", "--largest", "3", "--num-test", "2"]
-    command += ["--lessons", "8", "8", "--pairs", "1280", "24"]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return folder
+    options = ("--largest", "3", "--num-test", "2", "--lessons", "8", "8", "--pairs", "1280", "24")
+    return make_task(tmp_path_factory.mktemp("pairs"), *options)
 
 
 def rewards(model: Path, pairs: Path, column: str) -> torch.Tensor:
@@ -65,7 +60,7 @@ def test_it_learns_is_exported_and_scores_a_policy(
         "trainer.default_local_dir": str(tmp_path / "checkpoints"),
     }
     (tmp_path / "run").mkdir()
-    run(build(RewardTrainingConfig, with_keys(values)), tmp_path / "run")
+    run(build(RewardTrainingConfig, set_keys({}, values)), tmp_path / "run")
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 40 and steps[0]["train/loss"] == pytest.approx(0.6931, abs=1e-4)  # the new head says 0
     early, late = (sum(row["train/accuracy"] for row in part) / 5 for part in (steps[:5], steps[-10::2]))

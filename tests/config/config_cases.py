@@ -1,0 +1,42 @@
+"""Smallest configurations of each job, and what is wrong with changed ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dotted_keys import set_keys
+
+from megarl.config import TrainConfig
+from megarl.config.build import build
+from megarl.config.problems import InvalidConfigError, Problem
+
+TRAIN = {
+    "data": {"train_files": ["train.parquet"]},
+    "actor_rollout_ref": {"model": {"path": "model"}},
+    "trainer": {"experiment_name": "test"},
+}
+EVALUATE = {
+    "data": {"val_files": ["val.parquet"]},
+    "actor_rollout_ref": {"model": {"path": "model"}},
+    "trainer": {"experiment_name": "test"},
+}
+SFT = {
+    "data": {"train_files": ["train.parquet"]},
+    "model": {"path": "model"},
+    "trainer": {"experiment_name": "test"},
+}
+
+
+def with_keys(values: dict[str, Any], base: dict[str, Any] = TRAIN) -> dict[str, Any]:
+    """The base with dotted keys set."""
+    return set_keys(base, values)
+
+
+def problems_of(values: dict[str, Any], schema: Any = TrainConfig, base: dict[str, Any] = TRAIN) -> dict[str, Problem]:
+    """The problems of a configuration that is wrong, by path."""
+    with pytest.raises(InvalidConfigError) as caught:
+        build(schema, with_keys(values, base))
+    for problem in caught.value.problems:
+        assert problem.path in str(caught.value) and problem.text in str(caught.value)
+    return {problem.path: problem for problem in caught.value.problems}
