@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megarl.errors import WorkerError
 from megarl.tracing import Event, ProfileOptions, TracingOptions
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _EXCHANGES = 8
 _COLLECT_S = 30.0
 """For a process to hand over its last events; one that has hung has none to give."""
-
-
 _WRITE_S = 600.0
 """For a process to write its profile, which may be large."""
 
@@ -44,10 +42,17 @@ class Member(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A process's events, on its own clock."""
+    """What a process recorded.
+
+    Attributes:
+        member: the process.
+        events: on its own clock.
+        missing: why it handed none over; empty where it did.
+    """
 
     member: Member
     events: list[Event]
+    missing: str = ""
 
 
 @dataclass
@@ -94,13 +99,17 @@ class RunProcesses:
         return [(member, by_role[member.role].ask(member.rank, "record", on)) for member in self.members()]
 
     def collect(self, asked: list[tuple[Member, ray.ObjectRef]]) -> Iterator[Recorded]:
-        """What :meth:`record` brought; a process that is gone, or does not answer, brings nothing."""
+        """What :meth:`record` brought, from each process that was asked."""
         deadline = time.monotonic() + _COLLECT_S
         for member, ref in asked:
             try:
                 yield Recorded(member, ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
-            except RayError:
-                continue
+            except GetTimeoutError:
+                yield Recorded(member, [], f"it did not answer within {_COLLECT_S:g} s")
+            except RayActorError:
+                yield Recorded(member, [], "it is gone")
+            except RayError as error:
+                yield Recorded(member, [], f"it failed: {error}".splitlines()[0])
 
     def offsets(self) -> dict[str, Offset]:
         """How far the clock of each node is ahead of this process's, by the node's address."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megarl.tracing.tracer import PHASE
+from megarl.tracing.tracer import LEFT_OUT, PHASE
 
 _SHOWN_GAPS = 5
 
@@ -49,6 +49,7 @@ class Summary:
         processes: of roles.
         phases: seconds by phase, over all steps, without the start; what is in another phase counts there only.
         gaps: the longest, the longest first.
+        left_out: which events the timeline lacks and why, by process, a line of text each.
     """
 
     seconds: float
@@ -56,6 +57,7 @@ class Summary:
     processes: Sequence[ProcessUse]
     phases: Mapping[str, float]
     gaps: Sequence[Gap]
+    left_out: Sequence[str] = ()
 
     def render(self) -> str:
         """As text, a table after the other."""
@@ -74,6 +76,8 @@ class Summary:
             length = (gap.end - gap.start) / 1e6
             between = f"at {gap.start / 1e6:.3f} s, between {gap.before} and {gap.after}"
             lines.append(f"{gap.process:<{width}}  {length:>8.3f} s  {between}")
+        if self.left_out:
+            lines += ["", "not in this timeline", *self.left_out]
         return "\n".join(lines)
 
 
@@ -85,6 +89,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
     """
     names: dict[int, str] = {}
     spans: dict[tuple[int, str], list[tuple[float, float, str]]] = defaultdict(list)
+    lacks: list[tuple[int, float, str]] = []
     steps = 0
     for event in events:
         if event["name"] == "process_name":
@@ -94,6 +99,8 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
             spans[event["pid"], event.get("cat", "")].append(span)
         elif event.get("cat") == "step":
             steps += 1
+        elif event.get("cat") == LEFT_OUT:
+            lacks.append((event["pid"], event["ts"], event["name"]))
     verbs = {pid: sorted(found) for (pid, category), found in spans.items() if category == "verb"}
     start = min((found[0][0] for found in verbs.values()), default=0.0)
     end = max((stop for found in verbs.values() for _, stop, _ in found), default=0.0)
@@ -112,7 +119,8 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
     phases = own_seconds(
         [one for (_, category), found in spans.items() if category == PHASE for one in found if one[1] > start]
     )
-    return Summary((end - start) / 1e6, steps, processes, phases, gaps[:_SHOWN_GAPS])
+    told = [f"{names.get(pid, str(pid))}, until {at / 1e6:.3f} s: {text}" for pid, at, text in sorted(lacks)]
+    return Summary((end - start) / 1e6, steps, processes, phases, gaps[:_SHOWN_GAPS], told)
 
 
 def covered(spans: Iterable[tuple[float, float, str]]) -> float:

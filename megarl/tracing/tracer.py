@@ -17,6 +17,8 @@ from megarl.tracing.board import Board
 
 PHASE = "phase"
 """Category of a run's phases, in the driver."""
+LEFT_OUT = "left out"
+"""Category of moments that say which events are missing, and why."""
 MOST_EVENTS = 500_000
 """Kept between two collections; what comes then is counted and told."""
 
@@ -41,6 +43,11 @@ class Event(NamedTuple):
     duration_ns: int
     lane: str
     args: dict[str, Any]
+
+
+def left_out(what: str) -> Event:
+    """Says that the timeline lacks events up to now, and which or why."""
+    return Event("i", f"events left out: {what}", LEFT_OUT, time.monotonic_ns(), 0, "", {})
 
 
 class Tracer:
@@ -107,7 +114,7 @@ class Tracer:
         """The events since the last call, which are forgotten here."""
         events, self._events = self._events, []
         if self.dropped:
-            events.append(Event("i", f"{self.dropped} events left out", "", time.monotonic_ns(), 0, "", {}))
+            events.append(left_out(f"{self.dropped} more than {MOST_EVENTS} between two collections"))
             self.dropped = 0
         return events
 

@@ -16,6 +16,7 @@ from megarl.tracing import TRACER, Event, RoleProfile, TracingOptions, span, unw
 from megarl.tracing.clocks import Offset
 from megarl.tracing.memory import count_memory
 from megarl.tracing.trace_file import FILE_NAME, TraceFile
+from megarl.tracing.tracer import left_out
 from megarl.trainer.profiling import ProfiledSteps
 from megarl.trainer.watchdog import Watchdog
 
@@ -68,7 +69,10 @@ class Timeline:
             count_memory()
 
     def close(self, processes: RunProcesses | None) -> None:
-        """Fetch what is left, where there are processes to ask, and complete the file."""
+        """Fetch what is left, where there are processes to ask, and complete the file.
+
+        After a failure there are none: processes may be gone or hang, and what they had not handed over is lost.
+        """
         TRACER.recording = False
         self._take_driver()
         if processes is not None:
@@ -76,6 +80,8 @@ class Timeline:
             if self._on:
                 self._asked = processes.record(False)
                 self._fetch(processes)
+        elif self._on or self._asked:
+            self.file.write(DRIVER, [left_out("what processes had not handed over when the run failed")])
         self.file.close()
 
     def _take_driver(self) -> None:
@@ -96,6 +102,12 @@ class Timeline:
             row = self._rows[member.role, member.rank] = len(self._rows) + 1
             self.file.name_process(row, f"{member.role} rank {member.rank}", f"{member.host}, pid {member.pid}")
         self.file.write(row, recorded.events, self._offsets.get(member.host, Offset()).ahead_ns)
+        if recorded.missing:
+            self.file.write(row, [left_out(recorded.missing)])
+            self._message(
+                f"timeline: {member.role} rank {member.rank} (pid {member.pid} on {member.host}) has not handed over "
+                f"what it recorded: {recorded.missing}; the timeline is without it"
+            )
 
     def _measure(self, processes: RunProcesses) -> None:
         """The nodes' clocks, which is told where one is not this machine's."""
@@ -151,7 +163,6 @@ class RunTracing:
                 self._profiler.close()
         finally:
             if self._timeline is not None:
-                # After a failure processes may be gone or hang: what they had not handed over is lost.
                 self._timeline.close(self.processes if error is None else None)
             unwatch_process()
 

@@ -36,6 +36,18 @@ def test_shares_phases_and_gaps_by_hand() -> None:
     assert "at 2.000 s, between compute_log_prob and update_actor" in summary.render()
 
 
+def test_what_a_timeline_lacks_is_told() -> None:
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "actor rank 0"}},
+        bar("update_actor", "verb", 0, 1),
+        {"ph": "i", "name": "events left out: it is gone", "cat": "left out", "pid": 1, "ts": 2.5e6},
+    ]
+    told = "actor rank 0, until 2.500 s: events left out: it is gone"
+    assert summarize(events).left_out == [told]
+    assert summarize(events).render().endswith(f"\n\nnot in this timeline\n{told}")
+    assert "not in this timeline" not in summarize(events[:2]).render()
+
+
 def test_a_timeline_without_work_is_told_as_such() -> None:
     assert summarize([]).render().startswith("0 steps, 0 processes, 0.00 s")
 

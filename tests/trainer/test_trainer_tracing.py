@@ -1,0 +1,101 @@
+"""What the timeline of real processes says of those that do not hand over what they recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, processes, wait_ready
+from megarl.config.tracing import TimelineConfig
+from megarl.models import ParallelLayout
+from megarl.tracing import TracingOptions, unwatch_process
+from megarl.tracing.summary import Summary, summarize
+from megarl.tracing.trace_file import read_trace
+from megarl.trainer.tracing import Timeline
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PlacedPool]:
+    with RaySession(num_cpus=2) as session:
+        placed = session.place([ResourcePool("main", "cpu", [2])])["main"]
+        placed.processes.options = TracingOptions(timeline=True)
+        yield placed
+
+
+@pytest.fixture
+def group(pool: PlacedPool) -> Iterator[WorkerGroup]:
+    """Two ranks that can be stopped and killed."""
+    sleepers = WorkerGroup("sleeper", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(dp=2), pool)
+    wait_ready([sleepers])
+    yield sleepers
+    sleepers.shutdown()
+    pool.processes.groups.clear()
+    unwatch_process()
+
+
+def recorded(folder: Path) -> tuple[Summary, dict[str, int]]:
+    """What the run's timeline comes to, and the calls in it by process."""
+    events = read_trace(folder)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    calls = dict.fromkeys(names.values(), 0)
+    for event in events:
+        calls[names[event["pid"]]] += event.get("cat") == "verb"
+    return summarize(events), calls
+
+
+def test_a_process_that_does_not_answer_is_named_and_the_others_are_there(
+    pool: PlacedPool, group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_COLLECT_S", 2.0)
+    told: list[str] = []
+    timeline = Timeline(TimelineConfig(enable=True), tmp_path, told.append)
+    timeline.begin_step(pool.processes, 0)
+    stopped, _ = group.pid()
+    os.kill(stopped, signal.SIGSTOP)  # the first that is waited for, so that the other one is asked when time is up
+    timeline.begin_step(pool.processes, 1)
+    timeline.begin_step(pool.processes, 2)
+    host = next(member.host for member in pool.processes.members())
+    assert told == [
+        f"timeline: sleeper rank 0 (pid {stopped} on {host}) has not handed over what it recorded: it did not answer "
+        "within 2 s; the timeline is without it"
+    ]
+    os.kill(stopped, signal.SIGCONT)
+    monkeypatch.undo()
+    timeline.close(pool.processes)
+    assert len(told) == 1, "what it recorded later is there"
+    summary, calls = recorded(tmp_path)
+    assert calls == {"driver": 0, "sleeper rank 0": 0, "sleeper rank 1": 1}
+    (lacks,) = summary.left_out
+    assert lacks.startswith("sleeper rank 0, until ") and lacks.endswith(
+        "events left out: it did not answer within 2 s"
+    )
+
+
+def test_a_process_that_is_gone_is_named(pool: PlacedPool, group: WorkerGroup, tmp_path: Path) -> None:
+    told: list[str] = []
+    timeline = Timeline(TimelineConfig(enable=True), tmp_path, told.append)
+    timeline.begin_step(pool.processes, 0)
+    _, victim = group.pid()
+    process = psutil.Process(victim)
+    process.kill()
+    process.wait()
+    timeline.close(pool.processes)
+    assert any(line.startswith("timeline: sleeper rank 1") and "recorded: it is gone;" in line for line in told)
+    summary, calls = recorded(tmp_path)
+    assert calls["sleeper rank 0"] == 1
+    assert {line.split(", until ")[0] for line in summary.left_out} == {"sleeper rank 1"}
+
+
+def test_a_run_that_failed_asks_nobody_and_says_so(pool: PlacedPool, group: WorkerGroup, tmp_path: Path) -> None:
+    told: list[str] = []
+    timeline = Timeline(TimelineConfig(enable=True), tmp_path, told.append)
+    timeline.begin_step(pool.processes, 1)
+    group.pid()
+    timeline.close(None)
+    (lacks,) = recorded(tmp_path)[0].left_out
+    assert lacks.endswith("events left out: what processes had not handed over when the run failed") and not told
