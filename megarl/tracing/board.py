@@ -98,10 +98,11 @@ class Board:
 
 
 def find_file(pid: int, name: str) -> Path | None:
-    """A process's anonymous file by its name; None where it has none, or is gone."""
+    """A process's anonymous file by its name, up to a colon in it; None where it has none, or is gone."""
+    beginnings = (f"/memfd:{name} ", f"/memfd:{name}:")
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(entry).startswith(f"/memfd:{name} "):
+            if os.readlink(entry).startswith(beginnings):
                 return entry
     except OSError:
         pass

@@ -1,27 +1,23 @@
 """Python stacks and states of processes on this machine, whatever they hang in.
 
-A watched process lets ``faulthandler`` write the stacks of all its threads into an anonymous file when it gets
-:data:`SIGNAL`: that is done in C, without Python's lock, and interrupts nothing. A process that never asked for it
-is not sent the signal, which would end it.
+A process that never offered to tell its stacks (:mod:`megarl.tracing.stack_writer`) is asked for none: the signal would
+end it.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import fcntl
 import os
 import re
-import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.tracing.board import STACKS, BoardContent, find_file, read_board
+from megarl.tracing.stack_writer import SIGNAL
 
-SIGNAL = signal.SIGUSR2
-LONGEST_DUMP_S = 2.0
+LONGEST_ANSWER_S = 2.0
+"""For a process to tell its stacks, in each of the two ways."""
 _SETTLED_S = 0.05
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _STATES = {"R": "running", "S": "sleeping", "D": "in the kernel", "T": "stopped", "t": "traced", "Z": "dead"}
@@ -66,16 +62,6 @@ class ProcessReport:
     children: tuple[ProcessReport, ...] = ()
 
 
-def tell_stacks() -> None:
-    """From here on this process writes its stacks when it gets :data:`SIGNAL`; once, and on Linux only."""
-    if find_file(os.getpid(), STACKS) is not None or not sys.platform.startswith("linux"):
-        return
-    handle = os.memfd_create(STACKS)
-    # A reader empties it before it asks; what is written next goes to its end.
-    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_APPEND)
-    faulthandler.register(SIGNAL, file=handle, all_threads=True, chain=False)
-
-
 def take_reports(pids: Sequence[int], children_of: Sequence[int] | None = None) -> list[ProcessReport]:
     """What processes of this machine do; all are asked at once.
 
@@ -83,23 +69,48 @@ def take_reports(pids: Sequence[int], children_of: Sequence[int] | None = None) 
         pids: of the processes.
         children_of: those whose children are told of; None = all.
     """
-    files = {pid: ask_for_stacks(pid) for pid in pids}
-    deadline = time.monotonic() + LONGEST_DUMP_S
+    asked = {pid: file for pid in pids if (file := _asked(pid)) is not None}
+    told = _told(asked)
+    told |= _told({pid: file for pid, file in asked.items() if not told[pid] and _signalled(pid)})
     parents = pids if children_of is None else children_of
-    return [_report(pid, files[pid], deadline, pid in parents) for pid in pids]
+    return [_report(pid, told.get(pid, ""), pid in parents) for pid in pids]
 
 
-def ask_for_stacks(pid: int) -> Path | None:
-    """Has a process write its stacks; returns the file, None where it would not."""
+def _asked(pid: int) -> Path | None:
+    """The file into which a process writes its stacks, having been asked to; None where it cannot, or never would."""
     file = find_file(pid, STACKS)
-    if file is None or not _catches(pid):
+    if file is None or process_state(pid) in (DEAD, STOPPED):
         return None
     try:
+        rope = re.match(rf"/memfd:{STACKS}:(\d+)", os.readlink(file))
+        if rope is None:
+            return None
         os.truncate(file, 0)
-        os.kill(pid, SIGNAL)
+        handle = os.open(file.with_name(rope[1]), os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(handle, b"?")
+        finally:
+            os.close(handle)
     except OSError:
         return None
     return file
+
+
+def _told(files: Mapping[int, Path]) -> dict[int, str]:
+    """What processes have written, by their numbers; empty texts of those that have not in time."""
+    deadline = time.monotonic() + LONGEST_ANSWER_S
+    return {pid: _settled_text(file, deadline) for pid, file in files.items()}
+
+
+def _signalled(pid: int) -> bool:
+    """Asks a process whose threads cannot run by the signal, unless it would end it."""
+    if not _catches(pid):
+        return False
+    try:
+        os.kill(pid, SIGNAL)
+    except OSError:
+        return False
+    return True
 
 
 def process_state(pid: int) -> str:
@@ -112,7 +123,7 @@ def process_state(pid: int) -> str:
 
 
 def main_frames(stacks: str) -> tuple[Frame, ...]:
-    """The frames of the thread that took the signal, which is the main one; innermost first."""
+    """The frames of the main thread, innermost first."""
     _, _, rest = stacks.partition("Current thread ")
     found = []
     for line in rest.splitlines()[1:]:
@@ -123,14 +134,12 @@ def main_frames(stacks: str) -> tuple[Frame, ...]:
     return tuple(found)
 
 
-def _report(pid: int, file: Path | None, deadline: float, with_children: bool) -> ProcessReport:
-    state = process_state(pid)
-    stacks = "" if file is None or state in (DEAD, STOPPED) else _settled_text(file, deadline)
+def _report(pid: int, stacks: str, with_children: bool) -> ProcessReport:
     children = [_child(child) for child in child_pids(pid)] if with_children else []
     board = read_board(pid)
     command = _command(pid) if board is None else ""
     frames = main_frames(stacks)
-    return ProcessReport(pid, state, board, stacks, frames, time.monotonic_ns(), command, tuple(children))
+    return ProcessReport(pid, process_state(pid), board, stacks, frames, time.monotonic_ns(), command, tuple(children))
 
 
 def _child(pid: int) -> ProcessReport:

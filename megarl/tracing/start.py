@@ -6,7 +6,7 @@ import sys
 
 from megarl.tracing.board import Board
 from megarl.tracing.options import TracingOptions
-from megarl.tracing.stacks import tell_stacks
+from megarl.tracing.stack_writer import tell_stacks
 from megarl.tracing.tracer import TRACER
 
 

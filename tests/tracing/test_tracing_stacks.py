@@ -1,0 +1,96 @@
+"""Stacks of real processes: those that work, that hold Python's lock, that are stopped, that know nothing of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megarl.tracing.stacks import process_state, take_reports
+
+TELLS = "from megarl.tracing.stack_writer import tell_stacks; tell_stacks()\n"
+BUSY = """
+import threading
+def deep(n):
+    return 0 if n == 0 else 1 + deep(n - 1)
+def work():
+    while True:
+        deep(300)
+for number in range(4):
+    threading.Thread(target=work, name=f"busy {number}", daemon=True).start()
+"""
+WAIT = "import time\ndef idle():\n    print('up', flush=True)\n    time.sleep(600)\nidle()\n"
+LOCKED = "import re\ndef hang():\n    print('up', flush=True)\n    re.match('(a+)+b', 'a' * 99)\nhang()\n"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a program that says ``up``."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(code: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_threads_that_run_while_they_are_looked_at_go_on(start) -> None:
+    """A dump without Python's lock ends such a process at the first attempt or soon after it."""
+    process = start(TELLS + BUSY + WAIT)
+    for _ in range(30):
+        (report,) = take_reports([process.pid])
+        assert [frame.function for frame in report.frames] == ["idle", "<module>"]
+        assert all(f"[busy {number}]" in report.stacks for number in range(4)) and " in work" in report.stacks
+    assert process.poll() is None
+
+
+def test_a_process_that_holds_the_lock_tells_by_the_signal(start) -> None:
+    process = start(TELLS + LOCKED)
+    (report,) = take_reports([process.pid])
+    while "[MainThread]" in report.stacks:  # its own thread told them: it does not hold the lock yet
+        (report,) = take_reports([process.pid])
+    # CPython's matching of expressions never gives the lock up.
+    assert [frame.function for frame in report.frames][-2:] == ["hang", "<module>"] and process.poll() is None
+
+
+def test_a_stopped_process_is_left_alone(start) -> None:
+    process = start(TELLS + WAIT)
+    os.kill(process.pid, signal.SIGSTOP)
+    while process_state(process.pid) != "stopped":
+        time.sleep(0.01)
+    (report,) = take_reports([process.pid])
+    assert (report.state, report.stacks) == ("stopped", "")
+    os.kill(process.pid, signal.SIGCONT)
+    (report,) = take_reports([process.pid])
+    assert report.frames[0].function == "idle"
+
+
+def test_processes_that_never_offered_to_tell_are_not_signalled(start) -> None:
+    unaware, gone = start(WAIT), start(WAIT)
+    gone.kill()
+    gone.wait()
+    first, second = take_reports([unaware.pid, gone.pid])
+    assert first.stacks == "" and "time.sleep" in first.command and unaware.poll() is None
+    assert second.state == "dead"
+
+
+def test_several_are_asked_at_once_and_this_process_too(start) -> None:
+    from megarl.tracing.stack_writer import tell_stacks
+
+    tell_stacks()
+    processes = [start(TELLS + WAIT) for _ in range(2)]
+    reports = take_reports([os.getpid(), *(process.pid for process in processes)])
+    functions = {frame.function for frame in reports[0].frames}
+    assert "test_several_are_asked_at_once_and_this_process_too" in functions
+    assert [report.frames[0].function for report in reports[1:]] == ["idle", "idle"]
