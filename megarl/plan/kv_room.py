@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megarl.models import ModelConfig
+from megarl.plan.hardware import GIB
 from megarl.plan.job import DTYPE_BYTES, PlannedRollout
 
 LENGTH_MULTIPLE = 32
 """The embedded engine's slots are a multiple of so many tokens long."""
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 _PREFILL = ((35 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192))
 _GRAPHS = ((20 * GIB, 8, 8), (35 * GIB, 24, 80), (60 * GIB, 32, 160), (160 * GIB, 256, 512))
 """By device memory below which they hold: SGLang's tokens per prefill, and its largest batch in CUDA graphs with fewer

@@ -194,22 +194,27 @@ class PassModel:
             backward_s: of one micro-batch, behind which the sum hides with ``overlap_grad_reduce``.
             forward_s: of one micro-batch, behind which the gather hides with ``overlap_param_gather``.
         """
-        role, hardware, layout = self.role, self.hardware, self.role.layout
-        elements = self._most
+        role, hardware, elements = self.role, self.hardware, self._most
         pairs = ((self.groups.data, elements.shared), (self.groups.expert_data, elements.experts))
         if role.megatron.use_distributed_optimizer:
             summed = sum(group.gather_s(FLOAT32 * n, hardware) for group, n in pairs if n)
             gathered = sum(group.gather_s(role.dtype_bytes * n, hardware) for group, n in pairs if n)
-            own = elements.shared / (layout.dp * layout.cp) + elements.experts / layout.expert_dp
         else:
             summed = sum(group.reduce_s(FLOAT32 * n, hardware) for group, n in pairs if n)
-            gathered, own = 0.0, elements.total
+            gathered = 0.0
         if role.megatron.overlap_grad_reduce:
             summed = max(0.0, summed - backward_s)
         if role.megatron.overlap_param_gather:
             gathered = max(0.0, gathered - forward_s)
-        moved = ADAM_BYTES * own + 2 * FLOAT32 * elements.total  # gradients are set to zero, and their norm is taken
-        return Cost(data=summed + gathered, memory=hardware.reading_s(moved))
+        cleared = 2 * FLOAT32 * elements.total  # gradients are set to zero, and their norm is taken
+        return Cost(data=summed + gathered, memory=hardware.reading_s(ADAM_BYTES * self._optimized() + cleared))
+
+    def _optimized(self) -> float:
+        """Elements whose optimizer state a rank has, on the ranks with most weights."""
+        layout, elements = self.role.layout, self._most
+        if not self.role.megatron.use_distributed_optimizer:
+            return elements.total
+        return elements.shared / (layout.dp * layout.cp) + elements.experts / layout.expert_dp
 
     def _moved(self, stage: int, micro: Rows) -> float:
         """Bytes that the operations between the products read and write: norms, rotation, gates, residuals, logits."""
@@ -277,17 +282,13 @@ class PassModel:
 
     def _host_copies(self, one: PlannedPass) -> Cost:
         """What rests in host memory comes before the phase and goes after it; a reference is swapped in and out."""
-        megatron, layout = self.role.megatron, self.role.layout
-        elements = self._most
+        megatron = self.role.megatron
         copies = 2 if megatron.param_offload else 0
         if one.phase == "ref" and self.role.holds_reference:
             copies += 3  # the actor's own out, the reference's in, and the actor's in again
         nbytes = 0.0
         if one.updates and megatron.optimizer_offload:
-            own = elements.total
-            if megatron.use_distributed_optimizer:
-                own = elements.shared / (layout.dp * layout.cp) + elements.experts / layout.expert_dp
-            nbytes += 2 * own * FLOAT32 * (ADAM_STATES + (megatron.dtype != "float32"))
+            nbytes = 2 * self._optimized() * FLOAT32 * (ADAM_STATES + (megatron.dtype != "float32"))
         return Cost(host=copies * weights_copy_s(self.role, self.hardware) + self.hardware.host_copy_s(nbytes))
 
 

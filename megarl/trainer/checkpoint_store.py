@@ -100,9 +100,7 @@ class CheckpointStore:
             self._point_to(step, POINTER)
         except (OSError, CheckpointError) as error:
             self.abort(step)
-            raise CheckpointError(
-                f"saving the checkpoint of step {step} to {self.root} failed: {error}; earlier checkpoints are kept"
-            ) from error
+            raise self._failure(step, error) from error
         self._tidy_up()
         return folder
 
@@ -124,13 +122,16 @@ class CheckpointStore:
             yield folder
         except OSError as error:
             self.abort(step)
-            raise CheckpointError(
-                f"saving the checkpoint of step {step} to {self.root} failed: {error}; earlier checkpoints are kept"
-            ) from error
+            raise self._failure(step, error) from error
         except BaseException:
             self.abort(step)
             raise
         self.commit(step, score=score)
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"saving the checkpoint of step {step} to {self.root} failed: {error}; earlier checkpoints are kept"
+        )
 
     def best(self) -> Manifest | None:
         """The best of the whole checkpoints by the retention's metric; None where none has it."""

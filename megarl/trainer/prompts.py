@@ -37,11 +37,7 @@ def prompt_loader(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> St
 
 def validation_loader(config: AnswersConfig, tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
     """Held-out prompts in file order, every one of them, or as many as ``data.val_max_samples``."""
-    data, seed = config.data, config.actor_rollout_ref.rollout.seed
-    dataset = _dataset(
-        config, data.val_files, tokenizer, RLHFDataset, max_samples=data.val_max_samples, sample_seed=seed or 0
-    )
-    return StatefulLoader(dataset, data.val_batch_size, dataset.collate, shuffle=False, drop_last=False)
+    return _in_file_order(config, config.data.val_files, tokenizer, RLHFDataset)
 
 
 class AskedDataset(RLHFDataset):
@@ -51,9 +47,15 @@ class AskedDataset(RLHFDataset):
 
 
 def asked_loader(config: AnswersConfig, files: list[str], tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
-    """Prompts of files in their order, with all of their rows' columns."""
+    """As :func:`validation_loader`, of other files, and with all of their rows' columns."""
+    return _in_file_order(config, files, tokenizer, AskedDataset)
+
+
+def _in_file_order(
+    config: AnswersConfig, files: list[str], tokenizer: PreTrainedTokenizerBase, kind: type[RLHFDataset]
+) -> StatefulLoader:
     data, seed = config.data, config.actor_rollout_ref.rollout.seed
-    dataset = _dataset(config, files, tokenizer, AskedDataset, max_samples=data.val_max_samples, sample_seed=seed or 0)
+    dataset = _dataset(config, files, tokenizer, kind, max_samples=data.val_max_samples, sample_seed=seed or 0)
     return StatefulLoader(dataset, data.val_batch_size, dataset.collate, shuffle=False, drop_last=False)
 
 

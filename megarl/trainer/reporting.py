@@ -67,7 +67,7 @@ class RunReporter:
         folder: folder of the run's files.
         console: of the run.
         resumed_from: checkpoint folder whose metrics are continued, with its step; None for a new run.
-        tracing: of the run's processes; None = they are not watched.
+        tracing: is told of the steps; None = nobody is.
     """
 
     def __init__(
