@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "trainer").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((PACKAGE / "trainer").rglob("*.py")), ids=lambda path: path.name)
 def test_the_driver_communicates_through_the_cluster_only(path):
     assert not {name for name in imported(path) if name.split(".")[:2] == ["torch", "distributed"]}
 
@@ -35,6 +36,13 @@ def test_pure_rooms_start_no_process(room):
 
 def test_nothing_is_called_utils():
     assert not [path for path in PACKAGE.rglob("*.py") if path.stem in {"utils", "util", "helpers", "common", "misc"}]
+
+
+def test_modules_of_the_tests_are_told_apart_by_name() -> None:
+    """All folders of tests are on one path: of two modules of one name, whichever was imported first is found."""
+    modules = [path for path in (ROOT / "tests").rglob("*.py") if path.stem != "conftest"]
+    assert not [name for name, count in Counter(path.stem for path in modules).items() if count > 1]
+    assert not [path for path in modules if any("conftest" in name.split(".") for name in imported(path))]
 
 
 def test_files_that_the_docs_name_are_there() -> None:

@@ -42,7 +42,7 @@ def test_training_whose_driver_is_killed_goes_on_from_its_checkpoint(start_launc
         "actor_rollout_ref.actor.ppo_mini_batch_size=24",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
         "actor_rollout_ref.rollout.n=2",
-        f"custom_reward_function.path={HERE / 'deadly_reward.py'}",
+        f"custom_reward_function.path={HERE / 'driver_killing_reward.py'}",
         "custom_reward_function.name=score",
         "reward_model.num_workers=0",
         *("trainer.n_gpus_per_node=1", "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.test_freq=-1"),
