@@ -163,6 +163,14 @@ def rank_elements(role: PlannedRole, stage: int) -> Elements:
     return Elements(shared / layout.tp, routed / (layout.ep * layout.expert_tp))
 
 
+def optimized_elements(role: PlannedRole, held: Elements) -> float:
+    """Elements whose optimizer state a rank has, of the weights that it holds: its share, where that is distributed."""
+    layout = role.layout
+    if not role.megatron.use_distributed_optimizer:
+        return held.total
+    return held.shared / (layout.dp * layout.cp) + held.experts / layout.expert_dp
+
+
 def layers_elements(model: ModelConfig, layers: Iterable[int]) -> tuple[float, float]:
     """Weights of whole layers: without their routed experts, and theirs."""
     kinds: dict[bool, list[int]] = {False: [], True: []}  # layers of a kind are alike

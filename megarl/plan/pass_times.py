@@ -14,18 +14,16 @@ from typing import NamedTuple
 
 from megarl.config.batch import MicroBatches
 from megarl.data.packing import common_count, fewest_micro_batches
-from megarl.plan.flops import BACKWARD, Rows, Work, forward_work, rank_elements, recomputed_work
+from megarl.plan.flops import BACKWARD, Rows, Work, forward_work, optimized_elements, rank_elements, recomputed_work
 from megarl.plan.groups import Groups
 from megarl.plan.hardware import Hardware
 from megarl.plan.job import PlannedPass, PlannedRole
 from megarl.plan.lengths import Ints, Lengths
+from megarl.plan.states import FLOAT32, MOMENTS
 
-FLOAT32 = 4
 ADAM_BYTES = 34
 """Moved per element of a rank's share in a step: gradient, main weight and moments read, the latter three written, and
 the weight."""
-ADAM_STATES = 2
-"""Running means of Adam, float32."""
 LOGITS_PASSES = 4
 """How often the logits, in float32, are read or written until there are log-probs."""
 
@@ -206,15 +204,9 @@ class PassModel:
             summed = max(0.0, summed - backward_s)
         if role.megatron.overlap_param_gather:
             gathered = max(0.0, gathered - forward_s)
-        cleared = 2 * FLOAT32 * elements.total  # gradients are set to zero, and their norm is taken
-        return Cost(data=summed + gathered, memory=hardware.reading_s(ADAM_BYTES * self._optimized() + cleared))
-
-    def _optimized(self) -> float:
-        """Elements whose optimizer state a rank has, on the ranks with most weights."""
-        layout, elements = self.role.layout, self._most
-        if not self.role.megatron.use_distributed_optimizer:
-            return elements.total
-        return elements.shared / (layout.dp * layout.cp) + elements.experts / layout.expert_dp
+        moved = ADAM_BYTES * optimized_elements(role, elements)
+        moved += 2 * FLOAT32 * elements.total  # gradients are set to zero, and their norm is taken
+        return Cost(data=summed + gathered, memory=hardware.reading_s(moved))
 
     def _moved(self, stage: int, micro: Rows) -> float:
         """Bytes that the operations between the products read and write: norms, rotation, gates, residuals, logits."""
@@ -288,7 +280,7 @@ class PassModel:
             copies += 3  # the actor's own out, the reference's in, and the actor's in again
         nbytes = 0.0
         if one.updates and megatron.optimizer_offload:
-            nbytes = 2 * self._optimized() * FLOAT32 * (ADAM_STATES + (megatron.dtype != "float32"))
+            nbytes = 2 * optimized_elements(self.role, self._most) * FLOAT32 * (MOMENTS + (megatron.dtype != "float32"))
         return Cost(host=copies * weights_copy_s(self.role, self.hardware) + self.hardware.host_copy_s(nbytes))
 
 

@@ -17,13 +17,14 @@ from megarl.config.problems import show, value_at
 from megarl.errors import MegarlError
 from megarl.models import ModelConfig
 from megarl.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
-from megarl.plan.flops import rank_elements
+from megarl.plan.flops import optimized_elements, rank_elements
 from megarl.plan.hardware import Hardware
 from megarl.plan.job import PlannedJob, PlannedRole, planned_job
 from megarl.plan.lengths import Lengths
 from megarl.plan.memory import plan_memory
-from megarl.plan.pass_times import ADAM_STATES, FLOAT32, PassModel
+from megarl.plan.pass_times import PassModel
 from megarl.plan.passes import pass_activations
+from megarl.plan.states import FLOAT32, MOMENTS
 from megarl.plan.sync import rough_sync_s
 from megarl.plan.times import generation_s, micro_batches_of
 
@@ -177,12 +178,9 @@ def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
     most = 0.0
     for stage in {0, role.layout.pp - 1}:
         elements = rank_elements(role, stage)
-        share = elements.total
-        if role.megatron.use_distributed_optimizer:
-            replicas = role.layout.dp * role.layout.cp
-            share = elements.shared / replicas + elements.experts / role.layout.expert_dp
         main = 0 if role.megatron.dtype == "float32" else FLOAT32
-        states = elements.total * (role.dtype_bytes + FLOAT32) + share * (main + ADAM_STATES * FLOAT32)
+        own = optimized_elements(role, elements) * (main + MOMENTS * FLOAT32)
+        states = elements.total * (role.dtype_bytes + FLOAT32) + own
         kept = [pass_activations(job, role, one, stage) for one in role.passes if one.updates]
         most = max(most, states + max((one.layers + one.ends for one in kept), default=0))
     return most
