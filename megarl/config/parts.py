@@ -310,6 +310,12 @@ class TrainingRunConfig(RunConfig):
         "Kind of node that `megarl plan` and the dry run plan for: a name, such as h100, or a file of your own (see "
         "docs/plan.md); null = h100, or cpu where `device` is cpu.",
     )
+    dry_run: bool = key(
+        False,
+        "Go through everything but the model's mathematics and end (see docs/dry_run.md): models, layouts, data, "
+        "rewards, memory, resharding, checkpoints, trackers. No GPU, no Ray, and of a model only config.json and "
+        "tokenizer are needed.",
+    )
     esi_redundant_time: float = key(
         0.0,
         "Seconds to spare where the run saves ahead of a deadline: of `max_wall_seconds`, of an elastic instance, of a "

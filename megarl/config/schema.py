@@ -120,11 +120,6 @@ class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
     best_mode: str = key(
         "max", "Whether the best is the largest or the smallest; read with `best_metric`.", choices=("max", "min")
     )
-    dry_run: bool = key(
-        False,
-        "Go through everything but the model's mathematics and end: models, layouts, data, rewards, memory, "
-        "resharding, checkpoints, trackers. No GPU, no Ray, and of a model only config.json and tokenizer are needed.",
-    )
     rollout_data_dir: str | None = key(None, "Folder for every step's answers as `<step>.jsonl`; null = none.")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.cli import JOBS, compose_job
-from megarl.config import TrainConfig
 from megarl.config.parts import TrainingRunConfig
 from megarl.errors import ConfigError
 from megarl.launch.settings import Device, JobToRun
@@ -40,7 +39,7 @@ def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
         devices=trainer.n_gpus_per_node,
         checkpoint_dir=folder or "",
         notes=notes,
-        is_dry=isinstance(config, TrainConfig) and config.trainer.dry_run,
+        is_dry=isinstance(trainer, TrainingRunConfig) and trainer.dry_run,
     )
 
 

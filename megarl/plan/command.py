@@ -14,7 +14,7 @@ from megarl.config.compose import Request, compose
 from megarl.errors import ConfigError, ModelError
 from megarl.plan.estimate import Estimate, estimate
 from megarl.plan.hardware import Hardware, hardware_of, known_hardware
-from megarl.plan.lengths import Lengths, longest_lengths, read_lengths
+from megarl.plan.lengths import Lengths, lengths_of
 from megarl.plan.report import as_json, plan_blocks, search_blocks, search_json, show
 from megarl.plan.search import search
 from megarl.plan.verdict import Remedy, find_remedy
@@ -74,19 +74,6 @@ def _search(
     else:
         show(search_blocks(found, hardware.name), Console())
     return 0 if found.best else EXIT_DOES_NOT_FIT
-
-
-def lengths_of(config: TrainConfig | SupervisedConfig, text: str | None) -> Lengths:
-    """Lengths as asked for, within what the configuration allows; without a text, the longest.
-
-    Raises:
-        ConfigError: the text cannot be read.
-    """
-    if isinstance(config, SupervisedConfig):
-        prompt, response = 0, config.data.max_length
-    else:
-        prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    return longest_lengths(prompt, response) if text is None else read_lengths(text, prompt, response)
 
 
 def _request(options: argparse.Namespace, more: Sequence[str] = ()) -> Request[Any]:

@@ -14,6 +14,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
+from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.problems import nearest_keys
 from megarl.errors import ConfigError
 
@@ -122,6 +123,19 @@ def read_lengths(text: str, prompt_max: int, response_max: int) -> Lengths:
         raise ConfigError(f"--lengths={text}: no mean. {_FORM}")
     prompts = _one(given, "prompt_", prompt_max, text)
     return Lengths(prompts, _one(given, "", response_max, text), f"--lengths {text}")
+
+
+def lengths_of(config: TrainConfig | SupervisedConfig, text: str | None = None) -> Lengths:
+    """Lengths as asked for, within what the configuration allows; without a text, the longest.
+
+    Raises:
+        ConfigError: the text cannot be read.
+    """
+    if isinstance(config, SupervisedConfig):
+        prompt, response = 0, config.data.max_length
+    else:
+        prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    return longest_lengths(prompt, response) if text is None else read_lengths(text, prompt, response)
 
 
 def _one(given: dict[str, float], prefix: str, limit: int, text: str) -> Quantiles:

@@ -16,7 +16,7 @@ from megarl.errors import MegarlError
 from megarl.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
 from megarl.plan.hardware import hardware_of
 from megarl.plan.job import PlannedJob, PlannedRole, planned_job
-from megarl.plan.lengths import longest_lengths
+from megarl.plan.lengths import lengths_of
 from megarl.plan.memory import plan_memory
 
 Config = TrainConfig | SupervisedConfig
@@ -54,7 +54,7 @@ def _prefix(path: str) -> str:
     return "+" if ".server_args." in path else ""
 
 
-def plan_run(config: TrainConfig) -> tuple[Estimate, Remedy | None]:
+def plan_run(config: Config) -> tuple[Estimate, Remedy | None]:
     """Plans a run at its longest, on the hardware that its configuration names, but for the weight sync.
 
     Returns:
@@ -63,10 +63,9 @@ def plan_run(config: TrainConfig) -> tuple[Estimate, Remedy | None]:
     Raises:
         InvalidConfigError, ConfigError, ModelError: the configuration cannot run, whatever the memory.
     """
-    hardware, data = hardware_of(config), config.data
-    lengths = longest_lengths(data.max_prompt_length, data.max_response_length)
+    hardware, lengths = hardware_of(config), lengths_of(config)
 
-    def plan(one: TrainConfig) -> Estimate:
+    def plan(one: Config) -> Estimate:
         return estimate(one, hardware, lengths, with_sync=False)
 
     found = plan(config)

@@ -18,7 +18,8 @@ from megarl.tracing import PHASE, span
 from megarl.tracking import Console
 from megarl.trainer.advantage import AdvantagePhase
 from megarl.trainer.correction import CorrectionPhase
-from megarl.trainer.dry_run import dry_run
+from megarl.trainer.dry_run.rehearsal import dry_run
+from megarl.trainer.dry_run.train import TrainRehearsal
 from megarl.trainer.ppo_trainer import PPOTrainer
 from megarl.trainer.preflight import check_schedules, check_train
 from megarl.trainer.profiling import role_profiles
@@ -47,7 +48,7 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary | None:
         MegarlError: something is wrong with configuration, data, model, resources or a worker; processes are gone.
     """
     if config.trainer.dry_run:
-        dry_run(config)
+        dry_run(TrainRehearsal(config))
         return None
     check_train(config)
     with Console(quiet=config.trainer.quiet, title=config.trainer.experiment_name) as console:

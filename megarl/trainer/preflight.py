@@ -10,8 +10,6 @@ from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, OptimC
 from megarl.config.batch import BatchPlan
 from megarl.config.parts import DataSourceConfig
 from megarl.config.problems import InvalidConfigError, Problem, value_at
-from megarl.config.reward_model_schema import RewardTrainingConfig
-from megarl.config.sft_schema import SFTConfig
 from megarl.config.shaping import ALIGNMENT, QUALITY, ScheduledWeightConfig
 from megarl.config.supervised import SupervisedConfig
 from megarl.data import check_files
@@ -42,8 +40,8 @@ def check_train(config: TrainConfig) -> None:
     check_answers(config, check_model_folder(config.actor_rollout_ref.model.path).config)
 
 
-def check_learners(config: TrainConfig, *, weights: bool = True) -> None:
-    """Check the models of the actor, the reference and the critic, and that each fits its layout.
+def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = True) -> None:
+    """Check the models of the roles that learn and of the reference, and that each fits its layout.
 
     Args:
         config: complete.
@@ -52,6 +50,10 @@ def check_learners(config: TrainConfig, *, weights: bool = True) -> None:
     Raises:
         ModelError, ConfigError: names the field, its value, and what would be right.
     """
+    if isinstance(config, SupervisedConfig):
+        _check_model(config.model.path, config.megatron, "megatron", weights=weights)
+        check_export(config.trainer.hf_export_dir, [config.model.path])
+        return
     policy = config.actor_rollout_ref
     _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
     if config.uses_reference and policy.ref.megatron is not None:
@@ -135,16 +137,6 @@ def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: M
     check_engine_model(rollout.name, model, engine_options(rollout, config.trainer.device))
 
 
-def check_sft(config: SFTConfig) -> None:
-    """Check model, layout and data files of a supervised job.
-
-    Raises:
-        ModelError, ConfigError, DataError: names the field, its value, and what would be right.
-    """
-    _check_supervised(config)
-    check_training_rows(config.data, (), (config.data.response_key,), config.data.prompt_key)
-
-
 def check_training_rows(
     data: DataSourceConfig,
     columns: Sequence[str],
@@ -168,28 +160,6 @@ def check_training_rows(
     named = {f"data.mixture.{name}.files": entry["files"] for name, entry in data.mixture.items()}
     for field, files in (named or {"data.train_files": data.train_files}).items():
         check_files(files, columns, field, prompt, texts, source_key)
-
-
-def check_pairs(config: RewardTrainingConfig) -> None:
-    """Check model, layout and data files of the training of a reward model.
-
-    Raises:
-        ModelError, ConfigError, DataError: names the field, its value, and what would be right.
-    """
-    _check_supervised(config)
-    data = config.data
-    prompt = None if data.conversations else data.prompt_key
-    margins = [data.margin_key] if data.margin_key else []
-    texts = [data.chosen_key, data.rejected_key]
-    check_training_rows(data, margins, texts, prompt)
-    if data.val_files:
-        check_files(data.val_files, margins, "data.val_files", prompt, texts)
-
-
-def _check_supervised(config: SupervisedConfig) -> None:
-    check_trackers(config.trainer.logger)
-    _check_model(config.model.path, config.megatron, "megatron")
-    check_export(config.trainer.hf_export_dir, [config.model.path])
 
 
 def check_schedules(config: TrainConfig | SupervisedConfig, batches: BatchPlan, total_steps: int) -> None:

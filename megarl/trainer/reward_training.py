@@ -9,26 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms import bradley_terry_loss
 from megarl.cluster import WorkerGroup
 from megarl.config.batch import PhasePlan
 from megarl.config.reward_model_schema import RewardTrainingConfig
-from megarl.data import PairDataset, StatefulLoader
+from megarl.data import PairDataset, StatefulLoader, check_files
 from megarl.models.sequence_cost import SequenceCost
 from megarl.tracking import PAIR_COLUMNS
 from megarl.trainer.budgets import budget
 from megarl.trainer.metrics import Metrics
-from megarl.trainer.preflight import check_pairs
+from megarl.trainer.preflight import check_training_rows
 from megarl.trainer.prompts import kept_rows
 from megarl.trainer.reporting import RunSummary
 from megarl.trainer.run_state import RunState
-from megarl.trainer.session import load_tokenizer
-from megarl.trainer.supervised import SupervisedJob, run_supervised
+from megarl.trainer.supervised import run_supervised
+from megarl.trainer.supervised_job import SupervisedJob
 
 
-def run(config: RewardTrainingConfig, output_dir: Path) -> RunSummary:
+def run(config: RewardTrainingConfig, output_dir: Path) -> RunSummary | None:
     """Train as the configuration says; see :func:`~megarl.trainer.supervised.run_supervised`."""
     return run_supervised(RewardTraining(config), output_dir)
 
@@ -37,25 +36,26 @@ class RewardTraining(SupervisedJob):
     """Learns to give the better of two answers the larger reward."""
 
     worker = "megarl.workers.reward_model:RewardTrainingWorker"
-    update = "update_pairs"
     value_head = True
     columns = PAIR_COLUMNS
+    rows = "pairs"
     config: RewardTrainingConfig
 
-    def check(self) -> None:
-        """Refuses what is wrong with model and data, held-out pairs included, before anything is started."""
-        check_pairs(self.config)
-        if self.config.trainer.test_freq > 0:
-            _ = self.held_out
+    def check_data(self) -> None:
+        """Refuses files without pairs, held-out ones included."""
+        data = self.config.data
+        prompt = None if data.conversations else data.prompt_key
+        margins = [data.margin_key] if data.margin_key else []
+        texts = [data.chosen_key, data.rejected_key]
+        check_training_rows(data, margins, texts, prompt)
+        if data.val_files:
+            check_files(data.val_files, margins, "data.val_files", prompt, texts)
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's."""
-        return load_tokenizer(str(self.config.model.tokenizer_path))
-
-    @cached_property
-    def held_out(self) -> StatefulLoader:
-        """Pairs to validate on, in file order."""
+    def held_out(self) -> StatefulLoader | None:
+        """Pairs to validate on, in file order; None where nothing is validated."""
+        if self.config.trainer.test_freq < 1:
+            return None
         data, pairs = self.config.data, self._pairs(self.config.data.val_files)
         return StatefulLoader(pairs, data.train_batch_size, pairs.collate, seed=0, shuffle=False, drop_last=False)
 
@@ -91,6 +91,7 @@ class RewardTraining(SupervisedJob):
 
     def validate(self, workers: WorkerGroup) -> Metrics:
         """``val/loss``, ``val/accuracy`` and ``val/margin``: means over all held-out pairs."""
+        assert self.held_out is not None, "validation is due only where there is something to validate on"
         pairs: list[dict[str, Tensor]] = []
         multiple = workers.layout.dp * workers.budgets[self.update].multiple
         for batch in self.held_out:

@@ -11,14 +11,14 @@ from megarl.config.sft_schema import SFTConfig
 from megarl.data import SFTDataset
 from megarl.models.sequence_cost import SequenceCost
 from megarl.trainer.budgets import update_plan
-from megarl.trainer.preflight import check_sft
+from megarl.trainer.preflight import check_training_rows
 from megarl.trainer.prompts import kept_rows
 from megarl.trainer.reporting import RunSummary
-from megarl.trainer.session import load_tokenizer
-from megarl.trainer.supervised import SupervisedJob, run_supervised
+from megarl.trainer.supervised import run_supervised
+from megarl.trainer.supervised_job import SupervisedJob
 
 
-def run(config: SFTConfig, output_dir: Path) -> RunSummary:
+def run(config: SFTConfig, output_dir: Path) -> RunSummary | None:
     """Fine-tune as the configuration says; see :func:`~megarl.trainer.supervised.run_supervised`."""
     return run_supervised(FineTuning(config), output_dir)
 
@@ -27,19 +27,19 @@ class FineTuning(SupervisedJob):
     """Learns given responses."""
 
     worker = "megarl.workers.sft:SFTWorker"
-    update = "update_sft"
     config: SFTConfig
 
-    def check(self) -> None:
-        """Refuses what is wrong with model and data before anything is started."""
-        check_sft(self.config)
+    def check_data(self) -> None:
+        """Refuses files without prompts and responses."""
+        data = self.config.data
+        check_training_rows(data, (), (data.response_key,), data.prompt_key)
 
     def dataset(self, files: Sequence[str]) -> SFTDataset:
         """The rows of some files."""
         data = self.config.data
         return SFTDataset(
             files,
-            load_tokenizer(str(self.config.model.tokenizer_path)),
+            self.tokenizer,
             data.max_length,
             prompt_key=data.prompt_key,
             response_key=data.response_key,

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
 
 from megarl.cluster import PlacedPool, WorkerGroup, wait_ready
 from megarl.config.batch import PhasePlan, plan_batches, render_plan
 from megarl.config.supervised import SupervisedConfig
-from megarl.data import PairDataset, SFTDataset, StatefulLoader
 from megarl.data.prompt_queue import PromptQueue
 from megarl.models import read_model_config
-from megarl.models.sequence_cost import SequenceCost, sequence_cost
+from megarl.models.sequence_cost import sequence_cost
 from megarl.tracing import PHASE, span
-from megarl.tracking import SFT_COLUMNS, Column, Console, read_metrics
+from megarl.tracking import Console, read_metrics
 from megarl.trainer.budgets import budget
+from megarl.trainer.dry_run.rehearsal import dry_run
+from megarl.trainer.dry_run.supervised import SupervisedRehearsal
 from megarl.trainer.metrics import Metrics, phase_tokens
 from megarl.trainer.preflight import check_schedules
-from megarl.trainer.prompts import training_files, training_order
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.run_state import RunState, find_resume, inexact_checkpoints
 from megarl.trainer.session import placed_devices, run_logs
 from megarl.trainer.stopping import Stop, ends_on_sigterm, own_deadlines
+from megarl.trainer.supervised_job import SupervisedJob
 from megarl.trainer.tracing import RunTracing
 from megarl.workers.layouts import layout_of
 from megarl.workers.settings import RoleSettings
@@ -35,48 +34,10 @@ from megarl.workers.settings import RoleSettings
 TARGET_WINDOW = 10
 
 
-class SupervisedJob(ABC):
-    """What one kind of supervised job is made of.
-
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-    """
-
-    worker: ClassVar[str]
-    """Worker class, as ``module:class``."""
-    update: ClassVar[str]
-    """Verb that takes a batch, makes one optimizer step, and tells metrics, ``train/accuracy`` among them."""
-    value_head: ClassVar[bool] = False
-    """Whether the model ends in a scalar head."""
-    columns: ClassVar[Sequence[Column]] = SFT_COLUMNS
-    """Of the console's table."""
-
-    def __init__(self, config: SupervisedConfig) -> None:
-        self.config = config
-
-    @abstractmethod
-    def check(self) -> None:
-        """Refuses what is wrong with model and data before anything is started."""
-
-    @abstractmethod
-    def dataset(self, files: Sequence[str]) -> SFTDataset | PairDataset:
-        """The rows of some files."""
-
-    @abstractmethod
-    def arguments(self, phase: PhasePlan, cost: SequenceCost) -> dict[str, Any]:
-        """The worker's arguments besides its settings."""
-
-    def validate(self, workers: WorkerGroup) -> Metrics:
-        """Metrics of held-out rows, where that is due."""
-        return {}
-
-    def is_validation_due(self, state: RunState) -> bool:
-        """Whether :meth:`validate` follows the step that is done."""
-        return False
-
-
-def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
+def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary | None:
     """Train as the job's configuration says, from a checkpoint where there is one, and write a Hugging Face folder.
+
+    With ``trainer.dry_run`` only go through what comes before, and return None.
 
     Args:
         job: what is learned.
@@ -86,11 +47,14 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         MegarlError: something is wrong with configuration, data, model, resources or a worker; processes are gone.
     """
     config = job.config
+    if config.trainer.dry_run:
+        dry_run(SupervisedRehearsal(job))
+        return None
     job.check()
     batches = plan_batches(config)
     stop = Stop(own_deadlines(config.trainer.max_wall_seconds), config.trainer.esi_redundant_time)
     resume = find_resume(config)
-    rows = PromptQueue(training_loader(job))
+    rows = PromptQueue(job.training_loader())
     if resume is not None:
         rows.load_state_dict(resume.state.dataloader)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(rows)
@@ -163,13 +127,6 @@ def _accuracies(metrics_file: Path) -> list[float]:
 
 def _reached(recent: Collection[float], target: float | None) -> bool:
     return target is not None and len(recent) == TARGET_WINDOW and sum(recent) / TARGET_WINDOW >= target
-
-
-def training_loader(job: SupervisedJob) -> StatefulLoader:
-    """Rows to learn from, in batches of ``data.train_batch_size``."""
-    data = job.config.data
-    dataset = job.dataset(training_files(data))
-    return StatefulLoader(dataset, data.train_batch_size, dataset.collate, order=training_order(data, dataset))
 
 
 def _start_workers(job: SupervisedJob, phase: PhasePlan, total_steps: int, pool: PlacedPool) -> WorkerGroup:

@@ -127,7 +127,7 @@ class RewardTrainingWorker(MegatronWorker):
         return read_model_config(self.settings.model_path).as_reward_model(self.pad_token_id)
 
     @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*PAIRS, MARGINS, *SAMPLE_IDS))
-    def update_pairs(self, batch: DataProto) -> dict[str, float]:
+    def update_reward_model(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on the batch's pairs; metrics under ``train/``, means over all of them."""
         rows, groups = self._cut(batch)
         total = sum(self.counts_over_dp(len(rows)))

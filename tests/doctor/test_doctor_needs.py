@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import TrainConfig
+from megarl.config import RewardTrainingConfig, TrainConfig
 from megarl.config.compose import Request, compose
 from megarl.config.sft_schema import SFTConfig
 from megarl.doctor.node import Needs, needs_of
@@ -80,3 +80,6 @@ def test_patterns_are_not_taken_for_files() -> None:
 def test_supervised_jobs(model: str) -> None:
     config = compose(Request(SFTConfig, "quickstart_sft", (f"model.path={model}", "trainer.save_freq=1")))
     assert needs_of(config).checkpoint_bytes == 16 * POLICY and needs_of(config).models == (model,)
+    overrides = (f"model.path={model}", "data.train_files=none", "trainer.save_freq=1")
+    judge = compose(Request(RewardTrainingConfig, "reward_model", overrides))
+    assert needs_of(judge).checkpoint_bytes == 16 * CRITIC

@@ -3,15 +3,16 @@
 
 _job() { # _job NAME ARGUMENT...
   local name="$1" more=()
-  local few=(data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16)
+  local rows=(data.train_batch_size=16)
+  local few=("${rows[@]}" actor_rollout_ref.actor.ppo_mini_batch_size=16)
   case " $* " in
     *" --cfg "* | *" --help "*) ;;
-    *"trainer.dry_run=true"*) more=("${few[@]}") ;;
+    *"trainer.dry_run=true"*) if [ "$name" = train ]; then more=("${few[@]}"); else more=("${rows[@]}"); fi ;;
     *)
       case "$MEGARL_DOCS $name" in
         check*) more=(--cfg job) ;;
         "step train") more=(trainer.total_training_steps=1 trainer.val_before_train=false "${few[@]}") ;;
-        "step sft") more=(trainer.total_training_steps=2 data.train_batch_size=16) ;;
+        "step sft") more=(trainer.total_training_steps=2 "${rows[@]}") ;;
       esac
       ;;
   esac

@@ -115,6 +115,12 @@ def test_dry_run_starts_no_cluster(task, tmp_path, capsys, monkeypatch):
     assert code == 0, text.out + text.err
     assert "launch: " not in text.err
 
+    keys = [f"model.path={task}/model", f"data.train_files={task}/data/sft.parquet", "data.train_batch_size=8"]
+    code = megarl(["launch", "sft", "--config-name", "quickstart_sft", *keys, "trainer.dry_run=true"])
+    text = capsys.readouterr()
+    assert code == 0, text.out + text.err
+    assert "launch: " not in text.err and "every part is fine" in text.out
+
 
 def test_hosts_and_restarts_reach_the_launcher(stand_ins, tmp_path):
     settings = {"MODEL": str(MODELS / "Qwen2.5-7B"), "DATA": "/d/x.parquet", "OUTPUT": "/shared/x"}

@@ -10,14 +10,14 @@ import pytest
 from arithmetic_task import RUN, make_task
 from dotted_keys import set_keys
 
-from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``model`` (and tokenizer) and ``data/{train,test,sft}.parquet``: 90 problems and 10."""
-    options = ("--layers", "2", "--largest", "9", "--num-test", "10", "--lessons", "60", "60")
+    """``model`` (and tokenizer) and ``data/{train,test,sft,pairs,pairs_test}.parquet``, of 90 problems and 10."""
+    options = ("--layers", "2", "--largest", "9", "--num-test", "10", "--lessons", "60", "60", "--pairs", "40", "10")
     return make_task(tmp_path_factory.mktemp("arithmetic"), *options)
 
 
@@ -54,6 +54,23 @@ def sft_config(arithmetic: Path, tmp_path: Path) -> Callable[..., SFTConfig]:
             **RUN,
         }
         return build(SFTConfig, set_keys({}, {**base, **(changes or {})}), str(tmp_path / "files"))
+
+    return make
+
+
+@pytest.fixture
+def pair_config(arithmetic: Path, tmp_path: Path) -> Callable[..., RewardTrainingConfig]:
+    """As ``train_config``, for the training of a reward model."""
+
+    def make(changes: dict[str, Any] | None = None) -> RewardTrainingConfig:
+        base = {
+            "data.train_files": [str(arithmetic / "data" / "pairs.parquet")],
+            "data.val_files": [str(arithmetic / "data" / "pairs_test.parquet")],
+            "data.train_batch_size": 8,
+            "model.path": str(arithmetic / "model"),
+            **RUN,
+        }
+        return build(RewardTrainingConfig, set_keys({}, {**base, **(changes or {})}), str(tmp_path / "files"))
 
     return make
 

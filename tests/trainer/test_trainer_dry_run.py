@@ -14,7 +14,8 @@ import pytest
 from megarl.config import TrainConfig
 from megarl.config.compose import Request, compose
 from megarl.errors import ConfigError
-from megarl.trainer.dry_run import Rehearsal, dry_run
+from megarl.trainer.dry_run.rehearsal import dry_run
+from megarl.trainer.dry_run.train import TrainRehearsal
 from megarl.trainer.main import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ SIZES = {"70b": "Llama-3-70B", "30b_a3b": "Qwen3-30B-A3B", "671b": "DeepSeek-V3"
 
 def told(config: TrainConfig) -> list[str]:
     lines: list[str] = []
-    dry_run(config, lines.append)
+    dry_run(TrainRehearsal(config), lines.append)
     return lines
 
 
@@ -49,7 +50,7 @@ def test_the_quickstarts_task_is_gone_through(train_config: Callable[..., TrainC
     config = train_config({"reward_model.name": "arithmetic", "trainer.dry_run": True, "trainer.save_freq": 2})
     lines = told(config)
     assert [line.split(" (")[0] for line in lines if line.startswith("ok")] == [
-        f"ok    {name}" for name in Rehearsal(config).parts()
+        f"ok    {name}" for name in TrainRehearsal(config).parts()
     ]
     text = "\n".join(lines)
     assert "11 batches per epoch; the run has 11 steps" in text  # 90 problems by 8
@@ -86,7 +87,7 @@ def test_run_scripts_pass_with_a_config_json_and_a_tokenizer(
         servers = ",".join(f"http://node-{number}.invalid:30000" for number in range(8))
         overrides += (f"{POLICY}.rollout.engine_kwargs.sglang.urls=[{servers}]",)
     lines: list[str] = []
-    dry_run(compose(Request(TrainConfig, script, overrides)), lines.append)
+    dry_run(TrainRehearsal(compose(Request(TrainConfig, script, overrides))), lines.append)
     text = "\n".join(lines)
     assert "has no weights: not checked" in text and "exactly once" in text
 
@@ -98,7 +99,7 @@ def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     model = (f"{POLICY}.model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none")
 
     def memory(*overrides: str) -> list[str]:
-        rehearsal = Rehearsal(compose(Request(TrainConfig, "run_8b_grpo", (*model, *overrides))))
+        rehearsal = TrainRehearsal(compose(Request(TrainConfig, "run_8b_grpo", (*model, *overrides))))
         list(rehearsal.models())
         return list(rehearsal.memory())
 
@@ -115,7 +116,7 @@ def test_everything_that_is_wrong_is_told_at_once(train_config: Callable[..., Tr
     wrong = {"data.train_files": ["/no.parquet"], "algorithm.adv_estimator": "/no.py:mine"}
     lines: list[str] = []
     with pytest.raises(ConfigError, match="3 of 12 parts failed: data, algorithm, rewards"):
-        dry_run(train_config(wrong | {"custom_reward_function.path": "/no.py"}), lines.append)
+        dry_run(TrainRehearsal(train_config(wrong | {"custom_reward_function.path": "/no.py"})), lines.append)
     failed = [line for line in lines if line.startswith("fail")]
     assert failed[0].startswith("fail  data: data.train_files: /no.parquet") and "/no.py" in failed[1]
 
@@ -156,7 +157,7 @@ def test_a_wrong_thing_in_each_part(
 ) -> None:
     lines: list[str] = []
     with pytest.raises(ConfigError, match="dry run: "):
-        dry_run(train_config(changes), lines.append)
+        dry_run(TrainRehearsal(train_config(changes)), lines.append)
     assert any(re.match(f"fail  {message}", line, re.DOTALL) for line in lines), lines
 
 
@@ -165,7 +166,7 @@ def test_a_reward_function_that_cannot_score_is_found_by_calling_it(
 ) -> None:
     lines: list[str] = []
     with pytest.raises(ConfigError, match="parts failed: rewards"):
-        dry_run(train_config({"custom_reward_function.path": unknowing_reward}), lines.append)
+        dry_run(TrainRehearsal(train_config({"custom_reward_function.path": unknowing_reward})), lines.append)
     (failed,) = (line for line in lines if line.startswith("fail"))
     assert "KeyError" in failed and "gold" in failed
 
@@ -185,5 +186,5 @@ def test_a_tokenizer_of_another_model_is_refused(
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
     lines: list[str] = []
     with pytest.raises(ConfigError):
-        dry_run(train_config({f"{POLICY}.model.path": str(other)}), lines.append)
+        dry_run(TrainRehearsal(train_config({f"{POLICY}.model.path": str(other)})), lines.append)
     assert any("the model's vocabulary 7: name the model's own tokenizer" in line for line in lines)

@@ -15,7 +15,8 @@ import pytest
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
-from megarl.trainer.preflight import check_schedules, check_sft, check_train
+from megarl.trainer.preflight import check_schedules, check_train
+from megarl.trainer.sft import FineTuning
 
 POLICY = "actor_rollout_ref"
 
@@ -24,7 +25,7 @@ def test_the_quickstarts_task_passes(
     train_config: Callable[..., TrainConfig], sft_config: Callable[..., SFTConfig]
 ) -> None:
     check_train(train_config())
-    check_sft(sft_config())
+    FineTuning(sft_config()).check()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_an_export_never_replaces_the_model_that_a_run_starts_from(
     tuning = sft_config()
     tuning.trainer.hf_export_dir = tuning.model.path
     with pytest.raises(ConfigError, match="hf_export_dir"):
-        check_sft(tuning)
+        FineTuning(tuning).check()
 
 
 def test_a_critic_that_is_not_used_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
@@ -164,7 +165,7 @@ def test_responses_to_imitate_must_be_text(
             del row["response"]
     pq.write_table(pa.Table.from_pylist(changed), tmp_path / "sft.parquet")
     with pytest.raises(DataError, match=r"data\.train_files: .*'response'"):
-        check_sft(sft_config({"data.train_files": [str(tmp_path / "sft.parquet")]}))
+        FineTuning(sft_config({"data.train_files": [str(tmp_path / "sft.parquet")]})).check()
 
 
 def test_a_language_model_is_no_reward_model(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:

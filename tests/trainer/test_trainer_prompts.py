@@ -15,11 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.problems import InvalidConfigError
 from megarl.errors import ConfigError, DataError
-from megarl.trainer.preflight import check_sft, check_train
+from megarl.trainer.preflight import check_train
 from megarl.trainer.prompts import prompt_loader, validation_loader
 from megarl.trainer.session import load_tokenizer
 from megarl.trainer.sft import FineTuning
-from megarl.trainer.supervised import training_loader
 
 OWN = """
 import json
@@ -85,8 +84,9 @@ def test_sft_has_mixtures_too(sft_config: Callable[..., SFTConfig], arithmetic: 
     file = str(arithmetic / "data" / "sft.parquet")
     mixture = {"one": {"files": file}, "other": {"files": [file, file], "weight": {1: 1, 3: 3}}}
     config = sft_config({"data.train_files": [], "data.mixture": mixture})
-    check_sft(config)
-    batches = iter(training_loader(FineTuning(config)))
+    job = FineTuning(config)
+    job.check()
+    batches = iter(job.training_loader())
     assert [sum(row < 120 for row in indices(next(batches))) for _ in range(3)] == [4, 3, 2]
 
 

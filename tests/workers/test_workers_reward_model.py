@@ -158,7 +158,7 @@ def test_updates_are_those_of_plain_torch(role_pool: ProcessPool, models: Models
     }
     with Role(role_pool, RewardTrainingWorker, CASES[layout], arguments) as role:
         for wanted in expected:
-            metrics = role.update("update_pairs", batch, len(batch))
+            metrics = role.update("update_reward_model", batch, len(batch))
             told = {name.removeprefix("train/"): value for name, value in metrics.items()}
             assert {name: told[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
         weights = whole_tensors(path, CASES[layout], role.local_weights(), value_head=True)

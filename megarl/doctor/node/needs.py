@@ -9,6 +9,7 @@ from pathlib import Path
 from megarl.config import ScoredConfig, TrainConfig
 from megarl.config.jobs import JobConfig
 from megarl.config.learners import MegatronConfig
+from megarl.config.reward_model_schema import RewardTrainingConfig
 from megarl.config.supervised import SupervisedConfig
 from megarl.errors import ModelError
 from megarl.models import WeightMap, read_model_config
@@ -88,7 +89,7 @@ def needs_of(config: JobConfig) -> Needs:
 def _learners(config: JobConfig) -> list[tuple[str, MegatronConfig, bool]]:
     """Model folder, layout, and whether it has a value head, of every role that learns."""
     if isinstance(config, SupervisedConfig):
-        return [(config.model.path, config.megatron, False)]
+        return [(config.model.path, config.megatron, isinstance(config, RewardTrainingConfig))]
     if not isinstance(config, TrainConfig):
         return []
     policy = config.actor_rollout_ref

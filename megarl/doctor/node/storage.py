@@ -48,7 +48,10 @@ def check_checkpoint_room(needs: Needs) -> list[Finding]:
     return [Finding(name, Status.FAIL if free < needs.checkpoint_bytes else Status.WARN, found, _ROOM)]
 
 
-_ROOM = "free room, name another folder by trainer.default_local_dir, or keep fewer (trainer.max_actor_ckpt_to_keep)"
+_ROOM = (
+    "free room, name another folder by trainer.default_local_dir, or keep fewer (trainer.max_actor_ckpt_to_keep; of a "
+    "supervised job trainer.max_ckpt_to_keep)"
+)
 
 
 def check_disk_speed(needs: Needs) -> list[Finding]:

@@ -1,0 +1,186 @@
+"""``trainer.dry_run`` of jobs that learn from given answers: the parts that they have, and what is refused in each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+from transformers import AutoTokenizer
+
+from megarl.cli import main as megarl
+from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig
+from megarl.config.compose import Request, compose
+from megarl.errors import ConfigError
+from megarl.trainer.dry_run.rehearsal import dry_run
+from megarl.trainer.dry_run.supervised import SupervisedRehearsal
+from megarl.trainer.reward_training import RewardTraining
+from megarl.trainer.reward_training import run as train_reward_model
+from megarl.trainer.sft import FineTuning
+from megarl.trainer.sft import run as fine_tune
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "tests" / "plan" / "models"
+PARTS = ["batches", "models and layouts", "tokenizer", "data", "algorithm", "memory", "checkpoints", "trackers"]
+Made = Callable[..., SupervisedConfig]
+
+
+def rehearsal(config: SupervisedConfig) -> SupervisedRehearsal:
+    job = RewardTraining if isinstance(config, RewardTrainingConfig) else FineTuning
+    return SupervisedRehearsal(job(config))
+
+
+def told(config: SupervisedConfig) -> list[str]:
+    lines: list[str] = []
+    dry_run(rehearsal(config), lines.append)
+    return lines
+
+
+def refused(config: SupervisedConfig) -> list[str]:
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match=f"dry run: .* of {len(PARTS)} parts failed"):
+        dry_run(rehearsal(config), lines.append)
+    return [line for line in lines if line.startswith("fail")]
+
+
+def first_rows(arithmetic: Path, file: str, answers: Sequence[str]) -> str:
+    """The first eight rows of a file, as they are told, counted by transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+
+    def count(row: dict[str, Any], answer: str) -> int:
+        text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        return len(tokenizer(text + row[answer] + tokenizer.eos_token, add_special_tokens=False).input_ids)
+
+    rows = pq.read_table(arithmetic / "data" / file).to_pylist()[:8]
+    counts = [sum(count(row, answer) for answer in answers) for row in rows]
+    return f"{min(counts)} to {max(counts)} tokens, {sum(counts) / 8:.0f} on average"
+
+
+def test_fine_tuning_is_gone_through(sft_config: Made, arithmetic: Path, tmp_path: Path) -> None:
+    config = sft_config({"trainer.dry_run": True, "trainer.save_freq": 2, "data.shuffle": False})
+    before = sorted(tmp_path.rglob("*"))
+    lines = told(config)
+    assert [line[6:].split(" (")[0] for line in lines if line.startswith("ok")] == PARTS
+    text = "\n".join(lines)
+    assert "15 batches per epoch; the run has 15 steps" in text  # 120 lessons by 8
+    assert f"first batch: 8 samples of {first_rows(arithmetic, 'sft.parquet', ['response'])}" in text
+    assert "nothing is validated" in text and "begins at step 0" in text and "has its weights whole" in text
+    assert re.search(r"sft: Qwen2ForCausalLM of .*, TP1 PP1 DP1", text) and "update: 0." in text
+    assert fine_tune(config, tmp_path) is None  # what the command runs
+    assert sorted(tmp_path.rglob("*")) == before and not ray.is_initialized()
+
+
+def test_training_of_a_reward_model_is_gone_through(pair_config: Made, arithmetic: Path, tmp_path: Path) -> None:
+    config = pair_config({"trainer.dry_run": True, "trainer.test_freq": 2, "data.shuffle": False})
+    lines = told(config)
+    assert [line[6:].split(" (")[0] for line in lines if line.startswith("ok")] == PARTS
+    text, both = "\n".join(lines), ["chosen", "rejected"]
+    assert "5 batches per epoch; the run has 5 steps" in text  # 40 pairs by 8
+    assert f"first batch: 8 pairs of {first_rows(arithmetic, 'pairs.parquet', both)}" in text
+    assert f"first held-out batch: 8 pairs of {first_rows(arithmetic, 'pairs_test.parquet', both)}" in text
+    assert "none is saved" in text and re.search(r"reward_model: Qwen2ForCausalLM of .*, TP1 PP1 DP1", text)
+    assert train_reward_model(config, tmp_path) is None and not ray.is_initialized()
+    assert "nothing is validated" in "\n".join(told(pair_config()))
+
+
+def test_a_model_without_weights_will_do(sft_config: Made, arithmetic: Path, tmp_path: Path) -> None:
+    """Of its real sizes, on its machines; only the tokenizer is another."""
+    model = tmp_path / "model"
+    shutil.copytree(arithmetic / "model", model, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    shutil.copy(MODELS / "Llama-3-70B" / "config.json", model)
+    sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
+    machines = {"trainer.nnodes": 4, "trainer.n_gpus_per_node": 8, "trainer.device": "cuda", "model.path": str(model)}
+    config = sft_config(machines | {f"megatron.{name}": value for name, value in sizes.items()})
+    text = "\n".join(told(config))
+    assert "has no weights: not checked" in text and "fits h100" in text
+    assert "sft: LlamaForCausalLM of" in text and "TP8 PP2 DP2" in text
+
+
+def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text()
+    small.write_text(text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 32"))
+
+    def memory(schema: type[SupervisedConfig], name: str, *overrides: str) -> list[str]:
+        model = (f"model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none", "trainer.device=cuda")
+        parts = rehearsal(compose(Request(schema, name, (*model, *overrides))))
+        list(parts.models())
+        return list(parts.memory())
+
+    for schema, name in ((SFTConfig, "sft"), (RewardTrainingConfig, "reward_model")):
+        remedies = ["megatron.recompute_granularity=full", "data.max_token_len_per_gpu=8192"]
+        assert any(line.startswith("fits h100") for line in memory(schema, name, *remedies))
+        with pytest.raises(ConfigError, match=r"on small \(trainer.hardware\) it does not fit: update") as found:
+            memory(schema, name, *remedies, f"trainer.hardware={small}")
+        remedy = re.search(r"it would fit with .*?: (.*?)\. `megarl plan`", str(found.value))
+        assert remedy is not None, found.value
+        remedies += [*remedy[1].split(), f"trainer.hardware={small}"]
+        assert any("fits small" in line for line in memory(schema, name, *remedies))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.path": "/nowhere"}, "models and layouts: .*/nowhere"),
+        (
+            {"megatron.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 3},
+            "models and layouts: megatron.tensor_model_parallel_size",
+        ),
+        ({"model.tokenizer_path": "/nowhere"}, "tokenizer: no tokenizer can be loaded from /nowhere"),
+        ({"data.train_files": ["/no.parquet"]}, "data: data.train_files: /no.parquet"),
+        ({"data.prompt_key": "question"}, "data: .*'question'"),
+        ({"data.max_length": 3}, "data: .*raise data.max_length"),
+        ({"optim.lr_warmup_steps": 99}, "algorithm: .*optim.lr_warmup_steps"),
+        ({"trainer.hardware": "h10"}, "memory: trainer.hardware=h10: did you mean"),
+        ({"trainer.save_freq": 1, "trainer.default_local_dir": "/proc/none"}, "checkpoints: trainer.default_local_dir"),
+        ({"trainer.resume_mode": "must"}, "checkpoints: trainer.resume_mode=must"),
+        ({"trainer.logger": ["no.such:Tracker"]}, "trackers: .*no.such"),
+    ],
+)
+def test_a_wrong_thing_in_each_part(changes: dict[str, Any], message: str, sft_config: Made, pair_config: Made) -> None:
+    for make in (sft_config, pair_config):
+        lines = refused(make(changes))
+        assert any(re.match(f"fail  {message}", line, re.DOTALL) for line in lines), lines
+
+
+def test_columns_of_each_job(sft_config: Made, pair_config: Made, arithmetic: Path) -> None:
+    sft, pairs = ([str(arithmetic / "data" / f"{name}.parquet")] for name in ("sft", "pairs"))
+    assert "'response'" in refused(sft_config({"data.train_files": pairs}))[0]
+    assert "'chosen'" in refused(pair_config({"data.train_files": sft}))[0]
+    assert "data.val_files" in refused(pair_config({"data.val_files": sft}))[0]
+
+
+def test_everything_that_is_wrong_is_told_at_once(sft_config: Made) -> None:
+    wrong = {"data.train_files": ["/no.parquet"], "trainer.resume_mode": "must", "model.tokenizer_path": "/nowhere"}
+    failed = [line.split(": ")[0] for line in refused(sft_config(wrong))]
+    assert failed == ["fail  tokenizer", "fail  data", "fail  algorithm", "fail  checkpoints"]
+
+
+@pytest.mark.parametrize(("name", "file", "job"), [("sft", "sft", "sft"), ("reward_model", "pairs", "reward-model")])
+def test_exit_codes(
+    name: str,
+    file: str,
+    job: str,
+    arithmetic: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = [f"model.path={arithmetic}/model", "data.train_batch_size=8", "trainer.n_gpus_per_node=1"]
+    keys += [f"data.train_files={arithmetic}/data/{file}.parquet", "trainer.device=cpu", "trainer.dry_run=true"]
+    assert megarl([job, "--config-name", name, *keys]) == 0
+    assert "dry run: every part is fine" in capsys.readouterr().out
+    (folder,) = (tmp_path / "outputs" / name).iterdir()
+    left = {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and ".hydra" not in path.parts
+    }
+    assert left == {"config.yaml", "run.json", "logs/driver.log"}
+    assert megarl([job, "--config-name", name, *keys, "trainer.resume_mode=must"]) == 1
+    assert "1 of 8 parts failed: checkpoints" in capsys.readouterr().err
+    assert megarl([job, "--config-name", name, *keys, "data.train_batch_size=0"]) == 2
