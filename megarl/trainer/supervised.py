@@ -21,6 +21,7 @@ from megarl.trainer.dry_run.rehearsal import dry_run
 from megarl.trainer.dry_run.supervised import SupervisedRehearsal
 from megarl.trainer.metrics import Metrics, phase_tokens
 from megarl.trainer.preflight import check_schedules
+from megarl.trainer.rank_balance import rank_balance
 from megarl.trainer.reporting import RunReporter, RunSummary
 from megarl.trainer.run_state import RunState, find_resume, inexact_checkpoints
 from megarl.trainer.session import placed_devices, run_logs
@@ -98,6 +99,7 @@ def _fit(job: SupervisedJob, workers: WorkerGroup, state: RunState, reporter: Ru
             with reporter.phase("testing"):
                 metrics |= job.validate(workers)
         metrics |= state.prompts.metrics() | state.saver.take_metrics()
+        reporter.keep_balance(state.step, rank_balance(batch, [workers], {job.update}))
         reporter.log_step(state.step, metrics, tokens)
         if reached:
             reporter.console.message(f"stopped at step {state.step}: trainer.target_accuracy={target} is reached")

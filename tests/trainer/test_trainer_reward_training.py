@@ -10,12 +10,13 @@ import pytest
 import torch
 from arithmetic_task import RUN, make_task
 from dotted_keys import set_keys
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import RewardTrainingConfig, TrainConfig
 from megarl.config.build import build
 from megarl.convert.command import main as convert
 from megarl.tracking import read_metrics
+from megarl.tracking.balance_file import read_balance
 from megarl.trainer.main import run as train
 from megarl.trainer.reward_training import run
 
@@ -27,18 +28,30 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("pairs"), *options)
 
 
+def sequences(tokenizer: PreTrainedTokenizerBase, pairs: Path, column: str) -> list[str]:
+    """Prompts with one of their answers, as transformers renders them."""
+    return [
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        + row[column]
+        + tokenizer.eos_token
+        for row in pq.read_table(pairs).to_pylist()
+    ]
+
+
 def rewards(model: Path, pairs: Path, column: str) -> torch.Tensor:
     """What transformers says of the first pairs' sequences, padded at their right."""
     network = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="right")
-    texts = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-        + row[column]
-        + tokenizer.eos_token
-        for row in pq.read_table(pairs).to_pylist()[:24]
-    ]
+    texts = sequences(tokenizer, pairs, column)[:24]
     with torch.no_grad():
         return network(**tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)).logits[:, 0]
+
+
+def tokens_of(task: Path) -> int:
+    """Tokens of all pairs, both sequences of each, as transformers counts them."""
+    tokenizer, pairs = AutoTokenizer.from_pretrained(task / "model"), task / "data" / "pairs.parquet"
+    texts = [*sequences(tokenizer, pairs, "chosen"), *sequences(tokenizer, pairs, "rejected")]
+    return sum(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
 
 
 def test_it_learns_is_exported_and_scores_a_policy(
@@ -63,6 +76,9 @@ def test_it_learns_is_exported_and_scores_a_policy(
     run(build(RewardTrainingConfig, set_keys({}, values)), tmp_path / "run")
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 40 and steps[0]["train/loss"] == pytest.approx(0.6931, abs=1e-4)  # the new head says 0
+    kept = read_balance(tmp_path / "run" / "balance.jsonl")
+    assert sum(lists["reward_model/tokens"][0] for lists in kept.values()) == tokens_of(task)  # each pair once
+    assert [step for step, lists in kept.items() if "reward_model/score_pairs_s" in lists] == [40]  # the validation
     early, late = (sum(row["train/accuracy"] for row in part) / 5 for part in (steps[:5], steps[-10::2]))
     assert early < 0.75 and late > 0.8 and steps[-1]["val/accuracy"] > 0.8
     assert {"train/margin", "train/grad_norm", "train/lr", "val/loss", "val/margin"} <= steps[-1].keys()

@@ -6,14 +6,20 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from megarl.config import SFTConfig
 from megarl.convert.command import main as convert
 from megarl.errors import CheckpointError
 from megarl.tracking import read_metrics
+from megarl.tracking.balance_file import BalanceRows, read_balance
+from megarl.tracking.report.balance import balance_maps
+from megarl.tracking.report.run_files import read_run
 from megarl.trainer.run_state import checkpoint_store, find_resume
 from megarl.trainer.sft import run
 from megarl.trainer.stopping import Stop
@@ -28,6 +34,10 @@ def rows(folder: Path) -> list[dict[str, float]]:
         {name: value for name, value in row.items() if not name.startswith(CLOCK)}
         for row in read_metrics(folder / "metrics.jsonl")
     ]
+
+
+def balance(folder: Path) -> BalanceRows:
+    return read_balance(folder / "balance.jsonl")
 
 
 def test_a_run_that_is_continued_ends_as_one_that_was_not_stopped(
@@ -70,7 +80,53 @@ def test_a_run_that_is_continued_ends_as_one_that_was_not_stopped(
     path = tmp_path / "elsewhere" / "global_step_1"
     resumed = finish("resumed", resume_mode="resume_path", resume_from_path=str(path))
     assert rows(resumed) == rows(whole) and len(rows(whole)) == STEPS
+    dealt_out = [[lists["sft/tokens"] for lists in balance(folder).values()] for folder in (whole, resumed)]
+    assert dealt_out[0] == dealt_out[1] and len(dealt_out[0]) == STEPS
     first, second = (load_file(folder / "hf" / "model.safetensors") for folder in (whole, resumed))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
     assert convert(["verify", str(whole / "hf"), str(whole / "checkpoints")]) == 0
+
+
+@pytest.fixture
+def uneven(arithmetic: Path, tmp_path: Path) -> Path:
+    """Twelve rows, whose lengths ask for one way to deal four at a time to two ranks."""
+    prompt = [{"role": "user", "content": "What is 6 + 4?"}]
+    digits = [90, 20, 20, 20, *(10, 60, 10, 60), *(40, 40, 70, 20)]
+    table = pa.Table.from_pylist([{"prompt": prompt, "response": "1" * count} for count in digits])
+    pq.write_table(table, tmp_path / "uneven.parquet")
+    return tmp_path / "uneven.parquet"
+
+
+def test_what_each_of_two_ranks_had_to_do_is_kept_and_in_the_report(
+    sft_config: Callable[..., SFTConfig],
+    uneven: Path,
+    arithmetic: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    keys = {"data.train_files": [str(uneven)], "data.train_batch_size": 4, "data.shuffle": False}
+    (tmp_path / "run").mkdir()
+    run(sft_config(keys | {"trainer.n_gpus_per_node": 2, "megatron.dtype": "float32"}), tmp_path / "run")
+
+    # What transformers counts of each row.
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+    lengths = []
+    for row in pq.read_table(uneven).to_pylist():
+        text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        lengths.append(len(tokenizer(text + row["response"] + tokenizer.eos_token, add_special_tokens=False).input_ids))
+    longest, *others = lengths[:4]
+    by_hand = {
+        1: sorted([longest, sum(others)]),  # the long row on one rank, all others on the other one
+        2: [lengths[4] + lengths[5]] * 2,  # a long and a short one on each
+        3: sorted([lengths[8] + lengths[9], lengths[10] + lengths[11]]),
+    }
+    kept = balance(tmp_path / "run")
+    assert {step: sorted(lists["sft/tokens"]) for step, lists in kept.items()} == by_hand
+    for lists in kept.values():
+        work = lists["sft/work"]
+        assert len(work) == 2 and sum(work) == pytest.approx(2, abs=2e-3)
+        assert len(lists["sft/update_sft_s"]) == 2 and min(lists["sft/update_sft_s"]) > 0
+    maps = balance_maps(read_run(tmp_path / "run").balance)
+    assert list(maps) == ["sft/tokens", "sft/work", "sft/update_sft_s"] and maps["sft/tokens"]["steps"] == [1, 2, 3]
