@@ -26,6 +26,8 @@ JOBS: dict[str, tuple[type[Any], str]] = {
 }
 """Jobs that can be planned: their schema, and the configuration where none is named."""
 EXIT_DOES_NOT_FIT, EXIT_BAD_CONFIG = 1, 2
+DEFAULT_TOP = 10
+"""How many layouts a search lists."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 where nothing fits, 2 for a wrong configuration or command line.
     """
-    options = _parser().parse_intermixed_args(argv)
+    parser = _parser()
+    options = parser.parse_intermixed_args(argv)
+    if options.top is not None and not options.search:
+        parser.error("--top is for --search")
     try:
         config = compose(_request(options))
         hardware = hardware_of(config, options.hardware)
@@ -68,7 +73,7 @@ def _plan(
 def _search(
     options: argparse.Namespace, config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths
 ) -> int:
-    found = search(config, hardware, lengths, options.top)
+    found = search(config, hardware, lengths, options.top or DEFAULT_TOP)
     if options.json:
         print(search_json(found))
     else:
@@ -90,14 +95,14 @@ def _parser() -> argparse.ArgumentParser:
         "folder needs only its config.json. See docs/plan.md.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
-    parser.add_argument("--config-name", "-cn", help="YAML file; ppo where none is named")
+    parser.add_argument("--config-name", "-cn", help="YAML file; where none is named ppo, sft or reward_model")
     parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
-    parser.add_argument("--job", choices=sorted(JOBS), default="train", help="which job the configuration is of")
+    parser.add_argument("--job", choices=sorted(JOBS), default="train", help="whose configuration it is (train)")
     known = ", ".join(known_hardware())
     parser.add_argument("--hardware", help=f"{known}, or a file of your own; as trainer.hardware where left out")
     parser.add_argument("--lengths", help="of answers: mean=600,max=4096,sigma=0.8, or a file; see docs/plan.md")
     parser.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
-    parser.add_argument("--top", type=_positive, default=10, metavar="N", help="how many to list (10)")
+    parser.add_argument("--top", type=_positive, metavar="N", help=f"of --search: how many to list ({DEFAULT_TOP})")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -179,9 +179,11 @@ def read_hardware(name: str, key: str = "--hardware") -> Hardware:
     file = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else FOLDER / f"{name}.yaml"
     if not file.is_file():
         known = known_hardware()
-        near = nearest_keys(name, known)
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{key}={name}: {guess}Known: {', '.join(known)}, or the path of a file of your own")
+        near = nearest_keys(name.lower(), known)
+        guess = f"; did you mean {near[0]}?" if near else "."
+        raise ConfigError(
+            f"{key}={name}: there is no file {file}{guess} Known: {', '.join(known)}, or the path of a file of your own"
+        )
     try:
         values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

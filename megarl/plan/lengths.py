@@ -20,8 +20,8 @@ from megarl.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 _FIELDS = ("mean", "max", "sigma", "prompt_mean", "prompt_max", "prompt_sigma")
-_FORM = "--lengths is MEAN of the answers as mean=600,max=4096,sigma=0.8 (all but mean may be left out; of prompts \
-prompt_mean=..., prompt_max=..., prompt_sigma=...), or a file of an earlier run: <step>.npz, or metrics.jsonl"
+_FORM = "Write mean=600,max=4096,sigma=0.8 for the answers (all but mean may be left out) and likewise \
+prompt_mean=..., prompt_max=..., prompt_sigma=..., or name a file of an earlier run: <step>.npz, or metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,12 @@ class Quantiles:
         """In tokens."""
         return self.values[-1]
 
+    def describe(self) -> str:
+        """In a few words."""
+        if self.values[0] == self.longest:
+            return f"{self.longest:,} tokens each"
+        return f"{self.mean:,.0f} tokens on average, {self.longest:,} at most"
+
     def sample(self, count: int, seed: int) -> Ints:
         """So many lengths, as evenly spread over the distribution as they can be, in an order that a seed tells."""
         at = ((np.arange(count) + 0.5) / count * len(self.values)).astype(int)
@@ -88,15 +94,17 @@ class Lengths:
         return self.prompts.sample(count, 0), self.responses.sample(count, 1)
 
     def describe(self) -> str:
-        """In one line."""
-        pair = (("prompts", self.prompts), ("answers", self.responses))
-        parts = [f"{name} of {q.mean:,.0f} tokens on average, {q.longest:,} at most" for name, q in pair]
+        """In one line. Where no row has a prompt, as in supervised training, answers are whole sequences."""
+        pair = [("prompts", self.prompts), ("answers", self.responses)]
+        if not self.prompts.longest:
+            pair = [("sequences", self.responses)]
+        parts = [f"{name} of {q.describe()}" for name, q in pair]
         return f"{', '.join(parts)} ({self.origin})"
 
 
 def longest_lengths(prompt: int, response: int) -> Lengths:
     """Every sample as long as the configuration allows."""
-    origin = "the longest that the configuration allows; give yours with --lengths"
+    origin = "the longest allowed; say yours by --lengths"
     return Lengths(Quantiles.constant(prompt), Quantiles.constant(response), origin)
 
 
@@ -117,7 +125,8 @@ def read_lengths(text: str, prompt_max: int, response_max: int) -> Lengths:
     if path.suffix == ".jsonl" and path.is_file():
         return _of_metrics(path, prompt_max, response_max)
     if "=" not in text:
-        raise ConfigError(f"--lengths={text}: there is no such file. {_FORM}")
+        what = "it is neither .npz nor .jsonl" if path.exists() else "there is no such file"
+        raise ConfigError(f"--lengths={text}: {what}. {_FORM}")
     given = _numbers(text)
     if "mean" not in given and "prompt_mean" not in given:
         raise ConfigError(f"--lengths={text}: no mean. {_FORM}")
@@ -156,7 +165,7 @@ def _numbers(text: str) -> dict[str, float]:
         name, _, value = part.partition("=")
         if name not in _FIELDS:
             near = nearest_keys(name, _FIELDS)
-            guess = f"; did you mean {near[0]}?" if near else ""
+            guess = f"; did you mean {near[0]}?" if near else "."
             raise ConfigError(f"--lengths={text}: unknown field '{name}'{guess} There are {', '.join(_FIELDS)}")
         try:
             given[name] = float(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,8 @@ CAUSES = {
 }
 """What :class:`Cost`'s fields are called."""
 SHOWN_CAUSES, LEAST_SHARE = 3, 0.03
+WIDTH = 120
+"""Columns of a table that is no terminal's, where it can be broken at all."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,17 @@ def _roles(found: Estimate) -> Block:
             [
                 name,
                 memory.role.layout.describe(),
-                f"{states.parameters / 1e9:.3g} B",
+                _count(states.parameters),
                 *(_gib(n) for n in (states.weights, states.gradients, states.optimizer)),
             ]
         )
     rollout, kv = found.job.rollout, found.memory.kv
     lines = []
     if rollout is not None and not rollout.is_elsewhere:
-        lines.append(f"rollout: {rollout.replicas} replicas of {rollout.config.name}, TP{rollout.tp}")
+        lines.append(f"rollout: {_some(rollout.replicas, 'replica')} of {rollout.config.name}, TP{rollout.tp}")
         if kv is not None:
-            lines[0] += (
-                f"; each has room for {kv.tokens:,} tokens ({kv.sequences:,} of the longest conversations): {kv.how}"
+            lines.append(
+                f"each has room for {kv.tokens:,} tokens ({kv.sequences:,} of the longest conversations): {kv.how}"
             )
     head = ["on the fullest rank, GiB", "layout", "parameters", "weights", "gradients", "optimizer"]
     return Block("Models", lines, head, rows)
@@ -104,7 +107,8 @@ def _memory(found: Estimate) -> Block:
     lines, host = [], found.memory.host_bytes
     if host:
         parts = ", ".join(f"{c.owner} {c.name} {c.nbytes / GIB:,.0f}" for c in found.memory.host)
-        lines.append(f"host memory of a node: {host / GIB:,.0f} of {found.hardware.host_memory_gib:,g} GiB ({parts})")
+        lines.append(f"host memory of a node: {host / GIB:,.0f} of {found.hardware.host_memory_gib:,g} GiB")
+        lines += textwrap.wrap(f"of which {parts}", WIDTH - 2)
     return Block("Memory of the fullest device", lines, ["phase", "GiB", "of usable", "what takes it, GiB"], rows)
 
 
@@ -151,7 +155,7 @@ def causes(cost: Cost) -> str:
 
 def _sync(sync: SyncTraffic) -> Block:
     lines = [
-        f"{_gb(sync.total)} in {sync.buckets} buckets: {_gb(sync.on_device)} on the same device, "
+        f"{_gb(sync.total)} in {_some(sync.buckets, 'bucket')}: {_gb(sync.on_device)} on the same device, "
         f"{_gb(sync.within_nodes)} inside nodes, {_gb(sync.between_nodes)} between nodes",
         f"at most {_gb(sync.most_received)} received and {_gb(sync.most_sent)} sent by a rank; "
         f"{_seconds(sync.seconds)} s, paced by {sync.limit}",
@@ -223,7 +227,7 @@ def _candidate_row(number: int, one: Candidate) -> list[str]:
 
 
 def show(blocks: Sequence[Block], console: Console) -> None:
-    """Prints a report: with rich's tables on a terminal, else as plain aligned text that no width wraps."""
+    """Prints a report: with rich's tables on a terminal, else as plain aligned text."""
     for block in blocks:
         if console.is_terminal:
             _show_rich(block, console)
@@ -247,13 +251,16 @@ def _show_rich(block: Block, console: Console) -> None:
 
 
 def plain(block: Block) -> str:
-    """A part of a report as text."""
+    """A part of a report as text: lines as they are, so that they can be pasted; tables within ``WIDTH`` columns."""
     lines = [block.title, *(f"  {line}" for line in block.lines)]
     if block.rows:
         cells = [list(block.head), *map(list, block.rows)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(block.head))]
-        lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join(lines) + "\n"
+        widths = [max(len(row[column]) for row in cells) for column in range(len(block.head) - 1)]
+        for row in cells:
+            start = "  " + "".join(f"{cell:<{width}}  " for cell, width in zip(row[:-1], widths, strict=True))
+            indent = " " * len(start)
+            lines.append(textwrap.fill(row[-1], WIDTH, initial_indent=start, subsequent_indent=indent) or start)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def as_json(found: Estimate, remedy: Remedy | None) -> str:
@@ -323,6 +330,16 @@ def _role_values(memory: Any) -> dict[str, Any]:
 
 def _components(parts: Sequence[Any]) -> list[dict[str, Any]]:
     return [part._asdict() for part in parts]
+
+
+def _count(number: float) -> str:
+    """A number of parameters, such as ``2.27 B``."""
+    unit, name = next(((u, n) for u, n in ((1e9, " B"), (1e6, " M"), (1e3, " K")) if number >= u), (1, ""))
+    return f"{number / unit:.3g}{name}"
+
+
+def _some(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _gib(nbytes: float) -> str:

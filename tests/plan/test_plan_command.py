@@ -8,6 +8,7 @@ import pytest
 from planned_jobs import MODELS
 
 from megarl.cli import main
+from megarl.plan.report import _count
 
 LLAMA = [
     "--config-name=grpo",
@@ -79,6 +80,7 @@ def test_supervised_jobs(capsys, job):
     plan = json.loads(text)
     assert code == 0 and list(plan["memory"]) == ["update"] == list(plan["step"]["phases"])
     assert plan["sync"] is None and plan["kv_cache"] is None
+    assert plan["lengths"].startswith("sequences of 1,024 tokens each"), "no row has a prompt of its own"
 
 
 def test_a_job_on_the_cpu_is_planned_for_the_cpu(capsys):
@@ -93,6 +95,8 @@ def test_a_job_on_the_cpu_is_planned_for_the_cpu(capsys):
     ("arguments", "message"),
     [
         (["--hardware=h10"], "did you mean"),
+        (["trainer.hardware=H200"], "did you mean h200?"),
+        (["--hardware=my/node.yaml"], "--hardware=my/node.yaml: there is no file my/node.yaml. Known: a100"),
         (["--lengths=mean=9999"], "mean=9999 must be between 1 and the longest"),
         (["trainer.n_gpus_per_node=16"], "a node of trainer.hardware=h100 has 8 devices"),
         (["trainer.nodes=2"], "did you mean trainer.nnodes"),
@@ -103,6 +107,29 @@ def test_a_job_on_the_cpu_is_planned_for_the_cpu(capsys):
 def test_what_is_wrong_is_told_with_exit_code_two(capsys, arguments, message):
     code, _, error = run(capsys, *LLAMA, *arguments)
     assert code == 2 and message in error
+
+
+def test_how_many_to_list_is_of_a_search(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *LLAMA, "--top=3"])
+    assert stopped.value.code == 2 and "--top is for --search" in capsys.readouterr().err
+
+
+def test_tables_keep_within_their_width_and_lose_nothing(capsys):
+    """A model of 70B on one node, of which every phase is full of many things."""
+    large = ["--config-name=ppo", *LLAMA[1:3], "--hardware=h100"]
+    _, text, _ = run(capsys, *large)
+    _, values, _ = run(capsys, *large, "--json")
+    table = text[text.index("Memory of the fullest") : text.index("Batches")].splitlines()
+    assert max(map(len, table)) <= 120
+    words = " ".join(" ".join(table).split())
+    for part in json.loads(values)["memory"]["update_critic"]["components"]:
+        if part["nbytes"] > 2**30:
+            assert f"{part['owner']} {part['name']} {part['nbytes'] / 2**30:.1f}" in words
+
+
+def test_a_small_model_has_its_parameters_counted_in_thousands():
+    assert [_count(n) for n in (70.6e9, 7.62e9, 494e6, 24_800, 12)] == ["70.6 B", "7.62 B", "494 M", "24.8 K", "12"]
 
 
 def test_it_needs_no_torch():

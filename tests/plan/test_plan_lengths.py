@@ -70,6 +70,7 @@ def test_files_of_an_earlier_run(tmp_path):
         ("mean=0", "mean=0 must be between 1"),
         ("mean=x", "mean=x must be a number"),
         ("maen=3", "unknown field 'maen'; did you mean mean"),
+        ("mean=3,zzz=1", r"unknown field 'zzz'\. There are mean, max"),
         ("max=10", "no mean"),
         ("mean=3,sigma=-1", "sigma=-1 must be at least 0"),
         ("nothing.npz", "there is no such file"),
@@ -89,3 +90,7 @@ def test_files_that_are_something_else_are_refused(tmp_path):
     other.write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="no line has response_length/mean"):
         read_lengths(str(other), 1, 1)
+    text = tmp_path / "lengths.txt"
+    text.write_text("600")
+    with pytest.raises(ConfigError, match="it is neither"):
+        read_lengths(str(text), 1, 1)
