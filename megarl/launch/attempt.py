@@ -225,7 +225,7 @@ class Attempt:
             elif event.kind == OUTPUT and event.name == DRIVER:
                 self._note(event)
         if logs:
-            self._say(f"Ray's logs: {logs.get(self.head, next(iter(logs.values())))} on {len(logs)} nodes")
+            self._say(f"Ray's logs: {logs.get(self.head, next(iter(logs.values())))} on {len(logs)} node(s)")
 
     def _start_ray(self, host: str, address: str) -> None:
         ports, head = node_ports(self.settings)[host], "" if host == self.head else self._cluster

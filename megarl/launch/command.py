@@ -18,7 +18,7 @@ from megarl.cli import main as run_here
 from megarl.errors import ConfigError, ModelError, ResourceError
 from megarl.launch import kubernetes, sbatch
 from megarl.launch.job import other_command, read_job
-from megarl.launch.options import pairs, parser, split_job
+from megarl.launch.options import check_use, pairs, parser, split_job
 from megarl.launch.reach import Reach, by_srun, by_ssh, forwarded, local_hosts, locally, parse_hosts, slurm_hosts
 from megarl.launch.restarts import Launcher
 from megarl.launch.settings import ClusterSettings, JobToRun, Ports
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if job.is_dry:
             return run_here(job.words)
         place = _place(options)
+        check_use(options, place, is_megarl=is_megarl)
         for note in job.notes:
             say(note)
         if place == "sbatch":
@@ -90,7 +91,7 @@ def _launch(place: str, options: argparse.Namespace, job: JobToRun) -> int:
     reach, hosts = _ways(place, options, job)
     if len(hosts) < job.nodes:
         raise ConfigError(
-            f"trainer.nnodes={job.nodes}, but there are {len(hosts)} hosts: {', '.join(hosts)}. Give more, or set "
+            f"trainer.nnodes={job.nodes}, but hosts are only {len(hosts)}: {', '.join(hosts)}. Give more, or set "
             f"trainer.nnodes={len(hosts)}"
         )
     if len(hosts) > job.nodes:

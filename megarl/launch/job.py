@@ -10,6 +10,7 @@ from megarl.errors import ConfigError
 from megarl.launch.settings import Device, JobToRun
 
 RESUMING = ("auto", "must")
+JOB_NAMES = f"{', '.join([*JOBS][:-1])} or {[*JOBS][-1]}"
 
 
 def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:

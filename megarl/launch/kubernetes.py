@@ -134,7 +134,7 @@ def _template(name: str, job: JobToRun, pods: PodSettings) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": name,
         "image": pods.image,
-        "resources": {"limits": limits, "requests": limits},
+        "resources": {"limits": limits, "requests": dict(limits)},
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, *mounts],
     }
     if pods.env:

@@ -69,6 +69,8 @@ def parse_hosts(text: str) -> list[str]:
     if ("/" in text or path.suffix) and path.is_file():
         lines = [line.split("#")[0].split() for line in path.read_text().splitlines()]
         hosts = [words[0] for words in lines if words]
+    elif "/" in text or path.suffix == ".txt":
+        raise ConfigError(f"--hosts={text}: there is no such file; name one with a host per line, or host1,host2")
     else:
         hosts = text.replace(",", " ").split()
     twice = sorted({host for host in hosts if hosts.count(host) > 1})

@@ -36,11 +36,15 @@ def test_no_job(argv):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["tran", "a=b"], "'tran' is no job"),
+        (["tran", "a=b"], "'tran' is no job; did you mean train.*reward-model, evaluate or generate"),
+        (["--image=x", "--on=local", *QUICK], "--image is for --on kubernetes; this is --on local"),
+        (["--srun=srun --mem=0", "--on=local", *QUICK], "--srun is for --on slurm and sbatch; this is --on local"),
+        (["--nodes=2", *QUICK], "--nodes is for a command after --; of a job set trainer.nnodes"),
+        (["--hosts=hosts.txt", *QUICK], "--hosts=hosts.txt: there is no such file"),
         ([*QUICK, "trainer.nodes=2"], "trainer.nodes"),
         ([*QUICK, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size"),
         (["--max-restarts=1", *QUICK], "trainer.resume_mode=disable: a restart .* begin anew"),
-        (["--hosts=a", *QUICK, "trainer.nnodes=2"], "trainer.nnodes=2, but there are 1 hosts: a"),
+        (["--hosts=a", *QUICK, "trainer.nnodes=2"], "trainer.nnodes=2, but hosts are only 1: a"),
         (["--on=ssh", *QUICK], "--on ssh needs --hosts"),
         ([*QUICK, "trainer.nnodes=2", "trainer.device=cuda"], "trainer.nnodes=2 on one machine: nodes would share"),
         (["--on=local", "--hosts=a", *QUICK], "not --hosts=a"),

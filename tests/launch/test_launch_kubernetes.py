@@ -75,6 +75,7 @@ def test_printed_and_submitted(stand_ins, monkeypatch, capsys):
     assert command.main(words) == 0
     printed = capsys.readouterr().out
     jsonschema.validate(yaml.safe_load(printed), SCHEMA)
+    assert "&id" not in printed, "an anchor is valid YAML, and hard to edit"
     assert command.main(["--submit", *words]) == 0
     (call,) = stand_ins.calls("kubectl")
     assert call["arguments"] == ["apply", "-f", "-"] and call["input"] == printed
