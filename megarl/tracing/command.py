@@ -16,7 +16,7 @@ from megarl.tracing.trace_file import read_trace
 
 def main(argv: Sequence[str]) -> int:
     """Entry point; returns the exit code: 0, or 2 where there is no timeline."""
-    parser = argparse.ArgumentParser(prog="megarl timeline", description=__doc__)
+    parser = argparse.ArgumentParser(prog="megarl timeline", description="What a run's timeline says, in a few lines.")
     parser.add_argument("path", type=Path, help="a run's folder, or a trace file")
     parser.add_argument(
         "--out", type=Path, help="also write the events there as one complete file, compressed where it ends in .gz"
@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(summarize(events).render())
     if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         opened = gzip.open if options.out.suffix == ".gz" else open
         with opened(options.out, "wt", encoding="utf-8") as file:
             lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)

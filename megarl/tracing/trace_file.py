@@ -125,5 +125,7 @@ def _find(path: Path) -> Path:
     candidates = [path, *(folder / f"{FILE_NAME}{end}" for folder in folders for end in ("", ".gz"))]
     found = next((one for one in candidates if one.is_file()), None)
     if found is None:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; name a run's folder, or a trace file")
         raise ConfigError(f"{path} has no timeline: trainer.timeline.enable=true writes it to timeline/{FILE_NAME}")
     return found

@@ -56,13 +56,15 @@ def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "other.json")
     with pytest.raises(ConfigError, match=r"has no timeline: trainer\.timeline\.enable=true"):
         read_trace(tmp_path)
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        read_trace(tmp_path / "nowhere")
 
 
 def test_the_command_tells_a_timeline_and_packs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_two_processes(tmp_path / "trace.json").close()
-    assert main([str(tmp_path), "--out", str(tmp_path / "all.json.gz")]) == 0
+    assert main([str(tmp_path), "--out", str(tmp_path / "new" / "all.json.gz")]) == 0
     told = capsys.readouterr().out
     assert "1 processes" in told and "actor rank 0" in told and "gen" in told
-    packed = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))
-    assert packed == read_trace(tmp_path / "all.json.gz") == read_trace(tmp_path)
+    packed = json.loads(gzip.decompress((tmp_path / "new" / "all.json.gz").read_bytes()))
+    assert packed == read_trace(tmp_path / "new" / "all.json.gz") == read_trace(tmp_path)
     assert main([str(tmp_path / "nowhere")]) == 2
