@@ -104,7 +104,10 @@ def load_class(spec: str, base: type[_Base], what: str) -> type[_Base]:
     found = getattr(module, name, None)
     if not isinstance(found, type) or not issubclass(found, base):
         own = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, base) and v is not base]
-        raise ConfigError(f"{what} {spec!r}: it has no {base.__name__} called {name!r}; there are {own}")
+        others = f"there are {own}" if own else "it has none at all"
+        if isinstance(found, type):
+            others += f"; {name} must derive from {base.__module__}.{base.__qualname__}"
+        raise ConfigError(f"{what} {spec!r}: it has no {base.__name__} called {name!r}; {others}")
     return found
 
 

@@ -95,7 +95,8 @@ def test_a_class_in_a_file_is_found_by_its_spec(run, tmp_path):
         trackers.finish()
     assert (tmp_path / "lines").read_text() == "1 0.5\n2 0.5\n"
     for name, message in (
-        ("Other", r"it has no Tracker called 'Other'; there are \['Lines', 'Apart', 'Needy'\]"),
+        ("Nope", r"it has no Tracker called 'Nope'; there are \['Lines', 'Apart', 'Needy'\]$"),
+        ("Other", r"'Needy'\]; Other must derive from megarl\.tracking\.tracker\.Tracker"),
         ("Needy", "pip install 'not_installed'"),
     ):
         with pytest.raises(ConfigError, match=message):
