@@ -111,7 +111,7 @@ def _shortage(pools: Sequence[ResourcePool], failing: ResourcePool, nodes: Seque
     asked = sum(pool.num_devices for pool in pools if resource in pool.bundle())
     have = sum(node.get(resource, 0) for node in nodes)
     advice = "Give the pool fewer devices (roles that share a pool share its devices), " + (
-        "or, to run several processes on one core, start with a higher num_cpus."
+        "or, to run several processes on one core, start Ray with a higher num_cpus."
         if resource == "CPU"
         else "or add GPUs or nodes."
     )

@@ -73,7 +73,7 @@ def find_checkpoint(path: Path, role: str | None = None) -> Path:
     reason = f" ({found[0]} is a pickle, which could run code: save as safetensors or torch_dist)" if found else ""
     raise CheckpointError(
         f"{path} is neither a Hugging Face folder ({CONFIG}, *.safetensors) nor a Megatron checkpoint ({INDEX}, "
-        f"*.distcp){reason}"
+        f"*.distcp), nor a folder of checkpoints, such as a run's trainer.default_local_dir ({POINTER}){reason}"
     )
 
 

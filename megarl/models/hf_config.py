@@ -226,7 +226,10 @@ def _divisors(number: int, accept: Callable[[int], bool] = lambda n: True) -> st
 
 def _read_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist; expected a folder with config.json and *.safetensors")
+        raise ModelError(
+            f"model folder {folder} does not exist; expected a folder with config.json and *.safetensors. A run "
+            f"downloads nothing: `hf download NAME --local-dir FOLDER` fetches a model of the Hub"
+        )
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"model folder {folder} has no config.json")

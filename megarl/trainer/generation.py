@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,16 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
                 rows += answered_rows(prompts, answers, samples, policy.tokenizer)
         write_rows(target, rows)
         for row in rows[:SHOWN]:
-            console.message(f"{row['prompt'][-1]['content']}  ->  {' | '.join(map(str, row[RESPONSES]))}")
+            console.message(answers_line(row))
         failed = sum(text is None for row in rows for text in row[RESPONSES])
         console.message(f"answers: {target}" + (f" ({failed} conversations failed)" if failed else ""))
     return target
+
+
+def answers_line(row: Mapping[str, Any]) -> str:
+    """The last message of a prompt and its answers on one line, whatever lines they have themselves."""
+    question, *answers = (" ".join(str(text).split()) for text in (row["prompt"][-1]["content"], *row[RESPONSES]))
+    return f"{question}  ->  {' | '.join(answers)}"
 
 
 def asked_files(prompts: list[str], target: Path) -> list[str]:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megarl.cluster import PlacedPool, RaySession, ResourcePool
 from megarl.cluster.resources import cluster_nodes
 from megarl.config.parts import RunConfig
-from megarl.errors import ModelError
+from megarl.errors import ModelError, ResourceError
 from megarl.logs import LOGS_FOLDER, ProcessLogs
 
 
@@ -28,9 +28,22 @@ def placed_devices(trainer: RunConfig, logs: ProcessLogs | None = None) -> Itera
         ResourceError: the cluster does not have the devices; says what is needed and what there is.
     """
     with RaySession(logs=logs) as session:
-        trainer.device = resolve_device(trainer.device)
-        pool = ResourcePool("devices", trainer.device, [trainer.n_gpus_per_node] * trainer.nnodes)
-        yield session.place([pool])["devices"]
+        yield _place(session, trainer)
+
+
+def _place(session: RaySession, trainer: RunConfig) -> PlacedPool:
+    trainer.device = device = resolve_device(trainer.device)
+    pool = ResourcePool("devices", device, [trainer.n_gpus_per_node] * trainer.nnodes)
+    try:
+        return session.place([pool])["devices"]
+    except ResourceError as error:
+        asked = f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+        where = (
+            f"The cluster is that of RAY_ADDRESS={session.address}."
+            if session.address
+            else "Ray was started on this machine alone: `megarl launch` starts it on several, RAY_ADDRESS names one."
+        )
+        raise ResourceError(f"{asked}, trainer.device={device}: {error} {where}") from error
 
 
 def run_logs(trainer: RunConfig, folder: Path) -> ProcessLogs:

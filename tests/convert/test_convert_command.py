@@ -73,7 +73,7 @@ def broken(model: Path, folder: Path, how: str) -> Path:
         ("missing shard", ["lacks shard 'model-00001-of-00001.safetensors'"]),
         ("truncated", ["model.safetensors is truncated: 100000 bytes"]),
         ("wrong shape", ["'model.norm.weight' has shape [31], config.json implies [32]"]),
-        ("neither", ["is neither a Hugging Face folder", "nor a Megatron checkpoint"]),
+        ("neither", ["is neither a Hugging Face folder", "nor a Megatron checkpoint", "trainer.default_local_dir"]),
         ("pickled", ["pytorch_model.bin is a pickle"]),
     ],
 )

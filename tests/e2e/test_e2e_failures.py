@@ -167,5 +167,7 @@ def test_more_devices_than_the_machine_has(small: list[str], start: Callable[...
     )
     assert run.wait() == 1, run.output
     assert run.remaining() == []
+    assert "trainer.nnodes=1, trainer.n_gpus_per_node=1000, trainer.device=cpu: not enough" in run.output
+    assert "`megarl launch` starts it on several" in run.output
     assert "not enough CPU slots: 1000 needed" in run.output and f"{psutil.cpu_count()} there" in run.output
     assert "Traceback" not in run.output

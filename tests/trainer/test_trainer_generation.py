@@ -17,7 +17,7 @@ from megarl.config import GenerateConfig
 from megarl.config.build import build
 from megarl.data import DataProto
 from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError
-from megarl.trainer.generation import answered_rows, asked_files, run, write_rows
+from megarl.trainer.generation import answered_rows, answers_line, asked_files, run, write_rows
 from megarl.trainer.prompts import asked_loader
 
 
@@ -40,6 +40,11 @@ def test_texts_become_a_file_of_prompts(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     assert rows == [{"prompt": [{"role": "user", "content": text}]} for text in ("Why?", "Où?")]
     assert asked_files([], tmp_path / "none.jsonl") == [] and not (tmp_path / "none.jsonl").exists()
+
+
+def test_what_is_printed_of_a_prompt_is_one_line() -> None:
+    row = {"prompt": [{"role": "user", "content": "What is\n1 + 2?"}], "responses": ["\n3\r", None, "three\n\nor 3"]}
+    assert answers_line(row) == "What is 1 + 2?  ->  3 | None | three or 3"
 
 
 def test_lines_of_the_standard_input_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
