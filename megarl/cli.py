@@ -30,7 +30,7 @@ from megarl.config.differences import differences
 from megarl.config.jobs import JobConfig
 from megarl.config.problems import nearest_keys
 from megarl.config.sweeps import SweepFolder
-from megarl.errors import ConfigError, MegarlError, ModelError
+from megarl.errors import ConfigError, DataError, MegarlError, ModelError
 from megarl.logs import LOGS_FOLDER, driver_log
 from megarl.models import read_model_config
 from megarl.provenance import run_facts
@@ -79,6 +79,8 @@ COMMANDS = {
 VERL_ENGINE, VERL_DEFAULTS = "model_engine=", "ppo_megatron_trainer"
 
 EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+WRONG_INPUT = (ConfigError, ModelError, DataError)
+"""Errors at which the same command fails every time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,7 +136,8 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the job's name; None = those of the process.
 
     Returns:
-        The exit code: 0, 1 for a run that failed, 2 for a wrong configuration, 130 after Ctrl-C.
+        The exit code: 0, 1 for a run that failed, 2 for what is wrong with configuration, model folder or data, 130
+        after Ctrl-C; of a sweep with a run that failed, for whatever reason, 1.
     """
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
@@ -231,7 +234,7 @@ def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, Me
 
 
 def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
-    failures: list[str] = []
+    codes: list[int] = []
 
     def task(values: DictConfig) -> float | None:
         """One run, in this process or another; Hydra's launchers send it there."""
@@ -249,7 +252,7 @@ def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
                 importlib.import_module(job.module).run(config, folder)
         except MegarlError as error:
             problem = str(error)
-            failures.append(problem)
+            codes.append(EXIT_BAD_CONFIG if isinstance(error, WRONG_INPUT) and not sweeps else EXIT_RUN_FAILED)
             print(error, file=sys.stderr)
         if not sweeps:
             return None
@@ -263,8 +266,8 @@ def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
         run_with_hydra(request, name, task, minimize)
     finally:
         if SweepFolder.noted is not None:
-            failures += _close_sweep(SweepFolder.noted, minimize)
-    return EXIT_RUN_FAILED if failures else 0
+            codes += [EXIT_RUN_FAILED for _ in _close_sweep(SweepFolder.noted, minimize)]
+    return codes[0] if codes else 0
 
 
 def _is_loss(config: JobConfig) -> bool:

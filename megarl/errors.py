@@ -26,7 +26,11 @@ class DataError(MegarlError):
 
 
 class RewardError(MegarlError):
-    """A reward function cannot be imported, raised, or returned something that is not a number."""
+    """A reward function raised, or returned something that is not a number."""
+
+
+class RewardFunctionError(RewardError, ConfigError):
+    """A reward function is not there, cannot be imported, or does not take what it is called with."""
 
 
 class ResourceError(MegarlError):

@@ -15,7 +15,7 @@ import yaml
 
 from megarl import cli
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
-from megarl.errors import DataError
+from megarl.errors import DataError, RewardError, RewardFunctionError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -127,9 +127,15 @@ def test_failed_trial_is_no_value_to_optuna(runs: Runs, capsys: pytest.CaptureFi
 
 
 def test_error_of_the_run_is_printed_without_traceback(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    runs.failures = [DataError("column prompt is missing")]
-    assert cli.run_job("train", quickstart()) == cli.EXIT_RUN_FAILED
-    assert capsys.readouterr().err == "column prompt is missing\n"
+    for error, code in (
+        (DataError("column prompt is missing"), cli.EXIT_BAD_CONFIG),
+        (RewardFunctionError("no function"), cli.EXIT_BAD_CONFIG),
+        (RewardError("the function raised"), cli.EXIT_RUN_FAILED),
+        (WorkerError("rank 1 is gone"), cli.EXIT_RUN_FAILED),
+    ):
+        runs.failures = [error]
+        assert cli.run_job("train", quickstart()) == code
+        assert capsys.readouterr().err == f"{error}\n"
 
 
 def test_bug_in_the_run_keeps_its_traceback(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from megarl.errors import ConfigError, RewardError
+from megarl.errors import ConfigError, RewardFunctionError
 from megarl.own_module import functions_of, locate
 
 RewardFunction = Callable[..., Any]
@@ -55,12 +55,12 @@ def register_reward(
         warm_up: called once in a process that will call the function.
 
     Raises:
-        RewardError: the name belongs to another function.
+        RewardFunctionError: the name belongs to another function.
     """
 
     def register(fn: RewardFunction) -> RewardFunction:
         if REWARDS.get(name, fn) is not fn:
-            raise RewardError(
+            raise RewardFunctionError(
                 f"reward {name!r} is registered already, by {REWARDS[name].__module__}; choose another name"
             )
         REWARDS[name] = fn
@@ -86,8 +86,8 @@ def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> 
         kwargs: what it is given beside its arguments.
 
     Raises:
-        RewardError: there is no such name, file, module or function, importing it fails, or it does not take the
-            arguments of a reward function.
+        RewardFunctionError: there is no such name, file, module or function, importing it fails, or it does not take
+            the arguments of a reward function.
     """
     if spec in REWARDS:
         fn = REWARDS[spec]
@@ -96,14 +96,16 @@ def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> 
     if not set(spec) & set(":."):
         near = difflib.get_close_matches(spec, REWARDS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RewardError(f"there is no reward {spec!r}; {hint}known are {sorted(REWARDS)}; or give {_WAYS}")
+        raise RewardFunctionError(f"there is no reward {spec!r}; {hint}known are {sorted(REWARDS)}; or give {_WAYS}")
     try:
         module, name = locate(spec, "reward function", "function")
     except ConfigError as error:
-        raise RewardError(str(error)) from error
+        raise RewardFunctionError(str(error)) from error
     found = getattr(module, name, None)
     if found is None:
-        raise RewardError(f"reward function {spec!r}: it has no {name!r}; its functions are {functions_of(module)}")
+        raise RewardFunctionError(
+            f"reward function {spec!r}: it has no {name!r}; its functions are {functions_of(module)}"
+        )
     check_signature(found, spec, kwargs)
     return found
 
@@ -112,10 +114,10 @@ def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None)
     """Check that something can be called as a reward function, and say how.
 
     Raises:
-        RewardError: it is not callable, or does not take the keyword arguments.
+        RewardFunctionError: it is not callable, or does not take the keyword arguments.
     """
     if not callable(fn):
-        raise RewardError(f"reward function {spec!r} is a {type(fn).__name__}; it must be a function")
+        raise RewardFunctionError(f"reward function {spec!r} is a {type(fn).__name__}; it must be a function")
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
     try:
         signature = inspect.signature(fn)
@@ -128,10 +130,12 @@ def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None)
     try:
         signature.bind(**given)
     except TypeError as error:
-        raise RewardError(
+        raise RewardFunctionError(
             f"reward function {spec!r} has the signature {signature} ({error}); it is called with the keyword "
             f"arguments {', '.join((*names, *(kwargs or {})))} (or, if it takes batches, {', '.join(BATCH_ARGUMENTS)})"
         ) from error
     if batch and is_async:
-        raise RewardError(f"reward function {spec!r} takes a batch and is a coroutine function; it can be one of both")
+        raise RewardFunctionError(
+            f"reward function {spec!r} takes a batch and is a coroutine function; it can be one of both"
+        )
     return Traits(batch, is_async, wants_prompt)

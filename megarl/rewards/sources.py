@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from megarl.errors import RewardError
+from megarl.errors import RewardFunctionError
 
 _QUESTIONS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 
@@ -47,13 +47,13 @@ class SourceMap:
         """The function's spec.
 
         Raises:
-            RewardError: there is none for this source; names what is known.
+            RewardFunctionError: there is none for this source; names what is known.
         """
         if data_source not in self._found:
             matching = [spec for pattern, spec in self.patterns if fnmatchcase(data_source, pattern)]
             if not matching:
                 known = ", ".join(sorted(dict(self.patterns)))
-                raise RewardError(
+                raise RewardFunctionError(
                     f"no reward function is known for data_source={data_source!r}; known are {known}. Name one under "
                     "reward_model.data_sources, for all data in reward_model.name, or in custom_reward_function.path"
                 )

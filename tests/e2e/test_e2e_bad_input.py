@@ -85,31 +85,31 @@ def assert_says(message: str, *parts: str) -> None:
 
 
 def test_missing_file(refuse: Refuse) -> None:
-    message = refuse("data.train_files=nowhere/train.parquet", code=1)
+    message = refuse("data.train_files=nowhere/train.parquet", code=2)
     assert_says(message, "data.train_files", "nowhere/train.parquet", "no such file")
 
 
 def test_file_that_is_no_parquet(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "train.parquet").write_text("prompt,answer\n")
-    message = refuse(f"data.val_files={tmp_path}/train.parquet", code=1)
+    message = refuse(f"data.val_files={tmp_path}/train.parquet", code=2)
     assert_says(message, "data.val_files", "train.parquet", "not a readable parquet file")
 
 
 def test_missing_column(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     renamed = [{("reward" if name == "reward_model" else name): row[name] for name in row} for row in rows]
-    message = refuse(write(renamed, tmp_path / "train.parquet"), code=1)
+    message = refuse(write(renamed, tmp_path / "train.parquet"), code=2)
     assert_says(message, "data.train_files", "train.parquet", "no column 'reward_model'", "did you mean 'reward'")
 
 
 def test_prompt_that_is_text(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     texts = [{**row, "prompt": row["prompt"][0]["content"]} for row in rows]
-    message = refuse(write(texts, tmp_path / "train.parquet"), code=1)
+    message = refuse(write(texts, tmp_path / "train.parquet"), code=2)
     assert_says(message, "data.train_files", "column 'prompt'", "list of chat messages", "it is string")
 
 
 def test_null_in_a_row(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     rows[17]["reward_model"]["ground_truth"] = None
-    message = refuse(write(rows, tmp_path / "train.parquet"), code=1)
+    message = refuse(write(rows, tmp_path / "train.parquet"), code=2)
     assert_says(message, "train.parquet", "column 'reward_model', row 17", "'ground_truth' null")
 
 
@@ -117,32 +117,32 @@ def test_agent_that_a_row_names_and_that_is_not_there(
     refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     named = [{**row, "agent_name": "tool_agnt" if number >= 17 else None} for number, row in enumerate(rows)]
-    message = refuse(write(named, tmp_path / "train.parquet"), code=1)
+    message = refuse(write(named, tmp_path / "train.parquet"), code=2)
     assert_says(
         message, "train.parquet, row 17", "agent_name='tool_agnt'", "known ones: external_agent,", "tool_agent;"
     )
     absent = "actor_rollout_ref.rollout.agent.external_agent=nowhere.py:lead"
-    assert_says(refuse(absent, code=1), "agent 'nowhere.py:lead'", "there is no file nowhere.py")
+    assert_says(refuse(absent, code=2), "agent 'nowhere.py:lead'", "there is no file nowhere.py")
 
 
 def test_empty_data_set(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     schema = pa.Table.from_pylist(rows).schema
-    message = refuse(write([], tmp_path / "train.parquet", schema), code=1)
+    message = refuse(write([], tmp_path / "train.parquet", schema), code=2)
     assert_says(message, "data.train_files", "there is no row", "train.parquet")
 
 
 def test_fewer_prompts_than_a_batch(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    message = refuse(write(rows[:23], tmp_path / "train.parquet"), code=1)
+    message = refuse(write(rows[:23], tmp_path / "train.parquet"), code=2)
     assert_says(message, "data.train_batch_size", "24", "23")
 
 
 def test_prompt_too_long(refuse: Refuse) -> None:
-    message = refuse("data.max_prompt_length=8", code=1)
+    message = refuse("data.max_prompt_length=8", code=2)
     assert_says(message, "row 0", "has 11 tokens", "at most 8", "data.max_prompt_length", "data.truncation=left")
 
 
 def test_every_prompt_too_long(refuse: Refuse) -> None:
-    message = refuse("data.max_prompt_length=8", "data.filter_overlong_prompts=true", code=1)
+    message = refuse("data.max_prompt_length=8", "data.filter_overlong_prompts=true", code=2)
     assert_says(message, "all 80 prompts", "longer than 8", "data.max_prompt_length")
 
 
@@ -150,7 +150,7 @@ def test_every_prompt_too_long(refuse: Refuse) -> None:
 
 
 def test_model_folder_that_is_not_there(refuse: Refuse) -> None:
-    message = refuse("actor_rollout_ref.model.path=nowhere/model", code=1)
+    message = refuse("actor_rollout_ref.model.path=nowhere/model", code=2)
     assert_says(message, "nowhere/model")
 
 
@@ -171,20 +171,20 @@ def test_missing_shard(refuse: Refuse, model: Path) -> None:
     save_file(tensors, model / "model-00001-of-00002.safetensors")
     places = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    message = refuse(f"actor_rollout_ref.model.path={model}", code=1)
+    message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
     assert_says(message, str(model), "lacks shard 'model-00002-of-00002.safetensors'")
 
 
 def test_truncated_weights(refuse: Refuse, model: Path) -> None:
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content[:-100])
-    message = refuse(f"critic.model.path={model}", code=1)
+    message = refuse(f"critic.model.path={model}", code=2)
     assert_says(message, str(model / "model.safetensors"), "truncated", str(len(content)))
 
 
 def test_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:
     (model / "chat_template.jinja").unlink()
-    message = refuse(f"actor_rollout_ref.model.path={model}", code=1)
+    message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
     assert_says(message, str(model), "chat_template", "tokenizer_config.json")
 
 
@@ -280,7 +280,7 @@ def test_reward_that_cannot_be_imported(
     path = tmp_path / "judge.py"
     if content is not None:
         path.write_text(content)
-    message = refuse(f"custom_reward_function.path={path}", f"custom_reward_function.name={name}", code=1)
+    message = refuse(f"custom_reward_function.path={path}", f"custom_reward_function.name={name}", code=2)
     assert_says(message, str(path), *parts)
 
 
@@ -318,7 +318,7 @@ def test_checkpoint_of_another_model(refuse: Refuse, checkpoint: Path, task: Pat
     command = [sys.executable, str(Path(__file__).parents[2] / "tools" / "make_arithmetic.py"), "--out", "other"]
     subprocess.run([*command, "--hidden", "48", "--layers", "3"], check=True, capture_output=True, cwd=tmp_path)
     path = f"actor_rollout_ref.model.path={tmp_path}/other/model"
-    message = refuse(*GRPO_ALONE, *resume_from(checkpoint), path, code=1)
+    message = refuse(*GRPO_ALONE, *resume_from(checkpoint), path, code=2)
     assert_says(message, "checkpoint is of another model", "hidden_size: 32 in the checkpoint, 48 in this run")
     assert_says(message, "num_layers: 2 in the checkpoint, 3 in this run")
 
@@ -330,7 +330,7 @@ def test_truncated_checkpoint_file(refuse: Refuse, checkpoint: Path, tmp_path: P
     )
     size = largest.stat().st_size
     largest.write_bytes(largest.read_bytes()[:-1])
-    message = refuse(*GRPO_ALONE, *resume_from(copy), code=1)
+    message = refuse(*GRPO_ALONE, *resume_from(copy), code=2)
     assert_says(message, str(copy), "corrupt", f"{largest.name} has {size - 1} bytes, {size} were saved")
 
 
@@ -342,32 +342,32 @@ def test_checkpoint_with_a_flipped_bit(refuse: Refuse, checkpoint: Path, tmp_pat
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    message = refuse(*GRPO_ALONE, *resume_from(copy), code=1)
+    message = refuse(*GRPO_ALONE, *resume_from(copy), code=2)
     assert_says(message, str(copy), largest.name, "content differs from its checksum")
 
 
 def test_checkpoint_that_is_not_there(refuse: Refuse) -> None:
-    message = refuse(*resume_from(Path("nowhere/global_step_3")), code=1)
+    message = refuse(*resume_from(Path("nowhere/global_step_3")), code=2)
     assert_says(message, "nowhere/global_step_3", "does not exist")
 
 
 def test_checkpoint_that_must_be_there(refuse: Refuse) -> None:
-    message = refuse("trainer.resume_mode=must", code=1)
+    message = refuse("trainer.resume_mode=must", code=2)
     assert_says(message, "trainer.resume_mode=must, but there is no checkpoint in", "trainer.default_local_dir")
 
 
 def test_checkpoint_without_a_critic(refuse: Refuse, checkpoint: Path) -> None:
-    message = refuse(*resume_from(checkpoint), code=1)
+    message = refuse(*resume_from(checkpoint), code=2)
     assert_says(message, str(checkpoint), "holds no critic")
 
 
 def test_time_limit_that_is_no_time(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
-    assert_says(refuse(code=1), "SLURM_JOB_END_TIME='tomorrow' is not a UNIX time")
+    assert_says(refuse(code=2), "SLURM_JOB_END_TIME='tomorrow' is not a UNIX time")
 
 
 def test_checkpoint_of_other_data(refuse: Refuse, checkpoint: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    message = refuse(*GRPO_ALONE, *resume_from(checkpoint), write(rows[:50], tmp_path / "train.parquet"), code=1)
+    message = refuse(*GRPO_ALONE, *resume_from(checkpoint), write(rows[:50], tmp_path / "train.parquet"), code=2)
     assert_says(message, "80", "50", "trainer.resume_mode=disable")
 
 
