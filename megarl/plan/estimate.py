@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from megarl.amounts import GIB
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.checks import check
 from megarl.config.derived import fill_derived
 from megarl.config.problems import InvalidConfigError, value_at
-from megarl.plan.hardware import GIB, Hardware
+from megarl.plan.hardware import Hardware
 from megarl.plan.job import PlannedJob, planned_job
 from megarl.plan.lengths import Lengths
 from megarl.plan.memory import Component, MemoryPlan, plan_memory

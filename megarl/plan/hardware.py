@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import yaml
 
+from megarl.amounts import GIB
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.build import read
 from megarl.config.compose import HARDWARE, REPOSITORY_CONFIGS
@@ -16,7 +17,6 @@ from megarl.config.keys import REQUIRED, key, section
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.errors import ConfigError
 
-GIB = 2**30
 FOLDER = REPOSITORY_CONFIGS / HARDWARE
 
 

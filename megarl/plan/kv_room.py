@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megarl.amounts import GIB
 from megarl.models import ModelConfig
-from megarl.plan.hardware import GIB
 from megarl.plan.job import DTYPE_BYTES, PlannedRollout
 
 LENGTH_MULTIPLE = 32

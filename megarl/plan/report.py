@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.amounts import GIB, gib, some
 from megarl.config.batch import render_plan
 from megarl.plan.estimate import HOST_SHARE, Estimate
-from megarl.plan.hardware import GIB
 from megarl.plan.memory import PhaseMemory
 from megarl.plan.pass_times import Cost
 from megarl.plan.search import Candidate, Found
@@ -87,13 +87,13 @@ def _roles(found: Estimate) -> Block:
                 name,
                 memory.role.layout.describe(),
                 _count(states.parameters),
-                *(_gib(n) for n in (states.weights, states.gradients, states.optimizer)),
+                *(gib(n) for n in (states.weights, states.gradients, states.optimizer)),
             ]
         )
     rollout, kv = found.job.rollout, found.memory.kv
     lines = []
     if rollout is not None and not rollout.is_elsewhere:
-        lines.append(f"rollout: {_some(rollout.replicas, 'replica')} of {rollout.config.name}, TP{rollout.tp}")
+        lines.append(f"rollout: {some(rollout.replicas, 'replica')} of {rollout.config.name}, TP{rollout.tp}")
         if kv is not None:
             lines.append(
                 f"each has room for {kv.tokens:,} tokens ({kv.sequences:,} of the longest conversations): {kv.how}"
@@ -113,8 +113,8 @@ def _memory(found: Estimate) -> Block:
 
 
 def _phase_row(phase: PhaseMemory, usable: float) -> list[str]:
-    parts = ", ".join(f"{c.owner} {c.name} {_gib(c.nbytes)}" for c in phase.components if c.nbytes > 0.005 * usable)
-    return [phase.phase, _gib(phase.nbytes), f"{phase.nbytes / max(1.0, usable):.0%}", parts]
+    parts = ", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in phase.components if c.nbytes > 0.005 * usable)
+    return [phase.phase, gib(phase.nbytes), f"{phase.nbytes / max(1.0, usable):.0%}", parts]
 
 
 def _times(found: Estimate) -> Block:
@@ -155,7 +155,7 @@ def causes(cost: Cost) -> str:
 
 def _sync(sync: SyncTraffic) -> Block:
     lines = [
-        f"{_gb(sync.total)} in {_some(sync.buckets, 'bucket')}: {_gb(sync.on_device)} on the same device, "
+        f"{_gb(sync.total)} in {some(sync.buckets, 'bucket')}: {_gb(sync.on_device)} on the same device, "
         f"{_gb(sync.within_nodes)} inside nodes, {_gb(sync.between_nodes)} between nodes",
         f"at most {_gb(sync.most_received)} received and {_gb(sync.most_sent)} sent by a rank; "
         f"{_seconds(sync.seconds)} s, paced by {sync.limit}",
@@ -194,7 +194,7 @@ def shortfall_lines(found: Estimate, remedy: Remedy | None) -> list[str]:
 
 
 def _largest(parts: Sequence[Any]) -> str:
-    return ": " + ", ".join(f"{c.owner} {c.name} {_gib(c.nbytes)}" for c in parts) if parts else ""
+    return ": " + ", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in parts) if parts else ""
 
 
 def search_blocks(found: Found, hardware_name: str) -> list[Block]:
@@ -336,14 +336,6 @@ def _count(number: float) -> str:
     """A number of parameters, such as ``2.27 B``."""
     unit, name = next(((u, n) for u, n in ((1e9, " B"), (1e6, " M"), (1e3, " K")) if number >= u), (1, ""))
     return f"{number / unit:.3g}{name}"
-
-
-def _some(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}" if nbytes >= 0.05 * GIB else f"{nbytes / GIB:.3f}"
 
 
 def _gb(nbytes: float) -> str:

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
+from megarl.amounts import MIB
 from megarl.doctor.node.finding import Finding, Status
-from megarl.doctor.node.needs import MIB, Needs
+from megarl.doctor.node.needs import Needs
 from megarl.ports import free_port
 
 SAMPLE_BYTES = {"gloo": 16 * MIB, "nccl": 256 * MIB}

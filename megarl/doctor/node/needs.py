@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from megarl.amounts import GIB, MIB
 from megarl.config import ScoredConfig, TrainConfig
 from megarl.config.jobs import JobConfig
 from megarl.config.learners import MegatronConfig
@@ -14,7 +15,6 @@ from megarl.config.supervised import SupervisedConfig
 from megarl.errors import ModelError
 from megarl.models import WeightMap, read_model_config
 
-MIB, GIB = 2**20, 2**30
 RAY_PORTS = (6379, 8265)
 """Where Ray's head listens by default: the cluster's address and the dashboard."""
 

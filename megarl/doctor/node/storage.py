@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.amounts import GIB, MIB
 from megarl.doctor.node.finding import Finding, Status
-from megarl.doctor.node.needs import GIB, MIB, Needs
+from megarl.doctor.node.needs import Needs
 
 SAMPLE_BYTES = 64 * MIB
 SLOW_BYTES_PER_S = 100e6

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 
+from megarl.amounts import GIB, MIB
 from megarl.doctor.node.finding import Finding, Status
-from megarl.doctor.node.needs import GIB, MIB, Needs
+from megarl.doctor.node.needs import Needs
 
 FEWEST_FILES, ENOUGH_FILES = 1024, 8192
 """Below the first Ray breaks as soon as a few processes talk to each other; below the second it warns itself."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.amounts import gib, some
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.batch import BatchPlan, plan_batches, render_plan
 from megarl.config.parts import ModelPathConfig
@@ -32,7 +33,6 @@ from megarl.tracking import check_trackers
 from megarl.trainer.preflight import check_schedules
 from megarl.trainer.run_state import find_resume
 
-GIB = 2**30
 Part = Callable[[], Iterator[str]]
 
 PARTS: Mapping[str, str] = {
@@ -146,7 +146,7 @@ class Rehearsal(ABC):
         """Every role's model and layout; weights where they are there."""
         roles, trainer = self.roles(), self.config.trainer
         self._layouts_fit = True
-        yield f"{trainer.nnodes} nodes of {trainer.n_gpus_per_node} devices ({trainer.device})"
+        yield f"{some(trainer.nnodes, 'node')} of {some(trainer.n_gpus_per_node, 'device')} ({trainer.device})"
         for role, (path, layout) in roles.items():
             yield f"{role}: {read_model_config(path).architecture} of {path}, {layout}"
         for path in dict.fromkeys(path for path, _ in roles.values()):
@@ -193,10 +193,10 @@ class Rehearsal(ABC):
             lines = "; ".join(shortfall_lines(found, remedy))
             raise ConfigError(f"on {name} (trainer.hardware) it does not fit: {lines}. `megarl plan` tells more")
         for phase in found.memory.phases:
-            parts = ", ".join(f"{part.owner} {part.name} {part.nbytes / GIB:.2f}" for part in phase.components[:4])
-            yield f"{phase.phase}: {phase.nbytes / GIB:.2f} GiB on device {phase.device} ({parts})"
-        yield f"fits {name}, of whose devices' memory {usable / GIB:.1f} GiB are usable"
-        yield f"host memory of the fullest node: {found.memory.host_bytes / GIB:.2f} GiB"
+            parts = ", ".join(f"{part.owner} {part.name} {gib(part.nbytes)}" for part in phase.components[:4])
+            yield f"{phase.phase}: {gib(phase.nbytes)} GiB on device {phase.device} ({parts})"
+        yield f"fits {name}, of whose devices' memory {gib(usable)} GiB are usable"
+        yield f"host memory of the fullest node: {gib(found.memory.host_bytes)} GiB"
 
     def checkpoints(self) -> Iterator[str]:
         """Whether the folder can be written to and has room, and what the run would continue from."""
@@ -235,4 +235,4 @@ def _weights(path: str) -> str:
         return f"{path} has no weights: not checked, and the run will need them"
     folder = check_model_folder(path)
     size = sum(os.path.getsize(file) for file in {entry.file for entry in folder.tensors.values()})
-    return f"{path} has its weights whole: {len(folder.tensors)} tensors, {size / GIB:.2f} GiB"
+    return f"{path} has its weights whole: {len(folder.tensors)} tensors, {gib(size)} GiB"

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megarl.amounts import gib, some
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.models import WeightMap, read_model_config
@@ -18,7 +19,7 @@ from megarl.rollout.endpoint import build_endpoint
 from megarl.sharding.coverage import check_coverage
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
-from megarl.trainer.dry_run.rehearsal import GIB, Rehearsal
+from megarl.trainer.dry_run.rehearsal import Rehearsal
 from megarl.trainer.preflight import check_algorithm, check_data, check_engine, check_learners, check_reward_model
 from megarl.trainer.prompts import prompt_loader, validation_loader
 from megarl.trainer.reward_functions import check_rewards, reward_plan
@@ -143,8 +144,9 @@ class TrainRehearsal(Rehearsal):
             for one, other, count in zip(sender, receiver, nbytes, strict=True)
             if placement.train[one].node != placement.rollout[other].node
         )
-        yield f"{train.describe()} to {rollout.describe()}: {plan.nbytes / GIB:.2f} GiB in {len(plan.buckets)} buckets"
-        yield f"{far / GIB:.2f} GiB of it between nodes"
+        shipped = f"{gib(plan.nbytes)} GiB in {some(len(plan.buckets), 'bucket')}"
+        yield f"{train.describe()} to {rollout.describe()}: {shipped}"
+        yield f"{gib(far)} GiB of it between nodes"
         yield f"each element arrives exactly once (looked at: {len(proved)} of a replica's {rollout.tp} ranks)"
 
     def _rollout(self) -> RolloutLayout:
