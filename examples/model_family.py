@@ -1,7 +1,7 @@
 """A model family of one's own, dots.llm1; docs/add_a_model.md explains each part.
 
-python -m megarl.sft model.path=~/models/dots.llm1.base model.external_lib=examples/model_family.py \
-  data.train_files=~/data/train.parquet trainer.experiment_name=dots
+python -m megarl.sft model.path=/models/dots.llm1.base model.external_lib=examples/model_family.py \
+  data.train_files=/data/train.parquet trainer.experiment_name=dots
 """
 
 from __future__ import annotations
