@@ -20,9 +20,9 @@ if [ "$sglang" != only ]; then
   ruff format --check .
   mypy
   lint-imports
-  # Three lanes on two cores: while one waits for processes to start, another computes. A file's tests stay together, for
+  # Two lanes: while one waits for processes to start, the other computes. A file's tests stay together, for
   # they share what is slow to start, and files keep their order, in which the longest are not the last.
-  python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
   if [ $# -eq 0 ]; then
     source "$MEGARL_ROOT/launch/browser.sh"
     if browser="$(find_browser)"; then

@@ -318,7 +318,7 @@ def test_checkpoint_of_another_model(refuse: Refuse, checkpoint: Path, task: Pat
     command = [sys.executable, str(Path(__file__).parents[2] / "tools" / "make_arithmetic.py"), "--out", "other"]
     subprocess.run([*command, "--hidden", "48", "--layers", "3"], check=True, capture_output=True, cwd=tmp_path)
     path = f"actor_rollout_ref.model.path={tmp_path}/other/model"
-    message = refuse(*GRPO_ALONE, *resume_from(checkpoint), path, code=2)
+    message = refuse(*GRPO_ALONE, *resume_from(checkpoint), path, code=1)
     assert_says(message, "checkpoint is of another model", "hidden_size: 32 in the checkpoint, 48 in this run")
     assert_says(message, "num_layers: 2 in the checkpoint, 3 in this run")
 
@@ -330,7 +330,7 @@ def test_truncated_checkpoint_file(refuse: Refuse, checkpoint: Path, tmp_path: P
     )
     size = largest.stat().st_size
     largest.write_bytes(largest.read_bytes()[:-1])
-    message = refuse(*GRPO_ALONE, *resume_from(copy), code=2)
+    message = refuse(*GRPO_ALONE, *resume_from(copy), code=1)
     assert_says(message, str(copy), "corrupt", f"{largest.name} has {size - 1} bytes, {size} were saved")
 
 
@@ -342,22 +342,22 @@ def test_checkpoint_with_a_flipped_bit(refuse: Refuse, checkpoint: Path, tmp_pat
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    message = refuse(*GRPO_ALONE, *resume_from(copy), code=2)
+    message = refuse(*GRPO_ALONE, *resume_from(copy), code=1)
     assert_says(message, str(copy), largest.name, "content differs from its checksum")
 
 
 def test_checkpoint_that_is_not_there(refuse: Refuse) -> None:
-    message = refuse(*resume_from(Path("nowhere/global_step_3")), code=2)
+    message = refuse(*resume_from(Path("nowhere/global_step_3")), code=1)
     assert_says(message, "nowhere/global_step_3", "does not exist")
 
 
 def test_checkpoint_that_must_be_there(refuse: Refuse) -> None:
-    message = refuse("trainer.resume_mode=must", code=2)
+    message = refuse("trainer.resume_mode=must", code=1)
     assert_says(message, "trainer.resume_mode=must, but there is no checkpoint in", "trainer.default_local_dir")
 
 
 def test_checkpoint_without_a_critic(refuse: Refuse, checkpoint: Path) -> None:
-    message = refuse(*resume_from(checkpoint), code=2)
+    message = refuse(*resume_from(checkpoint), code=1)
     assert_says(message, str(checkpoint), "holds no critic")
 
 
@@ -378,7 +378,7 @@ def test_checkpoint_of_other_data(refuse: Refuse, checkpoint: Path, rows: list[d
     ("argument", "code", "part"),
     [
         ("trainer.total_training_step=3", 2, "did you mean trainer.total_training_steps?"),
-        ("data.train_files=nowhere.parquet", 1, "nowhere.parquet: there is no such file"),
+        ("data.train_files=nowhere.parquet", 2, "nowhere.parquet: there is no such file"),
     ],
 )
 def test_real_command_line(argument: str, code: int, part: str, small: list[str], start: Callable[..., CliRun]) -> None:
