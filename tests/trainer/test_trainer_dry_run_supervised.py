@@ -181,6 +181,6 @@ def test_exit_codes(
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and ".hydra" not in path.parts
     }
     assert left == {"config.yaml", "run.json", "logs/driver.log"}
-    assert megarl([job, "--config-name", name, *keys, "trainer.resume_mode=must"]) == 1
+    assert megarl([job, "--config-name", name, *keys, "trainer.resume_mode=must"]) == 2
     assert "1 of 8 parts failed: checkpoints" in capsys.readouterr().err
     assert megarl([job, "--config-name", name, *keys, "data.train_batch_size=0"]) == 2
