@@ -57,13 +57,17 @@ def import_dotted(name: str) -> ModuleType:
         raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 
-def import_own(spec: str) -> ModuleType:
-    """The module of a file, ``path.py``, or ``package.module``.
+def import_own(*specs: str) -> None:
+    """Imports modules for what they register, each named as ``path.py`` or ``package.module``.
 
     Raises:
         ConfigError: there is none, or importing it fails.
     """
-    return import_file(spec) if spec.endswith(".py") else import_dotted(spec)
+    for spec in specs:
+        if spec.endswith(".py"):
+            import_file(spec)
+        else:
+            import_dotted(spec)
 
 
 def locate(spec: str, what: str, kind: str) -> tuple[ModuleType, str]:

@@ -16,7 +16,7 @@ def external_problems(config: JobConfig) -> Iterator[Problem]:
     supervised = isinstance(config, SupervisedConfig)
     path = "model.external_lib" if supervised else "actor_rollout_ref.model.external_lib"
     model = config.model if isinstance(config, SupervisedConfig) else config.actor_rollout_ref.model
-    for spec in model.external_lib or []:
+    for spec in model.own_modules:
         try:
             import_own(spec)
         except ConfigError as error:

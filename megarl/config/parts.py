@@ -24,6 +24,11 @@ class ModelPathConfig:
         "may register model families (docs/add_a_model.md).",
     )
 
+    @property
+    def own_modules(self) -> tuple[str, ...]:
+        """What ``external_lib`` names; nothing where it is null."""
+        return tuple(self.external_lib or ())
+
 
 @dataclass
 class MegatronConfig:

@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> 
     """
     arguments = _parser(program).parse_args(argv)
     try:
-        for module in arguments.external_lib:
-            import_own(module)
+        import_own(*arguments.external_lib)
         code: int = arguments.run(arguments)
         return code
     except MegarlError as error:

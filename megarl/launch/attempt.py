@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from megarl.amounts import some
 from megarl.errors import ResourceError
 from megarl.launch.agent import ORPHAN_GRACE_S, RAY_FOLDER, TOKEN_FILE
 from megarl.launch.doctor import check_command, read_check
@@ -225,7 +226,7 @@ class Attempt:
             elif event.kind == OUTPUT and event.name == DRIVER:
                 self._note(event)
         if logs:
-            self._say(f"Ray's logs: {logs.get(self.head, next(iter(logs.values())))} on {len(logs)} node(s)")
+            self._say(f"Ray's logs: {logs.get(self.head, next(iter(logs.values())))} on {some(len(logs), 'node')}")
 
     def _start_ray(self, host: str, address: str) -> None:
         ports, head = node_ports(self.settings)[host], "" if host == self.head else self._cluster

@@ -23,8 +23,7 @@ def rollout_group(policy: PolicyConfig, device: str, pool: PlacedPool) -> Worker
         ResourceError: the replicas need more devices than the pool has.
     """
     rollout = policy.rollout
-    external = tuple(policy.model.external_lib or ())
-    settings = RolloutSettings(model_path=policy.model.path, device=device, config=rollout, external_lib=external)
+    settings = RolloutSettings(policy.model.path, device, rollout, policy.model.own_modules)
     worker, kwargs = "megarl.workers.rollout:RolloutWorker", {"settings": settings}
     layout = ParallelLayout(dp=rollout.replicas or 1)
     return WorkerGroup("rollout", worker, kwargs, layout, pool, devices_per_process=rollout.devices_per_replica)

@@ -38,7 +38,7 @@ def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -
         total_updates=0,
         device=config.trainer.device,
         seed=config.trainer.seed,
-        external_lib=tuple(config.actor_rollout_ref.model.external_lib or ()),
+        external_lib=config.actor_rollout_ref.model.own_modules,
     )
     cut = budget(reward_micro_batches(config), sequence_cost(read_model_config(path), value_head=True))
     worker, kwargs = "megarl.workers.reward_model:RewardModelWorker", {"settings": settings, "budget": cut}

@@ -272,7 +272,7 @@ class RoleBuilder:
             total_updates=updates,
             device=self.config.trainer.device,
             seed=self.config.trainer.seed,
-            external_lib=tuple(self.policy.model.external_lib or ()),
+            external_lib=self.policy.model.own_modules,
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:

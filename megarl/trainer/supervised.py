@@ -141,7 +141,7 @@ def _start_workers(job: SupervisedJob, phase: PhasePlan, total_steps: int, pool:
         total_updates=total_steps,
         device=config.trainer.device,
         seed=config.trainer.seed,
-        external_lib=tuple(config.model.external_lib or ()),
+        external_lib=config.model.own_modules,
     )
     cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)
     kwargs = {"settings": settings, **job.arguments(phase, cost)}

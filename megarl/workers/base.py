@@ -108,8 +108,7 @@ class MegatronWorker(SavingWorker):
 
     def __init__(self, place: WorkerPlace, *, settings: RoleSettings) -> None:
         self.settings = settings
-        for module in settings.external_lib:
-            import_own(module)
+        import_own(*settings.external_lib)
         self.runtime = init_runtime(
             settings.layout,
             **place._asdict(),

@@ -44,8 +44,7 @@ class RolloutWorker:
         self.replica = place.rank
         self.settings = settings
         self._receiver: ReplicaReceiver
-        for module in settings.external_lib:
-            import_own(module)
+        import_own(*settings.external_lib)
 
     @verb(Dispatch.ALL)
     def init_model(self) -> None:

@@ -49,7 +49,7 @@ def batches(draw):
     return generator.normal(size=(rows, columns)), generator.normal(size=(rows, columns)), mask, gamma, lam
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(batches())
 def test_gae_equals_the_definition(case):
     rewards, values, mask, gamma, lam = case
@@ -93,7 +93,7 @@ def test_gae_passes_over_a_tools_answer():
         assert not wide[:, [2, 3, 6]].any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_reinforce_plus_plus_equals_the_definition(case):
     """Discounted returns over the tokens of the mask, then mean 0 and variance 1 over all of them."""
@@ -108,7 +108,7 @@ def test_reinforce_plus_plus_equals_the_definition(case):
     np.testing.assert_allclose(same_returns, returns, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_remax_equals_the_definition(case):
     """What follows a token, undiscounted, less the greedy answer's score, which here is the first critic value."""

@@ -45,7 +45,7 @@ def rectangle(columns, dtype):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(mini_batches())
 def test_every_cut_gives_the_defined_loss(mode, case):
     """Whole or in parts (micro-batches, ranks), rectangular or packed: one and the same number."""

@@ -41,7 +41,7 @@ def covariances_of(batch):
     return {t: (new[t] - np.mean(new[own])) * (advantages[t] - np.mean(advantages[own])) for t in own}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(mini_batches())
 def test_clip_cov_takes_random_ones_in_bounds(batch):
     """A share of those whose covariance is in bounds, here the ones with the smallest keys."""
@@ -57,7 +57,7 @@ def test_clip_cov_takes_random_ones_in_bounds(batch):
     assert set(POLICY_LOSSES["clip_cov"].choose(whole(batch), OPTIONS).nonzero()[:, 0].tolist()) == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(mini_batches())
 def test_kl_cov_takes_the_largest(batch):
     """The share with the largest covariances; equal ones by their keys."""
@@ -67,7 +67,7 @@ def test_kl_cov_takes_the_largest(batch):
     assert set(POLICY_LOSSES["kl_cov"].choose(whole(batch), OPTIONS).nonzero()[:, 0].tolist()) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(mini_batches(), st.randoms())
 def test_the_choice_does_not_depend_on_the_order_of_tokens(batch, order):
     """So ranks may have any of the rows."""

@@ -80,7 +80,7 @@ def estimate(name, case, **options):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(), std=st.booleans())
 def test_estimators_equal_the_papers_formulas(name, case, std):
     _rewards, mask, _groups = case
@@ -89,7 +89,7 @@ def test_estimators_equal_the_papers_formulas(name, case, std):
     np.testing.assert_allclose(estimate(name, case, norm_by_std=std), expected, rtol=1e-6, atol=1e-7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_reinforce_plus_plus_baseline_equals_the_papers_formula(case):
     """arXiv:2501.03262: scores less their group's mean, whitened over all tokens of the batch."""
@@ -101,7 +101,7 @@ def test_reinforce_plus_plus_baseline_equals_the_papers_formula(case):
     np.testing.assert_allclose(estimate("reinforce_plus_plus_baseline", case), expected, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_gpg_equals_the_papers_formula(case):
     """arXiv:2504.02546: relative scores, made up by B / (B - M) for the M answers of groups with one score."""

@@ -22,7 +22,7 @@ SAME = {"kl+": "k1+", "low_var_kl+": "k3+", "kl": "k1", "mse": "k2", "low_var_kl
 
 
 @pytest.mark.parametrize("kind", [*FORMULAS, *SAME])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.floats(-2.0, 2.0).filter(lambda d: abs(d) > 1e-6), min_size=1, max_size=8))
 def test_estimators_and_their_gradients(kind, differences):
     value, slope = FORMULAS[SAME.get(kind, kind)]
@@ -56,7 +56,7 @@ def test_unknown_estimator():
     assert set(KL_ESTIMATORS) == {*FORMULAS, *SAME}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**31), st.sampled_from(["k1", "k2", "k3"]))
 def test_penalty_in_the_reward_equals_the_loop(rows, columns, seed, kind):
     generator = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ def masked_rows(draw):
     return values, mask
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masked_rows())
 def test_statistics_equal_numpy_on_the_selected_entries(case):
     values, mask = case

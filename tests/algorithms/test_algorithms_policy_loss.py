@@ -30,7 +30,7 @@ def by_cases(log_prob, old, advantage, low, high, dual):
     return (-advantage * max(ratio, 1 - low), 0.0 if clipped else -advantage * ratio, clipped, False)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(1, 12),
     st.integers(0, 2**31),
@@ -119,7 +119,7 @@ OF_SEQUENCES = {"gspo": gspo_of, "geo_mean": gmpo_of, "cispo": cispo_of, "reinfo
 
 
 @pytest.mark.parametrize("name", OF_SEQUENCES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=batches())
 def test_losses_and_gradients_equal_the_papers_formulas(name, batch):
     new, old, advantages, mask = batch
@@ -155,7 +155,7 @@ def test_reference_values(name):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(batch=batches(), order=st.randoms())
 def test_rectangles_and_packed_tokens_give_the_same_numbers(name, batch, order):
     """Rows in another order, end to end, without what is behind their last trained token."""

@@ -23,7 +23,7 @@ def moved_by_hand(rewards, mask):
     return moved
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows())
 def test_rewards_move_onto_the_mask(case):
     rewards, mask = case
@@ -31,7 +31,7 @@ def test_rewards_move_onto_the_mask(case):
     np.testing.assert_allclose(moved, moved_by_hand(rewards, mask), atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows())
 def test_whitening_scales_about_the_mean(case):
     """TRL's masked_whiten with shift_mean=False: sample variance over the mask, the mean put back."""

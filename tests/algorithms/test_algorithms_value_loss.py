@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megarl.algorithms import clipped_value_loss
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(0, 2**31), st.sampled_from([0.1, 0.5, 2.0]))
 def test_loss_gradient_and_clip_fraction_equal_the_loop(size, seed, cliprange):
     generator = np.random.default_rng(seed)

@@ -53,7 +53,7 @@ def test_prompts_that_are_still_to_be_answered_cost_the_same():
     dp=st.integers(1, 6),
     copies=st.integers(1, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_split_then_collect_is_the_identity(costs, dp, copies):
     batch = batch_of(len(costs), temperature=0.5)
     plan = plan_split(costs, dp)
@@ -213,7 +213,7 @@ def test_a_row_longer_than_the_budget_is_named_before_the_call():
     dp=st.sampled_from([1, 2, 3]),
     multiple=st.sampled_from([1, 2]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_rank_can_make_the_common_number_of_micro_batches(lengths, dp, multiple):
     budget = MicroBatchBudget(max_tokens=60, multiple=multiple)
     plan = plan_rows(answered(lengths), dp, 6, equal=True, budget=budget)

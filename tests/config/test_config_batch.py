@@ -38,7 +38,7 @@ def deal(plan: BatchPlan, name: str) -> int:
     return steps
 
 
-@settings(max_examples=30, deadline=None, phases=AS_FOUND)
+@settings(max_examples=30, phases=AS_FOUND)
 @given(
     prompts=st.integers(1, 48), mini=st.integers(1, 48), n=st.integers(1, 4), devices=st.sampled_from([1, 2, 3, 4, 6]),
     micro=st.integers(1, 12), epochs=st.integers(1, 3),
@@ -68,7 +68,7 @@ def test_a_plan_is_accepted_exactly_where_every_share_is_even(
     assert deal(plan, "old_log_prob") == 1
 
 
-@settings(max_examples=20, deadline=None, phases=AS_FOUND)
+@settings(max_examples=20, phases=AS_FOUND)
 @given(mini=st.integers(1, 64), n=st.integers(1, 6), devices=st.integers(2, 12))
 def test_what_is_suggested_is_accepted(mini: int, n: int, devices: int) -> None:
     path = f"{ACTOR}.ppo_mini_batch_size"

@@ -9,7 +9,7 @@ from megarl.data import alike_mini_batches, balance_mini_batches, balanced_parti
 from megarl.data.even_out import Room, even_out, lowest_maximum
 from megarl.errors import DataError
 
-QUICK = settings(max_examples=50, deadline=None)
+QUICK = settings(max_examples=50)
 
 
 def heaviest(costs, parts) -> float:
@@ -70,13 +70,13 @@ def test_equal_sizes(k, each, random):
     assert parts == balanced_partition(costs, k, equal_size=True)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(2, 3))
 def test_within_the_greedy_bound_of_the_optimum(costs, k):
     assert heaviest(costs, balanced_partition(costs, k)) <= (4 / 3 - 1 / (3 * k)) * optimum(costs, k) + 1e-9
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from([(2, 3), (3, 2), (4, 2), (1, 3)]), st.randoms(use_true_random=False))
 def test_the_bound_is_never_above_the_optimum_with_equal_sizes(shape, random):
     each, k = shape

@@ -61,7 +61,7 @@ def test_epochs_are_shuffled_anew_and_repeatably():
     assert epoch(loader(12, seed=2)) not in epochs  # neighbouring seeds share no epoch
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(3, 12), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 11))
 def test_resume_at_any_step(rows, batch_size, shuffle, drop_last, steps):
     arguments = {"rows": rows, "batch_size": min(batch_size, rows), "shuffle": shuffle, "drop_last": drop_last}

@@ -37,7 +37,7 @@ def drawn(source, steps):
     return list(islice(batches(), steps))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 30), st.floats(0.05, 5)), min_size=1, max_size=4), st.integers(1, 9))
 def test_every_prefix_has_its_proportions(sets, batch_size):
     batch_size = min(batch_size, sum(rows for rows, _ in sets))
@@ -82,7 +82,7 @@ def test_weights_by_step():
     assert counts == [0, 0, 0, 0, 3, 3, 3, 3]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 12), st.booleans(), st.booleans())
 def test_a_mixture_resumes_at_any_step(done, shuffle, by_parts):
     def build():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megarl.data import common_count, fewest_micro_batches, plan_micro_batches
 from megarl.errors import DataError
 
-QUICK = settings(max_examples=50, deadline=None)
+QUICK = settings(max_examples=50)
 
 
 @QUICK

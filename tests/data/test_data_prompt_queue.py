@@ -37,7 +37,7 @@ def in_order(count: int) -> list[int]:
     return found[:count]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(PORTIONS, st.integers(0, 7))
 def test_portions_are_the_rows_in_order_also_after_a_restart(portions: Sequence[int], stop: int) -> None:
     queue, found = PromptQueue(loader()), []

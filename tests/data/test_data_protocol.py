@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.errors import DataError
 
-QUICK = settings(max_examples=25, deadline=None)
+QUICK = settings(max_examples=25)
 
 
 def numbered(rows: int, **meta) -> DataProto:

@@ -45,7 +45,7 @@ def test_rows_of_a_batch_belong_together_by_their_real_prompt_tokens() -> None:
     assert rows.together(range(4)) == [[0, 2], [1], [3]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(families(), st.integers(18, 60))
 def test_units_hold_every_row_once_fit_and_never_need_more_micro_batches(rows: SharedPromptRows, budget: int) -> None:
     chosen = list(range(len(rows.families)))
@@ -59,7 +59,7 @@ def test_units_hold_every_row_once_fit_and_never_need_more_micro_batches(rows: S
     assert needed <= fewest_micro_batches(alone, max_tokens=budget)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(families(), st.integers(1, 20))
 def test_units_are_divided_until_there_are_enough(rows: SharedPromptRows, count: int) -> None:
     chosen = list(range(len(rows.families)))
@@ -74,7 +74,7 @@ def test_the_cost_counts_a_shared_prompt_once_and_attention_for_every_row() -> N
     assert rows.cost([0, 1, 2], COST) == 10 * (4 + 2 + 1 + 3 + 5) + 6**2 + 5**2 + 8**2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(families(), st.integers(1, 3), st.booleans())
 def test_ranks_get_whole_families(rows: SharedPromptRows, dp: int, equal: bool) -> None:
     plan = plan_families(rows, COST, dp, len(rows.families), equal=equal)

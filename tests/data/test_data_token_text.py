@@ -59,7 +59,7 @@ TOKENIZERS = {"byte-level": byte_level(), "sentencepiece": sentencepiece(), "wor
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(numbers=st.lists(st.integers(0, 319), max_size=30))
 def test_characters_of_any_tokens_add_up_to_the_text(name: str, numbers: list[int]) -> None:
     """Any ids, as an untrained model writes them: bytes of no letter, special tokens in between."""

@@ -17,7 +17,7 @@ from megarl.data import (
 )
 from megarl.errors import DataError
 
-QUICK = settings(max_examples=25, deadline=None)
+QUICK = settings(max_examples=25)
 
 
 def assert_equal(first: DataProto, second: DataProto) -> None:

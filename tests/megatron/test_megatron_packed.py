@@ -18,7 +18,7 @@ def make_rows(lengths: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
     return [tuple(torch.tensor([next(tokens) for _ in range(n)], dtype=torch.int64) for n in row) for row in lengths]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROWS)
 def test_predictors_point_at_the_token_before_each_response_token(lengths: list[tuple[int, int]]) -> None:
     rows = make_rows(lengths)
@@ -37,7 +37,7 @@ def test_predictors_point_at_the_token_before_each_response_token(lengths: list[
         assert part.tolist() == response.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROWS, st.booleans())
 def test_rows_that_are_judged_at_their_end_have_an_output_at_their_last_token(
     lengths: list[tuple[int, int]], share: bool
@@ -51,7 +51,7 @@ def test_rows_that_are_judged_at_their_end_have_an_output_at_their_last_token(
     assert [part.tolist() for part in packed.split(packed.columns["place"])] == [[row] for row in range(len(rows))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROWS)
 def test_sequences_lie_whole_in_order_of_length(lengths: list[tuple[int, int]]) -> None:
     rows = make_rows(lengths)
@@ -62,7 +62,7 @@ def test_sequences_lie_whole_in_order_of_length(lengths: list[tuple[int, int]]) 
     assert [len(sequence) for sequence in stored] == sorted(p + r for p, r in lengths)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
 def test_a_shared_prompt_is_stored_once_and_every_sequence_found_again(prompts: list[int], data: st.DataObject) -> None:
     numbers = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=9))

@@ -20,7 +20,7 @@ def parts_of(packed: PackedMicroBatch, ranks: int, multiple: int) -> list[MicroB
     return [cut(packed, ranks, rank, multiple) for rank in range(ranks)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), RANKS, MULTIPLES)
 def test_sequences_are_padded_no_further_than_the_cut_needs(lengths: list[int], ranks: int, multiple: int) -> None:
     padded = padded_lengths(lengths, ranks, multiple)
@@ -36,7 +36,7 @@ def test_sequences_are_padded_no_further_than_the_cut_needs(lengths: list[int], 
     assert all((sum(padded) - filler[0] + n) % (ranks * multiple) or n % unit for n in range(sum(filler)))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), RANKS)
 def test_zigzag_gives_each_rank_the_same_tokens_and_the_same_attention(chunks: list[int], ranks: int) -> None:
     lengths = [2 * ranks * chunk for chunk in chunks]
@@ -47,7 +47,7 @@ def test_zigzag_gives_each_rank_the_same_tokens_and_the_same_attention(chunks: l
     assert len({int((positions[indices] + 1).sum()) for indices in held}) == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(ROWS, RANKS, MULTIPLES)
 def test_parts_hold_every_token_once_at_its_position(lengths: list[tuple[int, int]], ranks: int, multiple: int) -> None:
     packed = PackedMicroBatch.from_rows(make_rows(lengths))
@@ -77,7 +77,7 @@ def test_parts_hold_every_token_once_at_its_position(lengths: list[tuple[int, in
     assert 0 <= computed - packed.num_tokens <= (len(real) * (2 * ranks - 1) if ranks > 1 else 0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(ROWS, RANKS, MULTIPLES)
 def test_outputs_of_all_parts_are_found_again_in_row_order(
     lengths: list[tuple[int, int]], ranks: int, multiple: int

@@ -61,7 +61,7 @@ def test_a_rectangles_checksum_is_a_weighted_sum_of_its_words(dtype, shape, star
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_checksums_of_tiles_add_up_to_that_of_the_whole(data):
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     row, column = data.draw(st.integers(0, rows)), data.draw(st.integers(0, columns))

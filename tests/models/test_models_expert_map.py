@@ -58,7 +58,7 @@ def layouts(draw):
     return ParallelLayout(tp, pp, dp, cp, ep, etp)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(MODELS)), layouts())
 def test_each_rank_holds_its_part_of_its_experts(model, layout):
     config = config_of(model)
@@ -85,7 +85,7 @@ def test_each_rank_holds_its_part_of_its_experts(model, layout):
             np.testing.assert_array_equal(held[name], tensor, err_msg=name)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(MODELS)), layouts())
 def test_replicas_contribute_each_element_once_and_shards_name_their_ranks(model, layout):
     weight_map = WeightMap(config_of(model))

@@ -57,7 +57,7 @@ def round_trips(draw):
     return config, layout, order, draw(st.sampled_from([200, 2000, 1 << 30])), draw(st.booleans())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(round_trips())
 def test_round_trip_is_bit_exact_in_any_layout_order_and_shard_size(tmp_path_factory, case):
     config, layout, order, shard_bytes, half = case

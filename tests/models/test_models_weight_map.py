@@ -35,7 +35,7 @@ def equal(params, reference, checkpoint):
         np.testing.assert_array_equal(assemble(param, checkpoint), reference[param.name], err_msg=param.name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models_and_layouts(), st.booleans())
 def test_training_shards_equal_a_reference_that_reshapes_whole_tensors(case, value_head):
     config, layout = case
@@ -47,7 +47,7 @@ def test_training_shards_equal_a_reference_that_reshapes_whole_tensors(case, val
         equal(weight_map.megatron_params(layout, rank), reference, checkpoint)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models_and_layouts())
 def test_rollout_shards_equal_a_reference_that_reshapes_whole_tensors(case):
     config, layout = case
@@ -86,7 +86,7 @@ def test_a_layout_that_the_model_does_not_divide_over_is_refused():
         WeightMap(tiny_config(heads=5, groups=5, head_dim=1)).rollout_params(5, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models_and_layouts(), st.booleans())
 def test_an_export_holds_each_element_exactly_once(case, value_head):
     config, layout = case

@@ -52,7 +52,7 @@ def test_groups_are_numbered_as_megatrons():
     assert (groups.expert_data.size, groups.expert_data.per_node) == (4, 1)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     micro_batches=st.sampled_from([8, 16, 32]), stages=st.sampled_from([1, 2, 4, 8]), chunks=st.sampled_from([1, 2, 5])
 )

@@ -33,7 +33,7 @@ def actor(model: str, layout: ParallelLayout, **fields: object) -> PlannedRole:
     return replace(role, model=replace(role.model, num_layers=layers, experts=experts))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(tp=SIZES, pp=SIZES, dp=SIZES, cp=st.sampled_from([1, 2]), vpp=st.sampled_from([1, 2]), overlap=st.booleans())
 def test_shares_of_the_optimizer_are_the_whole(tp: int, pp: int, dp: int, cp: int, vpp: int, overlap: bool) -> None:
     layout = ParallelLayout(tp, pp, dp, cp, vpp=vpp if pp > 1 else 1)
@@ -46,7 +46,7 @@ def test_shares_of_the_optimizer_are_the_whole(tp: int, pp: int, dp: int, cp: in
         assert states[0].weights >= 2 * states[0].parameters
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(tp=SIZES, ep=st.sampled_from([1, 2, 8]), etp=st.sampled_from([0, 1]), dp=st.sampled_from([2, 4, 8]))
 def test_experts_and_the_rest_are_shared_among_their_own_replicas(tp: int, ep: int, etp: int, dp: int) -> None:
     layout = ParallelLayout(tp=tp, dp=dp, ep=ep, etp=etp)
@@ -87,7 +87,7 @@ def test_micro_batches_under_way_are_those_of_megatrons_schedule(pp: int, vpp: i
         assert not under_way.total() and in_flight(pp, vpp, stage, count) == [most[chunk] for chunk in range(vpp)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     tokens=st.integers(1, 2**15),
     tp=SIZES,

@@ -31,7 +31,7 @@ def composed(name, model, nodes, *more):
     return compose(Request(TrainConfig, name, overrides))
 
 
-@settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 @given(
     case=st.sampled_from([("grpo", "Qwen2.5-7B", 1), ("ppo", "Qwen2.5-7B", 2), ("grpo", "Qwen3-30B-A3B", 4)]),
     hardware=st.sampled_from(["h100", "a100"]),
@@ -51,7 +51,7 @@ def test_what_is_listed_is_right_and_in_order(case, hardware):
     assert len({tuple(one.overrides()) for one in found.best}) == len(found.best)
 
 
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=4)
 @given(gib=st.sampled_from([24, 40, 60]), more=st.sampled_from([1.3, 2.0]))
 def test_more_memory_takes_no_layout_away(gib, more):
     config = composed("grpo", "Qwen2.5-7B", 1)

@@ -21,7 +21,7 @@ def tilings(draw):
     return tuple(shape), draw(st.permutations(rectangles))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tilings(), st.data())
 def test_a_tiling_covers_once(tiling, data):
     shape, rectangles = tiling

@@ -25,7 +25,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return read_model_config(folder)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lengths=st.lists(st.lists(st.integers(1, LENGTH), min_size=SLOTS, max_size=SLOTS), min_size=2, max_size=6))
 def test_slots_keep_their_tokens_through_every_change_of_width(config: ModelConfig, lengths: list[list[int]]) -> None:
     """Each round wants other lengths: tokens that still fit are there, and what is new is written behind them."""

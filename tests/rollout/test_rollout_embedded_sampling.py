@@ -51,7 +51,7 @@ def loop_keep(probs, top_k, top_p):
     return kept
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     weights=st.lists(st.lists(st.integers(0, 8), min_size=6, max_size=6).filter(any), min_size=1, max_size=4),
     top_k=st.sampled_from([1, 2, 5, 2**31]),

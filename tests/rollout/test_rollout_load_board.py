@@ -20,7 +20,7 @@ TICKETS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tickets=TICKETS, replicas=st.integers(1, 5), capacity=st.integers(1, 8), data=st.data())
 def test_everything_is_answered_once_and_nobody_is_idle_while_something_waits(tickets, replicas, capacity, data):
     board = LoadBoard([capacity] * replicas)

@@ -46,7 +46,7 @@ def test_ranks_that_are_not_asked_for_are_not_checked():
     check_coverage(plan_of(move((0, 0), (3, 6)), move((0, 0), (9, 9), rank=1)), {0: [PARAM]})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plan_cases(), st.data())
 def test_a_plan_that_loses_repeats_or_shifts_a_move_is_refused(case, data):
     plan = build_plan(case.weight_map, case.train, case.rollout, 300, 2, case.placement)

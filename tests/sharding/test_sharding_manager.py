@@ -46,7 +46,7 @@ def assert_two_syncs_are_exact(setup):
     assert setup.source.lent() == 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cases(), st.sampled_from(["inline", "shared_memory"]), st.integers(0, 2))
 def test_after_each_sync_the_engines_hold_the_trainers_weights_bit_for_bit(case, transport, verify_freq):
     setup = Setup(*case, transport=transport, verify_freq=verify_freq)
@@ -83,7 +83,7 @@ def test_bfloat16(setup, transport):
     one.assert_engines_hold(0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(plan_cases(), st.sampled_from(["inline", "shared_memory"]))
 def test_every_family_in_the_number_format_of_the_engine_but_for_what_is_kept_in_float32(case, transport):
     tp, ep, replicas = case.rollout

@@ -11,7 +11,7 @@ from megarl.models import ParallelLayout
 from megarl.sharding import RolloutLayout, build_plan, check_coverage, receiver_parts, sender_parts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plan_cases())
 def test_a_part_has_the_moves_of_its_rank(case):
     plan = build_plan(case.weight_map, case.train, case.rollout, 300, 2, case.placement)

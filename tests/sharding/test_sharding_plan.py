@@ -36,7 +36,7 @@ def cut(move, source):
     return source[move.src_rank][move.src_param][box(move.src_start, shape)].reshape(move.shape)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(plan_cases(), BUCKETS)
 def test_every_element_of_every_engine_is_written_once_from_one_that_is_its_own(case, bucket_bytes):
     numbers = labels(case.weight_map)
@@ -54,7 +54,7 @@ def test_every_element_of_every_engine_is_written_once_from_one_that_is_its_own(
         check_coverage(plan, {rank: params})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(plan_cases(), st.sampled_from([6, 40, 300]))
 def test_every_parcel_comes_from_a_rank_that_holds_it(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
@@ -62,7 +62,7 @@ def test_every_parcel_comes_from_a_rank_that_holds_it(case, bucket_bytes):
         assert np.isin(plan.source[:, plan.table.holders == number], holders).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plan_cases(), BUCKETS)
 def test_no_rank_sends_or_receives_more_than_a_bucket_in_one(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
@@ -82,7 +82,7 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_one(case, bucket_bytes)
     assert sum(total) == plan.nbytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plan_cases(), BUCKETS)
 def test_both_ends_of_a_pair_of_ranks_list_the_same_moves_in_one_order(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
@@ -103,7 +103,7 @@ def test_both_ends_of_a_pair_of_ranks_list_the_same_moves_in_one_order(case, buc
     assert dict(zip(zip(src, dst, strict=True), amounts, strict=True)) == pairs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plan_cases(), BUCKETS)
 def test_what_is_on_the_device_or_the_node_is_never_fetched_from_farther_away(case, bucket_bytes):
     numbers = labels(case.weight_map)
@@ -124,7 +124,7 @@ def test_what_is_on_the_device_or_the_node_is_never_fetched_from_farther_away(ca
             assert here.node == there.node or on_node[here.node].isdisjoint(elements)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plan_cases())
 def test_a_rank_receives_its_shard_less_what_its_device_holds_and_nothing_else(case):
     numbers = labels(case.weight_map)

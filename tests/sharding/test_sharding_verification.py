@@ -19,7 +19,7 @@ def shares_of_both(weight_map, train, tp, replicas, train_tensors, engine_tensor
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cases())
 def test_equal_weights_agree_in_every_two_layouts(case):
     weight_map, train, tp, replicas = case

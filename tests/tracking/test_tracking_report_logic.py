@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import quickjs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.tracking.report.tokens import TokenValues
@@ -60,7 +60,6 @@ def test_half_precision_as_python_has_it(call: Call, word: int) -> None:
         assert read == ("NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity")
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="aé🙂\n<", max_size=40), st.data())
 def test_tokens_are_what_python_coded(call: Call, text: str, data: st.DataObject) -> None:
     """Characters are code points in both languages, though not in JavaScript's strings."""

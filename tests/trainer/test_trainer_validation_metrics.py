@@ -37,7 +37,7 @@ def verls_majority(drawn: Sequence[tuple[float, int]]) -> float:
     return next(value for value, vote in drawn if vote == winner)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(numbers, min_size=1, max_size=7), st.data())
 def test_best_and_worst_are_means_over_all_subsets(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values)))
@@ -54,7 +54,7 @@ def test_best_of_right_and_wrong_is_pass_at_k(n: int, data: st.DataObject) -> No
     assert expected_extreme(values, k, largest=True)[0] == pytest.approx(pass_at_k, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(numbers, st.integers(0, 2)), min_size=1, max_size=5), st.data())
 def test_majority_is_the_mean_of_verls_rule_over_all_ordered_draws(
     answers: list[tuple[float, int]], data: st.DataObject
