@@ -19,7 +19,7 @@ INSTALL_REQUIRES = [
     "pyarrow",
     "jinja2",
     "einops",  # megatron-core imports it in its mixture-of-experts code
-    "bm25s",  # ranking of the retrieval server
+    "bm25s",  # ranking of tools/retrieval_server.py
     "jsonschema",  # arguments of tools, requests to the chat endpoint
     "aiohttp",  # the chat endpoint, calls to judges and sandboxes
     "math-verify",  # answers of mathematics
@@ -86,7 +86,7 @@ setup(
     package_data={
         "megarl": ["py.typed"],
         "megarl.configs": ["**/*.yaml"],
-        "megarl.tracking.report": ["page/*"],
+        "megarl.ops.report": ["page/*"],
         "megarl.rollout.sglang": ["cpu_shim/**/*.py"],
     },
     install_requires=INSTALL_REQUIRES,

@@ -1,8 +1,8 @@
-"""What agent loops cost beside the engine: conversations and turns per second with a null engine.
+"""Overhead of agent loops without the engine: conversations and turns per second with a null engine.
 
-The null engine answers at once, so that all time is the runner's and the loops' own: asyncio, tokenizing, parsing,
-rendering of the chat template. ``search_agent`` asks a real retrieval server, in a process of its own;
-``external_agent`` is a function with a plain HTTP client, in a thread for each conversation of this process.
+The null engine answers at once, so all time is spent in the runner and the loops: asyncio, tokenization, parsing, chat
+template. ``search_agent`` calls a real retrieval server in a separate process. ``external_agent`` is a function with a
+plain HTTP client, in one thread per conversation.
 
     python benchmarks/agents.py
 """
@@ -21,45 +21,43 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests/rollout"))
+sys.path[:0] = [str(ROOT / "tests/agents"), str(ROOT / "tools")]
 
 from agent_cases import ids_of, merging_tokenizer  # noqa: E402
+from retrieval_server import BM25Index, Document, RetrievalServer  # noqa: E402
 
-from megarl.retrieval import RetrievalClient, RetrievalOptions  # noqa: E402
-from megarl.retrieval.corpus import Document  # noqa: E402
-from megarl.retrieval.index import BM25Index  # noqa: E402
-from megarl.retrieval.server import RetrievalServer  # noqa: E402
+from megarl.agents import AgentLoop, AgentTask, Conversation, ConversationLimits, run_all  # noqa: E402
+from megarl.agents.endpoint import ChatFormat, Endpoint, EndpointAddress, ExternalRequestLimits  # noqa: E402
+from megarl.agents.external_agent import ExternalAgent  # noqa: E402
+from megarl.agents.retrieval_client import RetrievalClient, RetrievalOptions  # noqa: E402
+from megarl.agents.search_agent import SearchLoop  # noqa: E402
+from megarl.agents.single_turn import SingleTurnLoop  # noqa: E402
+from megarl.agents.tool_agent import ToolLoop  # noqa: E402
+from megarl.agents.tools import Tool, ToolEntry, find_parser  # noqa: E402
 from megarl.rollout import Completion, SamplingParams  # noqa: E402
-from megarl.rollout.agents import AgentLoop, AgentTask, Conversation, Limits, run_all  # noqa: E402
-from megarl.rollout.agents.external_agent import ExternalAgent  # noqa: E402
-from megarl.rollout.agents.search_agent import SearchLoop  # noqa: E402
-from megarl.rollout.agents.single_turn import SingleTurnLoop  # noqa: E402
-from megarl.rollout.agents.tool_agent import ToolLoop  # noqa: E402
-from megarl.rollout.endpoint import Address, ChatFormat, Endpoint, OutsideLimits  # noqa: E402
-from megarl.rollout.tools import EquippedTool, Tool, find_parser  # noqa: E402
 
 CONCURRENT, TURNS, ROUNDS = 256, 4, 3
 
 
 class Look(Tool):
-    """Answers at once."""
+    """A tool that answers at once."""
 
     schema: ClassVar = {"function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
 
     async def call(self, arguments, conversation):
-        """A short text."""
+        """Return a short text."""
         return "There are 7 keys in the drawer."
 
 
 class NullEngine:
-    """Gives the same answer to every turn, and another to the last."""
+    """Returns the same response in every turn, except in the last."""
 
     def __init__(self, turn: list[int], last: list[int]) -> None:
         self.answers = {True: turn, False: last}
         self.turns: dict[str, int] = {}
 
     async def __call__(self, prompt_ids, params, *, seed, key):
-        """An answer without waiting."""
+        """Return a completion without waiting."""
         turn = self.turns[key] = self.turns.get(key, 0) + 1
         ids = self.answers[turn < TURNS]
         await asyncio.sleep(0)
@@ -67,15 +65,15 @@ class NullEngine:
 
 
 def serve(pipe: Connection) -> None:
-    """A retrieval server over a few thousand documents; tells its address."""
+    """Serve retrieval over a few thousand documents, and send the server's address."""
     documents = [Document(str(n), f"Drawer {n}\nThe drawer {n} of the desk holds {n % 97} keys") for n in range(5000)]
     server = RetrievalServer(BM25Index(documents), port=0)
     pipe.send(server.url)
     server.serve_forever()
 
 
-def looks_by_http(task: AgentTask) -> None:
-    """The conversation of ``tool_agent``, over one connection."""
+def look_over_http(task: AgentTask) -> None:
+    """Lead the conversation of ``tool_agent`` over one HTTP connection."""
     url, messages = urlsplit(task.base_url), list(task.messages)
     connection = http.client.HTTPConnection(url.netloc)
     headers = {"Authorization": f"Bearer {task.api_key}"}
@@ -88,8 +86,8 @@ def looks_by_http(task: AgentTask) -> None:
         messages += [answer["message"], {"role": "tool", "content": "There are 7 keys in the drawer."}]
 
 
-def measured(loop: AgentLoop, engine: NullEngine, conversations: int, prompt: list[int]) -> tuple[float, int]:
-    """Median seconds of a round, and the policy's turns in it."""
+def measure(loop: AgentLoop, engine: NullEngine, conversations: int, prompt: list[int]) -> tuple[float, int]:
+    """Return the median seconds of a round and its number of policy turns."""
     params, seconds, turns = SamplingParams(max_new_tokens=100_000), [], 0
     for _ in range(ROUNDS):
         engine.turns = {}
@@ -100,37 +98,37 @@ def measured(loop: AgentLoop, engine: NullEngine, conversations: int, prompt: li
                 prompt,
                 key=str(number),
                 agent_name="it",
-                limits=Limits(100_000),
+                limits=ConversationLimits(100_000),
             )
             for number in range(conversations)
         ]
-        begin = time.perf_counter()
+        start = time.perf_counter()
         run = loop.endpoint.run if loop.endpoint else asyncio.run
-        done = run(run_all(talks, {"it": loop}, engine, CONCURRENT))
-        seconds.append(time.perf_counter() - begin)
-        assert not any(trajectory.error for trajectory in done)
+        trajectories = run(run_all(talks, {"it": loop}, engine, CONCURRENT))
+        seconds.append(time.perf_counter() - start)
+        assert not any(trajectory.error for trajectory in trajectories)
         turns = sum(engine.turns.values())
     return sorted(seconds)[len(seconds) // 2], turns
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     tokenizer = merging_tokenizer()
-    here, there = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
+    parent_pipe, child_pipe = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(child_pipe,), daemon=True)
     server.start()
-    url = here.recv()
+    url = parent_pipe.recv()
     prompt = ids_of(tokenizer, "<|im_start|>user\nHow many keys are in the drawer?<|im_end|>\n<|im_start|>assistant\n")
     call = f"<tool_call>{json.dumps({'name': 'look', 'arguments': {}})}</tool_call><|im_end|>"
     search = "<think>I do not know.</think><search>drawer keys</search>"
     answer = ids_of(tokenizer, "<answer>7</answer>")
-    external = ExternalAgent(looks_by_http)
-    outside = OutsideLimits(SamplingParams(max_new_tokens=100), 1000, 1.0)
-    external.endpoint = Endpoint(ChatFormat(tokenizer, find_parser("hermes")), outside, Address())
+    external = ExternalAgent(look_over_http)
+    limits = ExternalRequestLimits(SamplingParams(max_new_tokens=100), 1000, 1.0)
+    external.endpoint = Endpoint(ChatFormat(tokenizer, find_parser("hermes")), limits, EndpointAddress())
     cases = {
         "single_turn_agent": (SingleTurnLoop(), NullEngine(answer, answer), 8192),
         "tool_agent": (
-            ToolLoop(tokenizer, {"look": EquippedTool(Look())}),
+            ToolLoop(tokenizer, {"look": ToolEntry(Look())}),
             NullEngine(ids_of(tokenizer, call), answer),
             256,
         ),
@@ -144,7 +142,7 @@ def main() -> None:
     print(f"{'loop':<20}{'conversations':>14}{'turns each':>12}{'conversations/s':>17}{'ms per turn':>13}")
     with external.endpoint:
         for name, (loop, engine, count) in cases.items():
-            seconds, turns = measured(loop, engine, count, prompt)
+            seconds, turns = measure(loop, engine, count, prompt)
             print(f"{name:<20}{count:>14}{turns / count:>12.1f}{count / seconds:>17,.0f}{1e3 * seconds / turns:>13.3f}")
     print(f"\n{CONCURRENT} conversations at a time, median of {ROUNDS} rounds")
     server.terminate()

@@ -1,14 +1,14 @@
-"""How evenly rows are dealt to ranks: Karmarkar and Karp's differencing, as other trainers use it, and megarl's plans.
+"""Balance of rows over ranks: Karmarkar-Karp differencing, as in other trainers, against megarl's plans.
 
     python benchmarks/balance.py
 
-Lengths are log-normal (median 1,024 tokens, sigma 1, at most 8,192); a sequence of L tokens costs 24,576 L + L^2, as in
+Lengths are log-normal (median 1,024 tokens, sigma 1, at most 8,192). A sequence of L tokens costs 24,576 L + L^2, as in
 a dense transformer of width 4,096. Each case is solved for several seeds. The first table shows the cost of the most
-expensive part over the mean, of the first seed and the worst of all. The second shows what an update takes that waits
-for its slowest rank after every mini-batch, over perfect balance and over what each mini-batch's mean or largest
-sequence allows. Time is the slowest of the seeds and memory the peak of Python's and numpy's allocations, both for one
-plan. Differencing keeps all parts of every candidate: where that is more than ``--baseline-cells`` numbers, it is left
-out.
+expensive part over the mean, for the first seed and the worst of all seeds. The second table shows the time of an
+update that waits for its slowest rank after every mini-batch, over perfect balance and over the bound of each
+mini-batch's mean and largest sequence. Time is that of the slowest seed. Memory is the peak of Python's and numpy's
+allocations for one plan. Differencing keeps all parts of every candidate; cases with more than ``--baseline-cells``
+numbers are skipped.
 """
 
 from __future__ import annotations
@@ -29,32 +29,27 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 
-from megarl.data import alike_mini_batches, balance_mini_batches, balanced_partition
-from megarl.data.even_out import lowest_maximum
+from megarl.data import balance_mini_batches, balanced_partition, stratified_minibatch_order
+from megarl.data.balance import makespan_lower_bound
 
 Parts = list[list[int]]
 MEDIAN, SIGMA, LONGEST, LINEAR = 1024, 1.0, 8192, 24576
 
 
 def lengths_of(rows: int, seed: int) -> np.ndarray:
-    """Tokens of each row."""
+    """Draw the tokens of each row."""
     draws = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, rows)
     return np.clip(draws, 1, LONGEST).astype(np.int64)
 
 
 def costs_of(lengths: np.ndarray) -> np.ndarray:
-    """Cost of each row."""
+    """Return the cost of each row."""
     tokens = lengths.astype(np.float64)
     return LINEAR * tokens + tokens**2
 
 
 def differencing(costs: np.ndarray, k: int, equal: bool) -> Parts:
-    """Karmarkar and Karp's largest differencing method for ``k`` parts; the baseline.
-
-    Every candidate is ``k`` parts of some of the items. At first it is one item, or with ``equal`` one in each part.
-    Again and again the two candidates of largest spread are merged, the most expensive part of one with the cheapest of
-    the other.
-    """
+    """Divide costs into ``k`` parts by the largest differencing method (Karmarkar-Karp); the baseline."""
     order = np.argsort(-costs, kind="stable").tolist()
     ties = count()
     heap: list[tuple[float, int, np.ndarray, Parts]] = []
@@ -74,7 +69,7 @@ def differencing(costs: np.ndarray, k: int, equal: bool) -> Parts:
 
 
 class Case(NamedTuple):
-    """Rows for ranks, and what to reach."""
+    """Rows and ranks, with a target."""
 
     rows: int
     ranks: int
@@ -82,7 +77,7 @@ class Case(NamedTuple):
     target: float | None
 
     def describe(self) -> str:
-        """For the table's first column."""
+        """Return the text of the table's first column."""
         return f"{self.rows:,} x {self.ranks}, {'equal' if self.equal else 'free'} counts"
 
 
@@ -95,7 +90,7 @@ CASES = (
 
 
 class Measured(NamedTuple):
-    """Of one solver on the seeds of a case: max/mean per seed, seconds of the slowest, megabytes of the largest."""
+    """Result of a solver on the seeds of a case: max/mean per seed, slowest seconds, peak megabytes."""
 
     ratios: list[float]
     seconds: float
@@ -106,7 +101,7 @@ class Measured(NamedTuple):
 
 
 def measure(solve: Callable[[np.ndarray], Parts], batches: list[np.ndarray]) -> Measured:
-    """Solves every batch of costs twice: once for the time, once for the memory."""
+    """Solve every batch twice: once for the time, once for the memory."""
     ratios, seconds, peaks = [], [], []
     for costs in batches:
         start = time.perf_counter()
@@ -123,12 +118,12 @@ def measure(solve: Callable[[np.ndarray], Parts], batches: list[np.ndarray]) -> 
 
 
 def worst(costs: np.ndarray, parts: Parts) -> float:
-    """Cost of the most expensive part."""
+    """Return the cost of the most expensive part."""
     return max(float(costs[part].sum()) for part in parts)
 
 
 def partitions(seeds: int, cells: int) -> bool:
-    """Prints the first table; returns whether all targets are reached."""
+    """Print the first table; return whether all targets are reached."""
     print(f"max/mean cost: seed 0, worst of {seeds} seeds; time; memory")
     print(f"  {'rows x ranks':<30}{'Karmarkar-Karp':^38}  {'megarl':^38}  to reach")
     reached = True
@@ -139,7 +134,7 @@ def partitions(seeds: int, cells: int) -> bool:
         theirs = "left out: too large"
         if held <= cells:
             theirs = str(measure(partial(differencing, k=case.ranks, equal=case.equal), batches))
-        bounds = [lowest_maximum(c, case.ranks, fixed_sizes=case.equal) * case.ranks / c.sum() for c in batches]
+        bounds = [makespan_lower_bound(c, case.ranks, fixed_sizes=case.equal) * case.ranks / c.sum() for c in batches]
         targets = [case.target or bound * 1.0001 for bound in bounds]
         good = all(ratio <= target for ratio, target in zip(ours.ratios, targets, strict=True))
         good = good and ours.seconds < 0.5 and ours.megabytes < 1024
@@ -150,7 +145,7 @@ def partitions(seeds: int, cells: int) -> bool:
 
 
 class Update(NamedTuple):
-    """Mini-batches of 1,024 rows, one after the other on all ranks."""
+    """Mini-batches of 1,024 rows, in sequence on all ranks."""
 
     mini_batches: int
     ranks: int
@@ -162,7 +157,7 @@ UPDATES = (Update(4, 16, 1.02, False), Update(8, 32, 1.02, True))
 
 
 def updates(seeds: int) -> bool:
-    """Prints the second table; returns whether all targets are reached."""
+    """Print the second table; return whether all targets are reached."""
     reached = True
     for update in UPDATES:
         bound = "the bound of the largest sequences" if update.over_bound else "perfect"
@@ -188,15 +183,15 @@ Waiting = list[list[float]]
 
 
 def plans(update: Update, lengths: np.ndarray) -> dict[str, tuple[np.ndarray, list[np.ndarray], Waiting]]:
-    """By name: all costs, the lengths of each mini-batch, and what each rank has of each mini-batch."""
+    """Return per plan: all costs, the lengths of each mini-batch, and the cost of each rank per mini-batch."""
     count_, dp = update.mini_batches, update.ranks
     size, costs = len(lengths) // count_, costs_of(lengths)
     slices = [np.arange(start, start + size) for start in range(0, len(lengths), size)]
     whole = [sorted(part) for part in differencing(costs, dp, True)]
     cut = [[part[size // dp * i : size // dp * (i + 1)] for part in whole] for i in range(count_)]
     each = [[[rows[i] for i in part] for part in differencing(costs[rows], dp, True)] for rows in slices]
-    order = np.array(alike_mini_batches(lengths.tolist(), count_))
-    dealt = {
+    order = np.array(stratified_minibatch_order(lengths.tolist(), count_))
+    megarl_plans = {
         equal: [
             [order[part].tolist() for part in parts] for parts in balance_mini_batches(costs[order], count_, dp, equal)
         ]
@@ -205,8 +200,8 @@ def plans(update: Update, lengths: np.ndarray) -> dict[str, tuple[np.ndarray, li
     named = {
         "Karmarkar-Karp over all rows, then cut": cut,
         "Karmarkar-Karp in each mini-batch": each,
-        "megarl, equal counts": dealt[True],
-        "megarl, free counts (token budget)": dealt[False],
+        "megarl, equal counts": megarl_plans[True],
+        "megarl, free counts (token budget)": megarl_plans[False],
     }
     return {
         name: (
@@ -219,22 +214,22 @@ def plans(update: Update, lengths: np.ndarray) -> dict[str, tuple[np.ndarray, li
 
 
 def judge(update: Update, costs: np.ndarray, lengths: list[np.ndarray], ranks: Waiting) -> tuple[float, float, float]:
-    """Time over the mean, time over the bound, and the largest distance between two mini-batches' lengths."""
+    """Return time over the mean, time over the bound, and the largest distance between mini-batch lengths."""
     taken = sum(map(max, ranks))
-    bound = sum(lowest_maximum(costs_of(mini_batch), update.ranks, fixed_sizes=False) for mini_batch in lengths)
+    bound = sum(makespan_lower_bound(costs_of(mini_batch), update.ranks, fixed_sizes=False) for mini_batch in lengths)
     pairs = [(a, b) for index, a in enumerate(lengths) for b in lengths[:index]]
     return taken * update.ranks / costs.sum(), taken / bound, max(distance(a, b) for a, b in pairs)
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Kolmogorov and Smirnov's distance between two samples."""
+    """Return the Kolmogorov-Smirnov distance between two samples."""
     points = np.concatenate([a, b])
     shares = [np.searchsorted(np.sort(sample), points, side="right") / len(sample) for sample in (a, b)]
     return float(np.abs(shares[0] - shares[1]).max())
 
 
 def main() -> None:
-    """Reads the arguments and prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="batches per case (default: %(default)s)")
     parser.add_argument("--baseline-cells", type=int, default=1 << 18, help="default: %(default)s")

@@ -1,11 +1,12 @@
-"""How long training stands still for a checkpoint: written while it waits, and while it goes on.
+"""Time that training is blocked by a checkpoint: synchronous and background save.
 
     python benchmarks/checkpoint.py [--hidden 512] [--layers 8] [--folder .]
 
-One process holds a Qwen2 of the given shape in float32 with Adam's state. Each round saves twice: at once, and in the
-background while optimizer steps go on. Blocked is what a step after the save waits: for all of the first, for the copy
-to host memory and the completion of the second. A step beside the writing is compared with one without. Rounds
-alternate, and each figure is a median over them; the first one, which takes the memory for the copy, is shown apart.
+One process holds a Qwen2 model in float32 with Adam's state. Each round saves twice: synchronously, and in the
+background during optimizer steps. Blocked time is the wait of the step after the save: the whole synchronous save, or
+the copy to host memory plus the completion of the background save. A step during the background save is compared with
+an undisturbed one. Rounds alternate, and each figure is a median. The first round, which allocates the memory of the
+copy, is shown separately.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read by libraries at their import
 import torch
 from machine import processor
 
-from megarl.megatron import EngineOptions, MegatronEngine, OptimizerOptions, PackedMicroBatch, init_runtime
+from megarl.megatron import MegatronEngine, MegatronOptions, OptimizerOptions, PackedMicroBatch, init_runtime
 from megarl.megatron.checkpoint import begin_save
-from megarl.megatron.checkpoint_snapshot import HostSnapshot
+from megarl.megatron.checkpoint_save import HostSnapshot
 from megarl.models import ParallelLayout, parse_model_config
 
 VOCAB, TOKENS = 1000, 128
 
 
 def built_engine(hidden: int, layers: int, device: str) -> MegatronEngine:
-    """An engine with random weights."""
+    """Build an engine with random weights."""
     config = parse_model_config(
         {
             "architectures": ["Qwen2ForCausalLM"],
@@ -56,7 +57,7 @@ def built_engine(hidden: int, layers: int, device: str) -> MegatronEngine:
         port = holder.getsockname()[1]
     layout = ParallelLayout()
     runtime = init_runtime(layout, 0, 1, "127.0.0.1", port, device=device)
-    options = EngineOptions(dtype=torch.float32, optimizer=OptimizerOptions(lr=1e-4, total_steps=1000))
+    options = MegatronOptions(dtype=torch.float32, optimizer=OptimizerOptions(lr=1e-4, total_steps=1000))
     engine = MegatronEngine(config, layout, runtime, options)
     with torch.no_grad():
         for param in engine.named_local_params().values():
@@ -65,7 +66,7 @@ def built_engine(hidden: int, layers: int, device: str) -> MegatronEngine:
 
 
 def step(engine: MegatronEngine) -> None:
-    """One optimizer step."""
+    """Run one optimizer step."""
     row = (torch.randint(VOCAB, (TOKENS // 2,)), torch.randint(VOCAB, (TOKENS // 2,)))
     engine.forward_backward(
         [PackedMicroBatch.from_rows([row])], lambda outputs, _: (-outputs.log_probs.sum() / TOKENS, {})
@@ -74,46 +75,46 @@ def step(engine: MegatronEngine) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds of a call."""
-    begin = time.perf_counter()
+    """Return the seconds of a call."""
+    started = time.perf_counter()
     run()
-    return time.perf_counter() - begin
+    return time.perf_counter() - started
 
 
 def one_round(engine: MegatronEngine, snapshot: HostSnapshot, folder: Path) -> dict[str, float]:
-    """Both kinds of save, in seconds."""
+    """Return the seconds of both kinds of save."""
     alone = statistics.median(timed(lambda: step(engine)) for _ in range(3))
     at_once = timed(lambda: begin_save(engine, folder / "once").finish())
-    begin = time.perf_counter()
-    pending = begin_save(engine, folder / "beside", snapshot=snapshot)
-    copy = time.perf_counter() - begin
-    beside = []
+    started = time.perf_counter()
+    pending = begin_save(engine, folder / "background", snapshot=snapshot)
+    copy = time.perf_counter() - started
+    background = []
     while not pending.is_written:
-        beside.append(timed(lambda: step(engine)))
-    begin = time.perf_counter()
+        background.append(timed(lambda: step(engine)))
+    started = time.perf_counter()
     written = pending.finish()
-    blocked = copy + time.perf_counter() - begin
+    blocked = copy + time.perf_counter() - started
     size = sum(entry.size for entry in written.entries.values())
     for path in folder.iterdir():
         shutil.rmtree(path)
     return {
         "GiB": size / 2**30,
         "blocked, at once": at_once,
-        "blocked, beside": blocked,
-        "writing, beside": written.seconds,
+        "blocked, background": blocked,
+        "writing, background": written.seconds,
         "step alone": alone,
-        "step beside": statistics.median(beside) if beside else alone,
+        "step background": statistics.median(background) if background else alone,
     }
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder on the measured disk")
     args = parser.parse_args()
     engine = built_engine(args.hidden, args.layers, args.device)
     snapshot = HostSnapshot(engine.runtime.device)
@@ -122,11 +123,11 @@ def main() -> None:
         rounds = [one_round(engine, snapshot, Path(folder)) for _ in range(args.rounds + 1)]
     print(f"{processor()}, {args.device}, one process\n")
     print(f"{'seconds':<18}{'first':>8}{'median':>8}")
-    medians = {name: statistics.median(one[name] for one in rounds[1:]) for name in rounds[0]}
+    medians = {name: statistics.median(round_seconds[name] for round_seconds in rounds[1:]) for name in rounds[0]}
     for name, value in medians.items():
         print(f"{name:<18}{rounds[0][name]:>8.3f}{value:>8.3f}")
-    print(f"\nblocked beside / at once: {medians['blocked, beside'] / medians['blocked, at once']:.3f}")
-    print(f"step beside / alone:      {medians['step beside'] / medians['step alone']:.2f}")
+    print(f"\nblocked background / at once: {medians['blocked, background'] / medians['blocked, at once']:.3f}")
+    print(f"step background / alone:      {medians['step background'] / medians['step alone']:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Converts a synthetic model and compares with ``cp`` of the same bytes: time, and the converter's peak memory.
+"""Conversion of a synthetic model against ``cp`` of the same bytes: time, and the converter's peak memory.
 
 ``python benchmarks/convert.py [--gigabytes 8] [--rounds 3] [--folder DIR]`` needs four times the model's size on the
-disk of ``--folder`` and removes it all. Each round times both directions, each beside a ``cp`` of the same folder, from
-the start of the process to the end of an fsync of every file that it wrote. The model has layers of Llama-3-8B's shape
-and a vocabulary of 128,256, in bfloat16.
+disk of ``--folder`` and removes all files at the end. Each round times both directions, each with a ``cp`` of the same
+folder, from process start to the fsync of every written file. The model has layers of Llama-3-8B's shape and a
+vocabulary of 128,256, in bfloat16.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LAYER_BYTES, OTHER_BYTES = 436_224_000, 2_101_346_304
 
 
 class Run(NamedTuple):
-    """One command: seconds until its bytes are on the disk, and peak resident memory in MB."""
+    """One command: seconds until its bytes are on disk, and peak resident memory in MB."""
 
     seconds: float
     megabytes: float
 
 
 def write_model(folder: Path, layers: int) -> int:
-    """Writes a model folder of random bytes in one shard per 5 GB; returns the size of its largest tensor."""
+    """Write a model folder of random bytes with one shard per 5 GB; return the size of its largest tensor."""
     raw = {**SHAPE, "num_hidden_layers": layers}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(raw))
@@ -86,7 +86,7 @@ def write_shard(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
 
 
 def timed(command: list[str], written: Path) -> Run:
-    """Runs a command and flushes what it wrote."""
+    """Run a command and flush its output to disk."""
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -100,14 +100,14 @@ def timed(command: list[str], written: Path) -> Run:
 
 
 def one_round(source: Path, work: Path, workers: list[str], number: int) -> dict[str, tuple[Run, Run]]:
-    """Each direction beside a ``cp`` of its own, which goes first in every other round."""
+    """Run each direction and its ``cp``, in alternating order."""
     role, copy, back = work / "role", work / "copy", work / "back"
     tool = [sys.executable, str(TOOL)]
     results = {}
-    for name, given, made in (("hf-to-megatron", source, role), ("megatron-to-hf", role, back)):
+    for name, input_folder, output_folder in (("hf-to-megatron", source, role), ("megatron-to-hf", role, back)):
         pair = [
-            (["cp", "-r", "--sparse=never", "--reflink=never", str(given), str(copy)], copy),
-            ([*tool, name, str(given), str(made), *workers], made),
+            (["cp", "-r", "--sparse=never", "--reflink=never", str(input_folder), str(copy)], copy),
+            ([*tool, name, str(input_folder), str(output_folder), *workers], output_folder),
         ]
         runs = {}
         for command, written in pair if number % 2 == 0 else pair[::-1]:
@@ -122,10 +122,10 @@ def one_round(source: Path, work: Path, workers: list[str], number: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the model, at least")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="minimum size of the model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--workers", type=int, help="threads of the converter; its own default otherwise")
+    parser.add_argument("--workers", type=int, help="threads of the converter (default: its default)")
     args = parser.parse_args()
     layers = max(1, math.ceil((args.gigabytes * 1e9 - OTHER_BYTES) / LAYER_BYTES))
     size = OTHER_BYTES + layers * LAYER_BYTES

@@ -1,9 +1,9 @@
-"""What a large data set costs: time to the first batch, memory, and rows per second in random order.
+"""Cost of a large data set: time to the first batch, memory, and rows per second in random order.
 
-Makes rows in verl's schema in a temporary folder, as parquet and as JSONL, and reads each in processes of their own:
-once with an empty cache (cold) and once with a full one (warm), with prompts measured for ``filter_overlong_prompts``.
-For comparison, the whole file is read into memory by pyarrow and by pandas, and by Hugging Face ``datasets``, and rows
-are taken from it in the same random order. Seconds count from the start of the process, imports included.
+Creates rows in verl's schema in a temporary folder, as parquet and as JSONL, and reads each file in separate processes:
+once with an empty cache (cold) and once with a full one (warm), with prompt lengths for ``filter_overlong_prompts``.
+For comparison, pyarrow, pandas and Hugging Face ``datasets`` read the whole file into memory, and rows are taken in the
+same random order. Times count from process start, with imports.
 
     python benchmarks/data.py --rows 1000000
 """
@@ -31,7 +31,7 @@ FILLER = "Think about it step by step and write the answer down. " * 4
 
 
 def make(folder: Path, rows: int) -> None:
-    """The same rows as parquet and as JSONL."""
+    """Write the same rows as parquet and as JSONL."""
     size = 10_000
     with open(folder / "rows.jsonl", "w") as lines:
         writer = None
@@ -40,12 +40,12 @@ def make(folder: Path, rows: int) -> None:
             table = pa.Table.from_pylist(part)
             writer = writer or pq.ParquetWriter(folder / "rows.parquet", table.schema)
             writer.write_table(table)
-            lines.writelines(json.dumps(one) + "\n" for one in part)
+            lines.writelines(json.dumps(entry) + "\n" for entry in part)
         writer.close()
 
 
 def row(number: int) -> dict:
-    """A question, none like another."""
+    """Return a question that differs from all others."""
     a, b = number, number * 7919 % 1_000_003
     return {
         "data_source": "arithmetic",
@@ -57,14 +57,14 @@ def row(number: int) -> dict:
 
 
 def memory() -> dict[str, int]:
-    """MiB of this process: its own and mapped files' now, and of both the most that there was."""
+    """Return this process's memory in MiB: current private and mapped memory, and the peak of both."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     names = {"own_mib": "RssAnon", "mapped_mib": "RssFile", "peak_mib": "VmHWM"}
     return {name: int(status[key].split()[0]) >> 10 for name, key in names.items()}
 
 
-def own(path: str, cache: str) -> dict:
-    """megarl's data set and loader, as a run builds them."""
+def megarl_loader(path: str, cache: str) -> dict:
+    """Read with megarl's data set and loader, as a run builds them."""
     sys.path.insert(0, str(ROOT))
     from megarl.data import RLHFDataset, StatefulLoader
     from tools.make_arithmetic import build_tokenizer
@@ -75,30 +75,30 @@ def own(path: str, cache: str) -> dict:
     opened = time.time()
     next(iter(loader))
     first = time.time()
-    found = speed(lambda at: dataset.source[at], len(dataset))
-    return {"imported": imported, "opened": opened, "first": first, **found}
+    result = speed(lambda at: dataset.source[at], len(dataset))
+    return {"imported": imported, "opened": opened, "first": first, **result}
 
 
 def peer(kind: str, path: str) -> dict:
-    """A file read whole by a library; its first row stands for the first batch."""
+    """Read a file with another library; its first row counts as the first batch."""
     if kind == "pyarrow":
         table = pq.read_table(path)
-        found = {"opened": time.time(), **speed(lambda at: table.slice(at, 1).to_pylist()[0], len(table))}
+        result = {"opened": time.time(), **speed(lambda at: table.slice(at, 1).to_pylist()[0], len(table))}
     elif kind == "pandas":
         import pandas
 
         frame = pandas.read_parquet(path)
-        found = {"opened": time.time(), **speed(lambda at: frame.iloc[at].to_dict(), len(frame))}
+        result = {"opened": time.time(), **speed(lambda at: frame.iloc[at].to_dict(), len(frame))}
     else:
         import datasets
 
         rows = datasets.load_dataset("parquet", data_files=path, cache_dir=f"{path}.hf")["train"]
-        found = {"opened": time.time(), **speed(lambda at: rows[at], len(rows))}
-    return found
+        result = {"opened": time.time(), **speed(lambda at: rows[at], len(rows))}
+    return result
 
 
 def speed(take, rows: int) -> dict:
-    """Rows per second in random order, and the memory after it."""
+    """Return rows per second in random order, and memory afterwards."""
     order = np.random.default_rng(SEED).integers(0, rows, TAKEN).tolist()
     start = time.perf_counter()
     for at in order:
@@ -107,16 +107,16 @@ def speed(take, rows: int) -> dict:
 
 
 def measure(kind: str, path: Path, cache: Path) -> None:
-    """Starts a process that reads a file, and prints what it found."""
+    """Start a process that reads a file, and print its result."""
     command = [sys.executable, __file__, "--child", kind, str(path), str(cache)]
     environment = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     start = time.time()
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    found = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     for name in ("imported", "opened", "first"):
-        if name in found:
-            found[f"{name}_s"] = round(found.pop(name) - start, 1)
-    print(json.dumps({"kind": kind, "file": path.name, **found}), flush=True)
+        if name in result:
+            result[f"{name}_s"] = round(result.pop(name) - start, 1)
+    print(json.dumps({"kind": kind, "file": path.name, **result}), flush=True)
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         kind, path, cache = options.child
-        print(json.dumps(own(path, cache) if kind in ("cold", "warm") else peer(kind, path)))
+        print(json.dumps(megarl_loader(path, cache) if kind in ("cold", "warm") else peer(kind, path)))
         return
     print(json.dumps({"processor": processor(), "cores": os.cpu_count(), "rows": options.rows, "batch": BATCH}))
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,22 +1,22 @@
-"""Tokens per second of the Megatron engine beside plain transformers: same model, same lengths, same run.
+"""Tokens per second of the Megatron engine against plain transformers: same model, lengths and run.
 
     python benchmarks/engine.py                        one CPU thread, float32
-    python benchmarks/engine.py --device cuda          bfloat16; model FLOPs utilisation and peak memory
+    python benchmarks/engine.py --device cuda          bfloat16; model FLOPs utilization and peak memory
 
-On a CPU both sides compute the log-probs of every token, once without gradients and once with the backward behind it.
-The engine gets packed micro-batches; ``transformers`` gets rectangles padded to their longest row, in the order of the
-data, at batch sizes that padded training uses. Ratios are to the fastest of these. Only real tokens are counted.
+On a CPU, both sides compute the log-probs of every token, once without gradients and once with a backward pass. The
+engine gets packed micro-batches. ``transformers`` gets rectangles padded to their longest row, in the order of the
+data, at batch sizes of padded training. Ratios compare with the fastest of these. Only real tokens count.
 
-Two rows are for reference. "batch 1" computes every sequence by itself, so it has no padding either: what is left
-between it and the engine is how fast the layers are and how well matrix products of one short sequence fill a core; on
-a GPU nobody trains so. "sorted" pads rows of similar length together, which trains on another order of the data.
+Two rows are for reference. "batch 1" computes every sequence alone, without padding. Its distance to the engine is due
+to the speed of the layers and to short matrix products. "sorted" pads rows of similar length together, which changes
+the order of the training data.
 
-"CPU ratio" compares seconds of processor time: what other processes on the machine take away does not enter. MFU is
-model FLOPs (6 per parameter and token for forward and backward, 2 for forward, plus attention's) over what this
-machine's matrix product reaches in the same run, both by processor time.
+"CPU ratio" compares processor time, which other processes on the machine do not affect. MFU is model FLOPs (6 per
+parameter and token for forward and backward, 2 for forward, plus attention) over the matrix-product speed of the same
+run, both by processor time.
 
-On a CUDA device the engine alone is measured, on micro-batches of 8,192 packed tokens of dense models of 0.5 and 1.5
-billion parameters. Neither Ray nor Transformer Engine is needed; what computes the layers is printed.
+On a CUDA device only the engine is measured, on micro-batches of 8,192 packed tokens of dense models with 0.5 and 1.5
+billion parameters. Neither Ray nor Transformer Engine is needed; the implementation of the layers is printed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megarl.data import plan_micro_batches
 from megarl.megatron import (
-    EngineOptions,
     MegatronEngine,
+    MegatronOptions,
     OptimizerOptions,
     PackedMicroBatch,
     PolicyOutputs,
@@ -67,7 +67,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Mix:
-    """Token ids of each sequence, under a name."""
+    """Token ids of each sequence, and a name."""
 
     name: str
     rows: list[Tensor]
@@ -78,7 +78,7 @@ class Mix:
         return sum(map(len, self.rows))
 
     def describe(self) -> str:
-        """Counts and lengths."""
+        """Return counts and lengths."""
         lengths = [len(row) for row in self.rows]
         return (
             f"{self.name}: {len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {self.tokens:,} in all"
@@ -86,7 +86,7 @@ class Mix:
 
 
 def build_mixes(count: int, vocab: int, seed: int) -> list[Mix]:
-    """One length for all, and log-normal lengths (median 96, sigma 1, at most 1,024)."""
+    """Build a mix of equal lengths and one of log-normal lengths (median 96, sigma 1, at most 1,024)."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     mixed = [min(1024, max(4, round(96 * rng.lognormvariate(0, 1)))) for _ in range(count)]
@@ -96,16 +96,16 @@ def build_mixes(count: int, vocab: int, seed: int) -> list[Mix]:
     ]
 
 
-# ---- contestants
+# ---- engines
 
 
 def negative_log_likelihood(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict]:
-    """The sum over tokens."""
+    """Return the sum over tokens."""
     return -outputs.log_probs.sum(), {}
 
 
 def pack(mix: Mix, max_tokens: int) -> list[PackedMicroBatch]:
-    """Every token but the first of each sequence is predicted."""
+    """Pack sequences; every token except the first is predicted."""
     groups = plan_micro_batches([len(row) for row in mix.rows], max_tokens=max_tokens)
     return [PackedMicroBatch.from_rows([(mix.rows[i][:1], mix.rows[i][1:]) for i in group]) for group in groups]
 
@@ -133,17 +133,17 @@ def transformers_runner(model: Qwen2ForCausalLM, mix: Mix, size: int, ordered: b
 
 
 def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, padded at the right."""
+    """Return token ids and attention mask, padded on the right."""
     ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
 
 
-# ---- measuring
+# ---- measurement
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of this device's matrix product: the best of several sizes."""
+    """Return FLOP/s of this device's matrix product, the best of several sizes."""
     best = 0.0
     for size in (512, 1024) if device.type == "cpu" else (4096, 8192):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -153,14 +153,14 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Seconds(NamedTuple):
-    """What one run took; on a CUDA device ``cpu`` says nothing."""
+    """Wall and processor time of one run; on a CUDA device, ``cpu`` is meaningless."""
 
     wall: float
     cpu: float
 
 
 def timed(run: Callable[[], object], device: torch.device) -> Seconds:
-    """Seconds of one run."""
+    """Return the seconds of one run."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     if device.type == "cuda":
@@ -169,7 +169,7 @@ def timed(run: Callable[[], object], device: torch.device) -> Seconds:
 
 
 def medians(runners: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, Seconds]:
-    """Medians of each runner; each round runs them all once, the first round is not counted."""
+    """Return the medians of each runner; each round runs all of them once, and the first round does not count."""
     taken: dict[str, list[Seconds]] = {name: [] for name in runners}
     for _ in range(repeats + 1):
         for name, run in runners.items():
@@ -178,7 +178,7 @@ def medians(runners: dict[str, Callable[[], object]], repeats: int, device: torc
 
 
 def model_flops(shape: dict, lengths: Sequence[int], train: bool) -> float:
-    """FLOPs that the model needs: two per weight and token, causal attention's products, three times with backward."""
+    """Return the model FLOPs: two per weight and token plus causal attention, three times that with backward."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     kv = hidden // heads * shape["num_key_value_heads"]
     layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * shape["intermediate_size"]
@@ -194,7 +194,7 @@ def built_engine(shape: dict, device: str, dtype: torch.dtype, folder: Path) -> 
         port = probe.getsockname()[1]
     runtime = init_runtime(LAYOUT, 0, 1, "127.0.0.1", port, device=device)
     try:
-        options = EngineOptions(dtype=dtype, optimizer=OptimizerOptions(lr=1e-6))
+        options = MegatronOptions(dtype=dtype, optimizer=OptimizerOptions(lr=1e-6))
         engine = MegatronEngine(read_model_config(folder), LAYOUT, runtime, options)
         engine.load_hf(folder)
         yield engine
@@ -209,7 +209,7 @@ def random_model(shape: dict, folder: Path, dtype: torch.dtype) -> Qwen2ForCausa
     return model
 
 
-# ---- the two reports
+# ---- reports
 
 
 def on_cpu(args: argparse.Namespace) -> None:
@@ -236,7 +236,7 @@ def report_cpu(
     peak: float,
     args: argparse.Namespace,
 ) -> None:
-    """One table: the engine, and transformers at each batch size."""
+    """Print one table: the engine, and transformers at each batch size."""
     runners = {OURS: engine_runner(engine, pack(mix, args.max_tokens), train)}
     for size in args.batch_sizes:
         runners[f"transformers, batch {size}"] = transformers_runner(model, mix, size, False, train)
@@ -273,7 +273,7 @@ def on_cuda(args: argparse.Namespace) -> None:
 def report_cuda(
     engine: MegatronEngine, size: str, lengths: Sequence[int], peak: float, args: argparse.Namespace
 ) -> None:
-    """Two lines: log-probs, and a whole step of forward, backward and optimizer."""
+    """Print two lines: log-probs, and a step with forward, backward and optimizer."""
     shape, device = SHAPES[size], torch.device("cuda", 0)
     mix = Mix("", [torch.randint(0, shape["vocab_size"], (length,)) for length in lengths])
     batches = pack(mix, sum(lengths)) * args.micro_batches

@@ -1,32 +1,32 @@
-"""One whole GRPO step of megarl beside TRL's ``GRPOTrainer``: same model, prompts, lengths and number of cores.
+"""One GRPO step of megarl against TRL's ``GRPOTrainer``: same model, prompts, lengths and number of cores.
 
     python benchmarks/grpo_step.py --peer-python /path/to/trl-venv/bin/python
 
-A step is rollout, reward, group advantages, update and weight sync; there is no reference model. The model is a random
-Qwen2 in float32 (hidden size 256, 6 layers, vocabulary 2,048); a step has 64 prompts of 32 tokens with 4 answers each
-and is one optimizer step. Lengths are forced by a rule on each side, so both generate the same number of tokens:
+A step is rollout, reward, group advantages, update and weight sync, without a reference model. The model is a random
+Qwen2 in float32 (hidden size 256, 6 layers, vocabulary 2,048). A step has 64 prompts of 32 tokens with 4 samples each
+and one optimizer step. Lengths are forced on each side, so both generate the same number of tokens:
 
-- ``equal``: 64 tokens each, the end-of-sequence token never comes early;
-- ``log-normal``: median 32, sigma 1, at most 256; each answer ends at its drawn length. With TRL a logits processor in
-  its ``generate`` forces the end-of-sequence token there; with megarl the requests have limits of their own.
+- ``equal``: 64 tokens each; the end-of-sequence token never comes early;
+- ``log-normal``: median 32, sigma 1, at most 256; each response ends at its drawn length. In TRL, a logits processor in
+  ``generate`` forces the end-of-sequence token; in megarl, each request has a token limit.
 
-megarl runs its workers, the classes that a training job runs, as plain objects in two processes of one thread each:
-trainer at data parallel 2 and one embedded engine per process, weights by shared memory. The driver's part of a step is
-done here. Old log-probs are the engine's own, as TRL takes the update's own; ``--recompute`` adds a row in which the
-actor computes them in a pass of its own first, as a training job does.
+megarl runs the worker classes of a training job as plain objects in two processes of one thread each: the actor at data
+parallel 2 and one embedded engine per process, with weights through shared memory. This process runs the driver's part
+of a step. Old log-probs come from the engine, as TRL takes them from the update. ``--recompute`` adds a row in which
+the actor first computes them in a separate pass, as in a training job.
 
-TRL is no dependency of megarl. It runs in an interpreter of its own, once as one process of two threads and once as two
-processes of one thread (``--peer-processes``), and ratios are to the faster. Without ``--peer-python`` only megarl is
-measured. To make such an interpreter:
+TRL is no dependency of megarl. It runs in a separate interpreter, once as one process of two threads and once as two
+processes of one thread (``--peer-processes``); ratios compare with the faster one. Without ``--peer-python`` only
+megarl is measured. To create such an interpreter:
 
     python -m venv /path/to/trl-venv
     /path/to/trl-venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
     /path/to/trl-venv/bin/pip install trl accelerate datasets transformers
 
-Contestants take turns, step by step; the table shows medians over the steps after the first. Tokens are response
-tokens. "CPU ratio" compares seconds of processor time instead of wall time: what other processes on the machine take
-away does not enter, nor does waiting for another process. Two threads of one process do burn processor time while
-they wait for each other, so on a busy machine this ratio is fair to TRL in two processes only.
+Both sides run in turn, step by step; the table shows medians over the steps after the first. Tokens are response
+tokens. "CPU ratio" compares processor time instead of wall time. Neither other processes on the machine nor waiting for
+another process affect it. But two threads of one process use processor time while they wait for each other, so on a
+busy machine this ratio is fair only to TRL in two processes.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ from grpo_workload import (
 )
 from machine import processor
 
-from megarl.ports import free_port
+from megarl.base.ports import free_port
 
 PEER = Path(__file__).with_name("grpo_trl.py")
 
 
 def build_model(folder: Path) -> int:
-    """Writes the random model with a tokenizer of one word per token; returns the number of parameters."""
+    """Write the random model with a tokenizer of one word per token; return the number of parameters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -92,7 +92,7 @@ def build_model(folder: Path) -> int:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """For a process of so many threads."""
+    """Return the environment of a process with a number of threads."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
@@ -100,7 +100,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 class Processes:
-    """Two processes, each with an actor rank and a rollout replica, called as a driver calls them."""
+    """Two processes, each with an actor rank and a rollout replica, called as by a driver."""
 
     def __init__(self, folder: Path, mix: Mix, port: int) -> None:
         import torch.multiprocessing as mp
@@ -109,19 +109,19 @@ class Processes:
         self.pipes, self._processes = [], []
         os.environ.update(environment(1))
         for rank in range(2):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, rank, folder, mix, port), daemon=True)
+            parent_pipe, child_pipe = context.Pipe()
+            process = context.Process(target=serve, args=(child_pipe, rank, folder, mix, port), daemon=True)
             process.start()
-            self.pipes.append(here)
+            self.pipes.append(parent_pipe)
             self._processes.append(process)
 
     def start(self, role: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Calls a verb of a role with arguments by rank."""
+        """Call a verb of a role with arguments by rank."""
         for pipe, given in zip(self.pipes, arguments, strict=True):
             pipe.send((role, verb, given))
 
     def finish(self) -> list[Any]:
-        """What the oldest call returned, by rank."""
+        """Return the results of the oldest call, by rank."""
         results = [pipe.recv() for pipe in self.pipes]
         for result in results:
             if isinstance(result, BaseException):
@@ -129,43 +129,43 @@ class Processes:
         return results
 
     def call(self, role: str, verb: str, *given: Any) -> list[Any]:
-        """The same arguments for both ranks."""
+        """Call a verb with the same arguments on both ranks."""
         self.start(role, verb, [given] * 2)
         return self.finish()
 
     def scatter(self, role: str, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Arguments by rank."""
+        """Call a verb with arguments by rank."""
         self.start(role, verb, arguments)
         return self.finish()
 
     def close(self) -> None:
-        """Ends both processes."""
+        """End both processes."""
         for process in self._processes:
             process.kill()
             process.join()
 
 
 def serve(pipe: Any, rank: int, folder: Path, mix: Mix, port: int) -> None:
-    """A process: builds its workers, then answers calls."""
+    """Build the workers of a process and answer calls."""
     workers = build_workers(rank, folder, mix, port)
     while True:
         try:
-            role, verb, given = pipe.recv()
-        except EOFError:  # the driver has ended
+            role, verb, arguments = pipe.recv()
+        except EOFError:  # the driver ended
             return
         try:
-            result = time.process_time() if role == "clock" else getattr(workers[role], verb)(*given)
+            result = time.process_time() if role == "clock" else getattr(workers[role], verb)(*arguments)
         except Exception as error:
             result = error
         pipe.send(result)
 
 
 def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any]:
-    """The actor's rank and the rollout replica of one process."""
+    """Build the actor rank and the rollout replica of one process."""
     from megarl.config import ActorConfig, MegatronConfig, OptimConfig, RolloutConfig
     from megarl.models import ParallelLayout
     from megarl.workers.actor import ActorWorker
-    from megarl.workers.place import WorkerPlace
+    from megarl.workers.dispatch import WorkerPlace
     from megarl.workers.rollout import RolloutWorker
     from megarl.workers.settings import (
         LogProbSettings,
@@ -199,13 +199,13 @@ def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any
 
 
 class PipeReplica:
-    """A replica of the two processes, as the router sees it."""
+    """A replica of the two processes, as the router uses it."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
 
     async def exchange(self, requests: Sequence[Any], aborted: Sequence[str], slice_s: float) -> list[Any]:
-        """New requests in, completions out."""
+        """Submit new requests and return completions."""
         self._pipe.send(("rollout", "exchange", (requests, aborted, slice_s)))
         answer = await asyncio.to_thread(self._pipe.recv)
         if isinstance(answer, BaseException):
@@ -214,84 +214,84 @@ class PipeReplica:
 
 
 class Done:
-    """A result that is there already."""
+    """A finished result."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """The value."""
+        """Return the value."""
         return self.value
 
 
 class ActorEnd:
-    """The actor's side of the weight sync, over the pipes."""
+    """The actor's side of the weight sync, over pipes."""
 
     def __init__(self, processes: Processes) -> None:
         self._call = processes.call
 
     def make_room(self) -> Done:
-        """What may leave the device leaves it."""
+        """Offload the states that may leave the device."""
         return Done(self._call("actor", "make_room"))
 
     def open_transfer(self, session: int) -> Done:
-        """Gets ready to send."""
+        """Prepare to send."""
         return Done(self._call("actor", "open_transfer", session))
 
     def export_bucket(self, index: int) -> Done:
-        """Shipments by training rank."""
+        """Return the messages by training rank."""
         return Done(self._call("actor", "export_bucket", index))
 
     def release_bucket(self, index: int) -> None:
-        """Frees the shipments."""
+        """Free the messages."""
         self._call("actor", "release_bucket", index)
 
     def checksums(self) -> Done:
-        """What the actor holds."""
+        """Return the checksums of the actor's weights."""
         return Done(self._call("actor", "weight_shares"))
 
     def close_transfer(self, completed: bool) -> Done:
-        """Nothing more is sent."""
+        """Stop sending."""
         return Done(self._call("actor", "close_transfer", completed))
 
 
 class EngineEnd:
-    """The engines' side, likewise."""
+    """The engines' side of the weight sync, over pipes."""
 
     def __init__(self, processes: Processes) -> None:
         self._call, self._scatter = processes.call, processes.scatter
 
     def sleep(self, tags: tuple[str, ...]) -> Done:
-        """Frees what the tags name."""
+        """Free the memory of the tags."""
         return Done(self._call("rollout", "sleep", tags))
 
     def wake(self, tags: tuple[str, ...]) -> Done:
-        """Makes it usable again."""
+        """Allocate the memory of the tags again."""
         return Done(self._call("rollout", "wake", tags))
 
     def begin_update(self, version: int) -> Done:
-        """Makes the engines stale."""
+        """Mark the engines' weights as stale."""
         return Done(self._call("rollout", "begin_update", version))
 
     def open_transfer(self, session: int) -> Done:
-        """Gets ready to receive."""
+        """Prepare to receive."""
         return Done(self._call("rollout", "open_transfer", session))
 
     def import_bucket(self, index: int, exported: Done) -> Done:
-        """Gives each engine what is for it."""
+        """Pass each engine its messages."""
         shares = [(index, [export.get(rank) for export in exported.result()]) for rank in range(2)]
         return Done(self._scatter("rollout", "import_bucket", shares))
 
     def checksums(self) -> Done:
-        """What the engines hold."""
+        """Return the checksums of the engines' weights."""
         return Done([share for replica in self._call("rollout", "weight_shares") for share in replica])
 
     def close_transfer(self, completed: bool) -> Done:
-        """Nothing more is received."""
+        """Stop receiving."""
         return Done(self._call("rollout", "close_transfer", completed))
 
     def end_update(self, version: int) -> Done:
-        """Makes the engines serve the new weights."""
+        """Switch the engines to the new weights."""
         return Done(self._call("rollout", "end_update", version))
 
 
@@ -303,7 +303,7 @@ class Megarl:
 
         from megarl.models import ParallelLayout, WeightMap, read_model_config
         from megarl.rewards import RewardManager, in_driver
-        from megarl.sharding import RolloutLayout, Routes, ShardingManager, build_plan, replica_parts
+        from megarl.sharding import RolloutLayout, Routes, ShardingManager, build_plan, replica_plans
 
         self.mix, self.recompute = mix, recompute
         self.processes = Processes(folder, mix, free_port())
@@ -315,14 +315,14 @@ class Megarl:
         engines = itertools.chain(*self.processes.call("rollout", "sync_places"))
         routes = Routes(self.processes.call("actor", "sync_place"), tuple(engines))
         self.processes.call("actor", "connect_sync", plan, routes, None, "float32")
-        given = [(parts, routes, None, "float32") for parts in replica_parts(plan)]
-        self.processes.scatter("rollout", "connect_sync", given)
+        arguments = [(parts, routes, None, "float32") for parts in replica_plans(plan)]
+        self.processes.scatter("rollout", "connect_sync", arguments)
         self.sync = ShardingManager(plan, ActorEnd(self.processes), EngineEnd(self.processes))
         self.sync.sync_weights()
         self.rewards = RewardManager(in_driver(score), PreTrainedTokenizerFast.from_pretrained(folder))
 
     def step(self, number: int) -> Taken:
-        """One step."""
+        """Run one step."""
         seconds: dict[str, float] = defaultdict(float)
         cpu = self._cpu()
         with clock(seconds, "step"):
@@ -336,15 +336,15 @@ class Megarl:
         return Taken(seconds["generate"], seconds["update"], seconds["step"], self._cpu() - cpu)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         self.processes.close()
 
     def _cpu(self) -> float:
         return sum(self.processes.call("clock", "")) + time.process_time()
 
     def _generate(self, number: int) -> Any:
-        from megarl.rollout.agents.batch import trajectories_to_batch
-        from megarl.rollout.agents.loop import Trajectory
+        from megarl.agents.runner import trajectories_to_batch
+        from megarl.agents.types import Trajectory
 
         prompts, lengths = prompt_ids(number), self.mix.lengths(number)
         completions = asyncio.run(self._answers(number, prompts, lengths))
@@ -358,13 +358,13 @@ class Megarl:
         )
 
     async def _answers(self, number: int, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Any]:
-        """Each answer ends at its drawn length, which the router, as in a training job, does not know."""
+        """Generate responses of drawn lengths, which the router does not know, as in a training job."""
         from megarl.rollout import SamplingParams
         from megarl.rollout.router import Router
 
         replicas = [PipeReplica(pipe) for pipe in self.processes.pipes]
         async with Router(replicas, ROWS // 2 + 16, 600.0) as router:
-            asked = [
+            requests = [
                 router.generate(
                     prompts[row // SAMPLES],
                     SamplingParams(length, ignore_eos=True),
@@ -374,7 +374,7 @@ class Megarl:
                 )
                 for row, length in enumerate(lengths)
             ]
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*requests)
 
     def _advantages(self, batch: Any) -> Any:
         from megarl.algorithms import ADVANTAGES, AdvantageInputs
@@ -413,15 +413,15 @@ class Megarl:
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """The reward with the arguments that megarl gives."""
+    """Return the reward, with the arguments of a megarl reward function."""
     return distinct_words(solution_str)
 
 
-# ---- TRL, in its own interpreter (grpo_trl.py)
+# ---- TRL, in a separate interpreter (grpo_trl.py)
 
 
 class Peer:
-    """TRL in its own interpreter, which takes a step for each line it reads and answers with a line of numbers."""
+    """TRL in a separate interpreter: runs a step per input line and answers with a line of numbers."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, mix: Mix, processes: int) -> None:
         call = [str(PEER), str(folder), "--lengths", mix.name, "--steps", str(args.steps),
@@ -445,14 +445,14 @@ class Peer:
         self.versions: str = self._read()["versions"]
 
     def step(self, number: int) -> Taken:
-        """One step."""
+        """Run one step."""
         assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
         return Taken(**self._read())
 
     def close(self) -> None:
-        """Ends the interpreter."""
+        """End the interpreter."""
         self._process.terminate()
         self._process.wait()
 
@@ -465,11 +465,11 @@ class Peer:
         raise SystemExit("the peer's process ended; its error is above")
 
 
-# ---- the report
+# ---- report
 
 
 def compare(mix: Mix, folder: Path, args: argparse.Namespace) -> None:
-    """Measures one mix and prints its table."""
+    """Measure one mix and print its table."""
     with ExitStack() as stack:
         contestants: dict[str, Megarl | Peer] = {"megarl": Megarl(folder, mix, False)}
         if args.recompute:
@@ -488,13 +488,13 @@ def compare(mix: Mix, folder: Path, args: argparse.Namespace) -> None:
 
 
 def median_rates(tokens: Sequence[int], taken: Sequence[Taken]) -> Taken:
-    """Tokens per second, each the median over steps with so many tokens."""
+    """Return tokens per second, each as the median over steps."""
     columns = zip(*taken, strict=True)
     return Taken(*(statistics.median(n / s for n, s in zip(tokens, column, strict=True)) for column in columns))
 
 
 def report(mix: Mix, taken: dict[str, list[Taken]], versions: Sequence[str]) -> None:
-    """The table: medians of tokens per second, each step with its own number of tokens."""
+    """Print the table: medians of tokens per second."""
     steps = len(next(iter(taken.values())))
     tokens = [sum(mix.lengths(number)) for number in range(1, steps + 1)]
     rates = {name: median_rates(tokens, seconds) for name, seconds in taken.items()}
@@ -503,7 +503,7 @@ def report(mix: Mix, taken: dict[str, list[Taken]], versions: Sequence[str]) -> 
     if versions:
         print(f"TRL's interpreter: {versions[0]}")
     else:
-        print("without TRL: --peer-python names an interpreter that has it")
+        print("without TRL: pass an interpreter with TRL by --peer-python")
     print(f"{'tokens/s':<36}{'generated':>10}{'updated':>9}{'end to end':>12}{'ratio':>7}{'CPU ratio':>11}")
     peers = [rate for name, rate in rates.items() if name.startswith("TRL")]
     best = max(peers, key=lambda rate: rate.step) if peers else None
@@ -514,12 +514,12 @@ def report(mix: Mix, taken: dict[str, list[Taken]], versions: Sequence[str]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", help="interpreter that has TRL")
+    parser.add_argument("--peer-python", help="interpreter with TRL")
     parser.add_argument("--peer-processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--peer-batch-size", type=int, default=64, help="rows of TRL's micro-batch, over its processes")
     parser.add_argument("--lengths", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument("--recompute", action="store_true", help="add megarl with a pass for old log-probs")
-    parser.add_argument("--steps", type=int, default=6, help="the first is not counted")
+    parser.add_argument("--steps", type=int, default=6, help="number of steps; the first does not count")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         parameters = build_model(Path(name))

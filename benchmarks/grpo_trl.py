@@ -1,4 +1,4 @@
-"""TRL's half of ``grpo_step.py``, for an interpreter that has TRL and need not have megarl."""
+"""TRL's side of ``grpo_step.py``, for an interpreter with TRL; megarl is not needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from transformers import (
 
 
 def run_peer(folder: Path, mix: Mix, steps: int, batch_size: int) -> None:
-    """Trains with TRL's ``GRPOTrainer``, a step for each line of the standard input."""
+    """Train with TRL's ``GRPOTrainer``, one step per line of standard input."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     prompts = [" ".join(f"w{i}" for i in ids) for step in range(steps) for ids in prompt_ids(step)]
@@ -79,12 +79,12 @@ def run_peer(folder: Path, mix: Mix, steps: int, batch_size: int) -> None:
     trainer.add_callback(StepCallback(watch))
     if watch.rank == 0:
         names = ("trl", "accelerate", "transformers", "torch")
-        tell({"versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)})
+        send_line({"versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)})
     trainer.train()
 
 
 class PeerWatch:
-    """Forces lengths in a ``GRPOTrainer`` and takes the times of its steps."""
+    """Forces lengths in a ``GRPOTrainer`` and measures the times of its steps."""
 
     def __init__(self, trainer: Any, mix: Mix) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -96,7 +96,7 @@ class PeerWatch:
         trainer._generate_and_score_completions = self._timed("prepare", trainer._generate_and_score_completions)
 
     def begin(self) -> None:
-        """Waits for the word."""
+        """Wait for the next input line."""
         if self.rank == 0 and not sys.stdin.readline():
             os._exit(0)
         self._meet()
@@ -105,11 +105,11 @@ class PeerWatch:
         self.start, self.cpu = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
-        """Tells the times."""
+        """Write the times of the step."""
         step, cpu = time.perf_counter() - self.start, self._sum(time.process_time() - self.cpu)
         generate, update = self.seconds["generate"], step - self.seconds["prepare"]
         if self.rank == 0:
-            tell(Taken(generate, update, step, cpu)._asdict())
+            send_line(Taken(generate, update, step, cpu)._asdict())
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class PeerWatch:
         return timed
 
     def _forced(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """``generate`` with the rule on the logits."""
+        """Call ``generate`` with forced lengths."""
 
         def forced(*args: Any, **kwargs: Any) -> Any:
             share = ROWS // self.world
@@ -145,13 +145,13 @@ class PeerWatch:
 
 
 class EndAt(LogitsProcessor):
-    """Each row ends after its number of tokens, and no earlier; padding never comes."""
+    """Ends each row after its number of tokens, not earlier; padding never comes."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = torch.tensor(lengths)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The logits ``[rows, vocabulary]`` with what may not come at minus infinity."""
+        """Return the logits ``[rows, vocabulary]`` with forbidden tokens at minus infinity."""
         last = self.lengths == input_ids.shape[1] - PROMPT_TOKENS + 1
         scores[:, [PAD, EOS]] = float("-inf")
         scores[last] = float("-inf")
@@ -160,7 +160,7 @@ class EndAt(LogitsProcessor):
 
 
 class StepCallback(TrainerCallback):
-    """Tells the watch where steps begin and end."""
+    """Notifies the watch at the start and end of steps."""
 
     def __init__(self, watch: PeerWatch) -> None:
         self.watch = watch
@@ -174,8 +174,8 @@ class StepCallback(TrainerCallback):
         self.watch.end()
 
 
-def tell(answer: Mapping[str, Any]) -> None:
-    """A line for the other side."""
+def send_line(answer: Mapping[str, Any]) -> None:
+    """Write a line for the other process."""
     print(MARK + json.dumps(answer), flush=True)
 
 
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the model")
     parser.add_argument("--lengths", choices=list(MIXES), required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--batch-size", type=int, required=True, help="rows of a process's micro-batch")
+    parser.add_argument("--batch-size", type=int, required=True, help="rows of a micro-batch, per process")
     args = parser.parse_args()
     run_peer(args.folder, MIXES[args.lengths], args.steps, args.batch_size)
 

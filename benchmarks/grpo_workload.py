@@ -1,4 +1,4 @@
-"""What both halves of ``grpo_step.py`` work on; imported in either interpreter."""
+"""Workload of both sides of ``grpo_step.py``; imported by both interpreters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Mix:
     longest: int
 
     def lengths(self, step: int) -> list[int]:
-        """Tokens of each answer of a step, those to one prompt side by side; the same in every process."""
+        """Return the tokens of each response of a step, samples of a prompt together; equal in every process."""
         if self.name == "equal":
             return [self.longest] * ROWS
         rng = random.Random(step)
@@ -51,20 +51,20 @@ MIXES = {mix.name: mix for mix in (Mix("equal", 64), Mix("log-normal", 256))}
 
 
 def prompt_ids(step: int) -> list[list[int]]:
-    """The prompts of a step."""
+    """Return the prompts of a step."""
     rng = random.Random(f"prompts of step {step}")
     return [[rng.randrange(FIRST_WORD, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
 
 def distinct_words(text: str) -> float:
-    """The reward: the share of different words."""
+    """Return the reward: the share of different words."""
     words = text.split()
     return len(set(words)) / max(1, len(words))
 
 
 @contextmanager
 def clock(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the scope's wall time to ``seconds[name]``."""
+    """Add the wall time of the scope to ``seconds[name]``."""
     start = time.perf_counter()
     try:
         yield
@@ -73,4 +73,4 @@ def clock(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 MARK = "peer: "
-"""Begins the lines that the peer's half answers with."""
+"""Prefix of the lines that the peer answers with."""

@@ -1,16 +1,16 @@
-"""Does it learn? Every advantage estimator and every policy loss on the quickstart's task, at equal budget.
+"""Learning curves of every advantage estimator and policy loss on the quickstart's task, at equal budget.
 
     python benchmarks/learning.py [--steps 40] [--seeds 1 2 3] [--jobs 2] [--only grpo gspo] [--plot FILE.svg]
 
-Each case is a run of `python -m megarl.train --config-name quickstart_grpo` from the warmed model of
-`bash launch/quickstart.sh` (which must have made it), on one process slot, with the same prompts and answers per step.
-Estimators run with PPO's clipped loss (`rft`: with
-`reinforce`, on the best of each prompt's answers), losses with GRPO's advantages. Runs that are there already, in
-`outputs/learning`, are not done again; remove that folder to begin anew. Figures need matplotlib (the extra `bench`).
+Each case is a run of `python -m megarl.train --config-name quickstart_grpo` from the warmed-up model of
+`bash launch/quickstart.sh` (run it first), on one process slot, with the same prompts and samples per step. Estimators
+run with PPO's clipped loss (`rft`: with `reinforce`, on the best samples of each prompt), losses with GRPO's
+advantages. Runs that exist in `outputs/learning` are reused; remove that folder to repeat them. Figures need matplotlib
+(the extra `bench`).
 
-Prints for each case the held-out accuracy before and after, and the training reward along the way, means over the
-seeds, and whether any run diverged: a metric that is not finite, a skipped optimizer step, or a reward at the end that
-is below the one at the start.
+Prints for each case the held-out accuracy before and after training, and the training reward along the way, as means
+over the seeds. Also prints whether a run diverged: a metric that is not finite, a skipped optimizer step, or a final
+reward below the initial one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import NamedTuple
 
 from machine import processor
 
-from megarl.config.choices import ADV_ESTIMATORS, LOSS_MODES
+from megarl.base.algorithm_names import ADV_ESTIMATORS, LOSS_MODES
 from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "outputs" / "learning"
 REWARD, ACCURACY = "critic/score/mean", "val-core/arithmetic/reward/mean@1"
 ALL_ANSWERS = "best_of_n/all/mean"
-"""The reward of all answers, where only the best are learned from."""
+"""The reward of all samples, if only the best are trained on."""
 ESTIMATORS = [name for name in ADV_ESTIMATORS if not name.endswith("_vectorized")]
 LOSSES = [name for name in LOSS_MODES if name not in ("vanilla", "gpg")]  # PPO's is the estimators', gpg is reinforce
 PROMPTS, ANSWERS = 32, 8
@@ -44,7 +44,7 @@ ONE_PROCESS = (
     "critic.megatron.data_parallel_size=1",
 )  # fmt: skip
 WINDOW = 5
-"""Steps whose rewards a point of a curve is the mean of."""
+"""Number of steps averaged for a point of a curve."""
 SETTINGS = {
     "rft": (
         *("algorithm.best_of_n.enable=true", "algorithm.best_of_n.min_score=0.5"),
@@ -55,7 +55,7 @@ SETTINGS = {
     "gspo": ("actor_rollout_ref.actor.clip_ratio_low=0.03", "actor_rollout_ref.actor.clip_ratio_high=0.04"),
     "geo_mean": ("actor_rollout_ref.actor.clip_ratio_low=0.4", "actor_rollout_ref.actor.clip_ratio_high=0.4"),
 }
-"""What a case needs beside its name: answers to imitate, ratios of another kind than PPO's, shares of small batches."""
+"""Overrides of cases: responses to imitate, importance ratios other than PPO's, shares of small batches."""
 
 
 class Case(NamedTuple):
@@ -66,14 +66,14 @@ class Case(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        """What the run differs in."""
+        """Return the overrides of the run."""
         if self.kind == "estimator":
             return [f"algorithm.adv_estimator={self.name}", *SETTINGS.get(self.name, ())]
         return [f"actor_rollout_ref.actor.policy_loss.loss_mode={self.name}", *SETTINGS.get(self.name, ())]
 
 
 class Curve(NamedTuple):
-    """What one run told: rewards by step, held-out accuracy before and after, and what went wrong, if anything."""
+    """Result of one run: rewards by step, held-out accuracy before and after, and errors."""
 
     rewards: list[float]
     before: float
@@ -82,13 +82,13 @@ class Curve(NamedTuple):
 
 
 def cases(only: Sequence[str]) -> Iterator[Case]:
-    """All, or those named."""
+    """Yield all cases, or the selected ones."""
     for kind, names in (("estimator", ESTIMATORS), ("loss", LOSSES)):
         yield from (Case(kind, name) for name in names if not only or name in only)
 
 
 def run(case: Case, seed: int, steps: int) -> Curve:
-    """The curve of one run, done now or before."""
+    """Return the curve of one run, new or stored."""
     folder = RUNS / f"{case.kind}-{case.name}-{steps}-{seed}"
     if not (folder / "summary.json").exists():
         command = [
@@ -108,7 +108,7 @@ def run(case: Case, seed: int, steps: int) -> Curve:
 
 
 def read_curve(folder: Path) -> Curve:
-    """The curve that a run left in its folder."""
+    """Read the curve from a run's folder."""
     rows = read_metrics(folder / "metrics.jsonl")
     rewards = [row.get(ALL_ANSWERS, row[REWARD]) for row in rows if REWARD in row]
     accuracies = [row[ACCURACY] for row in rows if ACCURACY in row]
@@ -123,12 +123,12 @@ def read_curve(folder: Path) -> Curve:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Means over the last :data:`WINDOW` values."""
+    """Return means over the last :data:`WINDOW` values."""
     return [statistics.fmean(values[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(values))]
 
 
 def describe(case: Case, curves: Sequence[Curve]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     good = [curve for curve in curves if curve.rewards]
     faults = ", ".join(sorted({curve.fault for curve in curves if curve.fault})) or "no"
     if not good:
@@ -144,8 +144,8 @@ def describe(case: Case, curves: Sequence[Curve]) -> str:
     )
 
 
-def plot(found: dict[Case, list[Curve]], path: Path) -> None:
-    """Reward against step for all cases in one figure: estimators on the left, losses on the right."""
+def plot(curves_by_case: dict[Case, list[Curve]], path: Path) -> None:
+    """Plot reward against step for all cases: estimators on the left, losses on the right."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -158,7 +158,9 @@ def plot(found: dict[Case, list[Curve]], path: Path) -> None:
         "loss": "Policy losses, with GRPO's advantages",
     }
     for panel, (kind, title) in zip(panels, titles.items(), strict=True):
-        shown = [(case, [c for c in curves if c.rewards]) for case, curves in found.items() if case.kind == kind]
+        shown = [
+            (case, [c for c in curves if c.rewards]) for case, curves in curves_by_case.items() if case.kind == kind
+        ]
         for number, (case, curves) in enumerate((case, curves) for case, curves in shown if curves):
             rows = [smooth(curve.rewards) for curve in curves]
             steps = range(1, min(map(len, rows)) + 1)
@@ -186,16 +188,16 @@ def main() -> None:
     if not (ROOT / "outputs" / "quickstart" / "warm").exists():
         sys.exit("there is no warmed model: run `bash launch/quickstart.sh` first")
     print(f"machine: {processor()}; {args.steps} steps of {PROMPTS} prompts x {ANSWERS} answers, seeds {args.seeds}\n")
-    wanted = list(cases(args.only))
+    selected = list(cases(args.only))
     with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {case: [pool.submit(run, case, seed, args.steps) for seed in args.seeds] for case in wanted}
-        found = {case: [future.result() for future in running] for case, running in futures.items()}
+        futures = {case: [pool.submit(run, case, seed, args.steps) for seed in args.seeds] for case in selected}
+        curves_by_case = {case: [future.result() for future in running] for case, running in futures.items()}
     print(f"{'':<40}{'reward at the start, 1/4, 1/2, end':>32}{'held out':>10}{'after':>8}  seeds           diverged")
-    for case, curves in found.items():
+    for case, curves in curves_by_case.items():
         print(describe(case, curves))
     if args.plot:
-        plot(found, args.plot)
-    if any(curve.fault for curves in found.values() for curve in curves):
+        plot(curves_by_case, args.plot)
+    if any(curve.fault for curves in curves_by_case.values() for curve in curves):
         sys.exit("at least one run diverged")
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark says of the machine that it ran on."""
+"""Name of the benchmark machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """Return the name of the processor, if the system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,14 +1,15 @@
-"""The bytes that `megarl plan` works out beside those of the real engine.
+"""Memory predicted by `megarl plan` against the real engine.
 
     python benchmarks/plan_memory.py            # on a CPU, in up to four processes
     python benchmarks/plan_memory.py --cuda     # on one GPU
 
-On a CPU: the engines of the plan's tests. States are the storages of weights, gradient buffers and the optimizer's
-tensors; activations are what autograd keeps alive at the worst moment of a step, each storage once
-(`tests/plan/engine_memory.py`). Shown is each engine's rank that is furthest off.
+On a CPU, this uses the engines of the plan's tests. States are the storages of weights, gradient buffers and optimizer
+tensors. Activations are the peak of the tensors that autograd saves in a step, each storage once
+(`tests/ops/plan/engine_memory.py`). The table shows each engine's rank with the largest difference.
 
-On a GPU: models of about a billion weights, each trained for two steps, and `torch.cuda.max_memory_allocated` beside
-the plan's states and activations together. This includes what the CUDA libraries allocate through torch, not their own.
+On a GPU, models with about a billion weights train for two steps. `torch.cuda.max_memory_allocated` is compared with
+the plan's states plus activations. It includes memory that CUDA libraries allocate through torch, but not their other
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS / name) for name in ("", "megatron", "plan")]
+sys.path[:0] = [str(TESTS / name) for name in ("", "megatron", "ops/plan")]
 
 import torch  # noqa: E402
 from distributed import ProcessPool  # noqa: E402
@@ -30,10 +31,11 @@ from machine import processor  # noqa: E402
 from memory_cases import CASES, MODELS, ROWS, expected  # noqa: E402
 from tiny_models import rows_of, save_model  # noqa: E402
 
+from megarl.base.ports import free_port  # noqa: E402
 from megarl.config import MegatronConfig  # noqa: E402
 from megarl.megatron import (  # noqa: E402
-    EngineOptions,
     MegatronEngine,
+    MegatronOptions,
     OptimizerOptions,
     OutputOptions,
     PackedMicroBatch,
@@ -42,10 +44,9 @@ from megarl.megatron import (  # noqa: E402
     shutdown_runtime,
 )
 from megarl.models import ModelConfig, ParallelLayout, parse_model_config  # noqa: E402
-from megarl.plan.job import PlannedPass, PlannedRole  # noqa: E402
-from megarl.plan.passes import role_activations  # noqa: E402
-from megarl.plan.states import StateCounter  # noqa: E402
-from megarl.ports import free_port  # noqa: E402
+from megarl.ops.plan.job import PlannedPass, PlannedRole  # noqa: E402
+from megarl.ops.plan.pass_activations import role_activations  # noqa: E402
+from megarl.ops.plan.states import StateCounter  # noqa: E402
 
 BILLION: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,8 +95,8 @@ def on_cpu() -> None:
             save_model(paths[name], **settings)
         for name, case in CASES.items():
             path, ranks = paths[case.model], case.setup.layout.world_size
-            found = pool.run(measure, ranks, path, case.setup, ROWS)
-            pairs = [(expected(path, case.setup, ROWS, rank), real) for rank, real in enumerate(found)]
+            measured = pool.run(measure, ranks, path, case.setup, ROWS)
+            pairs = [(expected(path, case.setup, ROWS, rank), real) for rank, real in enumerate(measured)]
             plan, real = max(pairs, key=lambda pair: abs(pair[0].saved / pair[1].saved - 1))
             sizes = f"{sum(plan[1:5]):,} | {sum(real[1:5]):,} | {plan.saved:,} | {real.saved:,}"
             print(f"| {name} | {sizes} | {100 * (plan.saved / real.saved - 1):+.1f} % |", flush=True)
@@ -121,8 +122,8 @@ def predicted(model: ModelConfig, case: OnGpu) -> int:
     )
     role = PlannedRole("actor", "megatron", model, ParallelLayout(), megatron, False, True, ())
     tokens, outputs = ROWS_ON_GPU * (PROMPT + RESPONSE), ROWS_ON_GPU * RESPONSE
-    one = PlannedPass("update", True, tokens, outputs, 2, 1, 0, case.entropy, longest=PROMPT + RESPONSE)
-    return StateCounter(role).of(0).total + role_activations(role, one, 0, fused=True).total
+    planned = PlannedPass("update", True, tokens, outputs, 2, 1, 0, case.entropy, longest=PROMPT + RESPONSE)
+    return StateCounter(role).of(0).total + role_activations(role, planned, 0, fused=True).total
 
 
 def allocated(model: ModelConfig, case: OnGpu) -> int:
@@ -130,7 +131,7 @@ def allocated(model: ModelConfig, case: OnGpu) -> int:
     runtime = init_runtime(layout, 0, 1, "127.0.0.1", free_port(), device="cuda")
     try:
         optimizer = OptimizerOptions(lr=1e-6, use_distributed_optimizer=case.distributed)
-        options = EngineOptions(torch.bfloat16, optimizer=optimizer, recompute=case.recompute)
+        options = MegatronOptions(torch.bfloat16, optimizer=optimizer, recompute=case.recompute)
         engine = MegatronEngine(model, layout, runtime, options)
         with torch.no_grad():
             for param in engine.weights.parameters().values():

@@ -1,4 +1,4 @@
-"""The memory that `megarl plan` works out beside published figures, with the distance between them.
+"""Memory predicted by `megarl plan` against published figures.
 
     python benchmarks/plan_published.py
 
@@ -10,13 +10,13 @@ Sources:
 - Narayanan et al. 2021, arXiv 2104.04473, Table 1: parameters of the models of 530 and 1,008 billion.
 - Megatron-Core's documentation of the distributed optimizer, table of bytes per parameter.
 - Megatron-LM's `theoretical_memory_usage.py`: weights and optimizer of the fullest rank.
-- Sheng et al. 2024, HybridFlow, arXiv 2409.19256, section 2.3: weights that a 70B actor hands over in each iteration.
-- The models' own reports: parameters.
+- Sheng et al. 2024, HybridFlow, arXiv 2409.19256, section 2.3: weights that a 70B actor sends in each iteration.
+- The models' reports: parameters.
 
-The GPT models of the papers have an MLP of two matrices and 4 h, dropout masks and learned positions; what megarl
-builds of the same size has a gated MLP of three matrices and 8/3 h, rotary embeddings and no dropout: the same number
-of weights. Of a layer's 34 bytes per element 2 are fewer (masks) and 4 more (queries and keys, rotated and not).
-Without sequence parallelism every rank has all masks, but only its own rotated heads.
+The GPT models of the papers have an MLP of two matrices and 4 h, dropout masks and learned positions. megarl's models
+of the same size have a gated MLP of three matrices and 8/3 h, rotary embeddings and no dropout: the same number of
+weights. Of a layer's 34 bytes per element, 2 are missing (masks) and 4 are additional (queries and keys, rotated and
+unrotated). Without sequence parallelism every rank has all masks, but only its share of rotated heads.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any, NamedTuple
 
 from megarl.config import MegatronConfig
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, parse_model_config, read_model_config
-from megarl.plan.activations import LayerBytes, tokens_on_rank
-from megarl.plan.job import PlannedPass, PlannedRole
-from megarl.plan.passes import kept_by_layers
-from megarl.plan.states import StateCounter, rollout_weight_bytes
+from megarl.ops.plan.job import PlannedPass, PlannedRole
+from megarl.ops.plan.layer_activations import LayerBytes, tokens_on_rank
+from megarl.ops.plan.pass_activations import kept_by_layers
+from megarl.ops.plan.states import StateCounter, rollout_weight_bytes
 
-MODELS = Path(__file__).parent.parent / "tests" / "plan" / "models"
+MODELS = Path(__file__).parent.parent / "tests" / "ops" / "plan" / "models"
 SEQUENCE, VOCABULARY = 2048, 51200
 
 
 class Gpt(NamedTuple):
-    """A row of Korthikanti's Table 3, and the parameters that its authors say (in billions)."""
+    """A row of Korthikanti's Table 3, with the published number of parameters (in billions)."""
 
     heads: int
     hidden: int
@@ -58,7 +58,7 @@ REPORTED = {"Qwen2.5-7B": 7.61, "Llama-3-70B": 70.6, "Qwen3-30B-A3B": 30.5, "Dee
 
 
 class Row(NamedTuple):
-    """A published figure and ours."""
+    """A published figure and the planned one."""
 
     source: str
     what: str
@@ -68,62 +68,62 @@ class Row(NamedTuple):
 
     @property
     def distance(self) -> float:
-        """Ours over the published, less 1."""
+        """Planned figure over the published one, minus 1."""
         return self.ours / self.published - 1
 
 
 def rows() -> list[Row]:
-    """Every comparison."""
+    """Return all comparisons."""
     return [*parameters(), *bytes_per_parameter(), *states(), *activations(), *first_stage(), handed_over()]
 
 
 def parameters() -> list[Row]:
-    """Weights of whole models."""
-    found = []
+    """Compare the weights of whole models."""
+    result = []
     for name, billions in REPORTED.items():
         shapes = WeightMap(read_model_config(MODELS / name)).hf_shapes()
-        found.append(Row("model's report", f"{name}: parameters", billions, _count(shapes) / 1e9, "10⁹"))
+        result.append(Row("model's report", f"{name}: parameters", billions, _count(shapes) / 1e9, "10⁹"))
     for name, gpt in GPTS.items():
         source = "2205.05198 T3" if gpt.billions in (22, 175) else "2104.04473 T1"
         shapes = WeightMap(_model(gpt)).hf_shapes()
-        found.append(Row(source, f"GPT {name}: parameters", gpt.billions, _count(shapes) / 1e9, "10⁹"))
-    return found
+        result.append(Row(source, f"GPT {name}: parameters", gpt.billions, _count(shapes) / 1e9, "10⁹"))
+    return result
 
 
 def bytes_per_parameter() -> list[Row]:
-    """Weights, gradients and optimizer together, at eight data-parallel ranks."""
+    """Compare weights, gradients and optimizer state, at eight data-parallel ranks."""
     cases = {
         ("bfloat16", False): 18.0,
         ("bfloat16", True): 6 + 12 / 8,
         ("float32", False): 16.0,
         ("float32", True): 8 + 8 / 8,
     }
-    found = []
+    result = []
     for (dtype, distributed), published in cases.items():
         megatron = MegatronConfig(dtype=dtype, use_distributed_optimizer=distributed)
         model = read_model_config(MODELS / "Qwen2.5-7B")
         states = StateCounter(_role(model, ParallelLayout(dp=8), megatron)).of(0)
         kind = "distributed, 8 ranks" if distributed else "not distributed"
         ours = states.total / states.parameters
-        found.append(Row("Megatron-Core docs", f"{dtype}, optimizer {kind}", published, ours, "B/parameter"))
-    return found
+        result.append(Row("Megatron-Core docs", f"{dtype}, optimizer {kind}", published, ours, "B/parameter"))
+    return result
 
 
 def states() -> list[Row]:
-    """The fullest rank's weights, gradients and optimizer by Megatron-LM's own estimate."""
-    found = []
+    """Compare the states of the fullest rank with Megatron-LM's estimate."""
+    result = []
     for name, gpt in GPTS.items():
         layers = 12 * gpt.layers * gpt.hidden**2 / gpt.pp
         published = 18 * (layers + VOCABULARY * gpt.hidden) / gpt.tp
         role = _role(_model(gpt), _layout(gpt), MegatronConfig(use_distributed_optimizer=False))
         ours = StateCounter(role).of(0).total
-        found.append(Row("Megatron-LM's script", f"GPT {name}: states of a rank", published / 1e9, ours / 1e9, "GB"))
-    return found
+        result.append(Row("Megatron-LM's script", f"GPT {name}: states of a rank", published / 1e9, ours / 1e9, "GB"))
+    return result
 
 
 def activations() -> list[Row]:
-    """One layer by Table 2; attention's quadratic term is left out, which flash attention does not keep."""
-    found = []
+    """Compare one layer with Table 2, without the quadratic attention term, which flash attention does not save."""
+    result = []
     for name, gpt in GPTS.items():
         element = SEQUENCE * gpt.micro_batch * gpt.hidden
         for what, published, sequence_parallel in (
@@ -132,25 +132,25 @@ def activations() -> list[Row]:
         ):
             role = _role(_model(gpt), _layout(gpt), MegatronConfig(sequence_parallel=sequence_parallel))
             layer = LayerBytes(role, tokens_on_rank(role, _update(gpt)), True, frozenset()).of(0)
-            found.append(Row("2205.05198 T2", f"GPT {name}: a layer, {what}", published / 1e6, layer / 1e6, "MB"))
-    return found
+            result.append(Row("2205.05198 T2", f"GPT {name}: a layer, {what}", published / 1e6, layer / 1e6, "MB"))
+    return result
 
 
 def first_stage() -> list[Row]:
-    """Layers of which the first stage keeps activations, each micro-batch for itself, by section 4.2.3."""
-    found = []
+    """Compare the layers whose activations the first stage holds, by section 4.2.3."""
+    result = []
     for name, gpt in GPTS.items():
         published = gpt.layers * (1 + (gpt.pp - 1) / (gpt.pp * gpt.chunks) if gpt.chunks > 1 else 1)
         role = _role(_model(gpt), _layout(gpt), MegatronConfig())
         tokens = tokens_on_rank(role, _update(gpt))
         layer = LayerBytes(role, tokens, True, frozenset()).of(0)
         kept, _ = kept_by_layers(role, tokens, 0, 10 * gpt.pp, fused=True)
-        found.append(Row("2205.05198 4.2.3", f"GPT {name}: layers kept by stage 0", published, kept / layer, "layers"))
-    return found
+        result.append(Row("2205.05198 4.2.3", f"GPT {name}: layers kept by stage 0", published, kept / layer, "layers"))
+    return result
 
 
 def handed_over() -> Row:
-    """What a 70B actor sends to generation in bfloat16."""
+    """Compare the bytes that a 70B actor sends to generation in bfloat16."""
     model = read_model_config(MODELS / "Llama-3-70B")
     ours = rollout_weight_bytes(model, 1, 0, "bfloat16")
     return Row("HybridFlow 2.3", "70B actor: weights handed over", 140, ours / 1e9, "GB")
@@ -199,7 +199,7 @@ def _count(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     figures = f"{row.published:,.4g} {row.unit} | {row.ours:,.4g} {row.unit}"
     return f"| {row.source} | {row.what} | {figures} | {100 * row.distance:+.1f} % |"
 

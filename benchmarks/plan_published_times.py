@@ -1,9 +1,9 @@
-"""What ``megarl plan`` predicts for runs that others have published, beside what they measured.
+"""Times predicted by ``megarl plan`` against published measurements.
 
 Training: Korthikanti et al. (https://arxiv.org/abs/2205.05198, table 5), iteration times of GPT models on A100, with
-selective and with full recomputation; their MLP has two matrices of four times the hidden size, here three of 8/3.
-Whole steps of GRPO on H100: NeMo-RL's performance summary (version 0.4, on-policy rows), by its layouts, sizes and mean
-lengths, of which the distribution is not published (taken as log-normal with sigma 0.5). None of these is run here.
+selective and with full recomputation. Their MLP has two matrices of four times the hidden size, here three of 8/3.
+Whole GRPO steps on H100: NeMo-RL's performance summary (version 0.4, on-policy rows), with its layouts, sizes and mean
+lengths. The distribution of lengths is not published and taken as log-normal with sigma 0.5. Nothing is run here.
 
     python benchmarks/plan_published_times.py
 """
@@ -19,13 +19,12 @@ from megarl.config import MegatronConfig, TrainConfig
 from megarl.config.batch import MicroBatches
 from megarl.config.build import build
 from megarl.models import ModelConfig, ParallelLayout, parse_model_config
-from megarl.plan import plan_memory, planned_job
-from megarl.plan.hardware import read_hardware
-from megarl.plan.job import PlannedPass, PlannedRole
-from megarl.plan.lengths import Lengths, Quantiles
-from megarl.plan.pass_times import PassModel
-from megarl.plan.sync import plan_sync
-from megarl.plan.times import time_step
+from megarl.ops.plan import plan_memory, planned_job
+from megarl.ops.plan.hardware import read_hardware
+from megarl.ops.plan.job import PlannedPass, PlannedRole
+from megarl.ops.plan.lengths import Lengths, Quantiles
+from megarl.ops.plan.pass_times import PassTimer
+from megarl.ops.plan.step_times import plan_sync, time_step
 
 
 class Iteration(NamedTuple):
@@ -51,7 +50,7 @@ ITERATIONS = [
 
 
 class Step(NamedTuple):
-    """A step of GRPO on H100."""
+    """A GRPO step on H100."""
 
     name: str
     devices: int
@@ -115,11 +114,11 @@ STEPS = [
     Step("Qwen3-32B", 32, 2048, 512, 3206, 4096, 4, {TP: 4, PP: 4}, 393),
     Step("Qwen3-30B-A3B", 32, 2048, 512, 3154, 4096, 4, {TP: 2, EP: 8, ETP: 1}, 225),
 ]
-PROMPT = 128  # tokens of a problem of OpenMathInstruct-2, about
+PROMPT = 128  # approximate tokens of a problem of OpenMathInstruct-2
 
 
 def gpt(case: Iteration) -> ModelConfig:
-    """A model with as many operations."""
+    """Return a model with the same number of FLOPs."""
     return parse_model_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -134,17 +133,17 @@ def gpt(case: Iteration) -> ModelConfig:
 
 
 def iteration_s(case: Iteration, recompute: str) -> float:
-    """Predicted seconds of an iteration."""
-    one = PlannedPass("update", True, 2048, 2047, 1, 1, case.batch)
+    """Return the predicted seconds of an iteration."""
+    planned = PlannedPass("update", True, 2048, 2047, 1, 1, case.batch)
     megatron = MegatronConfig(recompute_granularity=recompute)
-    role = PlannedRole("sft", "megatron", gpt(case), case.layout, megatron, False, True, (one,))
+    role = PlannedRole("sft", "megatron", gpt(case), case.layout, megatron, False, True, (planned,))
     lengths = Lengths(Quantiles.constant(1), Quantiles.constant(2047), "2,048 tokens")
-    cut = MicroBatches(samples=case.micro_batch, multiple=case.layout.pp if case.layout.vpp > 1 else 1)
-    return PassModel(role, read_hardware("a100"), lengths, 8).time(one, cut).cost.seconds
+    micro = MicroBatches(samples=case.micro_batch, multiple=case.layout.pp if case.layout.vpp > 1 else 1)
+    return PassTimer(role, read_hardware("a100"), lengths, 8).time(planned, micro).cost.seconds
 
 
 def step_times(case: Step, folder: Path) -> dict[str, float]:
-    """Predicted seconds of a step's phases, and of the whole as ``step``."""
+    """Return the predicted seconds of a step's phases, and of the whole step as ``step``."""
     model = folder / case.name
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**MODELS[case.name], "max_position_embeddings": 32768}))
@@ -183,12 +182,12 @@ def step_times(case: Step, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     print("| model | devices | recomputation | published s | predicted s | distance |\n|---|---|---|---|---|---|")
-    for one in ITERATIONS:
-        for recompute, published in (("selective", one.selective_s), ("full", one.full_s)):
-            ours = iteration_s(one, recompute)
-            print(f"| {one.name} | {one.layout.world_size} A100 | {recompute} | {published} | {ours:.2f} | "
+    for case in ITERATIONS:
+        for recompute, published in (("selective", case.selective_s), ("full", case.full_s)):
+            ours = iteration_s(case, recompute)
+            print(f"| {case.name} | {case.layout.world_size} A100 | {recompute} | {published} | {ours:.2f} | "
                   f"{ours / published - 1:+.0%} |")  # fmt: skip
     print(
         "\n| model | devices | published step s | predicted step s | distance | predicted phases |\n" + "|---" * 6 + "|"

@@ -1,11 +1,11 @@
-"""Seconds that ``megarl plan`` predicts for a small PPO on this CPU, beside what a run takes.
+"""Times predicted by ``megarl plan`` for a small PPO on this CPU, against a run.
 
     python benchmarks/plan_times.py [--steps 6] [--hardware cpu] [KEY=VALUE ...]
     python benchmarks/plan_times.py --measure
 
-Makes the quickstart's arithmetic task in a temporary folder and runs ``megarl train --config-name quickstart`` on its
-untrained model, without validation, checkpoint or export, so that answers are as long as allowed. Measured are medians
-over the steps after the first. ``--measure`` prints the numbers of a hardware file for this machine instead: matrix
+Creates the quickstart's arithmetic task in a temporary folder and runs ``megarl train --config-name quickstart`` on its
+untrained model, without validation, checkpoint or export, so that responses have maximum length. Measured times are
+medians over the steps after the first. ``--measure`` prints the values of a hardware file for this machine: matrix
 products, copies, and gloo's all-reduce between two processes of one thread each.
 """
 
@@ -29,23 +29,23 @@ import torch.multiprocessing as mp
 from quickstart import ROOT, machine, run
 
 from megarl.config import TrainConfig
-from megarl.config.compose import Request, compose
-from megarl.plan.estimate import estimate
-from megarl.plan.hardware import read_hardware
-from megarl.plan.lengths import read_lengths
+from megarl.config.compose import ConfigRequest, compose
+from megarl.ops.plan.estimate import estimate
+from megarl.ops.plan.hardware import read_hardware
+from megarl.ops.plan.lengths import read_lengths
 
 ROUNDS = 7
 
 
 def compare(steps: int, hardware: str, overrides: Sequence[str]) -> None:
-    """Runs, plans with the lengths that the run had, and prints both."""
+    """Run, plan with the lengths of the run, and print both."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = subprocess.run(
+        task = subprocess.run(
             [sys.executable, "tools/make_arithmetic.py", "--out", str(folder / "task")], cwd=ROOT, capture_output=True
         )
-        if made.returncode:
-            sys.exit(f"the task could not be made:\n{made.stderr.decode()}")
+        if task.returncode:
+            sys.exit(f"the task could not be made:\n{task.stderr.decode()}")
         model = next(path.parent for path in (folder / "task").rglob("config.json"))
         own = [
             f"actor_rollout_ref.model.path={model}",
@@ -54,7 +54,7 @@ def compare(steps: int, hardware: str, overrides: Sequence[str]) -> None:
             *overrides,
         ]
         rows = run(steps, own, folder / "run")
-        config = compose(Request(TrainConfig, "quickstart", tuple(own)))
+        config = compose(ConfigRequest(TrainConfig, "quickstart", tuple(own)))
         limits = (config.data.max_prompt_length, config.data.max_response_length)
         lengths = read_lengths(str(folder / "run" / "metrics.jsonl"), *limits)
         step = estimate(config, read_hardware(hardware), lengths).step
@@ -73,12 +73,12 @@ def _median(rows: Sequence[dict[str, float]], name: str) -> float:
 
 
 def measure() -> None:
-    """Prints this machine's numbers."""
+    """Print this machine's values."""
     torch.set_num_threads(1)
     print(f"# {machine()}")
     for dtype in (torch.bfloat16, torch.float32):
-        one = torch.randn(1024, 1024).to(dtype)
-        seconds = _best(lambda one=one: one @ one)
+        matrix = torch.randn(1024, 1024).to(dtype)
+        seconds = _best(lambda matrix=matrix: matrix @ matrix)
         print(f"peak.{str(dtype).removeprefix('torch.')}: {2 * 1024**3 / seconds / 1e12:.3f}  # TFLOP/s of a core")
     source, target = torch.randn(2**26), torch.empty(2**26)
     print(f"memory_bandwidth: {2 * 4 * 2**26 / _best(lambda: target.copy_(source)) / 1e9:.1f}  # GB/s of a core")
@@ -90,7 +90,7 @@ def _collectives(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     large, small = torch.randn(2**22), torch.randn(1)
-    # an all-reduce of two moves as many bytes as it has
+    # an all-reduce of two ranks sends as many bytes as the tensor has
     bandwidth = 4 * 2**22 / _best(lambda: dist.all_reduce(large)) / 1e9
     latency = _best(lambda: dist.all_reduce(small)) * 1e6
     if rank == 0:
@@ -99,22 +99,22 @@ def _collectives(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def _best(act: Callable[[], object]) -> float:
-    """Seconds of the fastest of some rounds: other processes only ever lengthen one."""
+def _best(action: Callable[[], object]) -> float:
+    """Return the seconds of the fastest round; other processes only make rounds slower."""
     taken = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
-        act()
+        action()
         taken.append(time.perf_counter() - started)
     return min(taken)
 
 
 def main() -> None:
-    """One of the two."""
+    """Compare or measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--hardware", default="cpu", help="name or file, as of megarl plan")
-    parser.add_argument("--measure", action="store_true", help="print this machine's numbers for a hardware file")
+    parser.add_argument("--hardware", default="cpu", help="name or file, as for megarl plan")
+    parser.add_argument("--measure", action="store_true", help="print this machine's values for a hardware file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parser.parse_args()
     if args.measure:

@@ -1,10 +1,10 @@
-"""Tokens per second of the quickstart's own loop: a few PPO steps with the machine named.
+"""Tokens per second of the quickstart's training loop: a few PPO steps, with the name of the machine.
 
     python benchmarks/quickstart.py [--steps 10] [KEY=VALUE ...]
 
-Runs `python -m megarl.train --config-name quickstart` (the task and the warmed model that `bash launch/quickstart.sh`
-makes must be there) without validation, checkpoint or export, and prints medians over the steps after the first, which
-also pays for what is allocated once.
+Runs `python -m megarl.train --config-name quickstart` without validation, checkpoint or export. The task and the
+warmed-up model of `bash launch/quickstart.sh` must exist. Prints medians over the steps after the first, which also
+allocates memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PHASES = (
 
 
 def machine() -> str:
-    """Processor, cores and memory."""
+    """Return processor, cores and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0]
     return f"{processor()}, {cores} cores, {platform.system()} {platform.release()}, load {load:.1f} at start"
 
 
 def run(steps: int, overrides: Sequence[str], folder: Path) -> list[dict[str, float]]:
-    """Metrics of each step of a short run."""
+    """Return the metrics of each step of a short run."""
     command = [
         sys.executable, "-m", "megarl.train", "--config-name", "quickstart",
         f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.val_before_train=false",

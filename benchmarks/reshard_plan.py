@@ -1,27 +1,27 @@
-"""What a weight sync moves by megarl's reshard plan, by gathering, and at least; and what it costs to plan it.
+"""Traffic of a weight sync by megarl's reshard plan, by gathering, and at minimum; cost of planning.
 
     python benchmarks/reshard_plan.py
 
-Nothing is moved here: the bytes follow from the plan and the layouts, all in bfloat16. GPUs stand eight to a node. In
-the rows "same" rollout rank r shares its GPU with training rank r; in the rows "apart" the engines are on nodes of
-their own. Received bytes are those of the rank that receives most, what is on its own GPU not counted:
+Nothing is sent here: the bytes follow from plan and layouts, all in bfloat16. A node has eight GPUs. In the rows
+"same", rollout rank r shares its GPU with training rank r. In the rows "apart", the engines are on separate nodes.
+Received bytes are those of the rank that receives most, without bytes on its GPU:
 
-- everything: every rollout rank is given every tensor whole, and keeps its shard;
-- within TP: every training rank gathers its stage's tensors over those that share them (experts over expert-tensor
+- everything: every rollout rank receives every full tensor, and keeps its shard;
+- within TP: every training rank gathers its stage's tensors over the ranks that share them (experts over expert-tensor
   parallelism), then cuts and sends each engine rank its shard;
 - megarl: by the plan;
-- bound: a rank's shard less what the training rank on its GPU holds of it, by comparing the rectangles of both. The
-  script fails where megarl's plan does not equal it for every rank.
+- bound: a rank's shard minus the part held by the training rank on its GPU, from the rectangles of both. The script
+  fails if megarl's plan differs from the bound for any rank.
 
-Times are a model, not measured: each GPU has a link of 450 GB/s to the others of its node and one of 50 GB/s to other
-nodes, in each direction; all are busy at once, and the sync takes as long as the link with the most to carry, over all
-ranks and both directions. "Everything" has two: each rank fetches all by itself, or each node fetches each byte once
-over its eight links, spread evenly, and passes it on inside, as a good collective does.
+Times come from a model: each GPU has a link of 450 GB/s to the others of its node and one of 50 GB/s to other nodes, in
+each direction. All links are busy at once, and the sync takes as long as the busiest link, over all ranks and both
+directions. "Everything" has two times: each rank fetches all bytes by itself, or each node fetches each byte once over
+its eight links and distributes it inside, as a good collective does.
 
-Planning time is the median of ``--runs`` in processor seconds, which other processes on the machine do not lengthen
-much; memory is the peak of Python's and numpy's allocations in a run of its own; "plan MB" is the size of the pickled
-plan, "part MB" that of the largest of what the ranks are sent of it, "parts s" the time of cutting it into those, and
-the check that of one engine rank's part. Of the last row, 4,096 training ranks, only these are shown.
+Planning time is the median of ``--runs`` in processor seconds. Memory is the peak of Python's and numpy's allocations
+in a separate run. "plan MB" is the size of the pickled plan, "part MB" the size of the largest part sent to a rank,
+"parts s" the time to cut the plan into parts, and the check is that of one engine rank's part. For the last row, 4,096
+training ranks, only these are shown.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from megarl.sharding import (
     RolloutLayout,
     build_plan,
     check_coverage,
-    receiver_parts,
-    sender_parts,
+    receiver_plans,
+    sender_plans,
 )
 
 GPUS_PER_NODE, INSIDE, BETWEEN = 8, 450e9, 50e9
 ELEMENT_BYTES, BUCKET_BYTES = 2, 512 * 2**20
 
-# From the models' published config.json; what does not change a shape is left out.
+# From the models' published config.json, only keys that determine shapes.
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
         "architectures": ["LlamaForCausalLM"],
@@ -134,21 +134,21 @@ class Case(NamedTuple):
         return Placement.of_devices(range(train), range(first, first + self.rollout.world_size), GPUS_PER_NODE)
 
 
-# 61 layers over 8 stages: 8 in each, 5 in the last.
+# 61 layers over 8 stages: 8 per stage, 5 in the last.
 DEEPSEEK = ParallelLayout(tp=8, pp=8, dp=4, ep=8, etp=1, last_stage_layers=5)
 CASES = [
     Case("Llama-3-8B", ParallelLayout(tp=4, dp=4), RolloutLayout(1, replicas=16)),
     Case("Qwen3-30B-A3B", ParallelLayout(tp=4, pp=2, dp=4, ep=8, etp=1), RolloutLayout(4, 4, 8)),
     Case("Llama-3-70B", ParallelLayout(tp=8, pp=4, dp=4), RolloutLayout(8, replicas=16)),
     Case("DeepSeek-V3", DEEPSEEK, RolloutLayout(16, 16, 16)),
-    # Experts split over tensor parallelism, as is Megatron's default, and as few ranks as that allows.
+    # Experts split over tensor parallelism, Megatron's default, on as few ranks as possible.
     Case("DeepSeek-V3", ParallelLayout(tp=8, pp=8, dp=8, ep=8, last_stage_layers=5), RolloutLayout(16, 16, 32)),
 ]
 LARGEST = Case("DeepSeek-V3", DEEPSEEK._replace(dp=64), RolloutLayout(16, 16, 256))
 
 
 class Traffic(NamedTuple):
-    """Bytes per rank over links, as ``[training ranks + rollout ranks]`` where engines are apart, else ``[ranks]``."""
+    """Bytes per rank over links: ``[training ranks + rollout ranks]`` for separate engines, else ``[ranks]``."""
 
     inside_in: np.ndarray
     inside_out: np.ndarray
@@ -157,33 +157,33 @@ class Traffic(NamedTuple):
 
     @property
     def received(self) -> float:
-        """By the rank that receives most."""
+        """Bytes of the rank that receives most."""
         return float((self.inside_in + self.between_in).max())
 
     @property
     def seconds(self) -> float:
-        """Of the busiest link."""
+        """Seconds of the busiest link."""
         inside, between = (self.inside_in, self.inside_out), (self.between_in, self.between_out)
         return float(max(max(x.max() for x in inside) / INSIDE, max(x.max() for x in between) / BETWEEN))
 
 
 def weight_map_of(case: Case) -> WeightMap:
-    """The case's model."""
+    """Return the weight map of the case's model."""
     return WeightMap(parse_model_config(MODELS[case.model]))
 
 
 def plan_of(case: Case, weight_map: WeightMap) -> ReshardPlan:
-    """The case's plan."""
+    """Return the case's plan."""
     return build_plan(weight_map, case.train, case.rollout, BUCKET_BYTES, ELEMENT_BYTES, case.placement)
 
 
 def element_bytes(weight_map: WeightMap, hf_name: str) -> int:
-    """Size of an element of a tensor on the wire."""
+    """Return the size of a tensor's element in transit."""
     return 4 if weight_map.is_float32(hf_name) else ELEMENT_BYTES
 
 
 def megarl_traffic(case: Case, plan: ReshardPlan) -> Traffic:
-    """By the plan."""
+    """Return the traffic of the plan."""
     placement = case.placement
     everyone = np.array([*placement.train, *placement.rollout]) @ (GPUS_PER_NODE, 1)
     source, destination, nbytes = plan.pair_nbytes()
@@ -201,26 +201,26 @@ def megarl_traffic(case: Case, plan: ReshardPlan) -> Traffic:
 
 
 def everything(case: Case, weight_map: WeightMap) -> tuple[float, float, float]:
-    """Bytes received where every rank is given the whole model; seconds by each rank alone, and by each node once."""
-    whole = shard_bytes(weight_map, [Piece(n, (0,) * len(s), s, ()) for n, s in weight_map.hf_shapes().items()])
+    """Return the bytes if every rank receives the whole model, and seconds by rank alone and by node."""
+    model_bytes = shard_bytes(weight_map, [Piece(n, (0,) * len(s), s, ()) for n, s in weight_map.hf_shapes().items()])
     if case.apart:
-        return whole, whole / BETWEEN, max(whole / GPUS_PER_NODE / BETWEEN, whole / INSIDE)
+        return model_bytes, model_bytes / BETWEEN, max(model_bytes / GPUS_PER_NODE / BETWEEN, model_bytes / INSIDE)
     ranks = range(case.train.world_size)
     held = [{p for param in weight_map.megatron_params(case.train, r) for p in param.pieces} for r in ranks]
     own = min(shard_bytes(weight_map, {p._replace(at=()) for p in pieces}) for pieces in held)
     nodes = [held[first : first + GPUS_PER_NODE] for first in ranks[::GPUS_PER_NODE]]
     near = min(shard_bytes(weight_map, {p._replace(at=()) for p in set().union(*node)}) for node in nodes)
-    alone = max((whole - near) / BETWEEN, (near - own) / INSIDE)
-    return whole - own, alone, max((whole - near) / GPUS_PER_NODE / BETWEEN, (whole - own) / INSIDE)
+    alone = max((model_bytes - near) / BETWEEN, (near - own) / INSIDE)
+    return model_bytes - own, alone, max((model_bytes - near) / GPUS_PER_NODE / BETWEEN, (model_bytes - own) / INSIDE)
 
 
 def shard_bytes(weight_map: WeightMap, pieces: Iterable[Piece]) -> int:
-    """Size of different rectangles together."""
+    """Return the total size of different rectangles."""
     return sum(prod(piece.shape) * element_bytes(weight_map, piece.hf_name) for piece in pieces)
 
 
 def within_tp_traffic(case: Case, weight_map: WeightMap, ours: Traffic) -> Traffic:
-    """Whole tensors of its stage on every training rank first, then as megarl."""
+    """Return the traffic if training ranks first gather the full tensors of their stage."""
     train = case.train
     gathered = np.zeros(len(ours.inside_in))
     for rank in range(train.world_size):
@@ -236,10 +236,10 @@ def within_tp_traffic(case: Case, weight_map: WeightMap, ours: Traffic) -> Traff
     return ours._replace(inside_in=ours.inside_in + gathered, inside_out=ours.inside_out + gathered)
 
 
-def overlap(weight_map: WeightMap, shard: list[LocalParam], held: list[LocalParam]) -> int:
-    """Bytes of a shard that are among what is held."""
+def overlap(weight_map: WeightMap, shard: list[LocalParam], held_params: list[LocalParam]) -> int:
+    """Return the bytes of a shard that are among the held parameters."""
     pieces = defaultdict(set)
-    for param in held:
+    for param in held_params:
         for piece in param.pieces:
             pieces[piece.hf_name].add((piece.start, piece.stop))
     total = 0
@@ -252,7 +252,7 @@ def overlap(weight_map: WeightMap, shard: list[LocalParam], held: list[LocalPara
 
 
 def bounds(case: Case, weight_map: WeightMap) -> np.ndarray:
-    """What each rollout rank must receive at least."""
+    """Return the minimum bytes that each rollout rank must receive."""
     layout = case.rollout
     shards = [weight_map.rollout_params(layout.tp, rank, layout.ep) for rank in range(layout.tp)]
     sizes = [overlap(weight_map, shard, shard) for shard in shards]
@@ -265,7 +265,7 @@ def bounds(case: Case, weight_map: WeightMap) -> np.ndarray:
 
 
 class Cost(NamedTuple):
-    """What planning takes."""
+    """Time and memory of planning."""
 
     seconds: float
     megabytes: float
@@ -276,7 +276,7 @@ class Cost(NamedTuple):
 
 
 def planning_cost(case: Case, weight_map: WeightMap, runs: int) -> Cost:
-    """Time and memory of planning, size of the plan, and time of one rank's check of its part."""
+    """Return time and memory of planning, size of the plan, and time of one rank's coverage check."""
     seconds = []
     for _ in range(runs):
         started = time.process_time()
@@ -284,7 +284,7 @@ def planning_cost(case: Case, weight_map: WeightMap, runs: int) -> Cost:
         seconds.append(time.process_time() - started)
     pickled = len(pickle.dumps(plan, 5))
     started = time.process_time()
-    parts = [*sender_parts(plan, case.train.world_size), *receiver_parts(plan)]
+    parts = [*sender_plans(plan, case.train.world_size), *receiver_plans(plan)]
     cutting = time.process_time() - started
     largest = max(len(pickle.dumps(part, 5)) for part in parts)
     del parts
@@ -300,7 +300,7 @@ def planning_cost(case: Case, weight_map: WeightMap, runs: int) -> Cost:
 
 
 def row(case: Case, weight_map: WeightMap, runs: int) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     traffic = moved(case, weight_map) if case is not LARGEST else ["-"] * 8
     cost = planning_cost(case, weight_map, runs)
     return [
@@ -318,21 +318,21 @@ def row(case: Case, weight_map: WeightMap, runs: int) -> list[str]:
 
 
 def moved(case: Case, weight_map: WeightMap) -> list[str]:
-    """Bytes and times of all ways."""
+    """Return bytes and times of all methods."""
     ours = megarl_traffic(case, plan_of(case, weight_map))
     bound = bounds(case, weight_map)
     received = ours.inside_in + ours.between_in
     np.testing.assert_array_equal(received[-len(bound) :] if case.apart else received[: len(bound)], bound)
     gathered = within_tp_traffic(case, weight_map, ours)
-    whole, alone, shared = everything(case, weight_map)
+    model_bytes, alone, shared = everything(case, weight_map)
     return [
-        *(f"{x / 1e9:.2f}" for x in (whole, gathered.received, ours.received, bound.max())),
+        *(f"{x / 1e9:.2f}" for x in (model_bytes, gathered.received, ours.received, bound.max())),
         *(f"{1e3 * x:.0f}" for x in (alone, shared, gathered.seconds, ours.seconds)),
     ]
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Prints a Markdown table with aligned columns."""
+    """Print a Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for cells in (head, ["-" * width for width in widths], *rows):
         print(
@@ -341,9 +341,9 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="plans made per case, of which the median counts")
+    parser.add_argument("--runs", type=int, default=3, help="plans per case; the median counts")
     runs = parser.parse_args().runs
     print(f"{processor()}, one thread, buckets of {BUCKET_BYTES // 2**20} MiB\n")
     head = ["model", "layouts", "GPUs", "everything GB", "within TP GB", "megarl GB", "bound GB"]

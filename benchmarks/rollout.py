@@ -1,18 +1,17 @@
-"""Generated tokens per second of megarl's engines beside transformers, static and continuous: same run, same lengths.
+"""Generated tokens per second of megarl's engines against transformers, static and continuous, in one run.
 
-    python benchmarks/rollout.py                          # with SGLang's rows where it is installed
+    python benchmarks/rollout.py                          # with SGLang's rows if it is installed
     python benchmarks/rollout.py --model FOLDER --device cuda --dtype bfloat16 --scale 16
 
-The model and the prompts are the quickstart's, or ``--model``'s with random prompts. Lengths are forced, so that all
+Model and prompts are the quickstart's, or ``--model`` with random prompts. Lengths are forced, so that all engines
 generate the same number of tokens: ``quickstart`` gives each prompt the length of its true answer, ``log-normal`` draws
-lengths with mean 32, at most 128 (times ``--scale``). Where several answers per prompt are asked for, all get the
-prompt that often. megarl's engines and SGLang give log-probs, transformers none. ``sglang, driven directly`` is the
-same running SGLang without megarl's adapter: their ratio is what the adapter costs.
+lengths with mean 32, at most 128 (times ``--scale``). With several samples per prompt, all engines get the prompt that
+many times. megarl's engines and SGLang return log-probs, transformers does not. ``sglang, driven directly`` is the same
+running SGLang without megarl's adapter: the ratio is the cost of the adapter.
 
-Rounds alternate between all; the table shows medians. Machines are noisy: the ratios count, to the static batch size
-marked ``best``; the one of CPU seconds, those of SGLang's processes included, is the same comparison without what other
-processes on the machine took away. On a CPU each has one thread; SGLang has its front end in one process and the model
-in another.
+Rounds alternate between all engines; the table shows medians. Machines are noisy, so use the ratios to the static batch
+size marked ``best``. The ratio of CPU seconds, with SGLang's processes, is unaffected by other processes on the
+machine. On a CPU, each engine has one thread; SGLang has its front end in one process and the model in another.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ TASK_BUILDER = Path(__file__).resolve().parents[1] / "tools" / "make_arithmetic.
 
 @dataclass(frozen=True)
 class Mix:
-    """A workload: prompts as token ids and, one per prompt, how many tokens to generate."""
+    """A workload: prompts as token ids, and the number of tokens to generate for each."""
 
     name: str
     prompts: list[list[int]]
@@ -82,7 +81,7 @@ def log_normal_lengths(count: int, scale: int, seed: int) -> list[int]:
 
 
 def task_mixes(task: Path, prompts: int, samples: int, scale: int, seed: int) -> list[Mix]:
-    """The quickstart's prompts."""
+    """Return mixes with the quickstart's prompts."""
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()[: prompts * samples]
     encoded = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
@@ -98,7 +97,7 @@ def task_mixes(task: Path, prompts: int, samples: int, scale: int, seed: int) ->
 
 
 def random_mixes(vocabulary: int, prompts: int, samples: int, scale: int, seed: int) -> list[Mix]:
-    """Prompts of random tokens, for any model."""
+    """Return mixes with prompts of random tokens, for any model."""
     rng = random.Random(seed)
     drawn = [[rng.randrange(vocabulary) for _ in range(rng.randint(16, 64) * scale)] for _ in range(prompts)]
     repeated = [prompt for prompt in drawn for _ in range(samples)]
@@ -106,20 +105,20 @@ def random_mixes(vocabulary: int, prompts: int, samples: int, scale: int, seed: 
 
 
 class Seconds(NamedTuple):
-    """What one run took."""
+    """Wall and processor time of one run."""
 
     wall: float
     cpu: float
 
 
 def processor_seconds() -> float:
-    """Of this process and all that it started."""
+    """Return the processor time of this process and its children."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return sum(sum(process.cpu_times()[:2]) for process in family)
 
 
 def measure(runners: dict[str, Run], repeats: int) -> dict[str, Seconds]:
-    """Medians of each runner; every round runs them all once, after one that does not count."""
+    """Return medians of each runner; every round runs all of them once, after one warm-up round."""
     taken: dict[str, list[Seconds]] = {name: [] for name in runners}
     for number in range(repeats + 1):
         for name, run in runners.items():
@@ -145,15 +144,15 @@ def report(mix: Mix, seconds: dict[str, Seconds]) -> None:
 
 @contextmanager
 def engines(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, RolloutEngine]]:
-    """megarl's engines with the folder's weights."""
-    given = (folder, args.max_num_seqs, args.device, args.dtype)
-    made = {"embedded": embedded_engine(*given)}
+    """Build megarl's engines with the folder's weights."""
+    arguments = (folder, args.max_num_seqs, args.device, args.dtype)
+    result = {"embedded": embedded_engine(*arguments)}
     if HAS_SGLANG:
-        made["sglang"] = sglang_engine(*given)
+        result["sglang"] = sglang_engine(*arguments)
     else:
-        print("SGLang is not installed here: its rows are left out (launch/sglang_cpu.sh makes an environment with it)")
-    yield made
-    for engine in made.values():
+        print("SGLang is not installed: its rows are skipped (launch/sglang_cpu.sh creates an environment with it)")
+    yield result
+    for engine in result.values():
         engine.shutdown()
 
 
@@ -178,11 +177,13 @@ def compare(args: argparse.Namespace, folder: Path, mixes: list[Mix]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder in place of the quickstart's")
-    parser.add_argument("--prompts", type=int, default=128, help="what one of the quickstart's two replicas gets")
-    parser.add_argument("--samples", type=int, default=2, help="answers per prompt in the n>1 mixes")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 64, 128, 256], help="of generate")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="of the others")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder (default: the quickstart's model)")
+    parser.add_argument("--prompts", type=int, default=128, help="prompts of one of the quickstart's two replicas")
+    parser.add_argument("--samples", type=int, default=2, help="samples per prompt in the n>1 mixes")
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[16, 64, 128, 256], help="batch sizes of generate"
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="maximum running sequences of the other engines")
     parser.add_argument("--scale", type=int, default=1, help="multiplies the log-normal lengths")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")

@@ -1,4 +1,4 @@
-"""Who generates in ``benchmarks/rollout.py``: each takes prompts and forced lengths, and runs them to their end."""
+"""Engines compared by ``benchmarks/rollout.py``: each generates forced lengths for given prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
 
 def generate_run(model: PreTrainedModel, prompts: Prompts, lengths: Sequence[int], batch_size: int) -> Run:
-    """transformers' ``generate`` in static batches, in the order of the data, without log-probs."""
+    """Run transformers' ``generate`` in static batches, in the order of the data, without log-probs."""
 
     def run_batch(chosen: Prompts, ends: torch.Tensor) -> None:
         width = max(map(len, chosen))
@@ -50,15 +50,15 @@ def generate_run(model: PreTrainedModel, prompts: Prompts, lengths: Sequence[int
 
 @contextmanager
 def continuous_run(
-    folder: Path, prompts: Prompts, lengths: Sequence[int], places: int, like: torch.Tensor
+    folder: Path, prompts: Prompts, lengths: Sequence[int], slots: int, like: torch.Tensor
 ) -> Iterator[Run]:
     """transformers' continuous batching, which gives no log-probs either; its manager stays for all runs.
 
     Args:
-        folder: the model, of which it takes a copy of its own: it changes the attention.
+        folder: the model; a separate copy is loaded, since its attention changes.
         prompts: token ids.
         lengths: tokens to generate.
-        places: sequences at a time.
+        slots: sequences at a time.
         like: has the device and the dtype.
     """
     from transformers import ContinuousBatchingConfig
@@ -66,10 +66,10 @@ def continuous_run(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=like.dtype).eval().to(like.device)
     sampling = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1, pad_token_id=0)
     sampling.max_new_tokens = max(lengths)
-    # Room for everything at once in pages of 32 tokens, so that memory does not hold it back.
+    # Room for all sequences in pages of 32 tokens, so that memory is no limit.
     blocks = sum(-(-(len(prompt) + length) // 32) for prompt, length in zip(prompts, lengths, strict=True))
     config = ContinuousBatchingConfig(
-        page_size=32, num_blocks=blocks, max_batch_tokens=max(512, places), max_requests_per_batch=places
+        page_size=32, num_blocks=blocks, max_batch_tokens=max(512, slots), max_requests_per_batch=slots
     )
     with model.continuous_batching_context_manager(
         generation_config=sampling, continuous_batching_config=config, block=True, timeout=30
@@ -85,7 +85,7 @@ def continuous_run(
 
 
 def engine_run(engine: RolloutEngine, prompts: Prompts, lengths: Sequence[int]) -> Run:
-    """An engine of megarl, log-probs included."""
+    """Run an engine of megarl, with log-probs."""
     requests = [
         Request(str(number), prompt, SamplingParams(length, ignore_eos=True), number)
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -99,7 +99,7 @@ def engine_run(engine: RolloutEngine, prompts: Prompts, lengths: Sequence[int]) 
 
 
 def sglang_run(engine: RolloutEngine, prompts: Prompts, lengths: Sequence[int]) -> Run:
-    """The SGLang that an engine of megarl holds, driven by its own ``Engine.generate``, log-probs included."""
+    """Run the SGLang inside a megarl engine by its ``Engine.generate``, with log-probs."""
     backend = engine._backend  # type: ignore[attr-defined]
     sampling = [{"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
 
@@ -116,26 +116,26 @@ def sglang_run(engine: RolloutEngine, prompts: Prompts, lengths: Sequence[int]) 
     return run
 
 
-def embedded_engine(folder: Path, places: int, device: str, dtype: str) -> RolloutEngine:
-    """megarl's own engine with a folder's weights."""
-    options = EngineOptions(max_num_seqs=places, device=device, dtype=dtype)
+def embedded_engine(folder: Path, slots: int, device: str, dtype: str) -> RolloutEngine:
+    """Build megarl's embedded engine with a folder's weights."""
+    options = EngineOptions(max_num_seqs=slots, device=device, dtype=dtype)
     engine = create_engine("embedded", str(folder), options)
     engine.load_hf(str(folder))
     return engine
 
 
-def sglang_engine(folder: Path, places: int, device: str, dtype: str) -> RolloutEngine:
-    """SGLang in this process, behind megarl's contract."""
+def sglang_engine(folder: Path, slots: int, device: str, dtype: str) -> RolloutEngine:
+    """Build SGLang in this process, behind megarl's engine contract."""
     from megarl.rollout.sglang.options import SGLangOptions
 
-    options = SGLangOptions(max_num_seqs=places, device=device, dtype=dtype)
+    options = SGLangOptions(max_num_seqs=slots, device=device, dtype=dtype)
     engine = create_engine("sglang", str(folder), options)
     engine.load_hf(str(folder))
     return engine
 
 
 class _ForcedLengths(StoppingCriteria):
-    """Ends each row of a batch after its own number of tokens."""
+    """Ends each row of a batch after its number of tokens."""
 
     def __init__(self, lengths: torch.Tensor, prompt_width: int) -> None:
         self.lengths, self.prompt_width = lengths, prompt_width

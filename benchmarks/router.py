@@ -1,16 +1,16 @@
-"""How busy the router keeps replicas: utilization with skewed lengths, beside requests that are split up beforehand.
+"""Utilization of replicas by the router with skewed lengths, against requests divided in advance.
 
     python benchmarks/router.py
 
-Replicas are null engines: each has so many places, every request in a place gets one token per step, a step takes a
-fixed time, and nothing is computed. Lengths are log-normal (median 256, sigma 1, at most 4,096); the samples of a
-prompt share a key. ``split`` deals out prompts in turn, as many to each replica, each of which then works through its
-own queue; ``router`` knows no length beforehand and learns from one sample of each prompt how long the others are;
-``expected`` is told a length of each prompt that is off by a factor of 1.5 or so, as the last epoch's would be.
+Replicas are null engines with a number of slots ("places"). Every running request gets one token per step, a step takes
+a fixed time, and nothing is computed. Lengths are log-normal (median 256, sigma 1, at most 4,096); samples of a prompt
+share a key. ``split`` divides the prompts evenly over the replicas in advance; each replica works through its queue.
+``router`` knows no lengths in advance, and predicts them from one sample of each prompt. ``expected`` has a predicted
+length for each prompt with an error factor of about 1.5, as from the previous epoch.
 
-``utilization`` is the share of the wall time that a replica had something to do, mean over replicas; ``places`` that of
-all places; ``limit`` is what ``places`` could be at most, since no answer ends before its own length; ``overhead`` is
-wall time over the steps of the replica that took most.
+``utilization`` is the busy share of a replica's wall time, as the mean over replicas. ``places`` is the busy share of
+all slots. ``limit`` is the maximum of ``places``, since no response ends before its length. ``overhead`` is wall time
+over the steps of the slowest replica.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ REPLICAS, PLACES, SAMPLES = 4, 64, 4
 LONGEST = 4096
 
 
-class Asked(NamedTuple):
-    """A request: its prompt's name, how long the answer is, and how long it is thought to be."""
+class DrawnRequest(NamedTuple):
+    """A request: prompt name, response length, and predicted length."""
 
     key: str
     length: int
@@ -48,7 +48,7 @@ class NullReplica:
         self.steps = self.tokens = 0
 
     async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
-        """Steps until something ends."""
+        """Run steps until a request ends."""
         self._waiting += requests
         done: list[Completion] = []
         begin = time.perf_counter()
@@ -56,7 +56,7 @@ class NullReplica:
             while self._waiting and len(self._left) < PLACES:
                 request = self._waiting.pop(0)
                 self._left[request.request_id] = self._asked[request.request_id] = request.seed
-            # As many steps as pass before the first one ends, or the slice does.
+            # All steps until the first request or the time slice ends.
             steps = min(*self._left.values(), max(1, int(slice_s / self._step_s)), LONGEST)
             await asyncio.sleep(steps * self._step_s)
             self.steps += steps
@@ -68,8 +68,10 @@ class NullReplica:
         return done
 
 
-async def ask(replicas: Sequence[NullReplica], requests: Sequence[Asked], capacity: int, expect: bool = False) -> None:
-    """Lets a router have all requests answered."""
+async def ask(
+    replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest], capacity: int, expect: bool = False
+) -> None:
+    """Send all requests through a router."""
     params = SamplingParams(LONGEST)
     async with Router(replicas, capacity, 600.0) as router:
         await asyncio.gather(
@@ -82,18 +84,18 @@ async def ask(replicas: Sequence[NullReplica], requests: Sequence[Asked], capaci
         )
 
 
-async def routed(replicas: Sequence[NullReplica], requests: Sequence[Asked]) -> None:
-    """As a job does it."""
+async def routed(replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest]) -> None:
+    """Route as a training job does."""
     await ask(replicas, requests, PLACES + PLACES // 8)
 
 
-async def expected(replicas: Sequence[NullReplica], requests: Sequence[Asked]) -> None:
-    """The same with expectations."""
+async def expected(replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest]) -> None:
+    """Route with predicted lengths."""
     await ask(replicas, requests, PLACES + PLACES // 8, expect=True)
 
 
-async def split(replicas: Sequence[NullReplica], requests: Sequence[Asked]) -> None:
-    """Prompts dealt out beforehand."""
+async def split(replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest]) -> None:
+    """Divide the prompts in advance."""
     parts = [
         [request for number, request in enumerate(requests) if number // SAMPLES % len(replicas) == rank]
         for rank in range(len(replicas))
@@ -101,16 +103,16 @@ async def split(replicas: Sequence[NullReplica], requests: Sequence[Asked]) -> N
     await asyncio.gather(*(ask([replica], part, len(part)) for replica, part in zip(replicas, parts, strict=True)))
 
 
-def draw_requests(seed: int, prompts: int) -> list[Asked]:
-    """Answers to one prompt have alike lengths."""
+def draw_requests(seed: int, prompts: int) -> list[DrawnRequest]:
+    """Draw requests; samples of one prompt have similar lengths."""
     rng = random.Random(seed)
     requests = []
     for prompt in range(prompts):
         typical = 256 * rng.lognormvariate(0, 0.9)
-        thought = typical * rng.lognormvariate(0, 0.4)
+        predicted = typical * rng.lognormvariate(0, 0.4)
         for _ in range(SAMPLES):
             length = min(LONGEST, max(1, round(typical * rng.lognormvariate(0, 0.43))))
-            requests.append(Asked(str(prompt), length, thought))
+            requests.append(DrawnRequest(str(prompt), length, predicted))
     return requests
 
 

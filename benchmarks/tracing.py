@@ -1,10 +1,10 @@
-"""What the timeline and the watchdog's boards cost.
+"""Cost of the timeline and of the watchdog's boards.
 
     python benchmarks/tracing.py [RUN FOLDER]
 
-Prints the cost of a span while nobody looks, while it is shown on a board, and while it is recorded; with the folder of
-a run that had ``trainer.timeline.enable=true``, also what share of the steps that was, by process: its events times
-that cost, and in the driver the fetching of events.
+Prints the cost of a span when tracing is off, when it is shown on a board, and when it is recorded. With the folder of
+a run with ``trainer.timeline.enable=true``, also prints the share of the steps by process: its events times that cost,
+and in the driver the collection of events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def one_span() -> None:
 
 
 def cost_us() -> float:
-    """Microseconds of a span, the best of five."""
+    """Return the microseconds of a span, the best of five."""
     best = min(timeit.repeat(one_span, number=REPEATS, repeat=5)) / REPEATS * 1e6
     TRACER.take()
     return best

@@ -1,15 +1,15 @@
-"""How fast weights go from Megatron's layout into the engines', beside a plain copy of as many bytes.
+"""Speed of a weight sync from Megatron's layout to the engines, against a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py [--transports auto gloo inline] [--bucket-megabytes 64] [--layers 8]
 
-A Llama of about 1 GB in bfloat16 with random weights, its real weight map, TP2 PP2 on one side and one engine at TP1 or
-TP2 on the other: a process per rank and real transports, with pipes in the place of Ray. ``plain copy`` is the limit
-of shared memory: as many processes copy as many bytes, each sender from one flat tensor into memory that is mapped
-already, then each receiver from there into one flat tensor. Both sides are run in turn, so that a loaded machine slows
-both; figures are medians over the rounds, and what counts is the ratio.
+The model is a Llama of about 1 GB in bfloat16 with random weights and its real weight map. It goes from TP2 PP2 to one
+engine at TP1 or TP2, with a process per rank and real transports; pipes replace Ray. ``plain copy`` is the limit of
+shared memory: the same number of processes copies the same bytes. Each sender copies from a flat tensor into mapped
+memory, then each receiver copies from there into a flat tensor. Both sides run in turn, so that a loaded machine slows
+both. Figures are medians over the rounds; the ratio matters.
 
-``extra`` is the most memory that a process needed besides its weights in the first sync, as the kernel counts it: its
-peak resident size, less what it had before and less the pages of others that it has mapped.
+``extra`` is the maximum memory of a process in the first sync, without its weights, as the kernel counts it: peak
+resident size, minus the size before, minus mapped pages of other processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PIECE_BYTES = 1 << 20
 
 
 def model(layers: int) -> ModelConfig:
-    """A Llama with wide layers; eight of them are 1.0 GB."""
+    """Return a Llama with wide layers; eight layers are 1.0 GB."""
     return parse_model_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -58,7 +58,7 @@ def model(layers: int) -> ModelConfig:
 
 
 def random_tensors(params: Sequence[LocalParam], rank: int) -> dict[str, Any]:
-    """Parameters of random bits; vectors, which all ranks of a stage hold, are the same on each."""
+    """Return parameters of random bits; vectors are equal on all ranks of a stage."""
     import torch
 
     tensors = {}
@@ -70,15 +70,15 @@ def random_tensors(params: Sequence[LocalParam], rank: int) -> dict[str, Any]:
 
 
 class Memory:
-    """What the kernel says of this process's memory, in bytes."""
+    """The kernel's memory counters of this process, in bytes."""
 
     def __init__(self) -> None:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")  # the peak starts anew
+            file.write("5")  # resets the peak
         self.before = self._read()
 
     def extra(self, own_shared: int) -> int:
-        """Peak since the object was made, besides what there was; ``own_shared`` bytes of shared memory are its own."""
+        """Return the peak since creation, without earlier memory; ``own_shared`` bytes of shared memory count."""
         now = self._read()
         others = now["RssShmem"] - self.before["RssShmem"] - own_shared
         return now["VmHWM"] - self.before["VmRSS"] - max(0, others)
@@ -91,33 +91,33 @@ class Memory:
 
 
 class TrainingRank:
-    """One training rank: its weights, its side of the sync, and a flat tensor for the plain copy."""
+    """A training rank: its weights, its side of the sync, and a flat tensor for the plain copy."""
 
     def __init__(self, rank: int, config: ModelConfig, plan: ReshardPlan, routes: Routes, address: Any) -> None:
         import torch
 
-        from megarl.sharding.links import Links
-        from megarl.sharding.sender import BucketSender, destinations
-        from megarl.sharding.transports import HostBuffer
+        from megarl.sharding.sender import BucketSender, destination_ranks
+        from megarl.sharding.transports import SharedHostBuffer
+        from megarl.sharding.transports.interface import PeerTransports
 
         torch.set_num_threads(1)
         self.params = WeightMap(config).export_params(TRAIN, rank)
         self.tensors = random_tensors(WeightMap(config).megatron_params(TRAIN, rank), rank)
         sent, device = plan.sent_by(rank), torch.device("cpu")
-        links = Links.of_trainer(routes, rank, destinations(sent), device, address)
-        self.sender = BucketSender(plan, rank, lambda: self.tensors, links, torch.bfloat16)
-        nbytes = sum(move_bytes(bucket.moves) for bucket in sent)
+        peers = PeerTransports.for_sender(routes, rank, destination_ranks(sent), device, address)
+        self.sender = BucketSender(plan, rank, lambda: self.tensors, peers, torch.bfloat16)
+        nbytes = sum(op_bytes(bucket.ops) for bucket in sent)
         self.flat = torch.ones(nbytes, dtype=torch.uint8)
-        self.segment = HostBuffer(nbytes)
+        self.segment = SharedHostBuffer(nbytes)
         self.segment.data.fill_(1)
         self.memory = Memory()
 
     def where(self) -> tuple[int, int, str, int]:
-        """Where receivers find the memory of the plain copy."""
+        """Return the address of the plain copy's memory, for receivers."""
         return os.getpid(), self.segment.fd, self.segment.name, len(self.flat)
 
     def copy(self) -> None:
-        """The sender's half of the plain copy."""
+        """Run the sender's half of the plain copy."""
         self.segment.data.copy_(self.flat)
 
     def open(self, session: int) -> None:
@@ -133,24 +133,24 @@ class TrainingRank:
         self.sender.release_bucket(index)
 
     def checksums(self) -> Any:
-        """What this rank holds."""
+        """Return the checksums of this rank's weights."""
         import torch
 
-        from megarl.sharding.verification import shares_of
+        from megarl.sharding.verification import partial_checksums
 
-        return shares_of(self.params, self.tensors, torch.bfloat16, frozenset(), convert=True)
+        return partial_checksums(self.params, self.tensors, torch.bfloat16, frozenset(), convert=True)
 
     def close(self, completed: bool) -> int:
         """See the sender."""
         return self.sender.close(completed)
 
     def extra(self) -> int:
-        """Peak memory besides the weights."""
+        """Return the peak memory without the weights."""
         return self.memory.extra(sum(pool.held_bytes for pool in self.sender.pools.values()))
 
 
 class RolloutRank:
-    """One rollout rank: the embedded engine's weights, its side of the sync, and a flat tensor for the plain copy."""
+    """A rollout rank: the embedded engine's weights, its side of the sync, and a flat tensor for the plain copy."""
 
     def __init__(
         self, rank: int, config: ModelConfig, tp: int, plan: ReshardPlan, routes: Routes, address: Any
@@ -158,52 +158,52 @@ class RolloutRank:
         import torch
 
         from megarl.rollout.embedded.weights import WeightStore
-        from megarl.sharding.links import Links
-        from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, sources
+        from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, source_ranks
+        from megarl.sharding.transports.interface import PeerTransports
 
         torch.set_num_threads(1)
         self.params = WeightMap(config).rollout_params(tp, rank)
         self.store = WeightStore(self.params, torch.bfloat16, torch.device("cpu"))
         self.store.allocate()
         for tensor in self.store.tensors.values():
-            tensor.fill_(1)  # the kernel gives zeros no memory
+            tensor.fill_(1)  # the kernel allocates no memory for zeros
         received = plan.received_by(rank)
         size = largest_bucket(received, torch.bfloat16, frozenset())
-        links = Links.of_rollout(routes, rank, sources(received), torch.device("cpu"), address, size)
-        own = BucketReceiver(plan, rank, self.params, self, links, torch.bfloat16)
+        peers = PeerTransports.for_receiver(routes, rank, source_ranks(received), torch.device("cpu"), address, size)
+        own = BucketReceiver(plan, rank, self.params, self, peers, torch.bfloat16)
         self.receiver = ReplicaReceiver(self, [own])
         self.memory = Memory()
 
     def map(self, segments: Sequence[tuple[int, int, str, int]], shares: Sequence[tuple[int, int]]) -> None:
-        """Gets ready for the plain copy: of each sender's memory the bytes from one number to another."""
+        """Prepare the plain copy of a byte range of each sender's memory."""
         import torch
 
+        from megarl.sharding.transports.host_memory import SharedMemoryHandle, SharedMemoryTransport
         from megarl.sharding.transports.interface import TransportOptions
-        from megarl.sharding.transports.shared_memory import SharedMemoryTransport, SharedPayload
 
         transport = SharedMemoryTransport(TransportOptions())
-        payloads = {
-            rank: SharedPayload(*where, *share)
+        handles = {
+            rank: SharedMemoryHandle(*where, *share)
             for rank, (where, share) in enumerate(zip(segments, shares, strict=True))
         }
-        self.mapped = [data for _, data in transport.receive(payloads)]
+        self.mapped = [data for _, data in transport.receive(handles)]
         self.flat = torch.ones(sum(len(data) for data in self.mapped), dtype=torch.uint8)
 
     def copy(self) -> None:
-        """The receiver's half of the plain copy."""
+        """Run the receiver's half of the plain copy."""
         for part, data in zip(self.flat.split([len(data) for data in self.mapped]), self.mapped, strict=True):
             part.copy_(data)
 
     def begin_update(self, version: int) -> None:
-        """Begins an update, of the engine's weights or by way of the receiver."""
+        """Start an update of the engine's weights, directly or through the receiver."""
         self.store.begin(version)
 
     def update_weights(self, updates: Any, rank: int) -> None:
-        """Of the engine's weights."""
+        """See the engine's weights."""
         self.store.write(updates)
 
     def end_update(self, version: int) -> None:
-        """Of the engine's weights."""
+        """See the engine's weights."""
         self.store.end(version)
 
     def begin(self, version: int) -> None:
@@ -214,17 +214,17 @@ class RolloutRank:
         """See the receiver."""
         self.receiver.open(session)
 
-    def import_bucket(self, index: int, shipments: Any) -> None:
+    def import_bucket(self, index: int, messages: Any) -> None:
         """See the receiver."""
-        self.receiver.import_bucket(index, shipments)
+        self.receiver.import_bucket(index, messages)
 
     def checksums(self) -> Any:
-        """What the engine holds."""
+        """Return the checksums of the engine's weights."""
         import torch
 
-        from megarl.sharding.verification import shares_of
+        from megarl.sharding.verification import partial_checksums
 
-        return shares_of(self.params, self.store.tensors, torch.bfloat16, frozenset(), convert=False)
+        return partial_checksums(self.params, self.store.tensors, torch.bfloat16, frozenset(), convert=False)
 
     def close(self, completed: bool) -> int:
         """See the receiver."""
@@ -235,19 +235,19 @@ class RolloutRank:
         self.receiver.end_update(version)
 
     def extra(self) -> int:
-        """Peak memory besides the weights."""
+        """Return the peak memory without the weights."""
         return self.memory.extra(0)
 
 
-def move_bytes(moves: Sequence[Any]) -> int:
-    """Bytes of moves."""
+def op_bytes(ops: Sequence[Any]) -> int:
+    """Return the bytes of transfers."""
     import math
 
-    return sum(math.prod(move.shape) for move in moves) * ELEMENT_BYTES
+    return sum(math.prod(op.shape) for op in ops) * ELEMENT_BYTES
 
 
 def post(pipe: Connection, content: Any) -> None:
-    """Sends an object; large arrays go from where they lie, in pieces, without a copy of the whole."""
+    """Send an object; large arrays are sent in pieces, without a copy of the whole."""
     parts: list[pickle.PickleBuffer] = []
     head = pickle.dumps(content, 5, buffer_callback=parts.append)
     raws = [part.raw() for part in parts]
@@ -258,7 +258,7 @@ def post(pipe: Connection, content: Any) -> None:
 
 
 def take(pipe: Connection) -> Any:
-    """What :func:`post` sent; large arrays arrive in the memory that they stay in, as they do in Ray."""
+    """Receive an object of :func:`post`; large arrays arrive in their final memory, as in Ray."""
     head, sizes = pipe.recv()
     parts = [bytearray(size) for size in sizes]
     for part in parts:
@@ -268,15 +268,15 @@ def take(pipe: Connection) -> Any:
 
 
 def serve(pipe: Connection, build: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """A process: builds its rank and does what it is told."""
+    """Build the rank of a process and execute its calls."""
     rank: Any = None
     try:
         rank = build(*arguments)
         post(pipe, None)
         while True:
-            verb, given = take(pipe)
-            post(pipe, getattr(rank, verb)(*given))
-            del given
+            verb, values = take(pipe)
+            post(pipe, getattr(rank, verb)(*values))
+            del values
     except EOFError:
         return
     except Exception as error:
@@ -285,13 +285,13 @@ def serve(pipe: Connection, build: Callable[..., Any], arguments: tuple[Any, ...
 
 
 class Answers:
-    """What some processes will answer, each in its turn."""
+    """Results that some processes will return, in order."""
 
     def __init__(self, ranks: Ranks, ticket: int) -> None:
         self.ranks, self.ticket = ranks, ticket
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Waits for it."""
+        """Wait for the results."""
         return self.ranks.answers(self.ticket)
 
 
@@ -302,38 +302,38 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(count):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, build, (rank, *arguments)), daemon=True)
+            parent_pipe, child_pipe = context.Pipe()
+            process = context.Process(target=serve, args=(child_pipe, build, (rank, *arguments)), daemon=True)
             process.start()
-            there.close()
-            self.pipes.append(here)
+            child_pipe.close()
+            self.pipes.append(parent_pipe)
             self.processes.append(process)
-        self.asked, self.answered = 1, 0
-        self.known: dict[int, list[Any]] = {}
+        self.sent, self.answered = 1, 0
+        self.results: dict[int, list[Any]] = {}
 
-    def ask(self, verb: str, *given: Any, each: Sequence[tuple[Any, ...]] = ()) -> Answers:
-        """Starts a verb on all processes; ``each`` are further arguments of each."""
+    def start(self, verb: str, *arguments: Any, each: Sequence[tuple[Any, ...]] = ()) -> Answers:
+        """Start a verb on all processes; ``each`` has additional arguments by process."""
         for rank, pipe in enumerate(self.pipes):
-            post(pipe, (verb, (*given, *(each[rank] if each else ()))))
-        self.asked += 1
-        return Answers(self, self.asked - 1)
+            post(pipe, (verb, (*arguments, *(each[rank] if each else ()))))
+        self.sent += 1
+        return Answers(self, self.sent - 1)
 
     def answers(self, ticket: int) -> list[Any]:
-        """What all processes answered to the call of that number."""
+        """Return the results of all processes for a call, by its number."""
         while self.answered <= ticket:
-            self.known[self.answered] = [take(pipe) for pipe in self.pipes]
-            for answer in self.known[self.answered]:
+            self.results[self.answered] = [take(pipe) for pipe in self.pipes]
+            for answer in self.results[self.answered]:
                 if isinstance(answer, Exception):
                     raise answer
             self.answered += 1
-        return self.known.pop(ticket)
+        return self.results.pop(ticket)
 
-    def __call__(self, verb: str, *given: Any, each: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
-        """Runs a verb on all processes."""
-        return self.ask(verb, *given, each=each).result()
+    def __call__(self, verb: str, *arguments: Any, each: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+        """Run a verb on all processes."""
+        return self.start(verb, *arguments, each=each).result()
 
     def stop(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -345,12 +345,12 @@ class Source:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.make_room = lambda: ranks.ask("where")
-        self.open_transfer = lambda session: ranks.ask("open", session)
-        self.export_bucket = lambda index: ranks.ask("export_bucket", index)
-        self.release_bucket = lambda index: ranks.ask("release_bucket", index)
-        self.checksums = lambda: ranks.ask("checksums")
-        self.close_transfer = lambda completed: ranks.ask("close", completed)
+        self.make_room = lambda: ranks.start("where")
+        self.open_transfer = lambda session: ranks.start("open", session)
+        self.export_bucket = lambda index: ranks.start("export_bucket", index)
+        self.release_bucket = lambda index: ranks.start("release_bucket", index)
+        self.checksums = lambda: ranks.start("checksums")
+        self.close_transfer = lambda completed: ranks.start("close", completed)
 
 
 class Target:
@@ -358,22 +358,23 @@ class Target:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.begin_update = lambda version: ranks.ask("begin", version)
-        self.open_transfer = lambda session: ranks.ask("open", session)
-        self.checksums = lambda: ranks.ask("checksums")
-        self.close_transfer = lambda completed: ranks.ask("close", completed)
-        self.end_update = lambda version: ranks.ask("end", version)
+        self.begin_update = lambda version: ranks.start("begin", version)
+        self.open_transfer = lambda session: ranks.start("open", session)
+        self.checksums = lambda: ranks.start("checksums")
+        self.close_transfer = lambda completed: ranks.start("close", completed)
+        self.end_update = lambda version: ranks.start("end", version)
 
     def import_bucket(self, index: int, exported: Answers) -> Answers:
-        """Gives each rank what is for it."""
-        from megarl.sharding.receiver import route_shipments
+        """Pass each rank its messages."""
+        from megarl.sharding.receiver import route_messages
 
-        routed: Mapping[int, Any] = route_shipments(exported.result())
-        return self.ranks.ask("import_bucket", index, each=[(routed.get(r, []),) for r in range(len(self.ranks.pipes))])
+        routed: Mapping[int, Any] = route_messages(exported.result())
+        each = [(routed.get(rank, []),) for rank in range(len(self.ranks.pipes))]
+        return self.ranks.start("import_bucket", index, each=each)
 
 
 def plain_shares(plan: ReshardPlan, tp: int) -> list[list[tuple[int, int]]]:
-    """For each rollout rank, which bytes of each training rank's flat tensor it copies."""
+    """Return, for each rollout rank, the byte range of each training rank's flat tensor that it copies."""
     sent = [[0] * tp for _ in range(TRAIN.world_size)]
     for source, target, nbytes in zip(*(column.tolist() for column in plan.pair_nbytes()), strict=True):
         sent[source][target] = nbytes
@@ -381,20 +382,20 @@ def plain_shares(plan: ReshardPlan, tp: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(config: ModelConfig, tp: int, transport: str, bucket: int, rounds: int) -> dict[str, float]:
-    """One engine layout and transport: medians of both sides, and the memory of the first sync."""
-    from megarl.sharding.links import Address
-    from megarl.sharding.places import this_place
+    """Measure one engine layout and transport: medians of both sides, and the memory of the first sync."""
+    from megarl.sharding.placement import current_location
     from megarl.sharding.transports import host_store
+    from megarl.sharding.transports.interface import StoreAddress
 
     plan = build_plan(WeightMap(config), TRAIN, RolloutLayout(tp), bucket, ELEMENT_BYTES)
-    routes = Routes([this_place()] * TRAIN.world_size, [this_place()] * tp, transport)
-    store = host_store("127.0.0.1") if routes.need_meeting() else None
-    address = Address("127.0.0.1", store.port) if store else None
+    routes = Routes([current_location()] * TRAIN.world_size, [current_location()] * tp, transport)
+    store = host_store("127.0.0.1") if routes.needs_rendezvous() else None
+    address = StoreAddress("127.0.0.1", store.port) if store else None
     train = Ranks(TrainingRank, TRAIN.world_size, config, plan, routes, address)
     rollout = Ranks(RolloutRank, tp, config, tp, plan, routes, address)
     train.answers(0), rollout.answers(0)
     manager = ShardingManager(plan, Source(train), Target(rollout), SyncOptions(verify_freq=10**9, replica_size=tp))
-    verified = manager.sync_weights()  # the first, whose checksums are compared
+    verified = manager.sync_weights()  # the first sync compares checksums
     extra = max(train("extra")), max(rollout("extra"))
     segments = train("where")
     rollout("map", segments, each=[(shares,) for shares in plain_shares(plan, tp)])
@@ -423,7 +424,7 @@ def measure(config: ModelConfig, tp: int, transport: str, bucket: int, rounds: i
 
 
 class clock:
-    """Appends the seconds of a block."""
+    """Append the seconds of a block."""
 
     def __init__(self, seconds: list[float]) -> None:
         self.seconds = seconds

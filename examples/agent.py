@@ -1,9 +1,9 @@
-"""An agent of one's own, with nothing but Python's library: it has a problem answered, twice where the first is wrong.
+"""A custom agent with Python's standard library only: it asks the policy again if the first answer is wrong.
 
 python -m megarl.train --config-name quickstart_grpo data.max_response_length=64 \
   actor_rollout_ref.rollout.agent.external_agent=examples/agent.py:check_twice reward_model.name=agent_score
 
-It knows megarl by the address and the token that it is given: any framework with OpenAI's interface does as well.
+The agent only needs the base URL and the token of the chat endpoint, so any framework with an OpenAI client works.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import json
 from typing import Any
 from urllib.request import Request, urlopen
 
-from megarl.rollout.agents import AgentTask
+from megarl.agents import AgentTask
 
 
 def chat(task: AgentTask, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The policy's next message.
+    """Return the policy's next message.
 
     Raises:
-        urllib.error.HTTPError: the conversation's tokens are used up, for one; then it ends here, and counts.
+        urllib.error.HTTPError: for example if no tokens are left; the conversation then ends normally.
     """
     body = json.dumps({"model": task.model, "messages": messages}).encode()
     headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
@@ -28,10 +28,10 @@ def chat(task: AgentTask, messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_twice(task: AgentTask) -> dict[str, float]:
-    """Asks, and where the answer is wrong asks once more; a right one is worth half then.
+    """Lead one conversation: a right answer scores 1, a right second answer 0.5.
 
     Returns:
-        ``score``, and ``first``: whether the first answer was right. The latter is reported as a metric.
+        ``score``, and ``first``: whether the first answer is right, reported as a metric.
     """
     right = str(task.facts["reward_model"]["ground_truth"])
     messages = [dict(message) for message in task.messages]

@@ -1,4 +1,4 @@
-"""Compares the family of examples/model_family.py with transformers; docs/add_a_model.md explains each part.
+"""Compare the family of examples/model_family.py with transformers; docs/add_a_model.md explains each part.
 
 python examples/compare_model_family.py
 """
@@ -13,13 +13,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megarl.megatron import EngineOptions, MegatronEngine, PackedMicroBatch, init_runtime, shutdown_runtime
+from megarl.base.user_code import import_file
+from megarl.megatron import MegatronEngine, MegatronOptions, PackedMicroBatch, init_runtime, shutdown_runtime
 from megarl.models import ParallelLayout, WeightMap, read_model_config
-from megarl.own_module import import_file
 
 
 def tiny_model() -> transformers.PreTrainedModel:
-    """A random model with every part that the family has."""
+    """Build a random model with every part of the family."""
     torch.manual_seed(0)
     return transformers.Dots1ForCausalLM(
         transformers.Dots1Config(
@@ -43,10 +43,10 @@ def tiny_model() -> transformers.PreTrainedModel:
 
 
 def largest_difference(port: int) -> float:
-    """Between the log-probs of megarl's model and of transformers', in float32, after the shapes of all tensors.
+    """Return the largest difference of log-probs between megarl and transformers, in float32; checks all shapes first.
 
     Args:
-        port: any free one.
+        port: a free port.
     """
     import_file(str(Path(__file__).with_name("model_family.py")))
     reference = tiny_model()
@@ -58,7 +58,7 @@ def largest_difference(port: int) -> float:
 
         layout = ParallelLayout()
         runtime = init_runtime(layout, rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu")
-        engine = MegatronEngine(config, layout, runtime, EngineOptions())
+        engine = MegatronEngine(config, layout, runtime, MegatronOptions())
         engine.load_hf(folder)
     prompt, response = torch.tensor([3, 14, 15]), torch.tensor([92, 65, 35, 89])
     (outputs,) = engine.forward([PackedMicroBatch.from_rows([(prompt, response)])])

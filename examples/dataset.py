@@ -1,4 +1,4 @@
-"""A data set of one's own: of two kinds of conversations, half of the rows get one and half the other.
+"""A custom dataset: every other row uses another agent loop.
 
 python -m megarl.train --config-name quickstart_grpo data.max_response_length=24 \
   data.custom_cls.path=examples/dataset.py data.custom_cls.name=HalfAskedTwice \
@@ -13,9 +13,9 @@ from megarl.data import RLHFDataset
 
 
 class HalfAskedTwice(RLHFDataset):
-    """Every other row is led by ``ask_twice``; the others by the run's default loop."""
+    """Selects the loop ``ask_twice`` for every other row, and the default loop for the rest."""
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        """A row as the base reads it, with the name of its loop."""
+        """Return a row with the name of its agent loop."""
         sample = super().__getitem__(item)
         return sample | {"agent_name": "ask_twice" if sample["index"] % 2 else None}

@@ -1,4 +1,4 @@
-"""An advantage estimator of one's own: how much better an answer is than the median of the answers to its prompt.
+"""A custom advantage estimator: score minus the median score of the group.
 
 python -m megarl.train --config-name quickstart_grpo algorithm.adv_estimator=examples/estimator.py:median_baseline
 """
@@ -13,18 +13,18 @@ from megarl.algorithms import AdvantageInputs
 
 
 def median_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """``A_i = s_i - median_j s_j`` over the answers to one prompt, the same at each of an answer's tokens.
+    """Compute ``A_i = s_i - median_j s_j`` within each group, equal for all tokens of a response.
 
-    An outlier moves a median less than a mean. The score of an answer is the sum of its tokens' rewards. An answer
-    without a trained token, as one whose reward failed, counts for nobody.
+    An outlier changes a median less than a mean. The score of a response is the sum of its token rewards. A response
+    without a trained token, for example after a failed reward, is excluded from the median.
 
     Args:
-        inputs: rewards and mask ``[b, R]`` and the prompts' names ``[b]``.
+        inputs: rewards and mask ``[b, R]``, and group ids ``[b]``.
 
     Returns:
-        Advantages and returns, both ``[b, R]``, zero where nothing is trained.
+        Advantages and returns, both ``[b, R]``, zero outside the response mask.
     """
-    assert inputs.group_ids is not None, "training always tells which answers belong to one prompt"
+    assert inputs.group_ids is not None, "training always has group ids"
     scores, counted = inputs.token_level_rewards.sum(-1), inputs.response_mask.any(-1)
     advantages = torch.zeros_like(scores)
     for name in np.unique(inputs.group_ids):

@@ -1,4 +1,4 @@
-"""A model family of one's own, dots.llm1; docs/add_a_model.md explains each part.
+"""A custom model family, dots.llm1; docs/add_a_model.md explains each part.
 
 python -m megarl.sft model.path=/models/dots.llm1.base model.external_lib=examples/model_family.py \
   data.train_files=/data/train.parquet trainer.experiment_name=dots
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.errors import ModelError
+from megarl.base.errors import ModelError
 from megarl.models import declaration as d
+from megarl.models.model_config import Experts, Traits
 from megarl.models.registry import count, refuse_settings, register_family
-from megarl.models.traits import Experts, Traits
 
 
 @register_family("Dots1ForCausalLM")
 class Dots1:
-    """dots.llm1: norms on q and k; a sigmoid router with a correction of the choice, and shared experts."""
+    """dots.llm1: norms on q and k, a sigmoid router with correction bias, and shared experts."""
 
     name = "dots1"
     layer = (
@@ -35,7 +35,7 @@ class Dots1:
     )
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
-        """Dense first layers, then experts."""
+        """Return the architecture's traits: dense first layers, then experts."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False)
         if "sliding_attention" in (raw.get("layer_types") or []):
             raise ModelError("config.json: layer_types has 'sliding_attention', only 'full_attention' is supported")

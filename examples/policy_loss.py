@@ -1,4 +1,4 @@
-"""A policy loss of one's own: Simple Policy Optimization, which pulls the ratio back where PPO stops looking at it.
+"""A custom policy loss: Simple Policy Optimization, with a gradient outside of PPO's clip range.
 
 python -m megarl.train --config-name quickstart_grpo \
   actor_rollout_ref.actor.policy_loss.loss_mode=examples/policy_loss.py:simple_policy_optimization
@@ -10,15 +10,16 @@ from megarl.algorithms import PolicyLossInputs, TokenLoss
 
 
 def simple_policy_optimization(inputs: PolicyLossInputs) -> TokenLoss:
-    """``-(r A - |A| (r - 1)^2 / (2 eps))`` (Xie et al. 2024, arXiv:2401.16025), with ``eps = clip_ratio_high``.
+    """Compute the loss ``-(r A - |A| (r - 1)^2 / (2 eps))`` per token, with ``eps = clip_ratio_high``.
 
-    Its optimum for each token is at ``r = 1 + eps sign(A)``; beyond it the gradient leads back, where PPO's is zero.
+    Source: Xie et al. 2024, arXiv:2401.16025. The optimum of each token is at ``r = 1 + eps sign(A)``. Beyond it the
+    gradient points back, while PPO's is zero.
 
     Args:
-        inputs: log-probs, advantages and mask of tokens, all of one shape.
+        inputs: log-probs, advantages and mask per token, of equal shape.
 
     Returns:
-        The loss of each token; ``beyond`` tells which are past their optimum, and becomes ``actor/beyond``.
+        The loss per token, and ``beyond``: 1 for tokens beyond their optimum, reported as ``actor/beyond``.
     """
     ratio, advantages, eps = inputs.log_ratio.exp(), inputs.advantages, inputs.options.clip_ratio_high
     loss = advantages.abs() * (ratio - 1) ** 2 / (2 * eps) - ratio * advantages

@@ -1,4 +1,4 @@
-"""A reward function of one's own: verl's signature, a number or a mapping with ``score``; extra numbers become metrics.
+"""A custom reward function with verl's signature; it returns a number, or a mapping with ``score`` and extra fields.
 
 python -m megarl.train --config-name quickstart custom_reward_function.path=examples/reward.py
 """
@@ -11,9 +11,10 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
 ) -> dict[str, float | str]:
-    """1 for the exact answer; ``digits`` tells how many of its digits are in their place, which is only reported.
+    """Score 1 for the exact answer.
 
-    ``pred`` is the answer that was read, by which validation counts majorities (maj@k).
+    ``digits`` is the share of right digits, reported as a metric. ``pred`` is the parsed answer, used by validation for
+    majority votes (maj@k).
     """
     answer = solution_str.strip()
     right = sum(a == b for a, b in zip(answer[::-1], ground_truth[::-1], strict=False))

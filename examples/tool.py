@@ -1,4 +1,4 @@
-"""A tool of one's own: a calculator.
+"""A custom tool: a calculator.
 
 python -m megarl.train --config-name quickstart_grpo data.max_response_length=24 \
   actor_rollout_ref.rollout.multi_turn.enable=true \
@@ -12,8 +12,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.rollout.agents import Conversation
-from megarl.rollout.tools import Tool, ToolError, ToolResult
+from megarl.agents import Conversation
+from megarl.agents.tools import Tool, ToolError, ToolResult
 
 OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -24,13 +24,13 @@ OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 class Calculator(Tool):
-    """Sums, differences, products and quotients of numbers."""
+    """Evaluates sums, differences, products and quotients of numbers."""
 
     async def call(self, arguments: Mapping[str, Any], conversation: Conversation) -> ToolResult:
-        """The value; ``calculations`` is summed over a conversation and reported as ``agent/calculations/mean``.
+        """Return the value; ``calculations`` is summed per conversation and reported as ``agent/calculations/mean``.
 
         Raises:
-            ToolError: it is no such expression; the model is told so, and goes on.
+            ToolError: the expression is invalid; the message becomes the tool's result.
         """
         text = arguments["expression"]
         try:
@@ -41,11 +41,11 @@ class Calculator(Tool):
 
 
 def evaluate(node: ast.expr) -> float:
-    """The value of an expression of numbers; nothing else is looked at, so that a model cannot run code.
+    """Evaluate an expression of numbers only, so that a model cannot run code.
 
     Raises:
-        TypeError: there is something else in it.
-        ZeroDivisionError: as it says.
+        TypeError: the expression has another kind of node.
+        ZeroDivisionError: a divisor is zero.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return float(node.value)

@@ -1,4 +1,4 @@
-"""A tracker of one's own: tells a chat's webhook when a validation is the best so far. Needs the URL in `WEBHOOK_URL`.
+"""A custom tracker: posts the best validation metrics so far to a chat webhook, `WEBHOOK_URL`.
 
 python -m megarl.train --config-name quickstart_grpo 'trainer.logger=[console,examples/tracker.py:Webhook]'
 """
@@ -9,22 +9,22 @@ import json
 import os
 import urllib.request
 
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 from megarl.tracking import RunInfo, Tracker
 
 
 class Webhook(Tracker):
-    """Posts ``{"text": ...}``, as Slack, Mattermost and others take it.
+    """Posts ``{"text": ...}``, the format of Slack and Mattermost.
 
-    It talks to the network, so it is ``apart``: it has a process of its own, in which it may raise or hang. What
-    fails is tried again, and the run goes on.
+    It uses the network, so it runs in a subprocess, where it may raise or hang. Failed posts are retried, and the run
+    continues.
     """
 
-    apart = True
+    in_subprocess = True
 
     @classmethod
     def check(cls) -> None:
-        """Before the run starts."""
+        """Check the environment before the run starts."""
         if not os.environ.get("WEBHOOK_URL", "").startswith(("http://", "https://")):
             raise ConfigError("the tracker Webhook posts to the URL in WEBHOOK_URL; set it")
 
@@ -33,9 +33,9 @@ class Webhook(Tracker):
         self.best: dict[str, float] = {}
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Post what is better than ever; the metrics of validation begin with ``val-core/``."""
-        told = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
-        better = {name: value for name, value in told.items() if value > self.best.get(name, float("-inf"))}
+        """Post the validation metrics (``val-core/...``) that are the best so far."""
+        validation = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        better = {name: value for name, value in validation.items() if value > self.best.get(name, float("-inf"))}
         if better:
             numbers = ", ".join(f"{name} {value:.3f}" for name, value in better.items())
             self._post(f"{self.run.name}, step {step}: {numbers}")

@@ -1,6 +1,6 @@
-# Sourced by test.sh: which browser the tests of the report's page use.
-# Reads BROWSER: a program, "install" (Debian's chromium where it is missing, as root), or 0 for none. In CI, "install" is
-# the default.
+# Sourced by test.sh: finds the browser for the tests of the report page.
+# BROWSER is a program, "install" (install Debian's chromium if there is no browser; needs root), or 0 for none. In CI the
+# default is "install".
 
 _browsers="chromium chromium-browser google-chrome google-chrome-stable chrome microsoft-edge"
 
@@ -12,16 +12,16 @@ _first_browser() {
   return 1
 }
 
-# find_browser: prints the program; fails where there is none, with the reason on standard error.
+# find_browser: prints the program, or fails with the reason on standard error.
 find_browser() {
-  local wanted="${BROWSER:-$([ "${CI:-}" = true ] && echo install || true)}"
-  case "$wanted" in
+  local choice="${BROWSER:-$([ "${CI:-}" = true ] && echo install || true)}"
+  case "$choice" in
     0) echo "BROWSER=0" >&2; return 1 ;;
     "" | install) ;;
-    *) command -v "$wanted" || { echo "BROWSER=$wanted: no such program" >&2; return 1; }; return 0 ;;
+    *) command -v "$choice" || { echo "BROWSER=$choice: no such program" >&2; return 1; }; return 0 ;;
   esac
   _first_browser && return 0
-  if [ "$wanted" = install ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  if [ "$choice" = install ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "Installing chromium for the tests of the report's page" >&2
     if apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >&2; then
       _first_browser && return 0
@@ -29,6 +29,6 @@ find_browser() {
     echo "chromium could not be installed" >&2
     return 1
   fi
-  echo "none of $_browsers is on PATH, and BROWSER names none (BROWSER=install installs Debian's)" >&2
+  echo "none of $_browsers is on PATH, and BROWSER is not set (BROWSER=install installs Debian's)" >&2
   return 1
 }

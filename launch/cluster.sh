@@ -1,30 +1,30 @@
-# Sourced by the scripts for clusters: each names a configuration, and the settings that it needs beyond these.
+# Sourced by the cluster scripts. Each script selects a configuration. These variables set its inputs and its cluster:
 #
 #   MODEL     Hugging Face folder of the policy, at the same path on every node
 #   DATA      training data (docs/data.md)
-#   VAL_DATA  held-out data; without it there is no validation.  TEST_FREQ  steps between validations, 20 unless set
-#   REWARD    name of a reward function (docs/rewards.md); by the data's data_source unless set
-#   HOSTS     hosts to reach by ssh: host1,host2,... or a file; the first is the head. Inside of a SLURM allocation, and
-#             on one machine, leave it out
+#   VAL_DATA  held-out data; without it, no validation.  TEST_FREQ  steps between validations, 20 unless set
+#   REWARD    name of a reward function (docs/rewards.md); selected by data_source unless set
+#   HOSTS     hosts to reach by ssh: host1,host2,... or a file; the first is the head. Unset inside a SLURM
+#             allocation and on one machine
 #   SUBMIT    sbatch: print a batch script, or submit it with LAUNCH="--submit --sbatch=--time=2-0";
 #             kubernetes: print a manifest (LAUNCH="--image=... --volume=claim=/path")
-#   RESTARTS  attempts after one that failed, 3 unless set; each goes on from the newest checkpoint
+#   RESTARTS  restarts after failures, 3 unless set; each resumes from the newest checkpoint
 #   OUTPUT    folder for the checkpoints, on a file system that all nodes share; outputs/<name>/checkpoints unless set
-#   LAUNCH    more options of `megarl launch`, see docs/launch.md
+#   LAUNCH    further options of `megarl launch`, see docs/launch.md
 #   PYTHON    interpreter with megarl, here and on the nodes; python unless set
 #
-# Arguments are KEY=VALUE, which win; --cfg job prints the configuration and starts nothing.
+# Arguments are overrides KEY=VALUE; --cfg job prints the configuration and starts nothing.
 MEGARL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# need NAME WHAT: ends the script where a setting is missing.
+# need NAME MEANING: ends the script if a variable is not set.
 need() {
   if [ -z "${!1:-}" ]; then
-    echo "$(basename "$0"): $1 is not set; it is $2. Example: $1=... bash $0; the settings are in its first lines" >&2
+    echo "$(basename "$0"): $1 is not set; it is $2. Example: $1=... bash $0; the variables are listed in its first lines" >&2
     exit 2
   fi
 }
 
-# run_on_cluster CONFIG OVERRIDE...: by the launcher, from the repository's root.
+# run_on_cluster CONFIG OVERRIDE...: runs the launcher from the repository's root.
 run_on_cluster() {
   need MODEL "the Hugging Face folder of the policy"
   need DATA "the training data"
@@ -32,11 +32,11 @@ run_on_cluster() {
   job+=(actor_rollout_ref.model.path="$MODEL" data.train_files="$DATA" ${OUTPUT:+"trainer.default_local_dir=$OUTPUT"})
   job+=(${VAL_DATA:+data.val_files="$VAL_DATA" trainer.test_freq="${TEST_FREQ:-20}"} ${REWARD:+reward_model.name="$REWARD"})
   job+=("${@:2}")
-  command -v "$python" >/dev/null || { echo "$(basename "$0"): there is no $python; set PYTHON to one with megarl" >&2; exit 2; }
+  command -v "$python" >/dev/null || { echo "$(basename "$0"): $python is not found; set PYTHON to an interpreter with megarl" >&2; exit 2; }
   cd "$MEGARL_ROOT"
   case " $* " in *" --cfg "* | *" -c "*) exec "$python" -m megarl.cli "${job[@]}" ;; esac
   if [ -n "${HOSTS:-}" ]; then place=(--hosts "$HOSTS"); fi
   if [ -n "${SUBMIT:-}" ]; then place=(--on "$SUBMIT"); fi
   read -r -a more <<<"${LAUNCH:-}" || true
-  exec "$python" -m megarl.launch ${place[@]+"${place[@]}"} --max-restarts "${RESTARTS:-3}" ${more[@]+"${more[@]}"} "${job[@]}"
+  exec "$python" -m megarl.ops.launch ${place[@]+"${place[@]}"} --max-restarts "${RESTARTS:-3}" ${more[@]+"${more[@]}"} "${job[@]}"
 }

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# From nothing to a policy that PPO taught arithmetic, on two CPU cores:
-# environment, a random model and its task, supervised warm-up, PPO, and the trained policy answering through plain transformers.
+# Trains a random model on arithmetic with PPO, on two CPU cores: environment, model and data, supervised warm-up, PPO, and
+# answers of the trained policy with transformers.
 #
 #   bash launch/quickstart.sh                                   PPO (GAE, critic, KL to the reference)
 #   bash launch/quickstart.sh --config-name quickstart_grpo     GRPO
 #   SEED=2 bash launch/quickstart.sh trainer.total_training_steps=20
-#   ROLLOUT=sglang bash launch/quickstart.sh                    the same, answers by the real SGLang (2.6 GB more)
+#   ROLLOUT=sglang bash launch/quickstart.sh                    PPO with SGLang as the rollout engine (2.6 GB more)
 #
-# Arguments go to `python -m megarl.train`.
+# Arguments are passed to `python -m megarl.train`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# GRPO on a mixture of experts of 671B parameters (DeepSeek-V3, R1): 32 nodes of 8 GPUs with 80 GB train, SGLang servers on
-# nodes of their own answer.
+# GRPO on a mixture of experts of 671B parameters (DeepSeek-V3, R1): 32 nodes of 8 GPUs with 80 GB for training, and SGLang
+# servers on further nodes.
 #
 #   MODEL=/shared/DeepSeek-V3-bf16 DATA=/shared/train.parquet SERVERS=http://s1:30000,http://s2:30000 HOSTS=hosts.txt bash launch/run_671b_grpo.sh
 #   ... bash launch/run_671b_grpo.sh trainer.total_epochs=1 --cfg job
 #
-# SERVERS  addresses of SGLang servers over 32 GPUs each (--tp-size 32), started as docs/rollout.md says
-# All other settings are described in launch/cluster.sh.
+# SERVERS  addresses of SGLang servers over 32 GPUs each (--tp-size 32), started as in docs/rollout.md
+# launch/cluster.sh describes all other variables.
 #
-# Why each value is what it is stands in configs/run_671b_grpo.yaml.
+# configs/run_671b_grpo.yaml gives a reason for each value.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
 need SERVERS "the addresses of the SGLang servers, http://host:port,..."

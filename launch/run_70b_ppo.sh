@@ -4,9 +4,9 @@
 #   MODEL=/shared/Llama-3.3-70B-Instruct DATA=/shared/data/train.parquet HOSTS=hosts.txt bash launch/run_70b_ppo.sh
 #   ... bash launch/run_70b_ppo.sh trainer.total_epochs=1 --cfg job
 #
-# CRITIC  Hugging Face folder that the critic begins with; MODEL unless set
-# All other settings are described in launch/cluster.sh.
-# Why each value is what it is stands in configs/run_70b_ppo.yaml.
+# CRITIC  Hugging Face folder of the critic's initial weights; MODEL unless set
+# launch/cluster.sh describes all other variables.
+# configs/run_70b_ppo.yaml gives a reason for each value.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
 run_on_cluster run_70b_ppo ${CRITIC:+critic.model.path="$CRITIC"} "$@"

@@ -4,8 +4,8 @@
 #   MODEL=/shared/Qwen3-8B DATA=/shared/data/train.parquet HOSTS=hosts.txt bash launch/run_8b_grpo.sh
 #   ... bash launch/run_8b_grpo.sh trainer.total_epochs=1 --cfg job
 #
-# All settings are described in launch/cluster.sh.
-# Why each value is what it is stands in configs/run_8b_grpo.yaml.
+# launch/cluster.sh describes all variables.
+# configs/run_8b_grpo.yaml gives a reason for each value.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
 run_on_cluster run_8b_grpo "$@"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From nothing to a policy that GRPO taught to search, on two CPU cores: a corpus of random facts, a random model, a warm-up
-# that shows it the format, the retrieval server, training, and whole conversations of the trained policy.
+# Trains a random model as a search agent with GRPO, on two CPU cores: a corpus of random facts, a supervised warm-up on the
+# format, the retrieval server, training, and sample conversations of the trained policy.
 #
 #   bash launch/search_agent.sh                                      GRPO
 #   SEED=2 bash launch/search_agent.sh trainer.total_training_steps=50
-#   RETRIEVER_PORT=8100 bash launch/search_agent.sh                  where port 8000 is taken
+#   RETRIEVER_PORT=8100 bash launch/search_agent.sh                  if port 8000 is in use
 #
-# Arguments go to `python -m megarl.train`.
+# Arguments are passed to `python -m megarl.train`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
@@ -16,18 +16,18 @@ seed="${SEED:-1}"
 port="${RETRIEVER_PORT:-8000}"
 task=outputs/search_agent/task
 
-echo "== 1/5  A corpus, questions that it alone answers, and a random model (seed $seed)"
+echo "== 1/5  A corpus, questions about it, and a random model (seed $seed)"
 python tools/make_search_task.py --out "$task" --seed "$seed"
 
-echo "== 2/5  Supervised warm-up: the format, and mostly guesses"
+echo "== 2/5  Supervised warm-up: the format, not the facts"
 python -m megarl.sft --config-name search_agent_sft trainer.seed="$seed"
 
 echo "== 3/5  The retrieval server"
-megarl retrieval-server --corpus "$task/corpus.jsonl" --port "$port" &
+python tools/retrieval_server.py --corpus "$task/corpus.jsonl" --port "$port" &
 server=$!
 trap 'kill "$server" 2>/dev/null || true' EXIT
 for _ in $(seq 100); do
-  kill -0 "$server" || { echo "the retrieval server did not start; is port $port taken? (RETRIEVER_PORT=...)" >&2; exit 1; }
+  kill -0 "$server" || { echo "the retrieval server did not start; is port $port in use? (RETRIEVER_PORT=...)" >&2; exit 1; }
   python - "$port" 2>/dev/null <<'CHECK' && break
 import sys, urllib.request
 urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=2)
@@ -39,14 +39,14 @@ echo "== 4/5  Reinforcement learning"
 python -m megarl.train --config-name search_agent trainer.seed="$seed" \
   retriever.url="http://127.0.0.1:$port/retrieve" "$@"
 
-echo "== 5/5  Conversations about people the policy was never asked about, at the last validation"
+echo "== 5/5  Conversations about held-out people, at the last validation"
 python - outputs/search_agent/validation <<'SHOW'
 import json, pathlib, sys
 files = sorted(pathlib.Path(sys.argv[1]).glob("*.jsonl"), key=lambda file: int(file.stem))
 for file in (files[0], files[-1]):
     rows = [json.loads(line) for line in file.read_text().split("\n") if line]
-    right = sum(row["score"] == 1 for row in rows)
-    print(f"\nstep {file.stem}: {right} of {len(rows)} answers are right")
+    correct = sum(row["score"] == 1 for row in rows)
+    print(f"\nstep {file.stem}: {correct} of {len(rows)} answers are correct")
     for row in rows[:3]:
-        print(f"  {row['input']}\n    {' '.join(row['output'].split())}\n    right: {row['gts']['target']}")
+        print(f"  {row['input']}\n    {' '.join(row['output'].split())}\n    expected: {row['gts']['target']}")
 SHOW

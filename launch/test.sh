@@ -1,35 +1,43 @@
 #!/usr/bin/env bash
-# Sets up the environment and runs lint, types, import contracts and all tests, and those of the report's page in a browser
-# where there is one; then sets up SGLang's environment and runs the tests of it that are marked `sglang` (docs/rollout.md).
+# Sets up the environment, then runs lint, types, import contracts and all tests, with the browser tests of the report's page
+# if a browser is found; then the tests marked `sglang` in SGLang's environment (docs/rollout.md).
 #
-#   bash launch/test.sh                     everything
+#   bash launch/test.sh                     everything, as in CI
+#   bash launch/test.sh --fast              lint, types, contracts, and the tests without worker processes
 #   SGLANG=0 bash launch/test.sh            without SGLang
-#   SGLANG=only bash launch/test.sh         SGLang's alone
-#   BROWSER=/opt/chrome bash launch/test.sh the tests of the report's page in that browser; BROWSER=0: in none; by default in
-#                                           the first of Chromium's family that is on PATH; see launch/browser.sh
-#   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang and the browser are left out then
+#   SGLANG=only bash launch/test.sh         only SGLang's tests
+#   BROWSER=/opt/chrome bash launch/test.sh the browser tests in that browser; BROWSER=0: none; default: the first browser
+#                                           of Chromium's family on PATH; see launch/browser.sh
+#   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang and the browser are skipped then
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-sglang="${SGLANG:-$([ $# -eq 0 ] && echo 1 || echo 0)}"
+select=()
+if [ "${1:-}" = --fast ]; then
+  shift
+  select=(-m "not slow and not browser")
+fi
+sglang="${SGLANG:-$([ $# -eq 0 ] && [ ${#select[@]} -eq 0 ] && echo 1 || echo 0)}"
 case "$sglang" in 0 | 1 | only) ;; *) echo "SGLANG=$sglang, expected 0, 1 or only" >&2; exit 2 ;; esac
 ensure_environment
 cd "$MEGARL_ROOT"
 
 if [ "$sglang" != only ]; then
+  mypy &  # takes as long as the other checks together
+  types=$!
   ruff check .
   ruff format --check .
-  mypy
   lint-imports
-  # Two lanes: while one waits for processes to start, the other computes. A file's tests stay together, for
-  # they share what is slow to start, and files keep their order, in which the longest are not the last.
-  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
-  if [ $# -eq 0 ]; then
+  wait "$types"
+  # Two workers: while one waits for processes to start, the other computes. Tests of a file share slow fixtures, so they
+  # stay together. Files keep their order: the longest come first (tests/conftest.py).
+  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@"
+  if [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then
     source "$MEGARL_ROOT/launch/browser.sh"
     if browser="$(find_browser)"; then
       echo "== The report's page in a browser: $browser ($("$browser" --version 2>/dev/null))"
-      BROWSER="$browser" python -m pytest -m browser tests/tracking
+      BROWSER="$browser" python -m pytest -m browser tests/ops/report
     else
-      echo "== NOT RUN: the tests of the report's page in a browser (pytest -m browser), for want of one; see above" >&2
+      echo "== NOT RUN: the tests of the report's page in a browser (pytest -m browser): no browser found; see above" >&2
     fi
   fi
 fi

@@ -1,4 +1,4 @@
-"""The command ``megarl``: jobs, which run by a configuration (``train``, ``sft``, ...), and commands beside them."""
+"""The ``megarl`` command: jobs, which run from a configuration (``train``, ``sft``, ...), and tools around them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import megarl
+from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError
+from megarl.base.logs import LOGS_FOLDER, driver_log
+from megarl.base.provenance import run_facts
+from megarl.base.table import table_lines
+from megarl.cluster.fork_server import fork_server
 from megarl.config import (
     EvaluateConfig,
     GenerateConfig,
@@ -25,20 +30,16 @@ from megarl.config import (
     TrainConfig,
 )
 from megarl.config.build import build, verl_notes
-from megarl.config.compose import Request, compose, compose_sweep, run_with_hydra, to_yaml
-from megarl.config.differences import differences
-from megarl.config.jobs import JobConfig
+from megarl.config.compose import ConfigRequest, changed_keys, compose, compose_sweep, run_with_hydra, to_yaml
 from megarl.config.problems import nearest_keys
+from megarl.config.schema.jobs import JobConfig
 from megarl.config.sweeps import SweepFolder
-from megarl.errors import ConfigError, DataError, MegarlError, ModelError
-from megarl.logs import LOGS_FOLDER, driver_log
 from megarl.models import read_model_config
-from megarl.provenance import run_facts
-from megarl.workers.layouts import check_role
+from megarl.workers.settings import check_role
 
 
 class Job(NamedTuple):
-    """One kind of run. The module that runs it is imported only when a run starts, for it imports torch."""
+    """A kind of run. Its module is imported when the run starts, since it imports torch."""
 
     schema: type[JobConfig]
     config_name: str
@@ -47,20 +48,23 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "train": Job(TrainConfig, "ppo", "megarl.trainer.main", "reinforcement learning (PPO, GRPO)"),
-    "sft": Job(SFTConfig, "sft", "megarl.trainer.sft", "supervised fine-tuning"),
+    "train": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "reinforcement learning (PPO, GRPO)"),
+    "sft": Job(SFTConfig, "sft", "megarl.trainer.jobs.sft", "supervised fine-tuning"),
     "reward-model": Job(
-        RewardTrainingConfig, "reward_model", "megarl.trainer.reward_training", "training of a reward model on pairs"
+        RewardTrainingConfig,
+        "reward_model",
+        "megarl.trainer.jobs.train_reward_model",
+        "training of a reward model on pairs",
     ),
     "evaluate": Job(
-        EvaluateConfig, "evaluate", "megarl.trainer.evaluation", "mean@N, best@N, maj@N on held-out prompts"
+        EvaluateConfig, "evaluate", "megarl.trainer.jobs.evaluate", "mean@N, best@N, maj@N on held-out prompts"
     ),
-    "generate": Job(GenerateConfig, "generate", "megarl.trainer.generation", "answers to prompts, without scores"),
+    "generate": Job(GenerateConfig, "generate", "megarl.trainer.jobs.generate", "answers to prompts, without scores"),
 }
 
 
 class Command(NamedTuple):
-    """Anything but a run. Its module is imported only when it is asked for."""
+    """A command that is not a run. Its module is imported when the command is used."""
 
     module: str  # has main(argv), which returns the exit code
     doc: str
@@ -68,23 +72,32 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "convert": Command("megarl.convert.command", "checkpoints to and from Hugging Face; inspect, verify"),
-    "doctor": Command("megarl.cluster.checkup_command", "whether machines have what a run needs"),
-    "report": Command("megarl.tracking.report.command", "the HTML report of a run, or a comparison of several"),
-    "timeline": Command("megarl.tracing.command", "what a run's timeline says: busy shares, phases, gaps"),
-    "launch": Command("megarl.launch.command", "a job on a cluster: by SLURM, ssh, on Kubernetes, or on this machine"),
-    "plan": Command("megarl.plan.command", "memory, times and limits of a configuration before it runs; best layouts"),
-    "retrieval-server": Command("megarl.retrieval.command", "BM25 over a JSONL corpus, for agents that search"),
+    "doctor": Command("megarl.ops.doctor.command", "checks of machines before a run; causes of log-prob differences"),
+    "report": Command("megarl.ops.report.command", "the HTML report of a run, or a comparison of several"),
+    "timeline": Command("megarl.ops.timeline.command", "what a run's timeline says: busy shares, phases, gaps"),
+    "launch": Command(
+        "megarl.ops.launch.command", "a job on a cluster: by SLURM, ssh, on Kubernetes, or on this machine"
+    ),
+    "plan": Command(
+        "megarl.ops.plan.command", "memory, times and limits of a configuration before it runs; best layouts"
+    ),
 }
+
+# Tools around a run are above the core, which finds them by name.
+DRY_RUN = "megarl.ops.dry_run"  # has run(config)
+REPORT = "megarl.ops.report"  # has report_run(folder) and compare_runs(folders)
+
+SUMMARY_FILE = "summary.json"
 
 VERL_ENGINE, VERL_DEFAULTS = "model_engine=", "ppo_megatron_trainer"
 
 EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 WRONG_INPUT = (ConfigError, ModelError, DataError)
-"""Errors at which the same command fails every time."""
+"""Errors that a repetition of the same command meets again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the ``megarl`` command; returns its exit code."""
+    """Run the ``megarl`` command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
     if name in JOBS:
@@ -105,13 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unknown(name: str) -> str:
     nearest = " or ".join(nearest_keys(name, [*JOBS, *COMMANDS]))
     guess = f" Did you mean {nearest}?" if nearest else ""
-    return f"megarl {name}: there is no such command.{guess} megarl --help lists them."
+    return f"megarl {name}: unknown command.{guess} megarl --help lists all commands."
 
 
 def _usage() -> str:
     docs = {name: row.doc for table in (JOBS, COMMANDS) for name, row in table.items()}
-    width = max(map(len, docs)) + 2
-    lines = {name: f"  {name:<{width}}{doc}" for name, doc in docs.items()}
+    lines = dict(zip(docs, table_lines(docs.items(), indent="  "), strict=True))
     return "\n".join(
         [
             "usage: megarl JOB [options] [KEY=VALUE ...]",
@@ -123,21 +135,21 @@ def _usage() -> str:
             "commands:",
             *(lines[name] for name in COMMANDS),
             "",
-            "megarl NAME --help tells more of each.",
+            "megarl NAME --help explains each.",
         ]
     )
 
 
 def run_job(name: str, argv: Sequence[str] | None = None) -> int:
-    """Reads the command line of a job and runs it, or prints its configuration.
+    """Read the command line of a job, and run it or print its configuration.
 
     Args:
         name: a key of ``JOBS``.
         argv: the arguments after the job's name; None = those of the process.
 
     Returns:
-        The exit code: 0, 1 for a run that failed, 2 for what is wrong with configuration, model folder or data, 130
-        after Ctrl-C; of a sweep with a run that failed, for whatever reason, 1.
+        The exit code: 0; 1 if the run, or a run of a sweep, failed; 2 if configuration, model folder or data are wrong;
+        130 after Ctrl-C.
     """
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
@@ -160,29 +172,29 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
 
 
 def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
-    """The configuration of a single run, complete and checked as before a run, which is not started.
+    """Compose and check the configuration of a single run without starting it.
 
     Args:
         name: a key of ``JOBS``.
         argv: the arguments after the job's name.
 
     Raises:
-        ConfigError, ModelError: something is wrong with it, or it asks for several runs.
+        ConfigError, ModelError: the configuration is invalid, or describes several runs.
     """
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
     if options.multirun or options.cfg:
-        raise ConfigError("--multirun and --cfg are for a job that is run without the launcher; leave them out")
-    config = compose(_request(job, options))
+        raise ConfigError("--multirun and --cfg do not work with the launcher; remove them")
+    config: JobConfig = compose(_request(job, options))
     check_models(config)
     return config
 
 
-def _request(job: Job, options: argparse.Namespace) -> Request[Any]:
-    """What is asked for, in Hydra's words or in those of verl's run scripts.
+def _request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
+    """Translate command-line options to a configuration request, in Hydra's syntax or that of verl's run scripts.
 
-    Those begin from verl's defaults: by their name, or by the choice of the engine that trains. The folder that they
-    name is one of verl's own package; where there is none such here, it is passed over.
+    verl's scripts start from verl's defaults, selected by their name or by ``model_engine``. Their config folder is
+    inside verl's package; it is ignored if it does not exist.
     """
     overrides, folder = tuple(options.overrides), options.config_dir
     if options.quiet:
@@ -191,30 +203,30 @@ def _request(job: Job, options: argparse.Namespace) -> Request[Any]:
     config_name = options.config_name or (VERL_DEFAULTS if names_engine else job.config_name)
     if folder is None and options.config_path is not None and Path(options.config_path).is_dir():
         folder = options.config_path
-    return Request(job.schema, config_name.removesuffix(".yaml"), overrides, folder, options.multirun)
+    return ConfigRequest(job.schema, config_name.removesuffix(".yaml"), overrides, folder, options.multirun)
 
 
 def check_models(config: JobConfig) -> None:
-    """Checks every role's layout against the model it will hold, where the model's folder is already there.
+    """Check the layout of every role against its model, if the model folder exists already.
 
     Raises:
-        ConfigError: a parallel size does not divide what it splits.
+        ConfigError: a parallel size does not divide a dimension of the model.
         ModelError: the folder's ``config.json`` is missing, malformed, or of an unknown architecture.
     """
     for path, megatron, field in _models_of(config):
         if not Path(path).is_dir():
-            continue  # made before the run starts, or missed by the run when it loads the model
+            continue  # created before the run starts, or reported when the run loads the model
         check_role(read_model_config(path), megatron, field)
 
 
 def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:
-    """Model folder, layout and the layout's key of every role that a job has."""
+    """Model folder, layout and config key of the layout, for every role of a job."""
     if isinstance(config, SupervisedConfig):
         return [(config.model.path, config.megatron, "megatron")]
     if isinstance(config, GenerateConfig):
         return []
     if isinstance(config, EvaluateConfig):
-        return _reward_model_of(config)  # the model may be a checkpoint, which is opened when the run starts
+        return _reward_model_of(config)  # the policy may be a checkpoint, which is opened when the run starts
     policy = config.actor_rollout_ref
     rollout = MegatronConfig(tensor_model_parallel_size=policy.rollout.tensor_model_parallel_size)
     roles = [
@@ -233,23 +245,28 @@ def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, Me
     return [(str(keys.model.path), keys.megatron, "reward_model.megatron")] if keys.enable else []
 
 
-def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
+def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) -> int:
     codes: list[int] = []
 
     def task(values: DictConfig) -> float | None:
-        """One run, in this process or another; Hydra's launchers send it there."""
+        """Run one job; Hydra's launchers may call it in another process."""
         hydra = HydraConfig.get()
         folder, sweeps = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
         metric, problem = None, None
         try:
-            # the runs of a sweep share a name, so files without an explicit place go to each run's own folder
+            # runs of a sweep share a name, so files without an explicit path go to the folder of each run
             config = build(job.schema, values, str(folder) if sweeps else None)
             metric = config.trainer.sweep_metric
             print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
             (folder / "config.yaml").write_text(to_yaml(config))
             _record_start(folder, name, request.config_name, config, values, hydra.overrides.task)
             with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
-                importlib.import_module(job.module).run(config, folder)
+                if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
+                    importlib.import_module(DRY_RUN).run(config)
+                else:
+                    with fork_server(_has_local_cpu_workers(config)):
+                        importlib.import_module(job.module).run(config, folder)
+                    _write_report(folder)
         except MegarlError as error:
             problem = str(error)
             codes.append(EXIT_BAD_CONFIG if isinstance(error, WRONG_INPUT) and not sweeps else EXIT_RUN_FAILED)
@@ -259,7 +276,7 @@ def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
         from megarl.tracking.sweep import result_of
 
         result = result_of(folder, hydra.overrides.task, metric, problem)
-        return result.value  # None is a failed trial to Optuna, which goes on; NaN would end its study
+        return result.value  # Optuna counts None as a failed trial and continues; NaN would end its study
 
     SweepFolder.noted = None
     try:
@@ -271,37 +288,53 @@ def _run(name: str, job: Job, request: Request[Any], *, minimize: bool) -> int:
 
 
 def _is_loss(config: JobConfig) -> bool:
-    """Whether what a sweep judges runs by is a loss, the smallest of which is the best."""
+    """Whether the metric that a sweep compares is a loss, so that smaller is better."""
     metric = config.trainer.sweep_metric
     return isinstance(config, SupervisedConfig) if metric is None else "loss" in metric
 
 
 def _close_sweep(folder: Path, minimize: bool) -> list[str]:
-    """Compares a sweep's runs: a table on the terminal and in its folder, and one report of all; returns the errors."""
-    from megarl.tracking.report import NoRunError, compare_runs
+    """Compare the runs of a sweep in a table and a report; returns the errors of failed runs."""
     from megarl.tracking.sweep import read_results, save_sweep, sweep_table
 
     results = read_results(folder)
     save_sweep(folder, results, minimize)
     print(sweep_table(results, minimize))
+    report = importlib.import_module(REPORT)
     try:
-        print(f"sweep: {compare_runs([folder])}")
-    except NoRunError:
-        print(f"sweep: {folder} (no run got as far as a first step)")
+        print(f"sweep: {report.compare_runs([folder])}")
+    except report.NoRunError:
+        print(f"sweep: {folder} (no run finished its first step)")
     return [result.error for result in results if result.error is not None]
+
+
+def _has_local_cpu_workers(config: JobConfig) -> bool:
+    """Whether the workers are CPU processes on this machine, which a fork server can start."""
+    trainer = config.trainer
+    return trainer.device != "cuda" and trainer.nnodes == 1 and not Path("/dev/nvidiactl").exists()
+
+
+def _write_report(folder: Path) -> None:
+    """Write the HTML report from the files of a finished run, if the job left a summary."""
+    if not (folder / SUMMARY_FILE).exists():
+        return
+    try:
+        importlib.import_module(REPORT).report_run(folder)
+    except (OSError, ValueError) as error:  # the run is saved: a full disk must not fail it now
+        print(f"the report could not be written: {error}; retry with: megarl report {folder}", file=sys.stderr)
 
 
 def _record_start(
     folder: Path, name: str, config_name: str, config: JobConfig, values: DictConfig, overrides: Sequence[str]
 ) -> None:
-    """Writes ``run.json``: what the run's report tells of command, configuration, software and machine."""
-    told = differences(config, values, overrides)
+    """Write ``run.json``: command, configuration changes, software and machine, for the report."""
+    changes = changed_keys(config, values, overrides)
     facts = {
         "job": name,
         "config_name": config_name,
         "overrides": list(overrides),
         **run_facts(),
-        "differences": [difference._asdict() for difference in told],
+        "differences": [difference._asdict() for difference in changes],
     }
     (folder / "run.json").write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
 
@@ -311,10 +344,10 @@ def _parser(name: str, job: Job) -> argparse.ArgumentParser:
         prog=f"megarl {name}",
         description=f"{job.doc}. Every key is described in docs/config.md.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
-    parser.add_argument("--config-name", "-cn", help=f"YAML file; {job.config_name} where none is named")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
+    parser.add_argument("--config-name", "-cn", help=f"YAML file; default: {job.config_name}")
     parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
-    parser.add_argument("--config-path", "-cp", help="the same, as scripts for verl have it")
+    parser.add_argument("--config-path", "-cp", help="same as --config-dir, for verl's scripts")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the resolved configuration instead of running")
     parser.add_argument(
         "--quiet", "-q", action="store_true", help="print only warnings, errors and the closing summary"

@@ -1,21 +1,53 @@
-"""Processes that several rooms' tests share."""
+"""Process pool for the tests of several rooms, and the selection of ``launch/test.sh --fast``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from distributed import ProcessPool
 from hypothesis import settings
 
-# A busy machine is no failure: hypothesis would fail a test whose example takes more than 0.2 s.
+# By default hypothesis fails an example of more than 0.2 s; a busy machine needs more.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+TESTS = Path(__file__).parent
+SLOW_FIXTURES = {"pool", "start", "task", "arithmetic", "engine_for", "new_engine"}
+SLOW = (
+    "e2e",
+    "examples",
+    "cluster",
+    "workers",
+    "megatron",
+    "convert/test_convert_roles.py",
+    "docs/test_docs_site.py",
+    "docs/test_docs_tools.py",
+    "ops/doctor",
+    "ops/launch",
+    "ops/plan/test_plan_engine_memory.py",
+    "rewards/test_rewards_pool.py",
+    "tracking/test_tracking_backends.py",
+    "tracking/test_tracking_subprocess_tracker.py",
+    "test_distributed_pool.py",
+)
+"""Folders and files below tests/ that start processes or take seconds per test."""
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark tests that start processes as ``slow``."""
+    for item in items:
+        path = item.path.relative_to(TESTS).as_posix()
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & SLOW_FIXTURES or any(path == entry or path.startswith(f"{entry}/") for entry in SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
-    """Up to eight processes, started as tests ask for more of them, and warm for all that follow."""
+    """Up to eight processes, started on demand and kept for later tests."""
     processes = ProcessPool(8)
     yield processes
     processes.close()

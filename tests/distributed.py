@@ -1,7 +1,7 @@
-"""Runs functions in several processes that stay warm between calls.
+"""Runs functions in several processes that are kept between calls.
 
-Starting a process imports torch and Megatron, which takes seconds; a pool pays that once. A function is pickled by
-its name, so it must be defined at the top level of an importable module (a test file is one).
+Importing torch and Megatron takes seconds; one fork server imports them once for all processes of a session. Functions
+are pickled by name, so they must be at the top level of an importable module, such as a test file.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from megarl.ports import free_port
+from megarl.base.ports import free_port
+
+PRELOADED = ["megarl.workers.actor", "megarl.workers.critic", "megarl.sharding.manager"]
 
 
 class Place(NamedTuple):
-    """What a process needs in order to meet its peers."""
+    """Rank of a process, and the rendezvous port."""
 
     rank: int
     world_size: int
@@ -26,14 +28,14 @@ class Place(NamedTuple):
 
 
 class RemoteError(AssertionError):
-    """A function raised in a process; the message is the traceback of there."""
+    """A function raised in a process; the message is its traceback."""
 
 
 class ProcessPool:
     """Up to ``size`` processes, started on first use.
 
-    After an error or a timeout all processes are killed (the others may wait for the failed one for ever), and the
-    next call starts new ones.
+    After an error or a timeout all processes are killed, since some may wait for the failed one forever. The next call
+    starts new processes.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,8 +43,8 @@ class ProcessPool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Calls ``function(place, *args)`` in ``world_size`` processes at once; returns the results by rank."""
-        assert 1 <= world_size <= self.size, f"{world_size} processes wanted, the pool has {self.size}"
+        """Call ``function(place, *args)`` in ``world_size`` processes at once; return the results by rank."""
+        assert 1 <= world_size <= self.size, f"{world_size} processes requested, the pool has {self.size}"
         self._grow(world_size)
         port = free_port()
         connections = [connection for _, connection in self._workers[:world_size]]
@@ -55,7 +57,7 @@ class ProcessPool:
             raise
 
     def close(self) -> None:
-        """Kills all processes."""
+        """Kill all processes."""
         for process, connection in self._workers:
             connection.close()
             process.kill()
@@ -64,13 +66,14 @@ class ProcessPool:
         self._workers = []
 
     def _grow(self, count: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         while len(self._workers) < count:
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, len(self._workers)), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end,), daemon=True)
             process.start()
-            there.close()
-            self._workers.append((process, here))
+            child_end.close()
+            self._workers.append((process, parent_end))
 
     @staticmethod
     def _collect(connections: list[Connection], timeout: float) -> list[Any]:
@@ -84,16 +87,16 @@ class ProcessPool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    fine, value = connection.recv()
+                    succeeded, value = connection.recv()
                 except EOFError:
                     raise RemoteError(f"rank {rank} died") from None
-                if not fine:
+                if not succeeded:
                     raise RemoteError(f"rank {rank}:\n{value}")
                 results[rank] = value
         return results
 
 
-def _serve(connection: Connection, index: int) -> None:
+def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 

@@ -1,4 +1,4 @@
-"""The names in docs/metrics.md, as patterns."""
+"""Metric names of docs/metrics.md as patterns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 
 def patterns() -> list[re.Pattern[str]]:
-    """One per name of the first columns; ``<x>`` is anything, ``{a,b}`` either."""
+    """One pattern per name in the first column of a table; ``<x>`` matches anything, ``{a,b}`` either."""
     rows = re.findall(r"^\| (`[^|]*`) \|", PAGE.read_text(encoding="utf-8"), re.M)
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     return [re.compile(_expression(name)) for name in names]
@@ -27,6 +27,6 @@ def _expression(name: str) -> str:
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those of these metrics that the page does not have."""
-    known = patterns()
-    return sorted(name for name in set(names) - {"step"} if not any(pattern.fullmatch(name) for pattern in known))
+    """Metric names missing in the page, sorted."""
+    documented = patterns()
+    return sorted(name for name in set(names) - {"step"} if not any(pattern.fullmatch(name) for pattern in documented))

@@ -1,4 +1,4 @@
-"""Configurations written as in a job's command line."""
+"""Nested configurations from dotted keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def set_keys(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested sections with some keys set, each by its dotted path; sections that are missing are made."""
+    """Copy nested sections and set values by dotted path; missing sections are created."""
     merged = copy.deepcopy(dict(base))
     for path, value in values.items():
         node = merged

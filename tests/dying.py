@@ -1,4 +1,4 @@
-"""Processes that die by SIGKILL at a chosen change to the disk."""
+"""Processes that are killed before a chosen change to the file system."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "ctypes.dlopen")
 
 
 def run_and_die(changes: int, act: Callable[[], object]) -> bool:
-    """Runs ``act`` in a forked process, where the n-th change to the file system is preceded by SIGKILL.
+    """Run ``act`` in a forked process that is killed (SIGKILL) after ``changes`` changes to the file system.
 
     Returns:
-        Whether it died; otherwise it ended well.
+        Whether it was killed; False if it succeeded.
     """
     child = os.fork()
     if child == 0:
@@ -33,13 +34,14 @@ def run_and_die(changes: int, act: Callable[[], object]) -> bool:
 
 
 def _die_after(changes: int) -> None:
-    left = [changes]
+    remaining = changes
 
-    def count(event: str, args: tuple) -> None:
+    def count(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal remaining
         writing = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_CREAT)
         if writing or event in CHANGES:
-            left[0] -= 1
-            if left[0] < 0:
+            remaining -= 1
+            if remaining < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)

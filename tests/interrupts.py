@@ -1,10 +1,13 @@
-"""Processes that tests press Ctrl-C on."""
+"""Subprocesses that receive Ctrl-C in tests."""
 
 from __future__ import annotations
 
 import signal
 
 
-def hear_interrupts() -> None:
-    """For ``preexec_fn``: a shell starts what runs in its background deaf to SIGINT, and children inherit that."""
+def restore_interrupts() -> None:
+    """Restore the default action of SIGINT, for ``preexec_fn``.
+
+    Background jobs of a shell ignore SIGINT, and their children inherit that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The process pool that other tests stand on."""
+"""The process pool that other tests use."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def sleep(place: Place) -> None:
     time.sleep(60)
 
 
-def test_results_come_by_rank_from_processes_that_stay(pool: ProcessPool) -> None:
+def test_results_are_ordered_by_rank_and_processes_are_kept(pool: ProcessPool) -> None:
     first, second = pool.run(identify, 2, "a"), pool.run(identify, 2, "b")
     assert [answer[:3] for answer in first] == [(0, 2, "a"), (1, 2, "a")]
     assert [answer[3] for answer in first] == [answer[3] for answer in second]
     assert os.getpid() not in {answer[3] for answer in first}
 
 
-def test_an_exception_comes_back_at_once_and_the_pool_recovers(pool: ProcessPool) -> None:
+def test_exception_is_raised_at_once_and_the_pool_recovers(pool: ProcessPool) -> None:
     with pytest.raises(RemoteError, match=r"rank 1:[^$]*in fail_on_rank_one[^$]*ValueError: from rank one"):
         pool.run(fail_on_rank_one, 2)
     assert pool.run(identify, 1, "again")[0][:3] == (0, 1, "again")
 
 
-def test_a_dead_process_and_a_slow_one_are_noticed(pool: ProcessPool) -> None:
+def test_dead_and_slow_processes_are_reported(pool: ProcessPool) -> None:
     with pytest.raises(RemoteError, match="rank 0 died"):
         pool.run(die, 1)
     pool.run(identify, 1, "warm")

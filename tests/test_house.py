@@ -1,4 +1,4 @@
-"""Rules of the house that a linter cannot express."""
+"""Rules for the structure of the package that a linter cannot express."""
 
 import ast
 import re
@@ -6,13 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from check_structure import ENTRY_POINTS, import_cycles, imported_modules, module_paths, public_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megarl"
 
 
 def imported(path: Path) -> set[str]:
-    """Full dotted names that a file imports from other packages, wherever in the file."""
+    """Full dotted names of all imports of a file."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -23,7 +24,7 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "trainer").rglob("*.py")), ids=lambda path: path.name)
-def test_the_driver_communicates_through_the_cluster_only(path):
+def test_driver_communicates_through_the_cluster_room_only(path):
     assert not {name for name in imported(path) if name.split(".")[:2] == ["torch", "distributed"]}
 
 
@@ -34,21 +35,37 @@ def test_pure_rooms_start_no_process(room):
         assert not modules & {"torch.distributed", "torch.multiprocessing", "multiprocessing"}, path
 
 
-def test_nothing_is_called_utils():
+def test_no_module_is_named_utils():
     assert not [path for path in PACKAGE.rglob("*.py") if path.stem in {"utils", "util", "helpers", "common", "misc"}]
 
 
-def test_modules_of_the_tests_are_told_apart_by_name() -> None:
-    """All folders of tests are on one path: of two modules of one name, whichever was imported first is found."""
+def test_test_modules_have_unique_names() -> None:
+    """All test folders are on one import path, so of two modules with one name only the first would be imported."""
     modules = [path for path in (ROOT / "tests").rglob("*.py") if path.stem != "conftest"]
     assert not [name for name, count in Counter(path.stem for path in modules).items() if count > 1]
     assert not [path for path in modules if any("conftest" in name.split(".") for name in imported(path))]
 
 
-def test_files_that_the_docs_name_are_there() -> None:
+def test_files_named_in_the_docs_exist() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     rooms = "megarl|tests|tools|benchmarks|configs|launch"
     named = re.compile(rf"`((?:{rooms})/[\w/.]+)`|\]\((?!http)([\w/.]+)(?:#[\w-]+)?\)")
     for page in pages:
         for path, link in named.findall(page.read_text()):
             assert (ROOT / path if path else page.parent / link).exists(), f"{page.name}: {path or link}"
+
+
+def test_package_has_no_import_cycles() -> None:
+    paths = module_paths()
+    graph = {name: imported_modules(path, paths) - {name} for name, path in paths.items()}
+    assert not import_cycles(graph)
+
+
+def test_import_cycles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}}
+    assert sorted(import_cycles(graph)) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_public_names_are_unique() -> None:
+    names = public_names(module_paths())
+    assert not {name: places for name, places in names.items() if len(places) > 1 and name not in ENTRY_POINTS}

@@ -1,4 +1,4 @@
-"""Which browser launch/test.sh takes, and what it says where there is none."""
+"""Browser selection of launch/test.sh, and its message if there is none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "browser.sh"
 
 
 @pytest.mark.parametrize(
-    ("variables", "there", "code", "told"),
+    ("variables", "programs", "code", "expected"),
     [
         ({}, ["google-chrome", "chromium"], 0, "chromium"),
         ({"BROWSER": "mine"}, ["mine", "chromium"], 0, "mine"),
@@ -24,21 +24,21 @@ SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "browser.sh"
         ({"BROWSER": "install"}, ["id"], 1, "is on PATH"),
     ],
 )
-def test_the_browser_that_is_taken(
-    tmp_path: Path, variables: dict[str, str], there: list[str], code: int, told: str
+def test_browser_selection(
+    tmp_path: Path, variables: dict[str, str], programs: list[str], code: int, expected: str
 ) -> None:
-    """``apt-get`` is a stand-in that brings a chromium with it; the folder is the whole PATH."""
-    for name in there:
-        made = f'#!/bin/bash\n[ "$1" = install ] && printf "#!/bin/bash\\n" >"{tmp_path}/chromium"'
-        made += f'\n/bin/chmod +x "{tmp_path}/chromium" 2>&-; true\n'
-        (tmp_path / name).write_text("#!/bin/bash\necho 0\n" if name == "id" else made)
+    """PATH contains the programs only; a fake ``apt-get`` creates a ``chromium`` there."""
+    for name in programs:
+        script = f'#!/bin/bash\n[ "$1" = install ] && printf "#!/bin/bash\\n" >"{tmp_path}/chromium"'
+        script += f'\n/bin/chmod +x "{tmp_path}/chromium" 2>&-; true\n'
+        (tmp_path / name).write_text("#!/bin/bash\necho 0\n" if name == "id" else script)
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
+    result = subprocess.run(
         ["/bin/bash", "-c", f'set -euo pipefail; source "{SCRIPT}"; find_browser'],
         env={"PATH": str(tmp_path), **variables}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == code, done.stderr
+    assert result.returncode == code, result.stderr
     if code:
-        assert told in done.stderr and not done.stdout
+        assert expected in result.stderr and not result.stdout
     else:
-        assert done.stdout.strip() == str(tmp_path / told) and os.access(tmp_path / told, os.X_OK)
+        assert result.stdout.strip() == str(tmp_path / expected) and os.access(tmp_path / expected, os.X_OK)

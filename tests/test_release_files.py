@@ -1,4 +1,4 @@
-"""Files beside the package say the same of it."""
+"""Version, licence, citation and changelog files are consistent."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import megarl
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_version_is_one() -> None:
+def test_version_is_equal_everywhere() -> None:
     assert f'version="{megarl.__version__}"' in (ROOT / "setup.py").read_text()
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == megarl.__version__
 
 
-def test_the_licence_is_the_text_that_its_name_says() -> None:
+def test_licence_is_apache_2() -> None:
     text = (ROOT / "LICENSE").read_bytes()
-    # of https://www.apache.org/licenses/LICENSE-2.0.txt
+    # checksum of https://www.apache.org/licenses/LICENSE-2.0.txt
     assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
     assert 'license="Apache-2.0"' in (ROOT / "setup.py").read_text()
 
 
-def test_the_citation_has_what_its_format_requires() -> None:
-    """Required keys, and the forms of those used, of schema 1.2.0 of the Citation File Format."""
+def test_citation_file_is_valid() -> None:
+    """Required keys and value types of the Citation File Format, schema 1.2.0."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0" and citation["type"] in ("software", "dataset")
     assert {"authors", "cff-version", "message", "title"} <= citation.keys()
@@ -36,8 +36,8 @@ def test_the_citation_has_what_its_format_requires() -> None:
     assert citation["license"] == "Apache-2.0" and all(isinstance(word, str) for word in citation["keywords"])
 
 
-def test_the_changelog_is_in_the_form_that_it_names() -> None:
-    """https://keepachangelog.com/en/1.1.0/: versions, below them kinds of changes, below them what changed."""
+def test_changelog_follows_keep_a_changelog() -> None:
+    """Versions, and below them kinds of changes: https://keepachangelog.com/en/1.1.0/."""
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"

@@ -1,4 +1,4 @@
-"""Puts together what the ranks of a layout hold."""
+"""Assembles full tensors from the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megarl.models import ParallelLayout, WeightMap, read_model_config
 def whole_tensors(
     path: Path, layout: ParallelLayout, local: list[dict[str, Tensor]], *, value_head: bool = False
 ) -> dict[str, Tensor]:
-    """Hugging Face tensors from what each rank holds; replicas must agree and vocabulary padding must be zero."""
+    """Assemble Hugging Face tensors from the Megatron shards of all ranks.
+
+    Replicated shards must be equal, and vocabulary padding must be zero.
+    """
     weight_map = WeightMap(read_model_config(path), value_head)
     whole = {name: torch.full(shape, torch.nan) for name, shape in weight_map.hf_shapes().items()}
     for rank, tensors in enumerate(local):
@@ -22,13 +25,13 @@ def whole_tensors(
         for param in params:
             covered = torch.zeros(param.shape, dtype=torch.bool)
             for piece in param.pieces:
-                here = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))
-                there = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
-                part, known = tensors[param.name][here].float(), whole[piece.hf_name][there]
-                if not known.isnan().any():
-                    torch.testing.assert_close(part, known, rtol=1e-5, atol=1e-7)
-                whole[piece.hf_name][there] = part
-                covered[here] = True
+                source = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))
+                target = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
+                part, present = tensors[param.name][source].float(), whole[piece.hf_name][target]
+                if not present.isnan().any():
+                    torch.testing.assert_close(part, present, rtol=1e-5, atol=1e-7)
+                whole[piece.hf_name][target] = part
+                covered[source] = True
             assert not tensors[param.name][~covered].any(), f"padding of {param.name} is not zero"
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole

@@ -1,4 +1,4 @@
-"""Ask a Hugging Face model folder questions, with nothing but ``transformers``."""
+"""Ask a Hugging Face model questions, with ``transformers`` only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def answer(model: AutoModelForCausalLM, tokenizer: AutoTokenizer, question: str, max_new_tokens: int) -> str:
-    """The model's greedy answer to one user message."""
+    """Return the model's greedy response to one user message."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
     )
@@ -24,9 +24,9 @@ def answer(model: AutoModelForCausalLM, tokenizer: AutoTokenizer, question: str,
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--model", type=Path, help="model folder")
-    where.add_argument("--summary", type=Path, help="summary.json of a run; its hf_dir is the model folder")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="model folder")
+    source.add_argument("--summary", type=Path, help="summary.json of a run; its hf_dir is the model folder")
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("questions", nargs="+")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Converts checkpoints: ``hf-to-megatron SRC DST``, ``megatron-to-hf SRC DST``, ``inspect DIR``, ``verify A B``."""
+"""Convert checkpoints: ``hf-to-megatron SRC DST``, ``megatron-to-hf SRC DST``, ``inspect DIR``, ``verify A B``."""
 
 import sys
 

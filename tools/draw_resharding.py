@@ -1,8 +1,8 @@
-"""Draws how one matrix of each of two layers goes from a training layout into an engine, from a real reshard plan.
+"""Draw the weight sync of one matrix in two layers, from a training layout to an engine, by a real reshard plan.
 
     python tools/draw_resharding.py [docs/images/resharding.svg]
 
-Every band of the picture is one move of the plan.
+Every band of the picture is one transfer of the plan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.sharding import Move, RolloutLayout, build_plan
+from megarl.sharding import RolloutLayout, TransferOp, build_plan
 
 OUTPUT = Path("docs/images/resharding.svg")
 TRAIN, ROLLOUT = ParallelLayout(tp=2, pp=2), RolloutLayout(tp=4)
@@ -28,14 +28,14 @@ FONT = "font-family='system-ui, sans-serif'"
 
 
 class Span(NamedTuple):
-    """A run of rows, in pixels."""
+    """A range of rows, in pixels."""
 
     top: float
     bottom: float
 
 
-def matrix_moves() -> list[Move]:
-    """The moves of the first matrix of the MLP of each layer."""
+def matrix_transfers() -> list[TransferOp]:
+    """Return the transfers of the first MLP matrix of each layer."""
     config = parse_model_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -51,49 +51,49 @@ def matrix_moves() -> list[Move]:
     )
     plan = build_plan(WeightMap(config), TRAIN, ROLLOUT, bucket_bytes=2**20, element_bytes=2)
     names = {TARGET.format(layer) for layer in range(LAYERS)}
-    moves = (move for rank in range(ROLLOUT.world_size) for bucket in plan.received_by(rank) for move in bucket.moves)
-    return [move for move in moves if move.dst_param in names]
+    ops = (op for rank in range(ROLLOUT.world_size) for bucket in plan.received_by(rank) for op in bucket.ops)
+    return [op for op in ops if op.dst_param in names]
 
 
 def source_top(rank: int) -> float:
-    """Where a training rank's matrix begins: stages one under the other."""
+    """Return the top of a training rank's matrix."""
     return TOP + rank * 127.0
 
 
 def target_top(rank: int, layer: int) -> float:
-    """Where a rollout rank's matrix of a layer begins."""
+    """Return the top of a rollout rank's matrix of a layer."""
     return TOP + rank * 127.0 + layer * (2 * FFN / ROLLOUT.tp * PIXELS_PER_ROW + 5)
 
 
-def spans(move: Move) -> tuple[Span, Span]:
-    """Both ends of a move."""
-    layer, rows = int(move.dst_param.split(".")[2]), move.shape[0]
+def spans(op: TransferOp) -> tuple[Span, Span]:
+    """Return both ends of a transfer."""
+    layer, rows = int(op.dst_param.split(".")[2]), op.shape[0]
     ends = []
     for top, start in (
-        (source_top(move.src_rank), move.src_start[0]),
-        (target_top(move.dst_rank, layer), move.dst_start[0]),
+        (source_top(op.src_rank), op.src_start[0]),
+        (target_top(op.dst_rank, layer), op.dst_start[0]),
     ):
         ends.append(Span(top + start * PIXELS_PER_ROW, top + (start + rows) * PIXELS_PER_ROW))
     return ends[0], ends[1]
 
 
 def text(x: float, y: float, content: str, *, size: int = 13, anchor: str = "middle", colour: str = "#222") -> str:
-    """A line of text."""
+    """Return a line of text."""
     return f"<text x='{x}' y='{y}' font-size='{size}' {FONT} text-anchor='{anchor}' fill='{colour}'>{content}</text>"
 
 
 def rectangle(x: float, span: Span, colour: str) -> str:
-    """The end of a move."""
+    """Return one end of a transfer."""
     return f"<rect x='{x}' y='{span.top:.1f}' width='{BAR}' height='{span.bottom - span.top:.1f}' fill='{colour}'/>"
 
 
 def rule(x: float, y: float) -> str:
-    """A line between the parts of a matrix."""
+    """Return a line between the parts of a matrix."""
     return f"<line x1='{x}' y1='{y}' x2='{x + BAR}' y2='{y}' stroke='white' stroke-width='2'/>"
 
 
 def band(source: Span, target: Span, colour: str) -> str:
-    """A move."""
+    """Return the band of a transfer."""
     start, stop, middle = LEFT + BAR, RIGHT, (LEFT + BAR + RIGHT) / 2
     return (
         f"<path d='M{start},{source.top:.1f} C{middle},{source.top:.1f} {middle},{target.top:.1f} "
@@ -103,19 +103,23 @@ def band(source: Span, target: Span, colour: str) -> str:
 
 
 def labels() -> list[str]:
-    """What stands beside the bars."""
+    """Return the labels next to the bars."""
     parts = [
         text(LEFT + BAR / 2, 40, f"Actor: {TRAIN.describe().removesuffix(' DP1')}", size=18),
         text(LEFT + BAR / 2, 62, "linear_fc1: each rank its half of gate, then of up", colour="#666"),
         text(RIGHT + BAR / 2, 40, f"Engine: TP{ROLLOUT.tp}", size=18),
         text(RIGHT + BAR / 2, 62, "gate_up_proj: each rank its quarter of both", colour="#666"),
-        text(WIDTH / 2, HEIGHT - 14, "Every band is one move: a rectangle of elements, sent once, to where it stays."),
+        text(
+            WIDTH / 2,
+            HEIGHT - 14,
+            "Every band is one transfer: a rectangle of elements, sent once, to its final place.",
+        ),
     ]
     for rank in range(TRAIN.world_size):
-        where, top = TRAIN.coordinate(rank), source_top(rank)
+        coordinate, top = TRAIN.coordinate(rank), source_top(rank)
         parts.append(text(LEFT - 14, top + 40, f"rank {rank}", size=14, anchor="end", colour=COLOURS[rank]))
-        parts.append(text(LEFT - 14, top + 58, f"stage {where.pp}, tensor rank {where.tp}", anchor="end"))
-        parts.append(text(LEFT - 14, top + 76, f"layer {where.pp}", anchor="end"))
+        parts.append(text(LEFT - 14, top + 58, f"stage {coordinate.pp}, tensor rank {coordinate.tp}", anchor="end"))
+        parts.append(text(LEFT - 14, top + 76, f"layer {coordinate.pp}", anchor="end"))
         parts.append(rule(LEFT, top + FFN / TRAIN.tp * PIXELS_PER_ROW))
         for half, name in enumerate(("gate", "up")):
             middle = top + (half + 0.5) * FFN / TRAIN.tp * PIXELS_PER_ROW + 5
@@ -131,25 +135,25 @@ def labels() -> list[str]:
 
 
 def draw() -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     bands, ends = [], []
-    for move in matrix_moves():
-        source, target = spans(move)
-        colour = COLOURS[move.src_rank]
+    for op in matrix_transfers():
+        source, target = spans(op)
+        colour = COLOURS[op.src_rank]
         bands.append(band(source, target, colour))
         ends += [rectangle(LEFT, source, colour), rectangle(RIGHT, target, colour)]
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' role='img'>"
-    title = "<title>How the first MLP matrix of two layers moves from the actor into the engine</title>"
+    title = "<title>Transfer of the first MLP matrix of two layers from the actor to the engine</title>"
     back = f"<rect width='{WIDTH}' height='{HEIGHT}' fill='white'/>"
     return "\n".join([head, title, back, *bands, *ends, *labels(), "</svg>"]) + "\n"
 
 
 def main() -> None:
-    """Writes the picture."""
+    """Write the picture."""
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(draw(), encoding="utf-8")
-    print(f"{output}: {len(matrix_moves())} moves")
+    print(f"{output}: {len(matrix_transfers())} transfers")
 
 
 if __name__ == "__main__":

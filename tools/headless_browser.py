@@ -1,7 +1,6 @@
-"""A headless browser, led by the DevTools protocol: opens pages without any network, clicks, types, takes pictures.
+"""Headless browser, controlled by the DevTools protocol: opens pages offline, clicks, types, takes pictures.
 
-Any browser of the Chromium family does. It is looked for under the name or path in ``BROWSER``, then among the usual
-names on ``PATH``.
+Any browser of the Chromium family works: the name or path in ``BROWSER``, or the usual names on ``PATH``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _ARGUMENTS = (
     "--headless=new", "--remote-debugging-port=0", "--no-first-run", "--no-default-browser-check", "--disable-gpu",
     "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-dev-shm-usage", "--hide-scrollbars", "--force-color-profile=srgb",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # no name leads anywhere
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # no host name resolves
 )  # fmt: skip
 _KEYS = {
     "Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "ArrowLeft": (37, ""), "ArrowRight": (39, ""),
@@ -35,21 +34,21 @@ _KEYS = {
 
 
 class BrowserError(RuntimeError):
-    """There is no browser, it does not start, or the page did not do what was asked."""
+    """No browser, a browser that does not start, or a failed command."""
 
 
 def find_browser() -> str | None:
-    """Path of a browser that can be led, None where there is none.
+    """Return the path of a supported browser, or None.
 
     Raises:
-        BrowserError: ``BROWSER`` names one that is not there.
+        BrowserError: ``BROWSER`` names a program that does not exist.
     """
-    named = os.environ.get("BROWSER")
-    if named:
-        found = shutil.which(named)
-        if found is None:
-            raise BrowserError(f"BROWSER={named}: no such program")
-        return found
+    name = os.environ.get("BROWSER")
+    if name:
+        path = shutil.which(name)
+        if path is None:
+            raise BrowserError(f"BROWSER={name}: no such program")
+        return path
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -57,13 +56,13 @@ class Browser:
     """A browser with one tab; a context manager.
 
     Attributes:
-        console: texts of the console's warnings and errors, and of exceptions that nothing caught, on all pages.
-        requests: addresses that pages asked for, other than themselves.
+        console: console warnings and errors, and uncaught exceptions, of all pages.
+        requests: addresses that pages requested, other than their own.
 
     Args:
         program: path of the browser.
-        width: of the window, in CSS pixels.
-        height: likewise.
+        width: width of the window, in CSS pixels.
+        height: height of the window, in CSS pixels.
     """
 
     def __init__(self, program: str, width: int = 1280, height: int = 900) -> None:
@@ -108,39 +107,39 @@ class Browser:
     # ------------------------------------------------------------ pages
 
     def open(self, page: Path, ready: str = "true") -> None:
-        """Open a file and wait until an expression is true in it."""
+        """Open a file and wait until an expression is true in the page."""
         self._address = page.resolve().as_uri()
         self.send("Page.navigate", url=self._address)
         self.wait(f"location.href === {json.dumps(self._address)} && document.readyState === 'complete' && ({ready})")
 
     def evaluate(self, expression: str) -> Any:
-        """Value of a JavaScript expression in the page; a promise is waited for.
+        """Return the value of a JavaScript expression in the page; promises are awaited.
 
         Raises:
-            BrowserError: it throws.
+            BrowserError: the expression throws.
         """
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
-            told = answer["exceptionDetails"]
-            raise BrowserError(f"{expression}: {told.get('exception', {}).get('description', told['text'])}")
+            details = answer["exceptionDetails"]
+            raise BrowserError(f"{expression}: {details.get('exception', {}).get('description', details['text'])}")
         return answer["result"].get("value")
 
     def on(self, selector: str, function: str, *values: Any) -> Any:
-        """Result of a JavaScript function of an element and values.
+        """Return the result of a JavaScript function of an element and values.
 
         Raises:
-            BrowserError: there is no such element, or the function throws.
+            BrowserError: the element does not exist, or the function throws.
         """
         if not self.evaluate(f"Boolean(document.querySelector({json.dumps(selector)}))"):
             raise BrowserError(f"no element {selector}")
-        given = ", ".join(map(json.dumps, values))
-        return self.evaluate(f"({function})(document.querySelector({json.dumps(selector)}), {given})")
+        arguments = ", ".join(map(json.dumps, values))
+        return self.evaluate(f"({function})(document.querySelector({json.dumps(selector)}), {arguments})")
 
     def wait(self, expression: str, seconds: float = ANSWER_SECONDS) -> None:
         """Wait until an expression is true.
 
         Raises:
-            BrowserError: it is not within the time.
+            BrowserError: the time is over.
         """
         end = time.monotonic() + seconds
         while not self.evaluate(expression):
@@ -148,34 +147,34 @@ class Browser:
                 raise BrowserError(f"not true within {seconds:g} s: {expression}; console: {self.console}")
             time.sleep(0.03)
 
-    # ------------------------------------------------------------ hands
+    # ------------------------------------------------------------ input
 
     def click(self, selector: str) -> None:
-        """Click into the middle of an element with the mouse, scrolled into view."""
+        """Scroll to an element and click its center."""
         x, y = self._middle(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def hover(self, selector: str) -> None:
-        """Move the mouse over the middle of an element."""
+        """Move the mouse over the center of an element."""
         x, y = self._middle(selector)
-        for before in (4, 0):  # it comes from somewhere
+        for before in (4, 0):  # a movement needs two positions
             self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - before, y=y)
 
     def press(self, key: str) -> None:
-        """Press a key, for what has the focus."""
+        """Press a key in the focused element."""
         code, text = _KEYS[key]
         fields = {"key": key, "windowsVirtualKeyCode": code}
         self.send("Input.dispatchKeyEvent", type="keyDown", **fields, **({"text": text} if text else {}))
         self.send("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     def type(self, selector: str, text: str) -> None:
-        """Replace what an input holds, as by typing."""
+        """Replace the text of an input, as typing does."""
         self.on(selector, "(field) => { field.focus(); field.select(); }")
         self.send("Input.insertText", text=text)
 
     def choose(self, selector: str, value: str) -> None:
-        """Set a select, a checkbox or a slider, with the events that a person's choice has."""
+        """Set a select, a checkbox or a slider, with the same events as user input."""
         self.on(
             selector,
             """(field, value) => {
@@ -191,7 +190,7 @@ class Browser:
             selector,
             """async (found) => {
                 found.scrollIntoView({ block: "center", behavior: "instant" });
-                // the mouse meets what the last frame showed
+                // mouse events apply to the last frame
                 for (let frame = 0; frame < 2; frame++) await new Promise(requestAnimationFrame);
                 const box = found.getBoundingClientRect();
                 return [box.x + box.width / 2, box.y + box.height / 2];
@@ -199,21 +198,21 @@ class Browser:
         )
         return x, y
 
-    # ------------------------------------------------------------ eyes
+    # ------------------------------------------------------------ display
 
     def resize(self, width: int, height: int, scale: float = 1.0) -> None:
-        """Give the page's window another size, in CSS pixels, and a number of device pixels for each."""
+        """Set the size of the page in CSS pixels, and the number of device pixels per CSS pixel."""
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
         )
 
     def prefer(self, scheme: str, media: str = "") -> None:
-        """Pretend that the system is ``light`` or ``dark``, and that the page is shown on ``media``."""
+        """Emulate a ``light`` or ``dark`` system, and a media type."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.send("Emulation.setEmulatedMedia", media=media, features=features)
 
     def picture(self, path: Path, selector: str | None = None, height: int | None = None) -> None:
-        """Save what the window shows, or an element down to ``height``, as PNG."""
+        """Save the window, or an element down to ``height``, as PNG."""
         clip = {}
         if selector is not None:
             box = self.on(
@@ -229,16 +228,16 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def printed(self) -> bytes:
-        """The page as PDF, as the printer would have it."""
+        """Return the page as PDF."""
         return base64.b64decode(self.send("Page.printToPDF", printBackground=True)["data"])
 
     # ------------------------------------------------------------ protocol
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the DevTools protocol; returns its result.
+        """Send a command of the DevTools protocol and return its result.
 
         Raises:
-            BrowserError: the browser refuses it, is gone, or does not answer.
+            BrowserError: the browser rejects the command, has ended, or does not answer.
         """
         return self._run(self._send(method, parameters))
 
@@ -255,7 +254,7 @@ class Browser:
             await self._send(f"{domain}.enable", {})
 
     async def _devtools(self) -> str:
-        """Host and port, which the browser writes into its profile."""
+        """Return host and port, which the browser writes to its profile."""
         file, end = Path(self._profile.name) / "DevToolsActivePort", time.monotonic() + START_SECONDS
         while not (file.exists() and "\n" in file.read_text()):
             if self._process.poll() is not None or time.monotonic() > end:
@@ -279,15 +278,17 @@ class Browser:
             if "method" in answer:
                 self._note(answer["method"], answer["params"])
 
-    def _note(self, event: str, told: dict[str, Any]) -> None:
+    def _note(self, event: str, event_data: dict[str, Any]) -> None:
         if event == "Runtime.exceptionThrown":
-            details = told["exceptionDetails"]
+            details = event_data["exceptionDetails"]
             self.console.append(str(details.get("exception", {}).get("description", details["text"])))
-        elif event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.console.append(" ".join(str(value.get("value", value.get("description"))) for value in told["args"]))
-        elif event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.console.append(told["entry"]["text"])
+        elif event == "Runtime.consoleAPICalled" and event_data["type"] in ("error", "warning", "assert"):
+            self.console.append(
+                " ".join(str(value.get("value", value.get("description"))) for value in event_data["args"])
+            )
+        elif event == "Log.entryAdded" and event_data["entry"]["level"] in ("error", "warning"):
+            self.console.append(event_data["entry"]["text"])
         elif event == "Network.requestWillBeSent":
-            address = told["request"]["url"]
+            address = event_data["request"]["url"]
             if address.split("#")[0] not in (self._address, "about:blank"):
                 self.requests.append(address)

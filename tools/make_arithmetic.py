@@ -4,13 +4,13 @@ Writes, under ``--out``::
 
     model/            config.json, model.safetensors, tokenizer files (random weights)
     data/train.parquet  prompts for reinforcement learning   (verl's RLHF schema)
-    data/test.parquet   held-out problems, none of which is in train
+    data/test.parquet   held-out problems that are not in train
     data/sft.parquet    demonstrations for the supervised warm-up, in the order of two lessons
     data/pairs.parquet, data/pairs_test.parquet   a right and a wrong answer each, for a reward model
 
-The demonstrations are imperfect on purpose, so that there is something to learn beyond them. The first lesson is sums
-without a carry and a few with one. The second is every sum, from students who forget to carry in most of the problems
-that need it: what they teach is right where nothing is carried, and wrong more often than not elsewhere.
+The demonstrations are imperfect on purpose, to leave room for reinforcement learning. The first lesson has sums without
+a carry and a few with one. The second lesson has every sum, from students who usually forget to carry: their answers
+are right without a carry, and mostly wrong with one.
 
 Nothing is downloaded; the same seed gives the same bytes.
 """
@@ -44,10 +44,10 @@ FORGETS_TO_CARRY = 0.7
 
 
 def build_tokenizer(words: Sequence[str] = WORDS, tags: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer that spells anything, with the task's words and the chat's markers as single tokens.
+    """Build a byte-level tokenizer with the task's words and the chat markers as single tokens.
 
     Args:
-        words: single tokens; a leading blank is written as the byte-level alphabet has it.
+        words: single tokens; a leading blank is written in the byte-level alphabet.
         tags: single tokens that are ordinary text, such as ``<search>``.
     """
     markers = [f"<|{role}|>" for role in ROLES]
@@ -79,7 +79,7 @@ def build_tokenizer(words: Sequence[str] = WORDS, tags: Sequence[str] = ()) -> P
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int, layers: int) -> Qwen2ForCausalLM:
-    """A Qwen2 model with random weights, sized for a laptop (about one million parameters)."""
+    """Build a Qwen2 model with random weights, sized for a laptop (about one million parameters)."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -99,7 +99,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int, laye
 
 
 def problem_row(a: int, b: int, split: str, index: int) -> dict:
-    """One problem in verl's RLHF schema."""
+    """Return one problem in verl's RLHF schema."""
     answer = str(a + b)
     return {
         "data_source": DATA_SOURCE,
@@ -112,7 +112,7 @@ def problem_row(a: int, b: int, split: str, index: int) -> dict:
 
 
 def build_problems(seed: int, largest: int, num_test: int) -> tuple[list[dict], list[dict]]:
-    """All sums of two numbers up to ``largest``, shuffled, cut into train and test; no problem is in both."""
+    """Return all sums of two numbers up to ``largest``, shuffled and split into disjoint train and test sets."""
     pairs = [(a, b) for a in range(largest + 1) for b in range(largest + 1)]
     random.Random(seed).shuffle(pairs)
     test = [problem_row(a, b, "test", i) for i, (a, b) in enumerate(pairs[:num_test])]
@@ -121,12 +121,12 @@ def build_problems(seed: int, largest: int, num_test: int) -> tuple[list[dict], 
 
 
 def needs_carry(a: int, b: int) -> bool:
-    """Whether adding two numbers digit by digit goes wrong without carrying."""
+    """Return whether adding two numbers digit by digit needs a carry."""
     return sum_without_carry(a, b) != a + b
 
 
 def sum_without_carry(a: int, b: int) -> int:
-    """What a student gets who adds units to units, tens to tens and so on, and never carries."""
+    """Return the sum of two numbers digit by digit, without carries."""
     total, place = 0, 1
     while a or b:
         total += (a % 10 + b % 10) % 10 * place
@@ -135,9 +135,9 @@ def sum_without_carry(a: int, b: int) -> int:
 
 
 def build_demonstrations(train: list[dict], seed: int, lessons: tuple[int, int]) -> list[dict]:
-    """Train problems with a demonstrated answer: first ``lessons[0]`` easy rows, then ``lessons[1]`` careless ones.
+    """Return train problems with a demonstrated answer: ``lessons[0]`` easy rows, then ``lessons[1]`` careless ones.
 
-    Each lesson goes through its problems in a new random order as often as it takes; a problem has one answer.
+    Each lesson repeats its problems in a new random order as often as needed; a problem has one answer.
     """
     rng = random.Random(seed)
     easy, careless = [], []
@@ -157,7 +157,7 @@ def build_demonstrations(train: list[dict], seed: int, lessons: tuple[int, int])
 
 
 def build_pairs(problems: list[dict], seed: int, count: int) -> list[dict]:
-    """Pairs for a reward model: the right answer to a problem, and a wrong one that is some other problem's."""
+    """Return pairs for a reward model: the right answer to a problem, and the answer of another problem."""
     rng = random.Random(seed)
     answers = sorted({row["response"] for row in problems}, key=int)
     rows = []
@@ -184,7 +184,9 @@ def main() -> None:
     parser.add_argument("--num-test", type=int, default=300, help="held-out problems")
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--pairs", type=int, nargs=2, default=(20_000, 600), help="pairs to train on, and to hold out")
+    parser.add_argument(
+        "--pairs", type=int, nargs=2, default=(20_000, 600), help="number of training and held-out pairs"
+    )
     parser.add_argument("--lessons", type=int, nargs=2, default=(120 * 256, 180 * 256), help="rows of each lesson")
     args = parser.parse_args()
 

@@ -3,13 +3,13 @@
 Writes, under ``--out``::
 
     model/              config.json, model.safetensors, tokenizer files (random weights)
-    corpus.jsonl        one document per person: what nobody could know who has not read it
+    corpus.jsonl        one document per person, with a random fact
     data/train.parquet  questions about some of the people  (verl's RLHF schema)
     data/test.parquet   questions about the others
     data/sft.parquet    a few kinds of demonstrations for the supervised warm-up
 
-Most demonstrators guess, some look the answer up, some forget how to ask: the policy that learns from them knows the
-format, and seldom uses it. That looking up pays is for reinforcement learning to find out.
+Most demonstrations guess, some search, some forget the search tag. After the warm-up, the policy knows the format but
+seldom searches. Reinforcement learning then discovers that searching pays.
 
 Nothing is downloaded; the same seed gives the same bytes.
 """
@@ -28,7 +28,7 @@ TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "answe
 
 
 def words(text: str) -> list[str]:
-    """The words of a line."""
+    """Split a line into words."""
     return text.split()
 
 
@@ -42,19 +42,19 @@ FACTS = {
     "pet": words("cat dog owl fox hen goat frog mouse duck horse crab swan"),
 }
 OTHER_WORDS = words("is the of The I must look it up know")
-# How demonstrators go about it, and how many of a hundred.
+# Percentages of demonstrations that search, and that forget the search tag.
 SEARCHES, FORGETS_THE_TAG = 14, 16
 
 
 def task_tokenizer() -> object:
-    """A tokenizer in which every word and tag of the task is one token."""
+    """Return a tokenizer in which every word and tag of the task is one token."""
     vocabulary = ["What", "Doc", "Title", *(f"Ġ{word}" for word in (*FIRST, *LAST, *OTHER_WORDS, *FACTS))]
     vocabulary += [f"Ġ{value}" for values in FACTS.values() for value in values]
     return build_tokenizer(list(dict.fromkeys(vocabulary)), TAGS)
 
 
 def build_people(rng: random.Random) -> list[dict]:
-    """Everybody with one fact, shuffled."""
+    """Return all people with one fact each, shuffled."""
     people = []
     for name in (f"{first} {last}" for first in FIRST for last in LAST):
         kind = rng.choice(list(FACTS))
@@ -64,13 +64,13 @@ def build_people(rng: random.Random) -> list[dict]:
 
 
 def document(person: dict, number: int) -> dict:
-    """What the corpus says about somebody."""
+    """Return the corpus document of a person."""
     fact = f"The {person['kind']} of {person['name']} is {person['value']}."
     return {"id": str(number), "contents": f"{person['name']}\n{fact}"}
 
 
 def question_row(person: dict, split: str, index: int) -> dict:
-    """One question in verl's RLHF schema."""
+    """Return one question in verl's RLHF schema."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"What is the {person['kind']} of {person['name']}?"}],
@@ -81,22 +81,22 @@ def question_row(person: dict, split: str, index: int) -> dict:
 
 
 def demonstration(person: dict, rng: random.Random) -> list[dict]:
-    """How one demonstrator goes about a question; what is found is context, not to be learned."""
+    """Return one demonstration of a question; search results are context and are not trained on."""
     draw = rng.randrange(100)
-    look = "<think> I must look it up.</think>"
+    thought = "<think> I must look it up.</think>"
     if draw < SEARCHES:
         _, _, fact = document(person, 0)["contents"].partition("\n")
-        found = f"\n\n<information>Doc 1(Title: {person['name']}) {fact}</information>\n\n"
-        turn, answer = f"{look}<search> {person['name']}</search>", f"<answer> {person['value']}</answer>"
-        return [said("assistant", turn), said("environment", found), said("assistant", answer)]
+        result = f"\n\n<information>Doc 1(Title: {person['name']}) {fact}</information>\n\n"
+        turn, answer = f"{thought}<search> {person['name']}</search>", f"<answer> {person['value']}</answer>"
+        return [message("assistant", turn), message("environment", result), message("assistant", answer)]
     if draw < SEARCHES + FORGETS_THE_TAG:
-        return [said("assistant", f"{look} {person['name']}")]
+        return [message("assistant", f"{thought} {person['name']}")]
     guess = rng.choice(FACTS[person["kind"]])
-    return [said("assistant", f"<think> I know it.</think><answer> {guess}</answer>")]
+    return [message("assistant", f"<think> I know it.</think><answer> {guess}</answer>")]
 
 
-def said(role: str, content: str) -> dict:
-    """A piece of a response."""
+def message(role: str, content: str) -> dict:
+    """Return one message of a response."""
     return {"role": role, "content": content}
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/search_agent/task"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--num-test", type=int, default=128, help="people about whom only held-out questions ask")
+    parser.add_argument("--num-test", type=int, default=128, help="people with held-out questions only")
     parser.add_argument("--demonstrations", type=int, default=180 * 128)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
@@ -123,8 +123,11 @@ def main() -> None:
     for split, members in (("train", train), ("test", test)):
         rows = [question_row(person, split, index) for index, person in enumerate(members)]
         write_parquet(rows, args.out / "data" / f"{split}.parquet", with_response=False)
-    shown = [rng.choice(train) for _ in range(args.demonstrations)]
-    rows = [{**question_row(one, "sft", i), "response": demonstration(one, rng)} for i, one in enumerate(shown)]
+    people_asked = [rng.choice(train) for _ in range(args.demonstrations)]
+    rows = [
+        {**question_row(person, "sft", i), "response": demonstration(person, rng)}
+        for i, person in enumerate(people_asked)
+    ]
     write_parquet(rows, args.out / "data" / "sft.parquet", with_response=True)
     facts = {"documents": len(documents), "train": len(train), "test": len(test), "demonstrations": len(rows)}
     print(json.dumps({"out": str(args.out), "parameters": sum(p.numel() for p in model.parameters()), **facts}))

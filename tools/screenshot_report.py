@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/report.md: ``python tools/screenshot_report.py RUN SWEEP [--out docs/images]``.
+"""Take the pictures of docs/report.md: ``python tools/screenshot_report.py RUN SWEEP [--out docs/images]``.
 
 Needs a browser of the Chromium family; see ``tools/headless_browser.py``.
 """
@@ -13,21 +13,21 @@ from pathlib import Path
 
 from headless_browser import Browser, BrowserError, find_browser
 
-from megarl.tracking.report import compare_runs, report_run
+from megarl.ops.report import compare_runs, report_run
 
 READY = "document.documentElement.dataset.ready === 'charts'"
 TOP_OF = "(section) => section.scrollIntoView({behavior: 'instant'})"
 WIDTH, HEIGHT = 1280, 860
-MOST_BYTES = 300_000
+MAX_BYTES = 300_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Take all pictures; return the exit code."""
     options = _options(argv)
     try:
         program = find_browser()
         if program is None:
-            raise BrowserError("no browser: put chromium on PATH, or name one in BROWSER")
+            raise BrowserError("no browser: install chromium on PATH, or set BROWSER")
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder, Browser(program, WIDTH, HEIGHT) as browser:
             browser.open(report_run(options.run, Path(folder) / "report.html"), READY)
@@ -40,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     pictures = sorted(options.out.glob("report_*.png"))
     for picture in pictures:
         print(f"{picture} ({picture.stat().st_size / 1e3:.0f} kB)")
-    return int(any(picture.stat().st_size > MOST_BYTES for picture in pictures))
+    return int(any(picture.stat().st_size > MAX_BYTES for picture in pictures))
 
 
 def _report(browser: Browser, out: Path) -> None:
-    """Overview and curves by day; an answer's tokens and the phases by night."""
+    """Take overview and curves in light colors, responses and phases in dark colors."""
     browser.resize(WIDTH, 1180)
-    _settled(browser)
+    _wait_for_charts(browser)
     browser.picture(out / "report_overview.png")
     browser.resize(WIDTH, HEIGHT)
     browser.prefer("dark")
@@ -58,25 +58,25 @@ def _report(browser: Browser, out: Path) -> None:
     browser.click("#rows > tr:nth-child(1) td:nth-child(4)")
     browser.click("#rows > tr:nth-child(3) td:nth-child(4)")
     browser.on("#rollouts", TOP_OF)
-    _settled(browser)
+    _wait_for_charts(browser)
     browser.hover(".answer .token:nth-child(2)")
     browser.on("#rollouts", TOP_OF)
     browser.hover(".answer .token:nth-child(1)")
-    _settled(browser)
+    _wait_for_charts(browser)
     browser.picture(out / "report_answers.png")
     browser.on("#findings", "() => [...document.querySelectorAll('.group')][2].scrollIntoView({behavior: 'instant'})")
-    _settled(browser)
+    _wait_for_charts(browser)
     browser.picture(out / "report_time.png")
     browser.prefer("light")
 
 
 def _comparison(browser: Browser, out: Path) -> None:
     browser.resize(WIDTH, 1180)
-    _settled(browser)
+    _wait_for_charts(browser)
     browser.picture(out / "report_comparison.png")
 
 
-def _settled(browser: Browser) -> None:
+def _wait_for_charts(browser: Browser) -> None:
     """Wait until every chart near the window is drawn and fits it."""
     fits = "plot.querySelector('svg') && plot.querySelector('svg').clientWidth <= plot.clientWidth"
     near = "(plot) => plot.getBoundingClientRect().bottom > 0 && plot.getBoundingClientRect().top < innerHeight"

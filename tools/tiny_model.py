@@ -1,9 +1,9 @@
-"""A small random model of the same family as another, with its tokenizer: to run a cluster's job on a laptop.
+"""Create a small random model of the same family as another, with its tokenizer, to run a cluster job on a laptop.
 
     python tools/tiny_model.py SOURCE TARGET [--layers 4] [--hidden 64]
 
-SOURCE is a Hugging Face folder; its config.json and tokenizer are enough. Heads, their groups, and experts keep their
-ratios where sizes allow, so that layouts divide as they do there; the vocabulary is kept.
+SOURCE is a Hugging Face folder; its config.json and tokenizer are enough. The ratios of heads, groups and experts stay
+the same if sizes allow, so that layouts divide the model in the same way. The vocabulary is unchanged.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ HEAD = 16
 """Width of a head."""
 
 
-def shrunk(raw: dict[str, Any], layers: int, hidden: int) -> dict[str, Any]:
-    """The fields of a ``config.json`` that change.
+def shrunk_fields(raw: dict[str, Any], layers: int, hidden: int) -> dict[str, Any]:
+    """Return the changed fields of a ``config.json``.
 
     Args:
         raw: the whole file.
-        layers: decoder layers.
+        layers: number of decoder layers.
         hidden: hidden size, a multiple of 16.
     """
     heads = hidden // HEAD
     groups = max(1, heads * raw.get("num_key_value_heads", raw["num_attention_heads"]) // raw["num_attention_heads"])
-    small: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -39,12 +39,12 @@ def shrunk(raw: dict[str, Any], layers: int, hidden: int) -> dict[str, Any]:
         "num_key_value_heads": groups,
     }
     if "head_dim" in raw:
-        small["head_dim"] = HEAD
+        fields["head_dim"] = HEAD
     if "moe_intermediate_size" in raw:
-        small["moe_intermediate_size"] = hidden
+        fields["moe_intermediate_size"] = hidden
     if kinds := raw.get("layer_types"):
-        small["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
-    return small
+        fields["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
+    return fields
 
 
 def main() -> None:
@@ -64,7 +64,9 @@ def main() -> None:
     for file in args.source.iterdir():
         if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".pth")):
             shutil.copy(file, args.target / file.name)
-    (args.target / "config.json").write_text(json.dumps(raw | shrunk(raw, args.layers, args.hidden), indent=2) + "\n")
+    (args.target / "config.json").write_text(
+        json.dumps(raw | shrunk_fields(raw, args.layers, args.hidden), indent=2) + "\n"
+    )
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target), dtype=torch.float32)
     model.save_pretrained(args.target)

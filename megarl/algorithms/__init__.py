@@ -1,6 +1,6 @@
-"""Advantages, losses, KL and learning rate: pure functions, on rectangles and packed tokens alike.
+"""Algorithms: advantage estimators, policy losses, KL, reward shaping and schedules, as pure functions on tensors.
 
-Nothing here knows of processes, models or config objects. What an algorithm is called in a config is in a registry.
+Registries map the names in a config to algorithms. This package imports no processes, models or config objects.
 """
 
 from megarl.algorithms.advantages import (
@@ -16,7 +16,7 @@ from megarl.algorithms.advantages import (
     remax,
 )
 from megarl.algorithms.aggregation import AGGREGATIONS, LossCounts, loss_counts, token_weights
-from megarl.algorithms.covariance_loss import clip_cov, covariances, kl_cov
+from megarl.algorithms.covariance_loss import clip_cov, covariances, kl_cov, token_keys
 from megarl.algorithms.group_advantages import (
     gpg,
     grpo,
@@ -35,9 +35,7 @@ from megarl.algorithms.kl import (
     kl_penalty,
     make_kl_controller,
 )
-from megarl.algorithms.learning_rate import LearningRateSchedule, learning_rate
 from megarl.algorithms.masked import explained_variance, masked_mean, masked_sum, masked_variance, masked_whiten
-from megarl.algorithms.pairwise_loss import bradley_terry_loss
 from megarl.algorithms.policy_loss import (
     POLICY_LOSSES,
     ChoiceFunction,
@@ -56,8 +54,15 @@ from megarl.algorithms.policy_loss import (
     reinforce,
     sapo,
 )
-from megarl.algorithms.reward_shaping import add_at_last, blend_quality, cosine_of_rows, sequence_quality
-from megarl.algorithms.rewards import missing_eos, on_trained_tokens, whiten_rewards
+from megarl.algorithms.reward_shaping import (
+    add_at_last,
+    blend_quality,
+    missing_eos,
+    on_trained_tokens,
+    row_cosine_similarity,
+    sequence_quality,
+    whiten_rewards,
+)
 from megarl.algorithms.rollout_correction import (
     REJECTIONS,
     Rejection,
@@ -68,9 +73,15 @@ from megarl.algorithms.rollout_correction import (
     off_policy_statistics,
     rejected_tokens,
 )
-from megarl.algorithms.sample_keys import token_keys
-from megarl.algorithms.schedules import SCHEDULES, WeightSchedule, find_shape, warmup_steps
-from megarl.algorithms.value_loss import clipped_value_loss
+from megarl.algorithms.schedules import (
+    SCHEDULES,
+    LearningRateSchedule,
+    WeightSchedule,
+    learning_rate,
+    load_schedule,
+    warmup_steps,
+)
+from megarl.algorithms.value_loss import bradley_terry_loss, clipped_value_loss
 
 __all__ = [
     "ADVANTAGES",
@@ -104,12 +115,10 @@ __all__ = [
     "clip_cov",
     "clipped_policy_loss",
     "clipped_value_loss",
-    "cosine_of_rows",
     "covariances",
     "discounted_returns",
     "entropy_loss",
     "explained_variance",
-    "find_shape",
     "gae",
     "generalized_advantages",
     "gmpo",
@@ -123,6 +132,7 @@ __all__ = [
     "learning_rate",
     "load_advantage",
     "load_policy_loss",
+    "load_schedule",
     "log_prob_differences",
     "log_ratios",
     "loss_counts",
@@ -143,6 +153,7 @@ __all__ = [
     "rejected_tokens",
     "remax",
     "rloo",
+    "row_cosine_similarity",
     "sapo",
     "sequence_quality",
     "token_keys",

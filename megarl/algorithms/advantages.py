@@ -1,7 +1,7 @@
-"""How much better each token was than expected: the estimators' registry, and those that look at each token's return.
+"""Advantage estimators: the registry, and the estimators over per-token returns (GAE, REINFORCE++, ReMax, RFT).
 
 An estimator maps :class:`AdvantageInputs` to ``(advantages, returns)``, both ``[b, R]``, 0 outside the response mask.
-Those that compare the answers to one prompt are in :mod:`megarl.algorithms.group_advantages`.
+Estimators with group baselines (GRPO, RLOO, ...) are in :mod:`megarl.algorithms.group_advantages`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.masked import masked_whiten
-from megarl.algorithms.registry import Registry, own_entry
+from megarl.base.algorithm_names import ADV_ESTIMATORS
+from megarl.base.registry import Registry
+from megarl.base.user_code import load_user_function
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an advantage estimator may read.
+    """Inputs of an advantage estimator.
 
     Attributes:
-        token_level_rewards: ``[b, R]``, the reward of each response token. A reward may sit on a token outside the
-            mask; it belongs to the trained token before it.
-        response_mask: ``[b, R]``, 1 where a token is trained on. A row without such a token is a sample that was taken
-            out (its reward failed, say): it takes part in no statistic.
+        token_level_rewards: ``[b, R]``, the reward of each response token. A reward on a token outside the mask belongs
+            to the trained token before it.
+        response_mask: ``[b, R]``, 1 for trained tokens. A row without a trained token is a dropped sample (a failed
+            reward, for example) and takes part in no statistic.
         values: ``[b, R]``, the critic's values; None without a critic.
-        group_ids: ``[b]``, equal for the answers to one prompt; None where prompts do not matter.
-        reward_baselines: ``[b]``, the score of the prompt's greedy answer; None where there is none.
+        group_ids: ``[b]``, equal for the responses to one prompt; None if the estimator uses no groups.
+        reward_baselines: ``[b]``, the score of the prompt's greedy response; None without baselines.
         gamma: discount per token.
         lam: lambda of GAE.
         norm_by_std: whether GRPO and its pass@k form divide by the standard deviation of a group.
@@ -45,21 +47,21 @@ class AdvantageInputs:
 
 
 AdvantageFunction = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
-MEANINGS = {
-    "values": "it stands on a critic",
-    "group_ids": "which answers belong to one prompt",
-    "reward_baselines": "the score of each prompt's greedy answer",
+_INPUT_MEANINGS = {
+    "values": "the values of a critic",
+    "group_ids": "the prompt of each response",
+    "reward_baselines": "the score of each prompt's greedy response",
 }
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A function from inputs to advantages and returns, and what it cannot do without.
+    """An estimator function together with the optional inputs that it requires.
 
     Attributes:
-        name: in messages.
-        function: the estimator.
-        needs: fields of :class:`AdvantageInputs`, of those that may be None.
+        name: shown in messages.
+        function: maps inputs to advantages and returns.
+        needs: required fields of :class:`AdvantageInputs` among the fields that may be None.
     """
 
     name: str
@@ -67,40 +69,49 @@ class AdvantageEstimator:
     needs: tuple[str, ...] = ()
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        """Advantages and returns, each ``[b, R]``.
+        """Compute advantages and returns, each ``[b, R]``.
 
         Raises:
-            ValueError: the inputs lack something that the estimator needs.
+            ValueError: the inputs lack a required field.
         """
         for field in self.needs:
             if getattr(inputs, field) is None:
-                raise ValueError(f"advantage estimator {self.name!r} needs `{field}`: {MEANINGS[field]}")
+                raise ValueError(f"advantage estimator {self.name!r} needs `{field}`: {_INPUT_MEANINGS[field]}")
         return self.function(inputs)
 
 
-KEY = "algorithm.adv_estimator"
-ADVANTAGES: Registry[AdvantageEstimator] = Registry(KEY)
+def _load_user_estimator(spec: str, key: str) -> AdvantageEstimator:
+    function = load_user_function(spec, key, arguments=1)
+    return function if isinstance(function, AdvantageEstimator) else AdvantageEstimator(spec, function)
 
 
-def register_advantage(*names: str, needs: tuple[str, ...] = ()) -> Callable[[AdvantageFunction], AdvantageEstimator]:
-    """Decorator that files an estimator under ``names``; ``needs`` are the inputs that it cannot do without."""
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.adv_estimator", loader=_load_user_estimator)
+
+
+def register_advantage(
+    *names: str, needs: tuple[str, ...] | None = None
+) -> Callable[[AdvantageFunction], AdvantageEstimator]:
+    """Return a decorator that registers an estimator under ``names``.
+
+    Args:
+        names: names in the configuration.
+        needs: required inputs; None = those in :mod:`megarl.base.algorithm_names`, none for a custom estimator.
+    """
+    required = ADV_ESTIMATORS.get(names[0], ()) if needs is None else needs
 
     def add(function: AdvantageFunction) -> AdvantageEstimator:
-        return ADVANTAGES.register(*names)(AdvantageEstimator(names[0], function, needs))
+        return ADVANTAGES.register(*names)(AdvantageEstimator(names[0], function, required))
 
     return add
 
 
 def load_advantage(spec: str) -> AdvantageEstimator:
-    """The estimator of a registered name, or of one's own as ``path.py:function`` or ``package.module.function``.
+    """Return a registered estimator, or load a user's from ``path.py:function`` or ``package.module.function``.
 
     Raises:
-        ConfigError: there is none, or it cannot be called with :class:`AdvantageInputs`.
+        ConfigError: the estimator is unknown, or it cannot be called with :class:`AdvantageInputs`.
     """
-    if spec in ADVANTAGES or not set(spec) & set(":."):
-        return ADVANTAGES[spec]
-    entry = own_entry(KEY, spec)
-    return entry if isinstance(entry, AdvantageEstimator) else AdvantageEstimator(spec, entry)
+    return ADVANTAGES.find(spec)
 
 
 def generalized_advantages(
@@ -108,9 +119,9 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, before whitening (Schulman et al. 2015, arXiv:1506.02438, eq. 11 to 16).
 
-    ``delta_t = r_t + gamma * V_{t+1} - V_t`` and ``A_t = delta_t + gamma * lam * A_{t+1}``, where ``t + 1`` is the next
-    token of the mask and what follows the last one is 0. A token outside the mask (a tool's answer, say) is no time
-    step: value and advantage pass over it, and a reward that sits on it belongs to the token of the mask before it.
+    ``delta_t = r_t + gamma * V_{t+1} - V_t`` and ``A_t = delta_t + gamma * lam * A_{t+1}``. ``t + 1`` is the next token
+    of the mask; values and advantages after the last token are 0. A token outside the mask (a tool result, for example)
+    is no time step: value and advantage skip it, and its reward belongs to the token of the mask before it.
 
     Args:
         rewards: ``[b, R]``.
@@ -127,22 +138,22 @@ def generalized_advantages(
     next_value, next_advantage, late_reward = zero, zero, zero
     advantages = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
-        here, value = kept[:, t], values[:, t]
+        is_step, value = kept[:, t], values[:, t]
         reward = rewards[:, t] + late_reward
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-        advantages[:, t] = torch.where(here, advantage, zero)
-        next_advantage = torch.where(here, advantage, next_advantage)
-        next_value = torch.where(here, value, next_value)
-        late_reward = torch.where(here, zero, reward)
+        advantages[:, t] = torch.where(is_step, advantage, zero)
+        next_advantage = torch.where(is_step, advantage, next_advantage)
+        next_value = torch.where(is_step, value, next_value)
+        late_reward = torch.where(is_step, zero, reward)
     return advantages, torch.where(kept, advantages + values, torch.zeros_like(values))
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """``G_t = r_t + gamma * G_{t+1}`` over the tokens of the mask, ``[b, R]``, 0 outside; GAE's with no critic."""
+    """Discounted returns ``G_t = r_t + gamma * G_{t+1}`` over the tokens of the mask, ``[b, R]``, 0 outside."""
     return generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
-@register_advantage("gae", needs=("values",))
+@register_advantage("gae")
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GAE (see :func:`generalized_advantages`), the advantages whitened over all trained tokens of the batch."""
     assert inputs.values is not None
@@ -156,18 +167,18 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): returns whitened over all trained tokens of a batch.
 
-    ``A_t = (G_t - mean) / std`` with ``G_t = sum_{k >= t} gamma^(k - t) r_k``; the KL in the reward is the paper's
-    other half (``algorithm.use_kl_in_reward`` with ``kl_penalty=k1``).
+    ``A_t = (G_t - mean) / std`` with ``G_t = sum_{k >= t} gamma^(k - t) r_k``. The paper also has a KL term in the
+    reward: ``algorithm.use_kl_in_reward`` with ``kl_penalty=k1``.
     """
     returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, inputs.gamma)
     return masked_whiten(returns, inputs.response_mask), returns
 
 
-@register_advantage("remax", needs=("reward_baselines",))
+@register_advantage("remax")
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """ReMax (Li et al. 2023, arXiv:2310.10505): the return less the score of the prompt's greedy answer.
+    """ReMax (Li et al. 2023, arXiv:2310.10505): the return minus the score of the prompt's greedy response.
 
-    ``A_t = sum_{k >= t} r_k - r(x, greedy answer to x)``, undiscounted as in the paper.
+    ``A_t = sum_{k >= t} r_k - r(x, greedy response to x)``, undiscounted as in the paper.
     """
     assert inputs.reward_baselines is not None
     returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, 1.0)
@@ -176,11 +187,11 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 @register_advantage("rft")
-def imitation(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Rejection-sampling fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767, section 3.1): what is kept is imitated.
+def rft(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Rejection-sampling fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767, section 3.1): imitate kept responses.
 
-    1 for every trained token, whatever its reward: with the loss ``reinforce``, ``-A log p``, that is supervised
-    learning of the answers that ``algorithm.best_of_n`` kept.
+    The advantage is 1 for every trained token, regardless of its reward. With the loss ``reinforce``, ``-A log p``,
+    that is supervised learning on the responses that ``algorithm.best_of_n`` keeps.
     """
     return inputs.response_mask.to(inputs.token_level_rewards.dtype), discounted_returns(
         inputs.token_level_rewards, inputs.response_mask, 1.0

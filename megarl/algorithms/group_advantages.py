@@ -1,8 +1,8 @@
-"""Advantages relative to the other answers to the same prompt, without a critic.
+"""Group-relative advantages without a critic: GRPO, RLOO, OPO, GPG and REINFORCE++ with a group baseline.
 
-With ``s_i`` the sum of answer ``i``'s rewards, each estimator gives all trained tokens of an answer one number that
-compares ``s_i`` with its group. Groups may differ in size. A group of one has nothing to compare with: its baseline is
-0, its spread 1. A row without a trained token belongs to no group.
+A group is all responses to one prompt. With ``s_i`` the sum of the rewards of response ``i``, an estimator gives all
+trained tokens of a response one number that compares ``s_i`` with its group. Groups may differ in size. A group of one
+has the baseline 0 and the standard deviation 1. A row without a trained token belongs to no group.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from megarl.algorithms.advantages import AdvantageInputs, register_advantage
 from megarl.algorithms.masked import masked_whiten
 
 EPS = 1e-6
-"""Keeps a group of equal scores finite where it is divided by their spread."""
+"""Keeps the division by a standard deviation of 0 finite."""
 
 
 class GroupedScores:
-    """Scores of answers and the statistics of their groups, in double precision.
+    """Scores of responses with the statistics of their groups, in double precision.
 
     Attributes:
         mask: ``[b, R]`` bool, trained tokens.
-        counted: ``[b]`` bool, rows with a trained token; the others are in no statistic.
-        scores: ``[b]``, the sum of a row's rewards; 0 where it does not count.
+        counted: ``[b]`` bool, rows with a trained token; other rows are in no statistic.
+        scores: ``[b]``, the sum of a row's rewards; 0 for rows that do not count.
         size: ``[b]``, counted rows of each row's group.
-        several: ``[b]`` bool, whether there is another one to compare with.
+        several: ``[b]`` bool, whether the group has at least two counted rows.
     """
 
     def __init__(self, inputs: AdvantageInputs) -> None:
@@ -41,12 +41,12 @@ class GroupedScores:
         self.several = self.size > 1
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The sum over each row's group of ``numbers [b]``, which are 0 where a row does not count."""
+        """Sum ``numbers [b]`` over each row's group; numbers of rows that do not count must be 0."""
         total = torch.zeros(len(numbers), dtype=numbers.dtype, device=numbers.device)
         return total.index_add(0, self._group, numbers)[self._group]
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """The largest of ``numbers [b]`` over the counted rows of each row's group; ``-inf`` where none counts."""
+        """Maximum of ``numbers [b]`` over the counted rows of each row's group; ``-inf`` if no row counts."""
         largest = np.full(len(numbers), -np.inf)
         np.maximum.at(largest, self._group[self.counted].numpy(force=True), numbers[self.counted].numpy(force=True))
         return torch.from_numpy(largest).to(numbers.device)[self._group]
@@ -57,96 +57,96 @@ class GroupedScores:
 
     def deviation(self) -> Tensor:
         """Sample standard deviation of the scores of each row's group, ``[b]``; 1 in a group of one."""
-        off = torch.where(self.counted, self.scores - self.mean(), 0.0)
-        variance = self.sum(off**2) / (self.size - 1).clamp(min=1)
+        residuals = torch.where(self.counted, self.scores - self.mean(), 0.0)
+        variance = self.sum(residuals**2) / (self.size - 1).clamp(min=1)
         return torch.where(self.several, variance.sqrt(), 1.0)
 
-    def spread(self, per_row: Tensor) -> Tensor:
-        """``per_row [b]`` on every trained token of its row, ``[b, R]`` in the type of the rewards."""
+    def to_tokens(self, per_row: Tensor) -> Tensor:
+        """Repeat ``per_row [b]`` on every trained token of its row, ``[b, R]`` in the dtype of the rewards."""
         return torch.where(self.mask, per_row[:, None], 0.0).to(self._dtype)
 
 
-@register_advantage("grpo", "grpo_vectorized", needs=("group_ids",))
+@register_advantage("grpo", "grpo_vectorized")
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): ``(s - mean) / (std + eps)`` over the group.
 
-    The standard deviation is the sample's. Without ``norm_by_std``: ``s - mean``, as Dr.GRPO (Liu et al. 2025,
-    arXiv:2503.20783), whose loss is ``seq-mean-token-sum-norm``.
+    ``std`` is the sample standard deviation. Without ``norm_by_std``: ``s - mean``, as in Dr.GRPO (Liu et al. 2025,
+    arXiv:2503.20783), which aggregates with ``seq-mean-token-sum-norm``.
     """
     groups = GroupedScores(inputs)
     relative = groups.scores - groups.mean()
     if inputs.norm_by_std:
         relative = relative / (groups.deviation() + EPS)
-    advantages = groups.spread(relative)
+    advantages = groups.to_tokens(relative)
     return advantages, advantages
 
 
-@register_advantage("grpo_passk", needs=("group_ids",))
+@register_advantage("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """GRPO for pass@k (Tang et al. 2025, arXiv:2503.19595): only the best answer of a group is told anything.
+    """GRPO for pass@k (Tang et al. 2025, arXiv:2503.19595): only the best response of a group gets an advantage.
 
-    It gets ``s_best - s_second``, what the group's best would be worse without it, divided by ``std + eps`` with
-    ``norm_by_std``; all others, and a group of one, get 0. Where two are best there is no difference, and all get 0.
+    The advantage is ``s_best - s_second``, divided by ``std + eps`` with ``norm_by_std``. All other responses, and a
+    group of one, get 0. If two responses tie for the best, all get 0.
     """
     groups = GroupedScores(inputs)
     best = groups.largest(groups.scores)
     is_best = groups.counted & (groups.scores == best)
     second = groups.largest(torch.where(is_best, -torch.inf, groups.scores))
-    alone = is_best & (groups.sum(is_best.double()) == 1) & groups.several
-    lead = torch.where(alone, groups.scores - second, 0.0)
+    unique_best = is_best & (groups.sum(is_best.double()) == 1) & groups.several
+    lead = torch.where(unique_best, groups.scores - second, 0.0)
     if inputs.norm_by_std:
         lead = lead / (groups.deviation() + EPS)
-    advantages = groups.spread(lead)
+    advantages = groups.to_tokens(lead)
     return advantages, advantages
 
 
-@register_advantage("rloo", "rloo_vectorized", needs=("group_ids",))
+@register_advantage("rloo", "rloo_vectorized")
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740): the mean of the others is the baseline.
+    """RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740): a leave-one-out baseline.
 
     ``A_i = s_i - sum_{j != i} s_j / (n - 1)``.
     """
     groups = GroupedScores(inputs)
     others = (groups.sum(groups.scores) - groups.scores) / (groups.size - 1).clamp(min=1)
-    advantages = groups.spread(groups.scores - others)
+    advantages = groups.to_tokens(groups.scores - others)
     return advantages, advantages
 
 
-@register_advantage("reinforce_plus_plus_baseline", needs=("group_ids",))
+@register_advantage("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv:2501.03262).
 
-    ``A = (s - mean of the group)``, then whitened over all trained tokens of the batch.
+    ``A = s - group mean``, then whitened over all trained tokens of the batch.
     """
     groups = GroupedScores(inputs)
-    advantages = masked_whiten(groups.spread(groups.scores - groups.mean()), groups.mask)
+    advantages = masked_whiten(groups.to_tokens(groups.scores - groups.mean()), groups.mask)
     return advantages, advantages
 
 
-@register_advantage("opo", needs=("group_ids",))
+@register_advantage("opo")
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """OPO (Hao et al. 2025, arXiv:2505.23585): the baseline of least variance, weighted by length.
+    """OPO (Hao et al. 2025, arXiv:2505.23585): the minimum-variance baseline, weighted by length.
 
-    ``A_i = s_i - sum_j l_j s_j / sum_j l_j`` with ``l`` the trained tokens of an answer.
+    ``A_i = s_i - sum_j l_j s_j / sum_j l_j`` with ``l`` the trained tokens of a response.
     """
     groups = GroupedScores(inputs)
     lengths = groups.mask.double().sum(-1)
     baseline = groups.sum(lengths * groups.scores) / groups.sum(lengths).clamp(min=1)
-    advantages = groups.spread(groups.scores - torch.where(groups.several, baseline, 0.0))
+    advantages = groups.to_tokens(groups.scores - torch.where(groups.several, baseline, 0.0))
     return advantages, advantages
 
 
-@register_advantage("gpg", needs=("group_ids",))
+@register_advantage("gpg")
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GPG (Chu et al. 2025, arXiv:2504.02546): ``alpha (s - mean)``, for the loss ``gpg``.
 
-    ``alpha = B / (B - M)`` makes up for the ``M`` of all ``B`` answers that teach nothing because their whole group has
-    one score; the normalisation ``F_norm`` is 1.
+    ``alpha = B / (B - M)`` compensates for the ``M`` of all ``B`` responses in zero-variance groups, which give no
+    gradient; the normalisation ``F_norm`` is 1.
     """
     groups = GroupedScores(inputs)
     relative = torch.where(groups.counted, groups.scores - groups.mean(), 0.0)
     highest, lowest = groups.largest(groups.scores), -groups.largest(-groups.scores)
-    teaching = groups.counted & ((highest > lowest) | (~groups.several & (groups.scores != 0)))
-    alpha = groups.counted.double().sum() / teaching.double().sum().clamp(min=1)
-    advantages = groups.spread(alpha * relative)
+    informative = groups.counted & ((highest > lowest) | (~groups.several & (groups.scores != 0)))
+    alpha = groups.counted.double().sum() / informative.double().sum().clamp(min=1)
+    advantages = groups.to_tokens(alpha * relative)
     return advantages, advantages

@@ -1,4 +1,4 @@
-"""Distance to the reference policy: estimators per token, the penalty in the reward, and its coefficient."""
+"""KL to the reference policy: estimators per token (k1, k2, k3), the KL penalty in the reward, and its controllers."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.masked import masked_mean
-from megarl.algorithms.registry import Registry
+from megarl.base.registry import Registry
 
 KLFunction = Callable[[Tensor], Tensor]
 KL_ESTIMATORS: Registry[KLFunction] = Registry("kl_penalty")
 
 
 def _register(*names: str) -> Callable[[KLFunction], KLFunction]:
-    """Files an estimator under ``names``, and with k2's gradient under each name with a "+"."""
+    """Register an estimator under ``names``, and with k2's gradient under each name followed by "+"."""
 
     def add(estimate: KLFunction) -> KLFunction:
-        KL_ESTIMATORS.register(*(f"{name}+" for name in names))(lambda d: _with_gradient_of_k2(d, estimate))
+        KL_ESTIMATORS.register(*(f"{name}+" for name in names))(lambda d: _straight_through_k2(d, estimate))
         return KL_ESTIMATORS.register(*names)(estimate)
 
     return add
 
 
-def _with_gradient_of_k2(log_ratio: Tensor, estimate: KLFunction) -> Tensor:
+def _straight_through_k2(log_ratio: Tensor, estimate: KLFunction) -> Tensor:
     slope = _k2(log_ratio)
     return estimate(log_ratio.detach()) + slope - slope.detach()
 
@@ -52,20 +52,20 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    """Estimate of KL(policy || reference) at each token sampled from the policy.
+    """Estimate KL(policy || reference) at each token sampled from the policy.
 
     With ``d = log_prob - ref_log_prob`` (Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html):
 
     - ``kl``, ``k1``: ``d``, unbiased, may be negative.
     - ``abs``: ``|d|``.
     - ``mse``, ``k2``: ``d^2 / 2``, low variance, biased.
-    - ``low_var_kl``, ``k3``: ``exp(-d) - 1 + d``, unbiased, never negative; cut at 10, its exponent at 20.
+    - ``low_var_kl``, ``k3``: ``exp(-d) - 1 + d``, unbiased, never negative; clamped to 10, its exponent to 20.
 
-    As a loss, only k2 has the gradient of the KL itself: that of k1 has the mean 0, that of k3 belongs to the KL the
-    other way round. A "+" behind the name (``k1+``, ``abs+``, ``k3+``, ...) keeps the value and takes k2's gradient.
+    As a loss, only k2 has the gradient of this KL. The gradient of k1 has mean 0; the gradient of k3 is that of the
+    reverse KL. A "+" after the name (``k1+``, ``abs+``, ``k3+``, ...) keeps the value and uses k2's gradient.
 
     Args:
-        log_prob: any shape; as a loss, gradients flow into it.
+        log_prob: any shape; with gradients if used as a loss.
         ref_log_prob: same shape.
         kind: one of the above.
 
@@ -73,7 +73,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         Same shape.
 
     Raises:
-        ConfigError: ``kind`` is not known.
+        ConfigError: ``kind`` is unknown.
     """
     return KL_ESTIMATORS[kind](log_prob - ref_log_prob)
 
@@ -81,20 +81,19 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 def apply_kl_penalty(
     token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float
 ) -> tuple[Tensor, float]:
-    """Rewards less the distance to the reference: ``r_t = score_t - beta * KL_t`` (Ziegler et al. 2019, eq. 2).
+    """Subtract the KL penalty from the scores: ``r_t = score_t - beta * KL_t`` (Ziegler et al. 2019, eq. 2).
 
     All tensors are ``[b, R]``.
 
     Args:
         token_level_scores: the reward function's scores.
-        kl: of the policy that generated the tokens to the reference, at each token: estimated by :func:`kl_penalty`, or
-            exact.
-        response_mask: 1 where a token is trained on.
+        kl: KL from the sampling policy to the reference at each token, estimated by :func:`kl_penalty` or exact.
+        response_mask: 1 for trained tokens.
         beta: coefficient of the penalty.
 
     Returns:
-        The rewards ``[b, R]``, and the KL in nats per token: mean over a sequence's trained tokens, then over the
-        sequences that have any (0 if none has).
+        The rewards ``[b, R]``, and the KL in nats per token: mean over a sequence's trained tokens, then over sequences
+        with trained tokens (0 if there are none).
     """
     kept = response_mask.bool()
     kl = torch.where(kept, kl, 0.0)
@@ -103,18 +102,18 @@ def apply_kl_penalty(
 
 
 class KLController(Protocol):
-    """Coefficient of the KL penalty, and how it changes from step to step."""
+    """Coefficient of the KL penalty, updated after every step."""
 
     value: float
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Take note of a step: its KL (nats per token) and its number of samples."""
+        """Update the coefficient with a step's KL (nats per token) and number of samples."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """Return the state for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a checkpoint."""
+        """Restore the state of a checkpoint."""
 
 
 KL_CONTROLLERS: Registry[Callable[[float, float, int], KLController]] = Registry("algorithm.kl_ctrl.type")
@@ -122,7 +121,7 @@ KL_CONTROLLERS: Registry[Callable[[float, float, int], KLController]] = Registry
 
 @KL_CONTROLLERS.register("fixed")
 class FixedKLController:
-    """The coefficient never changes.
+    """A constant coefficient.
 
     Args:
         value: the coefficient.
@@ -134,14 +133,14 @@ class FixedKLController:
         self.value = value
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Nothing to learn from a step."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
+        """Return the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing: the coefficient is the config's, so that a resumed run may change it."""
+        """Do nothing: the coefficient comes from the config, so a resumed run may change it."""
 
 
 @KL_CONTROLLERS.register("adaptive")
@@ -151,9 +150,9 @@ class AdaptiveKLController:
     ``beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_samples / horizon``.
 
     Args:
-        value: the coefficient to start from.
-        target_kl: the KL to hold, in the unit of ``update``'s ``current_kl``; above 0.
-        horizon: samples over which the coefficient reacts.
+        value: the initial coefficient.
+        target_kl: target of the KL, in the unit of ``update``'s ``current_kl``; above 0.
+        horizon: samples over which the coefficient adapts.
     """
 
     def __init__(self, value: float, target_kl: float, horizon: int) -> None:
@@ -162,23 +161,23 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Raise the coefficient where the KL is above the target, lower it where it is below."""
+        """Increase the coefficient if the KL is above the target, decrease it if below."""
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
+        """Return the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the coefficient back."""
+        """Restore the coefficient."""
         self.value = float(state["value"])
 
 
 def make_kl_controller(kind: str, value: float, target_kl: float, horizon: int) -> KLController:
-    """The controller called ``kind``, ``fixed`` or ``adaptive``.
+    """Create the controller ``kind``, ``fixed`` or ``adaptive``.
 
     Raises:
-        ConfigError: ``kind`` is not known.
+        ConfigError: ``kind`` is unknown.
     """
     return KL_CONTROLLERS[kind](value, target_kl, horizon)

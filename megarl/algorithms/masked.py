@@ -1,6 +1,6 @@
-"""Statistics over the entries of a tensor that a mask selects.
+"""Masked statistics over tensors, and per-sequence sums for rectangles ``[b, R]`` and packed tokens ``[n]``.
 
-An entry outside the mask may hold anything, NaN included: it is never read.
+An entry outside the mask may hold any value, NaN included: it is never read.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the ``values`` where ``mask`` (same shape, 0 or 1) is set, over ``dim`` or over everything."""
+    """Sum ``values`` over the entries of ``mask`` (same shape, 0 or 1), along ``dim`` or over all dimensions."""
     kept = torch.where(mask.bool(), values, torch.zeros_like(values))
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the ``values`` where ``mask`` (same shape, 0 or 1) is set, over ``dim`` or over everything.
+    """Average ``values`` over the entries of ``mask`` (same shape, 0 or 1), along ``dim`` or over all dimensions.
 
-    Where nothing is selected the mean is 0.
+    The mean over an empty mask is 0.
     """
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
 def masked_variance(values: Tensor, mask: Tensor) -> Tensor:
-    """Sample variance (divisor ``n - 1``) of the selected entries, a scalar; 0 where fewer than two are selected."""
+    """Sample variance (divisor ``n - 1``) over the mask, a scalar; 0 for fewer than two entries."""
     count = mask.bool().sum()
     squares = masked_sum((values - masked_mean(values, mask)) ** 2, mask)
     return squares / (count - 1).clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Selected entries shifted to mean 0 and scaled to variance 1; the others become 0.
+    """Whiten the entries of the mask to mean 0 and variance 1; all other entries become 0.
 
-    ``(x - mean) / sqrt(variance + eps)`` with the sample variance, taken in double precision.
+    ``(x - mean) / sqrt(variance + eps)`` with the sample variance, computed in double precision.
 
     Args:
         values: any shape.
@@ -50,10 +50,47 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, eps: float = 1e-5) -> float:
-    """Share of the variance of the returns that the critic's values explain: ``1 - Var(G - V) / (Var(G) + eps)``.
+    """Explained variance of a critic: ``1 - Var(G - V) / (Var(G) + eps)``; all tensors have one shape.
 
-    1 is a perfect critic, 0 one no better than a constant, negative one that is worse. All tensors have one shape.
+    1 is a perfect critic, 0 a critic no better than a constant, a negative value a worse one.
     """
     wide_values, wide_returns = values.double(), returns.double()
     unexplained = masked_variance(wide_returns - wide_values, mask)
     return (1.0 - unexplained / (masked_variance(wide_returns, mask) + eps)).item()
+
+
+def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """Sum ``values`` over the trained tokens of each sequence, ``[b]`` in double precision; differentiable.
+
+    Args:
+        values: ``[b, R]``, or packed ``[n]`` together with ``lengths``; entries outside the mask may hold any value.
+        mask: same shape, 0 or 1.
+        lengths: ``[b]`` integers that add up to ``n``: the tokens of each packed sequence. Sequences must be complete.
+
+    Raises:
+        ValueError: packed values come without ``lengths``.
+    """
+    if lengths is None and values.dim() != 2:
+        raise ValueError(f"packed tokens of shape {tuple(values.shape)} need `lengths`")
+    kept = torch.where(mask.bool(), values.double(), 0.0)
+    if lengths is None:
+        return kept.sum(-1)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths.to(values.device))
+    empty = torch.zeros(len(lengths), dtype=torch.double, device=values.device)
+    return empty.index_add(0, sequence, kept)
+
+
+def sequence_means(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """Average ``values`` over the trained tokens of each sequence, ``[b]`` double, 0 for a sequence without any.
+
+    Arguments and errors are those of :func:`sequence_sums`.
+    """
+    count = sequence_sums(torch.ones_like(mask, dtype=torch.double), mask, lengths)
+    return sequence_sums(values, mask, lengths) / count.clamp(min=1)
+
+
+def expand_to_tokens(per_sequence: Tensor, like: Tensor, lengths: Tensor | None) -> Tensor:
+    """Repeat a number per sequence ``[b]`` at each of its tokens, in the shape of ``like``; differentiable."""
+    if lengths is None:
+        return per_sequence[:, None].expand_as(like)
+    return torch.repeat_interleave(per_sequence, lengths.to(per_sequence.device))

@@ -1,64 +1,66 @@
-"""Losses of the policy, one number per token; :mod:`megarl.algorithms.aggregation` makes one number of them.
+"""Policy losses per token: PPO, GSPO, GMPO, CISPO, SAPO, REINFORCE; :mod:`megarl.algorithms.aggregation` averages them.
 
-All functions work on rectangles ``[b, R]`` and on packed tokens ``[n]`` alike. In the formulas ``r`` is the ratio
-``exp(log_prob - old_log_prob)`` of a token's probabilities and ``A`` its advantage.
+All functions accept rectangles ``[b, R]`` and packed tokens ``[n]``. In the formulas ``r`` is the importance ratio
+``exp(log_prob - old_log_prob)`` of a token and ``A`` its advantage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.registry import Registry, own_entry
-from megarl.algorithms.sequences import means_of_sequences, over_tokens
+from megarl.algorithms.masked import expand_to_tokens, sequence_means
+from megarl.base.algorithm_names import DEFAULT_AGGREGATION, default_aggregation
+from megarl.base.registry import Registry
+from megarl.base.user_code import load_user_function
 
 LOG_RATIO_LIMIT = 20.0
-"""The log of a probability ratio is cut at this size, so that its exponential stays finite."""
+"""Bound on the absolute log of a probability ratio; it keeps the exponential finite."""
 
 
 @dataclass(frozen=True)
 class PolicyLossOptions:
-    """Settings of the policy losses; each reads its own.
+    """Settings of the policy losses; a loss reads only its settings. The defaults are in the configuration's schema.
 
     Attributes:
-        clip_ratio_low: how far below 1 the probability ratio counts.
-        clip_ratio_high: how far above 1 it counts.
-        clip_ratio_c: dual clip, the largest ratio that counts where the advantage is negative.
-        tau_pos: SAPO, steepness of its gate where the advantage is positive.
-        tau_neg: the same where it is not.
-        clip_cov_ratio: share of the tokens that clip_cov takes out.
-        clip_cov_lb: it takes tokens whose covariance is above this,
+        clip_ratio_low: lower clip range of the ratio, below 1.
+        clip_ratio_high: upper clip range of the ratio, above 1.
+        clip_ratio_c: dual clip, the largest ratio for negative advantages.
+        tau_pos: SAPO, steepness of the gate for positive advantages.
+        tau_neg: the same for other advantages.
+        clip_cov_ratio: share of the tokens that clip_cov removes.
+        clip_cov_lb: clip_cov removes tokens with a covariance above this,
         clip_cov_ub: and below this.
-        kl_cov_ratio: share of the tokens that kl_cov holds back.
-        ppo_kl_coef: weight of their KL.
+        kl_cov_ratio: share of the tokens that kl_cov penalises.
+        ppo_kl_coef: coefficient of that KL penalty.
     """
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    clip_cov_ratio: float = 0.0002
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
-    kl_cov_ratio: float = 0.0002
-    ppo_kl_coef: float = 0.1
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
+    tau_pos: float
+    tau_neg: float
+    clip_cov_ratio: float
+    clip_cov_lb: float
+    clip_cov_ub: float
+    kl_cov_ratio: float
+    ppo_kl_coef: float
 
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a policy loss may read; the tensors have one shape, ``[b, R]`` or packed ``[n]``.
+    """Inputs of a policy loss; the tensors have one shape, ``[b, R]`` or packed ``[n]``.
 
     Attributes:
-        log_prob: log-probs of the tokens under the policy that learns; gradients flow into it.
-        old_log_prob: the same before this step's updates.
+        log_prob: log-probs of the tokens under the current policy, with gradients.
+        old_log_prob: log-probs before this step's updates.
         advantages: advantage of each token.
-        response_mask: 1 where a token is trained on; the loss of the others is not read.
-        lengths: ``[b]``, tokens of each packed sequence, all of them whole; None for rectangles.
-        chosen: of a loss that chooses tokens by the whole mini-batch: 1 where it chose; None for the others.
+        response_mask: 1 for trained tokens; the loss of other tokens is not read.
+        lengths: ``[b]``, tokens of each packed sequence, all complete; None for rectangles.
+        chosen: 1 for chosen tokens, for losses that choose tokens on the whole mini-batch; otherwise None.
         options: settings.
     """
 
@@ -68,21 +70,21 @@ class PolicyLossInputs:
     response_mask: Tensor
     lengths: Tensor | None = None
     chosen: Tensor | None = None
-    options: PolicyLossOptions = PolicyLossOptions()
+    options: PolicyLossOptions = field(kw_only=True)
 
     @property
     def log_ratio(self) -> Tensor:
-        """``log r``, cut at :data:`LOG_RATIO_LIMIT`."""
+        """``log r``, clamped to :data:`LOG_RATIO_LIMIT`."""
         return (self.log_prob - self.old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss per token, and what is worth knowing about it.
+    """A loss per token with its diagnostics.
 
     Attributes:
         loss: loss of each token, with gradients.
-        diagnostics: metric name (without its prefix) to a number per token, without gradients; the metric is the mean
+        diagnostics: metric name (without its prefix) to a value per token, without gradients; the metric is the mean
             over the trained tokens.
     """
 
@@ -95,11 +97,11 @@ class WholeMiniBatch:
     """All tokens of a mini-batch over all ranks, packed ``[n]`` in any order, without gradients.
 
     Attributes:
-        log_prob: under the policy as it is before this mini-batch's update.
-        old_log_prob: before this step's updates.
+        log_prob: log-probs before this mini-batch's update.
+        old_log_prob: log-probs before this step's updates.
         advantages: advantage of each token.
-        response_mask: 1 where a token is trained on.
-        keys: random integers, one for each token, that depend on the sample and the token's place in it alone.
+        response_mask: 1 for trained tokens.
+        keys: a random integer per token, a function of the sample and the token's position alone.
     """
 
     log_prob: Tensor
@@ -118,56 +120,62 @@ class PolicyLoss:
     """A registered policy loss.
 
     Attributes:
-        function: from a micro-batch to losses per token.
-        aggregation: the ``loss_agg_mode`` that goes with it, where the configuration names none.
-        choose: for a loss that needs the whole mini-batch: from that to a bool per token, which it is given as
-            ``chosen``. It costs a forward pass over the mini-batch.
+        function: maps a micro-batch to losses per token.
+        aggregation: the ``loss_agg_mode`` of the paper, used if the configuration sets none.
+        choose: maps the whole mini-batch to a bool per token, passed to the loss as ``chosen``. It costs a forward pass
+            over the mini-batch. None for losses that choose no tokens.
     """
 
     function: PolicyLossFunction
-    aggregation: str = "token-mean"
+    aggregation: str = DEFAULT_AGGREGATION
     choose: ChoiceFunction | None = None
 
     def __call__(self, inputs: PolicyLossInputs) -> TokenLoss:
-        """The loss of each token.
+        """Compute the loss of each token.
 
         Raises:
-            ValueError: the loss chooses tokens, and the choice is missing.
+            ValueError: the loss chooses tokens, and ``chosen`` is missing.
         """
         if self.choose is not None and inputs.chosen is None:
-            raise ValueError("this policy loss needs `chosen`: which tokens it chose of the whole mini-batch")
+            raise ValueError("this policy loss needs `chosen`, the tokens chosen on the whole mini-batch")
         return self.function(inputs)
 
 
-KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
-POLICY_LOSSES: Registry[PolicyLoss] = Registry(KEY)
+def _load_user_loss(spec: str, key: str) -> PolicyLoss:
+    function = load_user_function(spec, key, arguments=1)
+    return function if isinstance(function, PolicyLoss) else PolicyLoss(function)
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode", loader=_load_user_loss)
 
 
 def register_policy_loss(
-    *names: str, aggregation: str = "token-mean", choose: ChoiceFunction | None = None
+    *names: str, aggregation: str | None = None, choose: ChoiceFunction | None = None
 ) -> Callable[[PolicyLossFunction], PolicyLoss]:
-    """Decorator that files a loss under ``names``; see :class:`PolicyLoss`."""
+    """Return a decorator that registers a loss under ``names``; arguments as in :class:`PolicyLoss`.
+
+    A None ``aggregation`` is the one in :mod:`megarl.base.algorithm_names`.
+    """
 
     def add(function: PolicyLossFunction) -> PolicyLoss:
-        return POLICY_LOSSES.register(*names)(PolicyLoss(function, aggregation, choose))
+        return POLICY_LOSSES.register(*names)(
+            PolicyLoss(function, aggregation or default_aggregation(names[0]), choose)
+        )
 
     return add
 
 
 def load_policy_loss(spec: str) -> PolicyLoss:
-    """The loss of a registered name, or of one's own as ``path.py:function`` or ``package.module.function``.
+    """Return a registered loss, or load a user's from ``path.py:function`` or ``package.module.function``.
 
     Raises:
-        ConfigError: there is none, or it cannot be called with :class:`PolicyLossInputs`.
+        ConfigError: the loss is unknown, or it cannot be called with :class:`PolicyLossInputs`.
     """
-    if spec in POLICY_LOSSES or not set(spec) & set(":."):
-        return POLICY_LOSSES[spec]
-    entry = own_entry(KEY, spec)
-    return entry if isinstance(entry, PolicyLoss) else PolicyLoss(entry)
+    return POLICY_LOSSES.find(spec)
 
 
 def _clipped(ratio: Tensor, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
-    """``-A r``, and ``-A clip(r, 1 - low, 1 + high)``."""
+    """Return ``-A r`` and ``-A clip(r, 1 - low, 1 + high)``."""
     low, high = 1 - inputs.options.clip_ratio_low, 1 + inputs.options.clip_ratio_high
     return -inputs.advantages * ratio, -inputs.advantages * ratio.clamp(low, high)
 
@@ -176,12 +184,12 @@ def _clipped(ratio: Tensor, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
 def clipped_policy_loss(inputs: PolicyLossInputs) -> TokenLoss:
     """PPO's clipped loss with dual clip.
 
-    ``L = max(-A r, -A clip(r, 1 - low, 1 + high))`` (Schulman et al. 2017, arXiv:1707.06347, eq. 7; a ``high`` of its
-    own: Yu et al. 2025, arXiv:2503.14476), and where ``A < 0``: ``min(L, -A c)`` (Ye et al. 2020, arXiv:1912.09729).
+    ``L = max(-A r, -A clip(r, 1 - low, 1 + high))`` (Schulman et al. 2017, arXiv:1707.06347, eq. 7; a separate
+    ``high``: Yu et al. 2025, arXiv:2503.14476). For ``A < 0``: ``min(L, -A c)`` (Ye et al. 2020, arXiv:1912.09729).
 
     Returns:
-        The loss, with diagnostics ``ppo_kl`` (``old_log_prob - log_prob``), ``pg_clipfrac`` (1 where the clip took the
-        gradient away) and ``pg_clipfrac_lower`` (1 where the dual clip did).
+        The loss, with diagnostics ``ppo_kl`` (``old_log_prob - log_prob``), ``pg_clipfrac`` (1 if the clip removed
+        the gradient) and ``pg_clipfrac_lower`` (1 if the dual clip did).
     """
     log_ratio = inputs.log_ratio
     plain, clipped = _clipped(log_ratio.exp(), inputs)
@@ -198,45 +206,45 @@ def clipped_policy_loss(inputs: PolicyLossInputs) -> TokenLoss:
     )
 
 
-@register_policy_loss("gspo", aggregation="seq-mean-token-mean")
+@register_policy_loss("gspo")
 def gspo(inputs: PolicyLossInputs) -> TokenLoss:
-    """GSPO (Zheng et al. 2025, arXiv:2507.18071): the ratio of whole sequences, length-normalised, is clipped.
+    """GSPO (Zheng et al. 2025, arXiv:2507.18071): clip the length-normalised ratio of whole sequences.
 
-    ``s = (prod_t r_t)^(1 / l)`` over the ``l`` trained tokens of a sequence; as its GSPO-token:
-    ``s_t = sg[s] p_t / sg[p_t]``, ``L_t = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))``. The mean over a sequence's
-    tokens has the gradient of GSPO's own loss where ``A`` is the sequence's. The paper clips at 3e-4 and 4e-4.
+    ``s = (prod_t r_t)^(1 / l)`` over the ``l`` trained tokens of a sequence. In the GSPO-token form,
+    ``s_t = sg[s] p_t / sg[p_t]`` and ``L_t = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))``. If all tokens of a
+    sequence share ``A``, the mean over its tokens has the gradient of the GSPO loss. The paper clips at 3e-4 and 4e-4.
     """
     log_ratio = inputs.log_ratio
-    of_sequence = means_of_sequences(log_ratio.detach(), inputs.response_mask, inputs.lengths)
-    spread = over_tokens(of_sequence, log_ratio, inputs.lengths).to(log_ratio.dtype)
-    plain, clipped = _clipped((inputs.log_prob - inputs.log_prob.detach() + spread).exp(), inputs)
+    mean_log_ratio = sequence_means(log_ratio.detach(), inputs.response_mask, inputs.lengths)
+    expanded = expand_to_tokens(mean_log_ratio, log_ratio, inputs.lengths).to(log_ratio.dtype)
+    plain, clipped = _clipped((inputs.log_prob - inputs.log_prob.detach() + expanded).exp(), inputs)
     return TokenLoss(
         loss=torch.maximum(plain, clipped),
         diagnostics={"ppo_kl": -log_ratio.detach(), "pg_clipfrac": (clipped > plain).to(plain.dtype)},
     )
 
 
-@register_policy_loss("geo_mean", aggregation="seq-mean-token-mean")
+@register_policy_loss("geo_mean")
 def gmpo(inputs: PolicyLossInputs) -> TokenLoss:
     """GMPO (Zhao et al. 2025, arXiv:2507.20673): the geometric mean of a sequence's clipped ratios.
 
-    ``L = -A (prod_t rho_t)^(1 / l)`` for each of a sequence's ``l`` trained tokens, where ``log rho_t`` is the
-    pessimistic one, for the sign of ``A``, of ``log r_t`` and ``clip(log r_t, -low, high)``, and ``A`` the mean of its
-    tokens'. The paper clips at 0.4 on both sides, in the logarithm.
+    ``L = -A (prod_t rho_t)^(1 / l)`` for each of a sequence's ``l`` trained tokens. ``log rho_t`` is the pessimistic
+    choice, by the sign of ``A``, between ``log r_t`` and ``clip(log r_t, -low, high)``. ``A`` is the mean advantage of
+    the tokens. The paper clips the logarithm at 0.4 on both sides.
 
     Returns:
-        The loss, with diagnostics ``ppo_kl``, ``pg_clipfrac`` and ``pg_clipfrac_lower``: tokens whose ratio is out of
-        bounds where the advantage is above, or below, 0.
+        The loss, with diagnostics ``ppo_kl``, ``pg_clipfrac`` and ``pg_clipfrac_lower``: tokens with a ratio out of
+        bounds and an advantage above, or below, 0.
     """
     log_ratio, advantages, options = inputs.log_ratio, inputs.advantages, inputs.options
     clipped = log_ratio.clamp(-options.clip_ratio_low, options.clip_ratio_high)
     sign = advantages.sign()
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    ratio = means_of_sequences(pessimistic, inputs.response_mask, inputs.lengths).exp()
-    advantage = means_of_sequences(advantages, inputs.response_mask, inputs.lengths)
+    ratio = sequence_means(pessimistic, inputs.response_mask, inputs.lengths).exp()
+    advantage = sequence_means(advantages, inputs.response_mask, inputs.lengths)
     outside = log_ratio.detach() != clipped.detach()
     return TokenLoss(
-        loss=over_tokens(-advantage * ratio, log_ratio, inputs.lengths).to(log_ratio.dtype),
+        loss=expand_to_tokens(-advantage * ratio, log_ratio, inputs.lengths).to(log_ratio.dtype),
         diagnostics={
             "ppo_kl": -log_ratio.detach(),
             "pg_clipfrac": (outside & (advantages > 0)).to(log_ratio.dtype),
@@ -249,7 +257,7 @@ def gmpo(inputs: PolicyLossInputs) -> TokenLoss:
 def cispo(inputs: PolicyLossInputs) -> TokenLoss:
     """CISPO (MiniMax 2025, arXiv:2506.13585): REINFORCE with clipped importance weights.
 
-    ``L = -sg[clip(r, 1 - low, 1 + high)] A log p``: a clipped token still learns, only less.
+    ``L = -sg[clip(r, 1 - low, 1 + high)] A log p``: a clipped token keeps a reduced gradient.
     """
     log_ratio, options = inputs.log_ratio.detach(), inputs.options
     ratio = log_ratio.exp()
@@ -262,16 +270,16 @@ def cispo(inputs: PolicyLossInputs) -> TokenLoss:
 
 @register_policy_loss("reinforce", "gpg")
 def reinforce(inputs: PolicyLossInputs) -> TokenLoss:
-    """REINFORCE (Williams 1992): ``L = -A log p``, without a ratio; GPG's too (Chu et al. 2025, arXiv:2504.02546)."""
+    """REINFORCE (Williams 1992), and GPG (Chu et al. 2025, arXiv:2504.02546): ``L = -A log p``, without a ratio."""
     return TokenLoss(-inputs.advantages * inputs.log_prob, {"ppo_kl": -inputs.log_ratio.detach()})
 
 
-@register_policy_loss("sapo", aggregation="seq-mean-token-mean")
+@register_policy_loss("sapo")
 def sapo(inputs: PolicyLossInputs) -> TokenLoss:
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate in the place of the clip.
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate instead of the clip.
 
-    ``L = -A (4 / tau) sigmoid(tau (r - 1))`` with ``tau_pos`` where ``A > 0`` and ``tau_neg`` elsewhere; its slope in
-    ``r`` is that of ``-A r`` where ``r = 1``, and falls off on both sides.
+    ``L = -A (4 / tau) sigmoid(tau (r - 1))`` with ``tau_pos`` for ``A > 0`` and ``tau_neg`` otherwise. Its slope in
+    ``r`` equals that of ``-A r`` at ``r = 1`` and decreases on both sides.
     """
     log_ratio, options = inputs.log_ratio, inputs.options
     tau = torch.full_like(log_ratio, options.tau_neg).masked_fill(inputs.advantages > 0, options.tau_pos)

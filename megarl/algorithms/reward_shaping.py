@@ -1,34 +1,36 @@
-"""What a reference policy adds to the reward of an answer: how likely it finds it, how near the ground truth it is."""
+"""Reward shaping before advantages: reference quality, alignment, missing end-of-sequence, and reward whitening."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.algorithms.masked import masked_mean
+from megarl.algorithms.masked import masked_mean, masked_whiten
 
 
 def sequence_quality(ref_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Geometric mean of the probabilities that the reference gives an answer's tokens, one over its perplexity.
+    """Reference quality of a response: the geometric mean of its token probabilities (inverse perplexity).
 
-    ``q = exp(sum_t m_t log p_t / sum_t m_t)``, in (0, 1]: 1 only where the reference is sure of every token. The mean
-    makes answers of different length comparable; their bare likelihood falls with every token.
+    ``q = exp(sum_t m_t log p_t / sum_t m_t)``, in (0, 1]; 1 only if the reference is certain of every token. The mean
+    makes responses of different lengths comparable; their plain likelihood falls with every token.
 
     Args:
         ref_log_prob: ``[b, R]``, in nats.
-        mask: ``[b, R]``, 1 = the token counts; whatever stands elsewhere is not read.
+        mask: ``[b, R]``, 1 for tokens that count; other entries are not read.
 
     Returns:
-        ``[b]`` float64; 1 for a row without a token that counts.
+        ``[b]`` float64; 1 for a row without a counted token.
     """
     return masked_mean(ref_log_prob.double(), mask, dim=-1).exp()
 
 
 def blend_quality(scores: Tensor, quality: Tensor, rows: Tensor, last: Tensor, weight: float) -> Tensor:
-    """``(1 - w) * scores``, and ``w * quality`` at each row's last response token.
+    """Blend scores with the reference quality: ``(1 - w) * scores``, plus ``w * quality`` at the last response token.
 
-    The sum over a row is then ``(1 - w) * sum + w * quality``, and a score that stands on the last token stays there.
+    The sum over a row becomes ``(1 - w) * sum + w * quality``. A score on the last token stays on that token.
 
     Args:
         scores: ``[b, R]`` rewards per token.
@@ -43,12 +45,12 @@ def blend_quality(scores: Tensor, quality: Tensor, rows: Tensor, last: Tensor, w
 
 
 def add_at_last(rewards: Tensor, amounts: Tensor, rows: Tensor, last: Tensor) -> Tensor:
-    """``rewards [b, R]`` with ``amounts [b]`` added at the last response token of the chosen ``rows`` (``[b]`` bool).
+    """Add ``amounts [b]`` to ``rewards [b, R]`` at the last response token of the selected ``rows``.
 
     Args:
-        rewards: per token.
+        rewards: rewards per token.
         amounts: one per row, in the rewards' unit.
-        rows: which rows get theirs.
+        rows: ``[b]`` bool, the rows to change.
         last: ``[b]`` int64, index of each row's last response token.
     """
     result, numbers = rewards.clone(), rows.nonzero()[:, 0]
@@ -56,6 +58,43 @@ def add_at_last(rewards: Tensor, amounts: Tensor, rows: Tensor, last: Tensor) ->
     return result
 
 
-def cosine_of_rows(left: Tensor, right: Tensor) -> Tensor:
-    """``<x, y> / (|x| |y|)`` of each two rows of ``[b, hidden]``, ``[b]`` float64; 0 where one of them is zero."""
+def row_cosine_similarity(left: Tensor, right: Tensor) -> Tensor:
+    """Cosine similarity of corresponding rows of two ``[b, hidden]`` tensors, ``[b]`` float64; 0 for a zero row."""
     return F.cosine_similarity(left.double(), right.double(), dim=-1, eps=1e-12)
+
+
+def missing_eos(responses: Tensor, last: Tensor, eos_token_ids: Collection[int]) -> Tensor:
+    """Flag responses that do not end with an end-of-sequence token, ``[b]`` bool.
+
+    Args:
+        responses: ``[b, R]`` token ids.
+        last: ``[b]`` int64, index of each row's last response token.
+        eos_token_ids: the tokens that end a sequence.
+    """
+    ends = torch.tensor(sorted(eos_token_ids), dtype=responses.dtype, device=responses.device)
+    return ~torch.isin(responses.gather(1, last[:, None])[:, 0], ends)
+
+
+def on_trained_tokens(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Move rewards ``[b, R]`` onto the mask: each to the trained token before it, or to the first trained token.
+
+    The sum over a row does not change. A row without a trained token gets no rewards.
+    """
+    kept = response_mask.bool()
+    positions = torch.arange(rewards.shape[1], device=rewards.device).expand_as(rewards)
+    before = torch.where(kept, positions, -1).cummax(-1).values
+    first = kept.long().argmax(-1, keepdim=True)
+    moved = torch.zeros_like(rewards).scatter_add(1, torch.where(before < 0, first, before), rewards)
+    return torch.where(kept, moved, torch.zeros_like(moved))
+
+
+def whiten_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Scale rewards to variance 1 over all trained tokens of a batch, with an unchanged mean.
+
+    ``(r - mean) / std + mean`` over the tokens of the mask, 0 elsewhere (Stiennon et al. 2020, arXiv:2009.01325, whose
+    code does so before GAE). Both tensors are ``[b, R]``; a reward outside the mask is first moved onto it.
+    """
+    moved = on_trained_tokens(rewards, response_mask)
+    kept = response_mask.bool()
+    mean = masked_mean(moved.double(), kept).to(rewards.dtype)
+    return torch.where(kept, masked_whiten(moved, kept) + mean, torch.zeros_like(moved))

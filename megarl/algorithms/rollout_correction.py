@@ -1,13 +1,13 @@
-"""The engine that sampled and the policy that learns are not quite the same: how far apart, and what to do about it.
+"""Rollout correction: importance weights and rejection masks for the mismatch between rollout engine and actor.
 
-With ``r = p_old / p_rollout`` of a token, where ``p_old`` is what the actor computes and ``p_rollout`` what the engine
-sampled with, a loss is corrected by weights (importance sampling, truncated at a bound) or by leaving tokens or whole
-sequences out (rejection); ``docs/rollout_correction.md`` has the formulas and their sources. All functions work on
-rectangles ``[b, R]`` on the driver, over the whole batch, in double precision and without gradients.
+The ratio of a token is ``r = p_old / p_rollout``: the actor's probability over the probability at which the engine
+sampled it. A loss is corrected by importance weights, truncated at a bound, or by rejecting tokens or whole sequences.
+``docs/rollout_correction.md`` has the formulas and their sources. All functions work on rectangles ``[b, R]`` over the
+whole batch, in double precision and without gradients.
 
-Masks: ``trained`` are the tokens that are learned from, ``compared`` those among them that the engine sampled. What a
-tool wrote may be trained on, yet the engine has no log-prob of it: it takes no part in a ratio, and its own weight in a
-token-level correction is 1.
+Masks: ``trained`` marks trained tokens, ``compared`` the trained tokens that the engine sampled. A tool result may be
+trained on, but the engine has no log-prob for it: it takes part in no ratio, and its weight in a token-level correction
+is 1.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Statistics = dict[str, float]
 
 
 class Truncation(NamedTuple):
-    """What becomes of importance weights outside their bounds.
+    """Bounds of importance weights.
 
     Attributes:
-        upper: a larger weight counts as this one.
-        lower: where there is one, weights below it and above ``upper`` count 0 instead.
+        upper: larger weights are clamped to this bound.
+        lower: if set, weights below it or above ``upper`` become 0 instead.
     """
 
     upper: float
@@ -37,12 +37,12 @@ class Truncation(NamedTuple):
 
 
 class Rejection(NamedTuple):
-    """A rule by which tokens or sequences are left out.
+    """A rule that rejects tokens or sequences.
 
     Attributes:
         option: one of :data:`REJECTIONS`.
-        upper: bound from above: of the ratio for ``k1``, of the estimate for ``k2`` and ``k3``.
-        lower: bound of the ratio from below, for ``k1``.
+        upper: upper bound: of the ratio for ``k1``, of the estimate for ``k2`` and ``k3``.
+        lower: lower bound of the ratio, for ``k1``.
     """
 
     option: str
@@ -51,7 +51,7 @@ class Rejection(NamedTuple):
 
 
 def log_ratios(old: Tensor, rollout: Tensor, compared: Tensor) -> Tensor:
-    """``log r`` of each compared token, 0 elsewhere; ``[b, R]`` doubles."""
+    """Compute ``log r`` of each compared token, 0 elsewhere; ``[b, R]`` doubles."""
     return torch.where(compared.bool(), old.double() - rollout.double(), 0.0)
 
 
@@ -64,7 +64,7 @@ def importance_weights(
     truncation: Truncation,
     normalize: bool = False,
 ) -> tuple[Tensor, Statistics]:
-    """The weight of each token's policy loss, and statistics of the weights.
+    """Compute the importance weight of each token's policy loss, with statistics of the weights.
 
     Args:
         log_ratio: ``[b, R]``, see :func:`log_ratios`.
@@ -76,21 +76,21 @@ def importance_weights(
 
     Returns:
         Weights ``[b, R]`` in float32, 0 outside ``trained``; and ``rollout_is_*`` without a prefix: ``mean``, ``std``
-        and ``eff_sample_size`` of the weights as they are used, ``min``, ``max`` and fractions of the ratios before.
+        and ``eff_sample_size`` of the final weights, ``min``, ``max`` and fractions of the ratios before truncation.
     """
     kept = compared.bool()
     by_row = level == "sequence"
     raw = log_ratio.sum(-1) if by_row else log_ratio
-    some = kept.any(-1) if by_row else kept
+    counted = kept.any(-1) if by_row else kept
     weights = _truncated(raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), truncation)
     if normalize:
-        mean = masked_mean(weights, some)
+        mean = masked_mean(weights, counted)
         weights = torch.where(mean > 0, weights / mean, weights)
-    spread = weights[:, None].expand_as(log_ratio) if by_row else weights
-    statistics = _weight_statistics(spread[kept], raw[some].exp(), truncation)
+    per_token = weights[:, None].expand_as(log_ratio) if by_row else weights
+    statistics = _weight_statistics(per_token[kept], raw[counted].exp(), truncation)
     if by_row:
-        statistics |= _sequence_statistics(weights[some])
-    return torch.where(trained.bool(), spread, 0.0).float(), statistics
+        statistics |= _sequence_statistics(weights[counted])
+    return torch.where(trained.bool(), per_token, 0.0).float(), statistics
 
 
 def _truncated(weights: Tensor, bounds: Truncation) -> Tensor:
@@ -132,7 +132,7 @@ _ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda log_ratio: 0.5 * log_ratio**2,
     "k3": lambda log_ratio: log_ratio.exp() - 1 - log_ratio,
 }
-"""What is bounded, from ``log r``: of ``k1`` its exponential, the ratio itself."""
+"""Bounded quantity as a function of ``log r``; for ``k1`` its exponential, the ratio, is bounded."""
 
 _SCOPES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
     "token": None,
@@ -140,18 +140,18 @@ _SCOPES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
     "seq_mean": lambda values, mask: masked_mean(values, mask, -1),
     "seq_max": lambda values, mask: torch.where(mask, values, 0.0).amax(-1),
 }
-"""How the estimates of a sequence become one number; None: each token is looked at by itself."""
+"""Reduction of a sequence's estimates to one number; None: every token is tested separately."""
 
 REJECTIONS = tuple(
     f"{scope}_{estimate}" for scope in _SCOPES for estimate in _ESTIMATES if (scope, estimate) != ("seq_max", "k1")
 )
-"""Rules by which tokens or sequences are rejected; the largest of signed numbers would bound one side only."""
+"""Rejection options. ``seq_max_k1`` is missing: the maximum of signed numbers would bound one side only."""
 
 
 def rejected_tokens(
     log_ratio: Tensor, compared: Tensor, trained: Tensor, rules: Sequence[Rejection]
 ) -> tuple[Tensor, Statistics]:
-    """Which tokens are left out because one of the rules says so.
+    """Select the tokens that at least one of the rules rejects.
 
     Args:
         log_ratio: ``[b, R]``, see :func:`log_ratios`.
@@ -160,48 +160,48 @@ def rejected_tokens(
         rules: at least one.
 
     Returns:
-        ``[b, R]`` bool within ``trained``; and ``rollout_rs_masked_fraction`` of the trained tokens,
-        ``rollout_rs_seq_masked_fraction`` of the sequences, and the former for each rule by itself.
+        ``[b, R]`` bool within ``trained``; and the statistics ``rollout_rs_masked_fraction`` of the trained tokens,
+        ``rollout_rs_seq_masked_fraction`` of the sequences, and the token fraction of each rule.
 
     Raises:
-        ValueError: an option is not known.
+        ValueError: an option is unknown.
     """
-    learned = trained.bool()
-    tokens = int(learned.sum())
-    rejected, statistics = torch.zeros_like(learned), {}
+    kept = trained.bool()
+    tokens = int(kept.sum())
+    rejected, statistics = torch.zeros_like(kept), {}
     for rule in rules:
-        outside = _outside(log_ratio, compared.bool(), rule) & learned
+        outside = _outside(log_ratio, compared.bool(), rule) & kept
         rejected |= outside
         statistics[f"rollout_rs_{rule.option}_masked_fraction"] = int(outside.sum()) / max(tokens, 1)
-    rows = int(learned.any(-1).sum())
+    rows = int(kept.any(-1).sum())
     statistics["rollout_rs_masked_fraction"] = int(rejected.sum()) / max(tokens, 1)
     statistics["rollout_rs_seq_masked_fraction"] = int(rejected.any(-1).sum()) / max(rows, 1)
     return rejected, statistics
 
 
 def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection) -> Tensor:
-    """Tokens of the rectangle that one rule rejects, or whose sequence it rejects."""
+    """Select the tokens that one rule rejects, by token or by sequence."""
     if rule.option not in REJECTIONS:
-        raise ValueError(f"rejection {rule.option!r} is not known; known are {', '.join(REJECTIONS)}")
+        raise ValueError(f"rejection {rule.option!r} is unknown; known ones: {', '.join(REJECTIONS)}")
     scope, _, estimate = rule.option.rpartition("_")
     reduce = _SCOPES[scope]
     values = _ESTIMATES[estimate](log_ratio)
-    some = compared
+    counted = compared
     if reduce is not None:
-        values, some = reduce(values, compared), compared.any(-1)
+        values, counted = reduce(values, compared), compared.any(-1)
     if estimate == "k1":
         values = values.exp()
         inside = (values >= rule.lower) & (values <= rule.upper)
     else:
         inside = values <= rule.upper
-    outside = ~inside & some
+    outside = ~inside & counted
     return outside if reduce is None else outside[:, None].expand_as(log_ratio)
 
 
 def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor) -> Statistics:
-    """How far the actor's policy ("training") is from the engine's ("rollout"): KL, perplexities, chi-squared.
+    """Off-policy metrics between actor ("training") and engine ("rollout"): KL, perplexities, chi-squared.
 
-    Perplexities are of each sequence, then averaged over sequences with a compared token. Empty where there is none.
+    Perplexities are computed per sequence and averaged over sequences with a compared token; empty without any.
 
     Args:
         old: the actor's log-probs, ``[b, R]``.
@@ -236,9 +236,9 @@ def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor) -> Sta
 
 
 def log_prob_differences(old: Tensor, rollout: Tensor) -> Statistics:
-    """Distance of two lists of log-probs ``[n]``: differences of log-probs and of probabilities, and correlation.
+    """Compare two lists of log-probs ``[n]``: differences of log-probs and of probabilities, and correlation.
 
-    ``rollout_actor_probs_pearson_corr`` is of the probabilities; where one of the two does not vary it is not told.
+    ``rollout_actor_probs_pearson_corr`` correlates the probabilities; it is missing if one of the lists is constant.
     """
     if old.numel() == 0:
         return {}

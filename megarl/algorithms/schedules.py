@@ -1,7 +1,8 @@
-"""Weights that rise with the training step: from 0 to their largest value over a warm-up, constant afterwards.
+"""Schedules: reward-shaping weights by training step, and the learning rate by optimizer step; imports no torch.
 
-A shape is a share of the largest weight as a function of progress through the warm-up, both from 0 to 1. Every shape
-but ``constant`` begins at exactly 0 and ends at exactly 1, and none ever falls.
+A weight rises from 0 to its maximum over a warm-up and is constant afterwards. The shape of the rise maps progress
+through the warm-up to a share of the maximum, both from 0 to 1. Every shape except ``constant`` starts at exactly 0,
+ends at exactly 1, and never falls.
 """
 
 from __future__ import annotations
@@ -11,29 +12,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.algorithms.registry import Registry
-from megarl.errors import ConfigError
-from megarl.own_module import functions_of, locate
+from megarl.base.errors import ConfigError
+from megarl.base.registry import Registry
+from megarl.base.user_code import load_user_function
 
 Shape = Callable[[float, int], float]
-"""From progress in [0, 1] and a number of stairs to a share in [0, 1]."""
+"""Maps progress in [0, 1] and a number of stairs to a share in [0, 1]."""
 
-SCHEDULES: Registry[Shape] = Registry("schedule")
 SIGMOID_STEEPNESS = 10.0
 EXP_STEEPNESS = 5.0
+DECAY_STYLES = ("constant", "linear", "cosine", "wsd")
+
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+}
+"""Remaining share of ``lr - min_lr`` by progress of a decay: 1 at progress 0, 0 at progress 1.
+``exponential`` is Megatron's: an exponential, shifted and scaled to end at zero."""
+
 _CHECKED_POINTS = 1000
 _ROUNDING = 1e-9  # 0.29 * 100 is a little below 29
 
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """A weight as a function of the training step.
+    """A reward-shaping weight as a function of the training step.
 
     Attributes:
-        max_weight: the weight from the end of the warm-up on.
-        warmup_steps: training steps of the warm-up; 0 = there is none.
-        shape: of the rise.
-        stairs: how many of them the shape ``step`` has; other shapes do not read it.
+        max_weight: the weight after the warm-up.
+        warmup_steps: training steps of the warm-up; 0 = no warm-up.
+        shape: shape of the rise.
+        stairs: number of stairs of the shape ``step``; other shapes do not read it.
     """
 
     max_weight: float
@@ -42,9 +52,9 @@ class WeightSchedule:
     stairs: int = 1
 
     def weight(self, step: int) -> float:
-        """The weight in training step ``step``, counted from 1: the last step of the warm-up has the whole weight.
+        """Return the weight in training step ``step``, counted from 1; the last warm-up step has the full weight.
 
-        Before the first step, at 0, it is 0, but for the shape ``constant``, which begins with the whole weight.
+        At step 0, before training, it is 0, except for the shape ``constant``, which starts with the full weight.
         """
         if step >= self.warmup_steps:
             return self.max_weight
@@ -52,43 +62,45 @@ class WeightSchedule:
 
 
 def warmup_steps(warmup_ratio: float, total_steps: int) -> int:
-    """Steps of a warm-up that takes a share of a run's steps, rounded down."""
+    """Number of warm-up steps for a share of a run's steps, rounded down."""
     return int(warmup_ratio * total_steps + _ROUNDING)
 
 
-def find_shape(name: str) -> Shape:
-    """A shape by its name in :data:`SCHEDULES`, or a user's own by ``path.py:function`` or dotted path.
+def _load_user_shape(spec: str, key: str) -> Shape:
+    function = load_user_function(spec, key)
+    _check_shape(spec, function)
+    return lambda progress, stairs: float(function(progress))
+
+
+SCHEDULES: Registry[Shape] = Registry("schedule", loader=_load_user_shape)
+
+
+def load_schedule(spec: str) -> Shape:
+    """Return a registered shape, or load a user's from ``path.py:function`` or a dotted path.
 
     A user's function takes the progress alone.
 
     Raises:
-        ConfigError: there is no such shape or function, or it is none: outside [0, 1], falling, or not 1 at the end.
+        ConfigError: the shape is unknown, or a user's shape leaves [0, 1], falls, or is not 1 at the end.
     """
-    if name in SCHEDULES or not set(name) & set(":."):
-        return SCHEDULES[name]
-    module, own = locate(name, "schedule", "function")
-    function = getattr(module, own, None)
-    if not callable(function):
-        raise ConfigError(f"schedule {name!r}: it has no function {own!r}; there are {functions_of(module)}")
-    _check_own(name, function)
-    return lambda progress, stairs: float(function(progress))
+    return SCHEDULES.find(spec)
 
 
-def _check_own(name: str, function: Callable[[float], Any]) -> None:
+def _check_shape(spec: str, function: Callable[[float], Any]) -> None:
     last = 0.0
     for number in range(_CHECKED_POINTS + 1):
         progress = number / _CHECKED_POINTS
         try:
             share = float(function(progress))
         except Exception as error:
-            raise ConfigError(f"schedule {name!r} failed at {progress:g}: {type(error).__name__}: {error}") from error
-        if not last <= share <= 1:  # also where it is NaN
+            raise ConfigError(f"schedule {spec!r} failed at {progress:g}: {type(error).__name__}: {error}") from error
+        if not last <= share <= 1:  # also true for NaN
             raise ConfigError(
-                f"schedule {name!r} is {share:g} at {progress:g} after {last:g}; it must rise, or stay, within [0, 1]"
+                f"schedule {spec!r} is {share:g} at {progress:g} after {last:g}; it must not fall or leave [0, 1]"
             )
         last = share
     if last != 1:
-        raise ConfigError(f"schedule {name!r} is {last:g} at the end of the warm-up, at 1; it must be 1 there")
+        raise ConfigError(f"schedule {spec!r} is {last:g} at the end of the warm-up, at progress 1; it must be 1 there")
 
 
 @SCHEDULES.register("linear")
@@ -112,21 +124,93 @@ def sigmoid(progress: float, stairs: int = 1) -> float:
 
 @SCHEDULES.register("exp")
 def exponential(progress: float, stairs: int = 1) -> float:
-    """``(exp(5 x) - 1) / (exp(5) - 1)``: little for long, then steep."""
+    """``(exp(5 x) - 1) / (exp(5) - 1)``: slow at first, then steep."""
     return math.expm1(EXP_STEEPNESS * progress) / math.expm1(EXP_STEEPNESS)
 
 
 @SCHEDULES.register("step")
 def step(progress: float, stairs: int = 1) -> float:
-    """``stairs`` equal stairs: ``floor(stairs x) / stairs``; the last one is the end of the warm-up."""
+    """``stairs`` equal stairs: ``floor(stairs x) / stairs``; the last stair is the end of the warm-up."""
     return math.floor(progress * stairs + _ROUNDING) / stairs
 
 
 @SCHEDULES.register("constant")
 def constant(progress: float, stairs: int = 1) -> float:
-    """1 from the start on: the warm-up has no effect."""
+    """1 from the start: the warm-up has no effect."""
     return 1.0
 
 
 def _logistic(progress: float) -> float:
     return 1.0 / (1.0 + math.exp(-SIGMOID_STEEPNESS * (progress - 0.5)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSchedule:
+    """A learning rate with linear warm-up, followed by a constant rate or a decay.
+
+    Attributes:
+        lr: peak learning rate.
+        min_lr: learning rate at and after the end of the decay.
+        decay_style: ``constant``, ``linear``, ``cosine``, or ``wsd`` (warm-up, stable, decay).
+        warmup_steps: optimizer steps over which the rate rises linearly from zero.
+        total_steps: optimizer steps until the decay has ended; not read for ``constant``.
+        wsd_decay_steps: the last optimizer steps before ``total_steps``, over which ``wsd`` decays.
+        wsd_decay_style: shape of that decay: ``linear``, ``cosine`` or ``exponential``.
+
+    Raises:
+        ConfigError: a style is unknown, or the steps leave no room for warm-up and decay.
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    decay_style: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    wsd_decay_steps: int = 0
+    wsd_decay_style: str = "exponential"
+
+    def __post_init__(self) -> None:
+        problem = _schedule_problem(self)
+        if problem is not None:
+            raise ConfigError("{}={!r} {}".format(*problem))
+
+
+def _schedule_problem(schedule: LearningRateSchedule) -> tuple[str, object, str] | None:
+    """Return the first wrong field, its value, and the rule that it breaks; None for a valid schedule."""
+    warmup, total, decay = schedule.warmup_steps, schedule.total_steps, schedule.wsd_decay_steps
+    if schedule.decay_style not in DECAY_STYLES:
+        return "decay_style", schedule.decay_style, f"must be one of {', '.join(DECAY_STYLES)}"
+    if schedule.wsd_decay_style not in DECAY_SHAPES:
+        return "wsd_decay_style", schedule.wsd_decay_style, f"must be one of {', '.join(DECAY_SHAPES)}"
+    if schedule.decay_style == "constant":
+        return None
+    if total <= warmup:
+        return "total_steps", total, f"must exceed warmup_steps={warmup} for decay_style={schedule.decay_style!r}"
+    if schedule.decay_style == "wsd" and not 0 < decay <= total - warmup:
+        return "wsd_decay_steps", decay, f"must be 1 to {total - warmup}: total_steps={total} - warmup_steps={warmup}"
+    return None
+
+
+def learning_rate(step: int, schedule: LearningRateSchedule) -> float:
+    """Return the learning rate of an optimizer step.
+
+    During warm-up it is ``lr * (step + 1) / warmup_steps``: the first step has a rate above 0, and the last warm-up
+    step has the full rate. (The schedulers of Megatron and transformers use ``step / warmup_steps``: their first step
+    changes nothing.) Afterwards the rate equals theirs: ``lr``, or ``min_lr + (lr - min_lr) * left``. ``left`` falls
+    from 1 to 0 by a shape of :data:`DECAY_SHAPES`, between the end of the warm-up and ``total_steps``, or over the last
+    ``wsd_decay_steps`` before it. Step number ``total_steps`` is the first with ``min_lr``, so a run of ``total_steps``
+    steps ends one step before it.
+
+    Args:
+        step: number of optimizer steps taken before.
+        schedule: the schedule.
+    """
+    if step < schedule.warmup_steps:
+        return schedule.lr * (step + 1) / schedule.warmup_steps
+    if schedule.decay_style == "constant":
+        return schedule.lr
+    start, shape = schedule.warmup_steps, schedule.decay_style
+    if schedule.decay_style == "wsd":
+        start, shape = schedule.total_steps - schedule.wsd_decay_steps, schedule.wsd_decay_style
+    progress = min(1.0, max(0.0, (step - start) / (schedule.total_steps - start)))
+    return schedule.min_lr + (schedule.lr - schedule.min_lr) * DECAY_SHAPES[shape](progress)

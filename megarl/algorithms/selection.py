@@ -1,23 +1,30 @@
-"""Which of a prompt's answers are learned from: pure functions of scores and groups."""
+"""Selection of responses by score: dynamic sampling, best-of-n and PF-PPO; pure functions of scores and groups."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
+
+from megarl.base.registry import Registry
+
+WeightFunction = Callable[[np.ndarray, float], np.ndarray]
+REWEIGHT_METHODS: Registry[WeightFunction] = Registry("algorithm.pf_ppo.reweight_method")
+_MIN_WEIGHT = 1e-8  # the weights of a draw must not all be zero
 
 
 def varied_groups(scores: np.ndarray, groups: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Rows of groups whose answers differ in score: the others say nothing of which answer is better.
+    """Select the rows of groups with different scores; drop zero-variance groups (dynamic sampling).
 
     The dynamic sampling of DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 11), for scores of any kind.
 
     Args:
         scores: ``[b]``.
-        groups: ``[b]``, equal for the answers to one prompt.
-        counted: ``[b]`` bool; an answer that could not be scored does not count, and so a group of which all but one
-            answer failed has no variance.
+        groups: ``[b]``, equal for the responses to one prompt.
+        counted: ``[b]`` bool, False for responses without a score. A group with one scored response has no variance.
 
     Returns:
-        ``[b]`` bool, whole groups: also their answers that do not count.
+        ``[b]`` bool, complete groups, including responses without a score.
     """
     _, group = np.unique(groups.astype(str), return_inverse=True)
     group = group.reshape(-1)
@@ -28,20 +35,64 @@ def varied_groups(scores: np.ndarray, groups: np.ndarray, counted: np.ndarray) -
 
 
 def best_of_groups(scores: np.ndarray, groups: np.ndarray, counted: np.ndarray, keep: int) -> np.ndarray:
-    """Rows of the best ``keep`` answers to each prompt, in the order of the batch.
+    """Select the best ``keep`` responses to each prompt (best-of-n), in the order of the batch.
 
     Args:
         scores: ``[b]``.
-        groups: ``[b]``, equal for the answers to one prompt.
-        counted: ``[b]`` bool; an answer that could not be scored comes after all that could.
-        keep: answers per prompt; no group has fewer.
+        groups: ``[b]``, equal for the responses to one prompt.
+        counted: ``[b]`` bool, False for responses without a score; they rank last.
+        keep: responses per prompt; no group has fewer.
 
     Returns:
-        ``[prompts * keep]`` row numbers; among equals the first is better.
+        ``[prompts * keep]`` row numbers; the first of equal scores ranks higher.
     """
     kept = []
     for group in dict.fromkeys(groups.tolist()):
         rows = np.flatnonzero(groups == group)
-        worth = np.where(counted[rows], scores[rows], -np.inf)
-        kept.append(np.sort(rows[np.argsort(-worth, kind="stable")[:keep]]))
+        ranking = np.where(counted[rows], scores[rows], -np.inf)
+        kept.append(np.sort(rows[np.argsort(-ranking, kind="stable")[:keep]]))
     return np.sort(np.concatenate(kept)) if kept else np.empty(0, dtype=np.int64)
+
+
+@REWEIGHT_METHODS.register("pow")
+def _pow(scores: np.ndarray, power: float) -> np.ndarray:
+    weights: np.ndarray = np.abs(scores) ** power
+    return weights
+
+
+@REWEIGHT_METHODS.register("max_min")
+def _max_min(scores: np.ndarray, power: float) -> np.ndarray:
+    weights: np.ndarray = ((scores == scores.max()) | (scores == scores.min())).astype(float)
+    return weights
+
+
+@REWEIGHT_METHODS.register("max_random")
+def _max_random(scores: np.ndarray, power: float) -> np.ndarray:
+    return np.where(scores == scores.max(), 0.4, 0.1)
+
+
+def policy_filtration_rows(
+    scores: np.ndarray, counted: np.ndarray, method: str, power: float, seed: Sequence[int]
+) -> np.ndarray:
+    """Resample the responses of a batch by their scores (policy filtration, PF-PPO).
+
+    Draws as many rows as there are, with replacement, each with a probability proportional to its weight (Zhang et al.
+    2024, arXiv:2409.06957). Weights by method: ``pow``: ``|s|^power``; ``max_min``: 1 for the best and the worst score,
+    0 otherwise; ``max_random``: 0.4 for the best score, 0.1 otherwise.
+
+    Args:
+        scores: ``[b]``, one per response.
+        counted: ``[b]`` bool, rows with trained tokens; the others are drawn only if no row has any.
+        method: one of the above.
+        power: exponent of ``pow``.
+        seed: seed of the draw.
+
+    Returns:
+        ``[b]`` row numbers.
+
+    Raises:
+        ConfigError: ``method`` is unknown.
+    """
+    rows = np.flatnonzero(counted) if counted.any() else np.arange(len(scores))
+    weights = REWEIGHT_METHODS[method](scores[rows].astype(float), power) + _MIN_WEIGHT
+    return np.random.default_rng(seed).choice(rows, len(scores), p=weights / weights.sum())

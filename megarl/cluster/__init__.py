@@ -1,7 +1,7 @@
-"""Processes: resource pools, worker groups, and how a call reaches all ranks of a role and comes back.
+"""Processes: resource pools, worker groups, and dispatch of a call to all ranks of a role.
 
-The one room that knows Ray. It reads the marks that workers put on their verbs and knows nothing of what a verb does.
-Names load on first use: a worker process needs :mod:`megarl.cluster.worker_process` only, and must be able to set its
+The only room that imports Ray. It reads the dispatch marks on worker verbs and knows nothing of role logic.
+Names load on first use: a worker process imports :mod:`megarl.cluster.worker_process` only, and must set its
 environment before anything imports torch.
 """
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, place_pools
     from megarl.cluster.session import RaySession
     from megarl.cluster.split import plan_split, rank_loads, row_costs, seqlen_metrics
-    from megarl.cluster.worker_group import Pending, PerRank, Scattered, WorkerGroup, wait_all, wait_ready
+    from megarl.cluster.worker_group import PendingCall, PerRank, ScatteredCall, WorkerGroup, wait_all, wait_ready
 
-_HOME = {
-    "Pending": "worker_group",
+_MODULE_OF = {
+    "PendingCall": "worker_group",
     "PerRank": "worker_group",
     "PlacedPool": "resources",
     "RaySession": "session",
     "ResourcePool": "resources",
-    "Scattered": "worker_group",
+    "ScatteredCall": "worker_group",
     "WorkerFailed": "failures",
     "WorkerSilent": "failures",
     "WorkerGroup": "worker_group",
@@ -38,12 +38,12 @@ _HOME = {
 }
 
 __all__ = [
-    "Pending",
+    "PendingCall",
     "PerRank",
     "PlacedPool",
     "RaySession",
     "ResourcePool",
-    "Scattered",
+    "ScatteredCall",
     "WorkerFailed",
     "WorkerGroup",
     "WorkerSilent",
@@ -59,6 +59,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

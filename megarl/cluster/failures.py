@@ -1,4 +1,4 @@
-"""Waiting for calls on many processes, and saying at once which one failed."""
+"""Waiting for calls on many processes, with errors that name the failed rank at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.worker_process import RemoteFailure, WorkerCard
-from megarl.errors import WorkerError
-from megarl.logs import tail
+from megarl.base.errors import WorkerError
+from megarl.base.logs import tail
+from megarl.cluster.worker_process import RemoteFailure, WorkerInfo
 
-# When one process fails, its peers often fail a moment later because of it ("connection reset"). This long we wait
-# to see the others, so that the error names the cause and not its echo.
+# When one process fails, its peers often fail a moment later because of it ("connection reset"). gather() waits this
+# long for further failures, so that the error names the cause and not its consequences.
 _ECHO_S = 1.0
 _LOG_S = 20.0
 """Seconds to fetch the end of a log from another node, which may be lost as well."""
@@ -27,11 +27,11 @@ class WorkerFailed(WorkerError):
     """A worker raised or its process died.
 
     Attributes:
-        role: name of the worker's role.
+        role: role of the worker.
         rank: rank within the role.
-        verb: what it was doing.
-        died: True if the process is gone or of no use any more (:class:`megarl.errors.WorkerLost`), False if it raised
-            anything else.
+        verb: verb that failed.
+        died: True if the process is gone or unusable (:class:`megarl.base.errors.WorkerLost`), False if it raised any
+            other exception.
         remote_traceback: traceback of the worker, or the end of its log if it died.
     """
 
@@ -42,7 +42,7 @@ class WorkerFailed(WorkerError):
 
 
 class WorkerSilent(WorkerError):
-    """Workers did not answer in time.
+    """Workers did not respond in time.
 
     Attributes:
         late: role and rank of each.
@@ -54,16 +54,16 @@ class WorkerSilent(WorkerError):
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerCall:
     """One call on one process.
 
     Attributes:
-        ref: becomes ready when the call has ended.
+        ref: Ray reference to the result.
         role: name of the role.
         rank: rank within the role.
-        verb: what was called.
-        phase: phase of the run it belongs to, as the verb's mark names it.
-        card: the process, None before it has said who it is.
+        verb: name of the called method.
+        phase: phase of the run, from the verb's mark.
+        info: the process; None before it has described itself.
     """
 
     ref: ray.ObjectRef
@@ -71,18 +71,18 @@ class Task:
     rank: int
     verb: str
     phase: str
-    card: WorkerCard | None = None
+    info: WorkerInfo | None = None
 
 
-def gather(tasks: Sequence[Task], timeout_s: float | None = None) -> list[Any]:
-    """Results of all calls, in order; fails as soon as one of them fails, whatever the others do.
+def gather(calls: Sequence[WorkerCall], timeout_s: float | None = None) -> list[Any]:
+    """Return the results of all calls, in order; raises as soon as one fails, even while the others hang.
 
     Raises:
-        WorkerFailed: a worker raised or died; a death is named before the errors that it caused elsewhere.
-        WorkerSilent: not all calls ended within ``timeout_s`` seconds; names the ranks that did not.
+        WorkerFailed: a worker raised or died; a death takes precedence over the errors that it caused elsewhere.
+        WorkerSilent: not all calls ended within ``timeout_s`` seconds; names the late ranks.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    waiting = {task.ref: task for task in tasks}
+    waiting = {call.ref: call for call in calls}
     results: dict[ray.ObjectRef, Any] = {}
     failures: list[WorkerFailed] = []
     while waiting:
@@ -91,47 +91,47 @@ def gather(tasks: Sequence[Task], timeout_s: float | None = None) -> list[Any]:
         if not ready:
             break
         for ref in ready:
-            task = waiting.pop(ref)
+            call = waiting.pop(ref)
             try:
                 results[ref] = ray.get(ref)
             except RayError as error:
-                failures.append(failure_of(task, error))
+                failures.append(worker_failure(call, error))
                 deadline = min(deadline or float("inf"), time.monotonic() + _ECHO_S)
         if failures and failures[-1].died:
             break
     if failures:
         raise next((failure for failure in failures if failure.died), failures[0])
     if waiting:
-        late = [(task.role, task.rank) for task in waiting.values()]
+        late = [(call.role, call.rank) for call in waiting.values()]
         names = ", ".join(f"{role} rank {rank}" for role, rank in late)
-        raise WorkerSilent(f"no answer within {timeout_s:g} s in {tasks[0].verb} from: {names}", late)
-    return [results[task.ref] for task in tasks]
+        raise WorkerSilent(f"no answer within {timeout_s:g} s in {calls[0].verb} from: {names}", late)
+    return [results[call.ref] for call in calls]
 
 
-def failure_of(task: Task, error: RayError) -> WorkerFailed:
-    """What Ray reports of a call, as an error that names the process."""
+def worker_failure(call: WorkerCall, error: RayError) -> WorkerFailed:
+    """Turn Ray's error of a call into an error that names the process."""
     cause = getattr(error, "cause", None)
-    while isinstance(cause, RayTaskError):  # the call never ran, because what it waited for had failed
+    while isinstance(cause, RayTaskError):  # the call never ran, because a call that it depends on failed
         cause = cause.cause
     if isinstance(cause, RemoteFailure):
-        where = f"{cause.role} rank {cause.rank}"
-        phase = f" (phase {task.phase})" if task.phase not in ("", task.verb, cause.verb) else ""
+        worker = f"{cause.role} rank {cause.rank}"
+        phase = f" (phase {call.phase})" if call.phase not in ("", call.verb, cause.verb) else ""
         message = (
-            f"{where} failed in {cause.verb}{phase}: {cause.kind}: {cause.message}\n"
-            f"--- traceback of {where} ---\n{cause.trace}{_log_end(cause.log, cause.last_lines)}"
+            f"{worker} failed in {cause.verb}{phase}: {cause.kind}: {cause.message}\n"
+            f"--- traceback of {worker} ---\n{cause.trace}{_log_end(cause.log, cause.last_lines)}"
         )
         return WorkerFailed(message, cause.role, cause.rank, cause.verb, cause.lost, cause.trace)
     died = isinstance(error, RayActorError)
-    last_lines = _last_lines(task.card)
-    process = f" (pid {task.card.pid} on {task.card.host})" if task.card else ""
-    what = "died in" if died else "could not be called for"
-    message = f"{task.role} rank {task.rank}{process} {what} {task.verb}: {_reason(error)}"
-    message += _log_end(task.card.log if task.card else "", last_lines)
-    return WorkerFailed(message, task.role, task.rank, task.verb, died, last_lines)
+    last_lines = _last_lines(call.info)
+    process = f" (pid {call.info.pid} on {call.info.host})" if call.info else ""
+    event = "died in" if died else "could not be called for"
+    message = f"{call.role} rank {call.rank}{process} {event} {call.verb}: {_reason(error)}"
+    message += _log_end(call.info.log if call.info else "", last_lines)
+    return WorkerFailed(message, call.role, call.rank, call.verb, died, last_lines)
 
 
 def _reason(error: RayError) -> str:
-    """Ray's own words, without its identifiers and general advice."""
+    """Text of Ray's error, without its identifiers and general advice."""
     text = str(error)
     if "Worker unexpectedly exits" in text:
         return "its process was killed (often by the system, for lack of memory) or crashed"
@@ -141,19 +141,19 @@ def _reason(error: RayError) -> str:
 
 
 def _log_end(path: str, last_lines: str) -> str:
-    return f"\n--- end of its log, {path} ---\n{last_lines}" if path else ""
+    return f"\n--- end of the log {path} ---\n{last_lines}" if path else ""
 
 
-def _last_lines(card: WorkerCard | None) -> str:
-    """Last lines of a process's log, wherever that is."""
-    if card is None or not card.log:
+def _last_lines(info: WorkerInfo | None) -> str:
+    """Last lines of a process's log, fetched from its node if necessary."""
+    if info is None or not info.log:
         return ""
-    if card.node == ray.get_runtime_context().get_node_id() or Path(card.log).exists():
-        return tail(card.log)
-    strategy = NodeAffinitySchedulingStrategy(card.node, soft=False)
+    if info.node == ray.get_runtime_context().get_node_id() or Path(info.log).exists():
+        return tail(info.log)
+    strategy = NodeAffinitySchedulingStrategy(info.node, soft=False)
     read = ray.remote(tail).options(num_cpus=0, scheduling_strategy=strategy)
     try:
-        lines: str = ray.get(read.remote(card.log), timeout=_LOG_S)
+        lines: str = ray.get(read.remote(info.log), timeout=_LOG_S)
     except RayError as error:
-        return f"(it is on {card.host}, and cannot be read: {type(error).__name__})"
+        return f"(the log is on {info.host} and cannot be read: {type(error).__name__})"
     return lines

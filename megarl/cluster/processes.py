@@ -1,28 +1,35 @@
-"""All processes of a run's roles, to be asked what they do, whatever their roles are."""
+"""All processes of a run: stacks, trace events, profiles and clock offsets, whatever their roles."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.errors import WorkerError
+from megarl.base.errors import WorkerError
+from megarl.cluster.worker_process import WorkerInfo
 from megarl.tracing import Event, ProfileOptions, TracingOptions
-from megarl.tracing.clocks import Exchange, Offset, measure
-
-if TYPE_CHECKING:
-    from megarl.cluster.worker_group import WorkerGroup
+from megarl.tracing.board import BOARD, find_file
+from megarl.tracing.stacks import child_pids, take_reports
+from megarl.tracing.stall import ObservedProcess, unreachable_process
+from megarl.tracing.trace_file import ClockReading, OffsetEstimate, estimate_offset
 
 _EXCHANGES = 8
+_STACKS_S = 20.0
+"""Seconds for another node to report the stacks of its processes."""
 _COLLECT_S = 30.0
-"""For a process to hand over its last events; one that has hung has none to give."""
+"""Seconds for a process to return its last events; a hung process returns none."""
 _WRITE_S = 600.0
-"""For a process to write its profile, which may be large."""
+"""Seconds for a process to write its profile, which may be large."""
 
 
 class Member(NamedTuple):
@@ -31,7 +38,7 @@ class Member(NamedTuple):
     Attributes:
         role: name of the role.
         rank: rank within it.
-        pid: process number on its host.
+        pid: process id on its host.
         host: address of its node.
     """
 
@@ -42,12 +49,12 @@ class Member(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a process recorded.
+    """Trace events of a process.
 
     Attributes:
         member: the process.
-        events: on its own clock.
-        missing: why it handed none over; empty where it did.
+        events: events with times of the process's clock.
+        missing: reason why the process returned no events; empty if it did.
     """
 
     member: Member
@@ -55,37 +62,53 @@ class Recorded(NamedTuple):
     missing: str = ""
 
 
+class RoleProcesses(Protocol):
+    """The processes of one role, as :class:`megarl.cluster.worker_group.WorkerGroup` holds them."""
+
+    role: str
+
+    @property
+    def processes(self) -> Mapping[int, WorkerInfo]:
+        """Processes by rank, as far as they have reported."""
+
+    def call_process(self, rank: int, method: str, *args: Any) -> ray.ObjectRef:
+        """Call a method of a rank's :class:`~megarl.cluster.worker_process.WorkerProcess`."""
+
+
 @dataclass
 class RunProcesses:
-    """The worker groups on a pool, and how their processes are watched.
+    """The worker groups on a pool, and the tracing options of their processes.
 
     Attributes:
-        options: given to processes that start from now on.
-        groups: those that were started.
+        options: options of processes that start from now on.
+        groups: groups on the pool.
     """
 
     options: TracingOptions = field(default_factory=TracingOptions)
-    groups: list[WorkerGroup] = field(default_factory=list)
+    groups: list[RoleProcesses] = field(default_factory=list)
 
     def members(self) -> Iterator[Member]:
-        """Those that have said who they are; also before their workers are built."""
+        """Processes that have described themselves; their workers may not be built yet."""
         for group in self.groups:
-            for rank, card in group.processes.items():
-                yield Member(group.role, rank, card.pid, card.host)
+            for rank, info in group.processes.items():
+                yield Member(group.role, rank, info.pid, info.host)
 
     def profile(self, label: str) -> list[ray.ObjectRef]:
-        """Have the processes with a profiler record ``label`` after what they are doing; empty: stop and write."""
-        by_role = {group.role: group for group in self.groups}
-        profiled = [one for one in self.members() if self.options.profile(one.role, one.rank) is not None]
-        return [by_role[member.role].ask(member.rank, "profile", label) for member in profiled]
+        """Start recording ``label`` on all processes with a profiler; an empty label stops and writes.
 
-    def wait(self, asked: list[ray.ObjectRef]) -> None:
-        """Until processes have done what they were asked to.
+        Takes effect after the current call of each process.
+        """
+        by_role = {group.role: group for group in self.groups}
+        profiled = [member for member in self.members() if self.options.profile(member.role, member.rank) is not None]
+        return [by_role[member.role].call_process(member.rank, "profile", label) for member in profiled]
+
+    def wait(self, calls: list[ray.ObjectRef]) -> None:
+        """Wait for the calls of :meth:`profile`.
 
         Raises:
-            WorkerError: one could not; a process that is gone is passed over, for that is told elsewhere.
+            WorkerError: a profiler failed. A dead process is skipped: its death is reported elsewhere.
         """
-        for ref in asked:
+        for ref in calls:
             try:
                 ray.get(ref, timeout=_WRITE_S)
             except RayActorError:
@@ -94,14 +117,18 @@ class RunProcesses:
                 raise WorkerError(f"a profiler failed: {error}") from error
 
     def record(self, on: bool) -> list[tuple[Member, ray.ObjectRef]]:
-        """Have all keep events or not, after what they are doing; to be given to :meth:`collect`."""
-        by_role = {group.role: group for group in self.groups}
-        return [(member, by_role[member.role].ask(member.rank, "record", on)) for member in self.members()]
+        """Turn recording on or off in all processes, after their current call.
 
-    def collect(self, asked: list[tuple[Member, ray.ObjectRef]]) -> Iterator[Recorded]:
-        """What :meth:`record` brought, from each process that was asked."""
+        Returns:
+            The argument of :meth:`collect`.
+        """
+        by_role = {group.role: group for group in self.groups}
+        return [(member, by_role[member.role].call_process(member.rank, "record", on)) for member in self.members()]
+
+    def collect(self, calls: list[tuple[Member, ray.ObjectRef]]) -> Iterator[Recorded]:
+        """Yield the events of each process that :meth:`record` was called on."""
         deadline = time.monotonic() + _COLLECT_S
-        for member, ref in asked:
+        for member, ref in calls:
             try:
                 yield Recorded(member, ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
             except GetTimeoutError:
@@ -109,31 +136,101 @@ class RunProcesses:
             except RayActorError:
                 yield Recorded(member, [], "it is gone")
             except RayError as error:
-                yield Recorded(member, [], f"it failed: {error}".splitlines()[0])
+                yield Recorded(member, [], f"the call failed: {error}".splitlines()[0])
 
-    def offsets(self) -> dict[str, Offset]:
-        """How far the clock of each node is ahead of this process's, by the node's address."""
-        by_host: dict[str, list[Member]] = defaultdict(list)
-        for member in self.members():
-            by_host[member.host].append(member)
+    def offsets(self) -> dict[str, OffsetEstimate]:
+        """Measure the offset of each node's clock relative to this process's clock, by node address."""
+        by_host = _by_host(self.members())
         here = ray.util.get_node_ip_address()
         by_role = {group.role: group for group in self.groups}
         return {
-            host: Offset()
+            host: OffsetEstimate()
             if host == here
-            else measure(_exchange(by_role[of[0].role], of[0].rank) for _ in range(_EXCHANGES))
-            for host, of in by_host.items()
+            else estimate_offset(_exchange(by_role[members[0].role], members[0].rank) for _ in range(_EXCHANGES))
+            for host, members in by_host.items()
         }
 
 
 def nsight_options(profile: ProfileOptions | None) -> dict[str, Any]:
-    """Options of a Ray actor that start it under ``nsys profile``, where that is the profiler."""
+    """Options of a Ray actor that start it under ``nsys profile``, if that is the profiler."""
     if profile is None or profile.tool != "nsys":
         return {}
     return {"runtime_env": {"nsight": dict(profile.nsight)}}
 
 
-def _exchange(group: WorkerGroup, rank: int) -> Exchange:
-    asked = time.monotonic_ns()
-    there = ray.get(group.ask(rank, "clock"))
-    return Exchange(asked, there, time.monotonic_ns())
+def _exchange(group: RoleProcesses, rank: int) -> ClockReading:
+    sent = time.monotonic_ns()
+    remote_clock = ray.get(group.call_process(rank, "clock"))
+    return ClockReading(sent, remote_clock, time.monotonic_ns())
+
+
+def collect_stacks(processes: RunProcesses) -> list[ObservedProcess]:
+    """Collect the stacks of the driver, its reward processes and all role processes.
+
+    Never raises: a process that cannot be read gets a report that says so.
+    """
+    members = list(processes.members())
+    reports = _on_nodes(members, take_reports)
+    stacks = []
+    for host, local in _by_host(members).items():
+        host_reports = reports.get(host) or [unreachable_process(member.pid) for member in local]
+        stacks += [
+            ObservedProcess(member.role, member.rank, host, report)
+            for member, report in zip(local, host_reports, strict=True)
+        ]
+    return [*_driver_and_rewards(), *sorted(stacks, key=lambda process: (process.role, process.rank))]
+
+
+def kill_processes(processes: RunProcesses) -> None:
+    """Kill all processes of roles at once, also hung and stopped ones."""
+    _on_nodes(list(processes.members()), _kill)
+
+
+def _driver_and_rewards() -> list[ObservedProcess]:
+    host, driver = ray.util.get_node_ip_address(), os.getpid()
+    rewards = [pid for pid in child_pids(driver) if find_file(pid, BOARD) is not None]
+    report, *reward_reports = take_reports([driver, *rewards], children_of=rewards)
+    rewards_seen = [
+        ObservedProcess("reward process", number, host, child) for number, child in enumerate(reward_reports)
+    ]
+    return [ObservedProcess("driver", 0, host, report), *rewards_seen]
+
+
+def _on_nodes(members: Sequence[Member], function: Callable[[Sequence[int]], Any]) -> Mapping[str, Any]:
+    """Call a function with the pids of each node, on that node.
+
+    Returns:
+        Results by node, without nodes that do not respond.
+    """
+    here = ray.util.get_node_ip_address()
+    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    by_host = {host: [member.pid for member in local] for host, local in _by_host(members).items()}
+    remote = ray.remote(function)
+    refs = {
+        host: remote.options(
+            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[host], soft=False)
+        ).remote(pids)
+        for host, pids in by_host.items()
+        if host != here and host in nodes
+    }
+    results = {here: function(by_host[here])} if here in by_host else {}
+    deadline = time.monotonic() + _STACKS_S
+    for host, ref in refs.items():
+        with contextlib.suppress(RayError):
+            results[host] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+    return results
+
+
+def _by_host(members: Iterable[Member]) -> Mapping[str, list[Member]]:
+    by_host: dict[str, list[Member]] = defaultdict(list)
+    for member in members:
+        by_host[member.host].append(member)
+    return by_host
+
+
+def _kill(pids: Sequence[int]) -> None:
+    """Kill the processes that still have a board: a reused pid has none."""
+    for pid in pids:
+        if find_file(pid, BOARD) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Pools of devices: what a job asks of the cluster, whether it is there, and where each process goes."""
+"""Resource pools: the devices that a job requests, the check against the cluster, and the placement of processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.base.errors import ResourceError
+from megarl.base.logs import ProcessLogs
 from megarl.cluster.processes import RunProcesses
-from megarl.errors import ResourceError
-from megarl.logs import ProcessLogs
 
 RESOURCE_NAMES = {"cpu": "CPU", "cuda": "GPU"}
 _DEVICE_WORD = {"cpu": "CPU slot", "cuda": "GPU"}
-# What one process claims of its device. It only tells Ray where to put the process: the device's time and memory are
-# shared by whoever is on it, so the figure is small enough never to limit how many roles live together.
+# Share of its device that one process claims. It only places the process: all processes on a device share its time and
+# memory, so the share is small enough never to limit the number of roles on a device.
 _PROCESS_SHARE = 0.01
 
 
@@ -28,7 +28,7 @@ class ResourcePool:
     """A named set of devices that one or several roles share.
 
     Attributes:
-        name: how errors call it.
+        name: name in errors.
         device: ``cpu`` (one device is one CPU slot) or ``cuda`` (one device is one GPU).
         devices_per_node: number of devices on each node of the pool, such as ``(8, 8)`` for two nodes of eight.
 
@@ -51,15 +51,15 @@ class ResourcePool:
 
     @property
     def num_devices(self) -> int:
-        """Devices on all nodes together."""
+        """Number of devices on all nodes."""
         return sum(self.devices_per_node)
 
     def bundle(self) -> dict[str, float]:
-        """What one device reserves in Ray; a GPU brings one CPU slot along."""
+        """Ray resources of one device; a GPU reserves one CPU slot too."""
         return {"CPU": 1.0} if self.device == "cpu" else {"GPU": 1.0, "CPU": 1.0}
 
     def process_options(self) -> dict[str, float]:
-        """What one process claims of its bundle, as options of a Ray actor."""
+        """Ray resources of one process, as options of a Ray actor."""
         options = {"num_cpus": _PROCESS_SHARE}
         return options if self.device == "cpu" else {**options, "num_gpus": _PROCESS_SHARE}
 
@@ -70,14 +70,14 @@ def cluster_nodes() -> list[dict[str, float]]:
 
 
 def check_resources(pools: Iterable[ResourcePool], nodes: Sequence[Mapping[str, float]] | None = None) -> None:
-    """Refuse pools that the cluster can never hold, before anything is placed.
+    """Reject pools that the cluster can never hold, before anything is placed.
 
     Args:
-        pools: what the job asks for, all at the same time.
-        nodes: total resources per node; default: those of the connected cluster.
+        pools: all pools of the job, which exist at the same time.
+        nodes: total resources per node; default: the nodes of the connected cluster.
 
     Raises:
-        ResourceError: says per pool what is needed, what there is, and what to change.
+        ResourceError: reports per pool the required and the available devices, and a remedy.
     """
     pools = list(pools)
     nodes = cluster_nodes() if nodes is None else nodes
@@ -87,28 +87,28 @@ def check_resources(pools: Iterable[ResourcePool], nodes: Sequence[Mapping[str, 
         fitting = [node for node in free if all(node.get(name, 0.0) >= amount for name, amount in need.items())]
         if not fitting:
             raise ResourceError(_shortage(pools, pool, nodes))
-        # The tightest fit, which keeps the larger nodes whole for others.
-        chosen = min(fitting, key=lambda node: node[RESOURCE_NAMES[pool.device]])
+        # Best fit: keeps the larger nodes whole for other pools.
+        tightest = min(fitting, key=lambda node: node[RESOURCE_NAMES[pool.device]])
         for name, amount in need.items():
-            chosen[name] -= amount
+            tightest[name] -= amount
 
 
 def _placing_order(pools: Iterable[ResourcePool]) -> list[tuple[ResourcePool, int]]:
-    """Each node of each pool with its devices: GPUs, which few nodes have, before CPUs, and large before small."""
+    """Nodes of all pools with their device counts: GPUs, which few nodes have, before CPUs, and large before small."""
     entries = [(pool, count) for pool in pools for count in pool.devices_per_node]
     return sorted(entries, key=lambda entry: (entry[0].device == "cpu", -entry[1]))
 
 
 def _shortage(pools: Sequence[ResourcePool], failing: ResourcePool, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Message of a pool that does not fit."""
+    """Message for a pool that does not fit."""
     resource, word = RESOURCE_NAMES[failing.device], _DEVICE_WORD[failing.device]
     needs = "; ".join(
         f"pool {pool.name!r} needs {pool.num_devices} {_DEVICE_WORD[pool.device]}(s) as {list(pool.devices_per_node)} "
         "per node"
         for pool in pools
     )
-    there = ", ".join(f"{node.get('GPU', 0):g} GPU and {node.get('CPU', 0):g} CPU" for node in nodes) or "no node"
-    asked = sum(pool.num_devices for pool in pools if resource in pool.bundle())
+    available = ", ".join(f"{node.get('GPU', 0):g} GPU and {node.get('CPU', 0):g} CPU" for node in nodes) or "no node"
+    requested = sum(pool.num_devices for pool in pools if resource in pool.bundle())
     have = sum(node.get(resource, 0) for node in nodes)
     advice = "Give the pool fewer devices (roles that share a pool share its devices), " + (
         "or, to run several processes on one core, start Ray with a higher num_cpus."
@@ -116,21 +116,21 @@ def _shortage(pools: Sequence[ResourcePool], failing: ResourcePool, nodes: Seque
         else "or add GPUs or nodes."
     )
     return (
-        f"not enough {word}s: {asked} needed, {have:g} there, and pool {failing.name!r} cannot be placed. "
-        f"Asked: {needs}. The cluster has {len(nodes)} node(s): {there}. {advice}"
+        f"not enough {word}s: {requested} needed, {have:g} available, and pool {failing.name!r} cannot be placed. "
+        f"Requested: {needs}. The cluster has {len(nodes)} node(s): {available}. {advice}"
     )
 
 
 class PlacedPool:
     """A pool whose devices are reserved in Ray.
 
-    Made by :func:`place_pools`. Rank ``r`` of a role with one device per rank lives on device ``r % num_devices``;
-    devices are numbered node by node, so neighbouring ranks share a node.
+    :func:`place_pools` creates it. Rank ``r`` of a role with one device per rank is on device ``r % num_devices``.
+    Devices are numbered node by node, so neighbouring ranks share a node.
 
     Attributes:
-        pool: what was asked for.
-        processes: all that live on it.
-        logs: where they write what they print; None = where Ray has them write.
+        pool: the requested pool.
+        processes: all processes on it.
+        logs: log files of the processes; None: Ray's.
     """
 
     def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup], logs: ProcessLogs | None = None) -> None:
@@ -143,33 +143,34 @@ class PlacedPool:
             self._devices += [(group, bundle, nodes[bundle]) for bundle in sorted(nodes)]
 
     def device_of(self, rank: int) -> int:
-        """Device that a rank of a role lives on."""
+        """Device of a rank of a role."""
         return rank % len(self._devices)
 
     def local_rank(self, rank: int) -> int:
         """Number of lower ranks of the same role on the same node."""
-        return sum(self._node(other) == self._node(rank) for other in range(rank))
+        return sum(self._node(lower) == self._node(rank) for lower in range(rank))
 
     def actor_options(self, rank: int) -> dict[str, Any]:
-        """Ray options that put a rank of a role on its device."""
+        """Ray options that place a rank of a role on its device."""
         group, bundle, _ = self._devices[self.device_of(rank)]
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         return {**self.pool.process_options(), "scheduling_strategy": strategy}
 
     def gpu_ids(self, ranks: Sequence[int]) -> list[str]:
-        """By what their node calls the GPUs of ranks, for a process that computes on all of them.
+        """Ids of the ranks' GPUs on their node, for a process that computes on all of them.
 
         Raises:
-            ResourceError: they are not on one node.
+            ResourceError: the GPUs are not on one node.
         """
         if len({self._node(rank) for rank in ranks}) > 1:
             devices = [self.device_of(rank) for rank in ranks]
             raise ResourceError(f"pool {self.pool.name!r}: devices {devices} of one process are on different nodes")
         probe = ray.remote(_gpu_id)
-        return ray.get([probe.options(**self.actor_options(rank)).remote() for rank in ranks])
+        gpu_ids: list[str] = ray.get([probe.options(**self.actor_options(rank)).remote() for rank in ranks])
+        return gpu_ids
 
     def close(self) -> None:
-        """Give the devices back; processes still on them are killed by Ray."""
+        """Release the devices; Ray kills processes that are still on them."""
         for group in self._groups:
             remove_placement_group(group)
 
@@ -178,7 +179,7 @@ class PlacedPool:
 
 
 def _gpu_id() -> str:
-    """The GPU that Ray gave the task."""
+    """Id of the GPU that Ray assigned to the task."""
     (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return str(gpu)
 
@@ -186,11 +187,11 @@ def _gpu_id() -> str:
 def place_pools(
     pools: Iterable[ResourcePool], timeout_s: float = 60.0, logs: ProcessLogs | None = None
 ) -> dict[str, PlacedPool]:
-    """Reserve all pools' devices: one bundle per device, one placement group per node of a pool.
+    """Reserve the devices of all pools: one bundle per device, one placement group per node of a pool.
 
     Raises:
-        ResourceError: the cluster cannot hold the pools, or other jobs hold their devices for longer than
-            ``timeout_s`` seconds. Nothing stays reserved then.
+        ResourceError: the cluster cannot hold the pools, or other jobs hold the devices for longer than ``timeout_s``
+            seconds. Nothing stays reserved then.
     """
     pools = list(pools)
     check_resources(pools)
@@ -215,5 +216,59 @@ def _wait_until_placed(groups: Mapping[str, Sequence[PlacementGroup]], timeout_s
                 free = ", ".join(f"{available.get(kind, 0.0):g} {kind}" for kind in ("CPU", "GPU"))
                 raise ResourceError(
                     f"the devices of pool {name!r} were not free within {timeout_s:g} s: the cluster has them, but "
-                    f"other jobs hold some (free now: {free}). Stop those, or give the pool fewer devices."
+                    f"other jobs hold some (free now: {free}). Stop them, or give the pool fewer devices."
                 )
+
+
+_POLL_S = 0.5
+
+
+def wait_for_nodes(
+    names: Sequence[str], device: Literal["auto", "cpu", "cuda"], devices: int, timeout_s: float
+) -> dict[str, str]:
+    """Wait until the connected cluster has all nodes, each with its devices.
+
+    Args:
+        names: names of the nodes, from ``ray start --node-name``.
+        device: kind of device to count; ``auto``: none.
+        devices: GPUs, or CPU slots, that each node must have.
+        timeout_s: seconds to wait.
+
+    Returns:
+        The address of each node.
+
+    Raises:
+        ResourceError: names the nodes that are missing, or that have too few devices.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        nodes = {str(node["NodeName"]): node for node in ray.nodes() if node["Alive"]}
+        if all(name in nodes for name in names):
+            break
+        if time.monotonic() > deadline:
+            raise ResourceError(_missing(names, list(nodes), timeout_s))
+        time.sleep(_POLL_S)
+    if device != "auto":
+        _check_devices({name: nodes[name] for name in names}, device, devices)
+    return {name: str(nodes[name]["NodeManagerAddress"]) for name in names}
+
+
+def _missing(names: Sequence[str], joined: Sequence[str], timeout_s: float) -> str:
+    missing = [name for name in names if name not in joined]
+    return (
+        f"after {timeout_s:g} s {len(missing)} of {len(names)} nodes have not joined the Ray cluster: "
+        f"{', '.join(missing)}. Joined: {', '.join(joined) or 'none'}. Can they reach the head's address and ports "
+        "(docs/launch.md, Ports)?"
+    )
+
+
+def _check_devices(nodes: Mapping[str, Mapping[str, Any]], device: Literal["cpu", "cuda"], devices: int) -> None:
+    kind = RESOURCE_NAMES[device]
+    counts = {name: node["Resources"].get(kind, 0.0) for name, node in nodes.items()}
+    short = ", ".join(f"{name} has {count:g}" for name, count in counts.items() if count < devices)
+    if short:
+        raise ResourceError(
+            f"trainer.n_gpus_per_node={devices} {kind}s are needed on every node, but {short}. Use nodes that have "
+            "them, make them visible (CUDA_VISIBLE_DEVICES, the scheduler's GPU request), or lower "
+            "trainer.n_gpus_per_node."
+        )

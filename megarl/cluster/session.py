@@ -1,4 +1,4 @@
-"""A Ray session that leaves nothing behind: started here or joined, and always taken down."""
+"""A Ray session: starts Ray on this machine or joins a cluster, and always shuts down cleanly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import psutil
 import ray
 from ray._private import ray_constants
 
+from megarl.base.errors import ResourceError
+from megarl.base.logs import ProcessLogs
+from megarl.cluster.fork_server import ray_settings
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
-from megarl.errors import ResourceError
-from megarl.logs import ProcessLogs
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
 _MINIMUM_OBJECT_STORE_BYTES = 75 * 2**20
@@ -25,32 +26,32 @@ _EXIT_GRACE_S = 3.0
 
 
 def available_cpus() -> int:
-    """CPU cores that this process may run on."""
+    """Number of CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class RaySession:
-    """Starts Ray on this machine, or joins a running cluster, for the length of a ``with`` block.
+    """Starts Ray on this machine, or joins a running cluster, for the duration of a ``with`` block.
 
-    However the block ends (normally, by an exception, Ctrl-C, SIGTERM or SIGHUP) the devices are given back, worker
-    processes are killed and, if Ray was started here, all its processes are gone when the block is left. SIGTERM and
-    SIGHUP become a :class:`SystemExit` inside the block. Should this process be killed outright, Ray's own processes
-    notice it and end by themselves within seconds.
+    On every exit (normal, exception, Ctrl-C, SIGTERM or SIGHUP) the devices are released and worker processes are
+    killed. If Ray was started here, all its processes have ended when the block is left. SIGTERM and SIGHUP raise
+    :class:`SystemExit` inside the block. If this process is killed outright, Ray's processes notice it and end within
+    seconds.
 
     Args:
         address: cluster to join; default: ``RAY_ADDRESS`` if set, otherwise Ray is started here, reachable by loopback
             only and without dashboard.
         num_cpus: CPU slots of a started Ray; default: the cores that this process may run on.
         object_store_bytes: shared memory for objects of a started Ray; beyond it Ray spills to disk.
-        log_to_driver: also print what the workers print. Their output is in Ray's log folder either way, and the end
-            of it is part of the error when a worker dies.
-        logs: where the processes of roles write what they print; None = in Ray's log folder.
-        temp_dir: where a started Ray keeps logs and sockets; default: Ray's (``/tmp/ray``).
+        log_to_driver: also print the output of the workers. It is in Ray's log folder either way, and the error of a
+            dead worker shows its end.
+        logs: log files of role processes; None: Ray's log folder.
+        temp_dir: folder for logs and sockets of a started Ray; default: Ray's (``/tmp/ray``).
 
     Raises:
-        ResourceError: ``num_cpus`` or ``object_store_bytes`` too small, or the address does not answer.
+        ResourceError: ``num_cpus`` or ``object_store_bytes`` is too small, or the address does not respond.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class RaySession:
         self._catch_signals()
         try:
             self._connect() if self.address else self._start()
-            self._catch_signals()  # again, because Ray put handlers of its own there that abort this process
+            self._catch_signals()  # again: Ray installed handlers that abort this process
         except BaseException:
             self._daemons = [child for child in psutil.Process().children() if child not in before]
             self.close()
@@ -103,7 +104,7 @@ class RaySession:
             raise SystemExit(128 + self._signal)  # Ray turns the code of an exit during its calls into 1
 
     def place(self, pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
-        """Check and reserve pools, by name; the session gives them back when it ends.
+        """Check and reserve pools, by name; the session releases them when it ends.
 
         Raises:
             ResourceError: see :func:`megarl.cluster.resources.place_pools`.
@@ -113,23 +114,22 @@ class RaySession:
         return placed
 
     def close(self) -> None:
-        """Take everything down; safe to call twice. A second Ctrl-C does not interrupt it."""
+        """Shut everything down; safe to call twice. A second Ctrl-C does not interrupt it."""
         with _signals_ignored():
-            victims = self._daemons + [child for daemon in self._daemons for child in _descendants(daemon)]
+            children = self._daemons + [child for daemon in self._daemons for child in _descendants(daemon)]
             if ray.is_initialized():
                 for pool in self._pools:
-                    # A cluster that is already gone has nothing left to give back.
+                    # A cluster that is already gone has nothing to release.
                     with contextlib.suppress(Exception):
                         pool.close()
                 ray.shutdown()
-            _end(victims)
+            _end(children)
             self._pools, self._daemons = [], []
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
 
     def _start(self) -> None:
-        """Start Ray on this machine."""
         with _loopback_only():
             ray.init(
                 address="local",
@@ -139,10 +139,10 @@ class RaySession:
                 log_to_driver=self.log_to_driver,
                 logging_level="ERROR",
                 _temp_dir=self.temp_dir,
+                _system_config=ray_settings(),
             )
 
     def _connect(self) -> None:
-        """Join the cluster at ``address``."""
         try:
             ray.init(address=self.address, log_to_driver=self.log_to_driver, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -152,7 +152,7 @@ class RaySession:
             ) from error
 
     def _catch_signals(self) -> None:
-        """Turn the polite ways of being killed into an exception, so that the block is left in order."""
+        """Turn SIGTERM and SIGHUP into an exception, so that the block exits in order."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -168,7 +168,7 @@ class RaySession:
 
 @contextlib.contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """Ignore the signals that would leave a shutdown half done."""
+    """Ignore the signals that would interrupt a shutdown."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -182,10 +182,11 @@ def _signals_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Have Ray listen on the loopback interface only.
+    """Let Ray listen on the loopback interface only.
 
-    ``ray.init`` replaces 127.0.0.1 by an address that other machines reach, unless this switch, made for machines with
-    a firewall that asks, is off. Ray's processes read it from the environment, this one has already read it.
+    ``ray.init`` replaces 127.0.0.1 by an address that other machines reach, unless this switch is off. The switch
+    exists for machines whose firewall prompts the user. Ray's processes read it from the environment; this process has
+    already read it.
     """
     previous = os.environ.get(_LOOPBACK_SWITCH), ray_constants.ENABLE_RAY_CLUSTER
     os.environ[_LOOPBACK_SWITCH] = "0"
@@ -202,13 +203,14 @@ def _loopback_only() -> Iterator[None]:
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
     try:
-        return process.children(recursive=True)
+        children: list[psutil.Process] = process.children(recursive=True)
+        return children
     except psutil.NoSuchProcess:
         return []
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Wait for processes to end by themselves, then kill those that did not (``psutil`` knows a reused number)."""
+    """Wait for processes to end, then kill the remaining ones (``psutil`` detects a reused pid)."""
     _, alive = psutil.wait_procs(processes, timeout=_EXIT_GRACE_S)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

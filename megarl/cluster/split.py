@@ -1,6 +1,6 @@
-"""Rows to data-parallel ranks and back: pure functions of lengths, tested without a process.
+"""Assignment of rows to data-parallel ranks and back: pure functions of lengths.
 
-A plan is a list with, per DP rank, the indices of the caller's rows that it gets, in the order in which it gets them.
+A plan has one entry per DP rank: the indices of the caller's rows that the rank gets, in order.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from megarl.base.errors import DataError
 from megarl.data import (
     DataProto,
     balance_mini_batches,
     balanced_partition,
     check_longest,
-    common_count,
+    common_micro_batch_count,
     fewest_micro_batches,
 )
-from megarl.data.shared_prompts import SharedPromptRows, plan_families
-from megarl.errors import DataError
+from megarl.data.shared_prompts import SharedPromptRows, partition_by_prompt
 from megarl.models.sequence_cost import TOKENS, SequenceCost
 from megarl.workers.dispatch import MINI_BATCH_SIZES
 from megarl.workers.settings import MicroBatchBudget
@@ -29,7 +29,7 @@ Plan = list[list[int]]
 
 
 def row_lengths(batch: DataProto) -> list[int] | None:
-    """Real tokens of each row, by ``attention_mask`` ``[rows, P + R]``; None where there are no answers yet."""
+    """Real tokens of each row, from ``attention_mask`` ``[rows, P + R]``; None if there are no responses yet."""
     columns = batch.tensors
     if "attention_mask" not in columns or not {"responses", "rejected"} & columns.keys():
         return None
@@ -37,10 +37,9 @@ def row_lengths(batch: DataProto) -> list[int] | None:
 
 
 def row_costs(batch: DataProto, cost: SequenceCost = TOKENS) -> list[float]:
-    """Work per row, by the tokens that it has.
+    """Work per row, from its number of tokens.
 
-    Rows without ``responses`` have no length and cost 1 each; so does every row where ``meta_info["balance_batch"]`` is
-    False.
+    Every row costs 1 if there are no ``responses`` or ``meta_info["balance_batch"]`` is False.
     """
     lengths = row_lengths(batch)
     if lengths is None or not batch.meta_info.get("balance_batch", True):
@@ -56,22 +55,22 @@ def plan_rows(
     equal: bool = False,
     budget: MicroBatchBudget | None = None,
 ) -> Plan:
-    """Assign a batch's rows to DP ranks so that every rank has about the same work.
+    """Assign the rows of a batch to DP ranks with equal work (partition balancing).
 
-    With a token budget, ranks get as many rows as make their work even; where some rank would then have fewer rows than
-    the micro-batches that all ranks must make (see :func:`megarl.data.common_count`), all get equally many. With a
-    fixed number of rows per micro-batch they always do. Where prompts are shared, rows of one prompt stay together if
-    that leaves the busiest rank less to do.
+    With a token budget, ranks get unequal numbers of rows with equal work. If some rank would then have fewer rows than
+    the common number of micro-batches (:func:`megarl.data.common_micro_batch_count`), all ranks get the same number of
+    rows. With a fixed number of rows per micro-batch they always do. With shared prompts, rows of one prompt stay on
+    one rank if that reduces the work of the busiest rank.
 
     Args:
         batch: rows with their lengths.
         dp: number of DP ranks.
         mini_batch_rows: see :func:`plan_split`.
-        equal: see :func:`plan_split`; counts may differ nevertheless where ``budget`` counts tokens.
-        budget: how a rank will cut its rows into micro-batches; None: it will not.
+        equal: see :func:`plan_split`; a token ``budget`` may still give unequal numbers.
+        budget: micro-batch budget of the ranks; None: they make no micro-batches.
 
     Raises:
-        DataError: as :func:`plan_split`, or a row has more tokens than the budget.
+        DataError: see :func:`plan_split`; or a row has more tokens than the budget.
     """
     lengths = row_lengths(batch)
     if budget is None or lengths is None:
@@ -101,32 +100,32 @@ def _plan_row_by_row(
 def _cheaper_with_families(
     batch: DataProto, lengths: Sequence[int], plan: Plan, mini_batch_rows: int | None, budget: MicroBatchBudget
 ) -> Plan:
-    """``plan``, or one with rows of the same prompt on the same rank where its busiest ranks have less to do."""
+    """``plan``, or one with rows of a prompt on one rank if the busiest ranks then have less work."""
     rows, size, by_tokens = SharedPromptRows.of(batch), mini_batch_rows or len(lengths), budget.max_tokens is not None
-    together = plan_families(rows, budget.cost, len(plan), size, equal=not by_tokens)
-    if together is None or (by_tokens and not _can_be_cut(lengths, together, budget, mini_batch_rows)):
+    grouped = partition_by_prompt(rows, budget.cost, len(plan), size, equal=not by_tokens)
+    if grouped is None or (by_tokens and not _can_be_cut(lengths, grouped, budget, mini_batch_rows)):
         return plan
 
     def slowest(plan: Plan) -> float:
         cuts = zip(*_by_mini_batch(plan, size), strict=True)
         return sum(max(rows.cost(part, budget.cost) for part in parts) for parts in cuts)
 
-    return min(plan, together, key=slowest)
+    return min(plan, grouped, key=slowest)
 
 
 def plan_split(costs: Sequence[float], dp: int, mini_batch_rows: int | None = None, *, equal: bool = False) -> Plan:
-    """Assign rows to DP ranks so that every rank has about the same cost.
+    """Assign rows to DP ranks with equal cost.
 
     Args:
         costs: work per row.
         dp: number of DP ranks.
-        mini_batch_rows: rows per global mini-batch, which are consecutive rows of the caller's order whatever ``dp``
-            is. Every rank gets a share of each, mini-batch after mini-batch. None: one for all.
-        equal: every rank must get equally many rows of each mini-batch. Otherwise counts may differ; with fewer rows
-            than ranks the idle ones get a copy of row 0, so that no rank misses a collective call.
+        mini_batch_rows: rows per global mini-batch; consecutive rows of the caller's order, independent of ``dp``.
+            Every rank gets a share of each, mini-batch after mini-batch. None: one mini-batch.
+        equal: every rank must get the same number of rows of each mini-batch. Otherwise counts may differ. With fewer
+            rows than ranks, the remaining ranks get a copy of row 0, so that no rank misses a collective call.
 
     Raises:
-        DataError: no rows, or rows that do not divide as asked.
+        DataError: no rows, or a number of rows that does not divide as required.
     """
     if not costs:
         raise DataError("a batch of 0 rows cannot be split over data-parallel ranks; it needs at least 1")
@@ -143,19 +142,19 @@ def plan_split(costs: Sequence[float], dp: int, mini_batch_rows: int | None = No
 
 
 def mini_batch_sizes(plan: Plan, mini_batch_rows: int) -> list[list[int]]:
-    """Rows of each mini-batch, which are ``mini_batch_rows`` consecutive rows of the caller's order, by DP rank."""
+    """Rows of each mini-batch (``mini_batch_rows`` consecutive rows of the caller's order), by DP rank."""
     count = 1 + max(map(max, plan)) // mini_batch_rows
     return [np.bincount(np.array(rows) // mini_batch_rows, minlength=count).tolist() for rows in plan]
 
 
 def split(batch: DataProto, plan: Plan, mini_batch_rows: int | None = None) -> list[DataProto]:
-    """The chunk of each DP rank; every chunk has the whole ``meta_info``.
+    """Cut a batch into one chunk per DP rank; every chunk has the whole ``meta_info``.
 
-    With ``mini_batch_rows``, it also says how many rows each mini-batch has on that rank, under
+    With ``mini_batch_rows``, ``meta_info`` also has the chunk's rows per mini-batch, under
     :data:`megarl.workers.dispatch.MINI_BATCH_SIZES`.
 
     Raises:
-        DataError: the plan was made for another number of rows.
+        DataError: the plan is for another number of rows.
     """
     rows = 1 + max(max(indices) for indices in plan)
     if rows != len(batch):
@@ -168,31 +167,31 @@ def split(batch: DataProto, plan: Plan, mini_batch_rows: int | None = None) -> l
 
 
 def collect(results: Sequence[Any], plan: Plan) -> Any:
-    """Put the results of the DP ranks together in the caller's row order.
+    """Join the results of the DP ranks in the caller's row order.
 
     Args:
-        results: what the owner of each DP rank returned: a ``DataProto`` with the chunk's rows in the chunk's order,
-            or with ``n`` consecutive rows for each of them; or a ``dict`` or None.
-        plan: how the rows were split.
+        results: result of each DP rank's owner: a ``DataProto`` with ``n`` consecutive rows per row of its chunk, in
+            the chunk's order; or a ``dict`` or None.
+        plan: the plan of the split.
 
     Returns:
-        For ``DataProto``: one with ``n`` rows per row of the caller and DP rank 0's ``meta_info``; otherwise DP rank
-        0's result.
+        For ``DataProto``: one with ``n`` rows per row of the caller, and DP rank 0's ``meta_info``. Otherwise DP rank
+            0's result.
 
     Raises:
-        DataError: the ranks returned different kinds, or counts of rows that do not fit their chunks.
+        DataError: the ranks returned different types, or numbers of rows that do not match their chunks.
     """
     if not isinstance(results[0], DataProto):
         return results[0]
     if not all(isinstance(result, DataProto) for result in results):
-        raise DataError(f"DP ranks returned different kinds: {[type(result).__name__ for result in results]}")
+        raise DataError(f"DP ranks returned different types: {[type(result).__name__ for result in results]}")
     copies = len(results[0]) // len(plan[0])
     for dp, (result, rows) in enumerate(zip(results, plan, strict=True)):
         if len(result) != copies * len(rows) or not len(result):
             raise DataError(f"DP rank {dp} returned {len(result)} rows for a chunk of {len(rows)}")
-    # Each rank may report facts of its own in meta_info; there is one batch, so one rank's count.
-    joined = DataProto.concat([DataProto(result.batch, result.non_tensor_batch) for result in results])
-    position = {row: place for place, row in reversed(list(enumerate(row for rows in plan for row in rows)))}
+    # Ranks may return different meta_info; the joined batch takes the first rank's.
+    joined = DataProto.concat([DataProto(result.tensors or None, result.non_tensor_batch) for result in results])
+    position = {row: index for index, row in reversed(list(enumerate(row for rows in plan for row in rows)))}
     order = [position[row] * copies + copy for row in sorted(position) for copy in range(copies)]
     joined = joined[np.asarray(order, dtype=np.int64)]
     joined.meta_info = dict(results[0].meta_info)
@@ -202,19 +201,19 @@ def collect(results: Sequence[Any], plan: Plan) -> Any:
 def seqlen_metrics(
     lengths: Sequence[int], costs: Sequence[float], plan: Plan, mini_batch_rows: int | None = None
 ) -> dict[str, float]:
-    """How much the balancing gains.
+    """Metrics of the gain from partition balancing.
 
     Args:
         lengths: tokens per row.
         costs: work per row.
         plan: rows of each DP rank.
-        mini_batch_rows: rows between two points at which ranks wait for each other; None: all.
+        mini_batch_rows: rows between two synchronization points of the ranks; None: all.
 
     Returns:
-        ``global_seqlen/min``, ``max`` and ``minmax_diff``, in tokens per DP rank, if the rows were cut in the caller's
-        order into equal counts, ``balanced_min`` and ``balanced_max`` as ``plan`` splits them, and the ``mean``.
-        ``global_seqlen/imbalance`` and ``balanced_imbalance`` are likewise the work of the busiest rank of each
-        mini-batch over the mean work: how much longer the update takes than with perfect balance.
+        ``global_seqlen/min``, ``max`` and ``minmax_diff``: tokens per DP rank if the rows were split in the caller's
+        order into equal counts. ``balanced_min`` and ``balanced_max``: the same under ``plan``. ``mean``. ``imbalance``
+        and ``balanced_imbalance``: work of the busiest rank of each mini-batch over the mean work, the slowdown of the
+        update against perfect balance.
     """
     size, dp = mini_batch_rows or len(lengths), len(plan)
     plain = [rows.tolist() for rows in np.array_split(np.arange(len(lengths)), dp)]
@@ -236,7 +235,7 @@ def seqlen_metrics(
 
 
 def rank_loads(lengths: Sequence[int], costs: Sequence[float], plan: Plan) -> tuple[list[float], list[float]]:
-    """Tokens of each DP rank, and its work over the mean of the ranks."""
+    """Tokens of each DP rank, and its work relative to the mean of the ranks."""
     tokens, work = (np.array([sum(values[row] for row in rows) for rows in plan], float) for values in (lengths, costs))
     return tokens.tolist(), (work / work.mean()).tolist()
 
@@ -250,15 +249,15 @@ def _imbalance(costs: Sequence[float], plan: Plan, mini_batch_rows: int) -> floa
 
 
 def _by_mini_batch(plan: Plan, mini_batch_rows: int) -> list[Plan]:
-    """For each DP rank, its rows of each mini-batch."""
+    """Rows of each mini-batch, for each DP rank."""
     cuts = [np.cumsum([0, *sizes]).tolist() for sizes in mini_batch_sizes(plan, mini_batch_rows)]
     return [[rows[a:b] for a, b in pairwise(ends)] for rows, ends in zip(plan, cuts, strict=True)]
 
 
 def _can_be_cut(lengths: Sequence[int], plan: Plan, budget: MicroBatchBudget, mini_batch_rows: int | None) -> bool:
-    """Whether every rank has a row for each of the micro-batches that all must make."""
+    """Whether every rank has a row for each of the micro-batches that all ranks run."""
     for parts in zip(*_by_mini_batch(plan, mini_batch_rows or len(lengths)), strict=True):
         needed = [fewest_micro_batches([lengths[row] for row in rows], max_tokens=budget.max_tokens) for rows in parts]
-        if common_count(needed, budget.multiple) > min(map(len, parts)):
+        if common_micro_batch_count(needed, budget.multiple) > min(map(len, parts)):
             return False
     return True

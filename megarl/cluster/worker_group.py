@@ -1,22 +1,25 @@
-"""All processes of one role, called together."""
+"""Worker groups: the driver's handle on all processes of a role."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
-from megarl.cluster.failures import Task, WorkerFailed, failure_of, gather
+from megarl.base.errors import ResourceError, WorkerError
+from megarl.cluster.failures import WorkerCall, WorkerFailed, gather, worker_failure
+from megarl.cluster.fork_server import fork_options
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
-from megarl.cluster.worker_process import BusyResult, WorkerCard, WorkerProcess
+from megarl.cluster.worker_process import BusyResult, WorkerInfo, WorkerProcess
 from megarl.data import DataProto
-from megarl.errors import ResourceError, WorkerError
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
@@ -26,75 +29,75 @@ _Collect = Callable[[list[Any]], Any]
 
 
 class PerRank:
-    """An argument that differs by rank: ``values[rank]``, which may be a Ray reference, is what the rank receives."""
+    """An argument that differs by rank: rank ``r`` receives ``values[r]``, which may be a Ray reference."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.values = list(values)
 
 
-class Pending:
-    """A verb that runs on all processes of a group; see :meth:`WorkerGroup.submit`.
+class PendingCall:
+    """A verb in progress on all processes of a group; see :meth:`WorkerGroup.submit`.
 
     Args:
-        groups: the groups that the calls run on; one that fails is marked as unusable.
-        tasks: the calls to wait for.
-        collect: from their results, in order, to the verb's result.
+        groups: groups that the calls run on; a group that fails is marked as unusable.
+        calls: the calls to wait for.
+        collect: turns their results, in order, into the result of the verb.
     """
 
-    def __init__(self, groups: Sequence[WorkerGroup], tasks: Sequence[Task], collect: _Collect) -> None:
+    def __init__(self, groups: Sequence[WorkerGroup], calls: Sequence[WorkerCall], collect: _Collect) -> None:
         self.groups = tuple(groups)
-        self.tasks = tuple(tasks)
+        self.calls = tuple(calls)
         self._collect = collect
         self._outcome: tuple[Any] | None = None
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for all processes and put their results together; the same object when asked again.
+        """Wait for all processes and return the collected result; later calls return the same object.
 
         Raises:
-            WorkerFailed: the first worker that failed, at once, even while its peers hang.
+            WorkerFailed: a worker failed. Raised for the first failure at once, even while its peers hang.
             WorkerSilent: ``timeout_s`` seconds have passed.
         """
         if self._outcome is None:
-            self._outcome = (self._collect(_gather(self.groups, self.tasks, timeout_s)),)
+            self._outcome = (self._collect(_gather(self.groups, self.calls, timeout_s)),)
         return self._outcome[0]
 
 
-class Scattered(Pending):
-    """Payloads that stay where they were made until the process they are for takes them.
+class ScatteredCall(PendingCall):
+    """A call whose payloads stay on the processes that produced them until their receivers fetch them.
 
-    Its result is None, once every source rank has made its payloads.
+    The result is None, available once every source rank has produced its payloads.
 
     Attributes:
-        refs: ``refs[source rank][destination]``, references to payloads that the driver never holds.
+        refs: ``refs[source rank][destination]``, references to payloads. The driver never fetches a payload.
     """
 
-    def __init__(self, group: WorkerGroup, tasks: Sequence[Task], refs: list[list[ray.ObjectRef]]) -> None:
-        super().__init__([group], tasks, lambda results: None)
+    def __init__(self, group: WorkerGroup, calls: Sequence[WorkerCall], refs: list[list[ray.ObjectRef]]) -> None:
+        super().__init__([group], calls, lambda results: None)
         self.refs = refs
 
 
 class WorkerGroup:
     """One Ray actor per rank of a role, started in the background.
 
-    The constructor returns at once, so that several groups start side by side; the first call, or
-    :func:`wait_ready`, waits. A verb of the worker class is called as a method of the group and blocks;
-    :meth:`submit` does not. After a failure the group refuses further calls.
-    A verb cannot have the name of a public member of this class.
+    The constructor returns at once, so that several groups start concurrently; the first call, or :func:`wait_ready`,
+    waits for the start. Call a verb of the worker class as a method of the group; it blocks. :meth:`submit` does not
+    block. After a failure the group refuses further calls. A verb must not have the name of a public member of this
+    class. The classes of :mod:`megarl.cluster.role_groups` declare the verbs of each role for type checkers.
 
     Args:
         role: name of the role, used in every error.
-        worker_cls: a plain class, best as ``"package.module.Class"`` so that the driver need not import it. Built on
-            every rank as ``worker_cls(place, **worker_kwargs)``, ``place`` being its ``WorkerPlace``.
+        worker_cls: a plain class, preferably as ``"package.module.Class"`` so that the driver need not import it. Every
+            rank builds it as ``worker_cls(place, **worker_kwargs)`` with its ``WorkerPlace``.
         worker_kwargs: the remaining constructor arguments, equal on all ranks.
-        layout: parallel sizes; says how many ranks there are and which of them own results.
-        pool: devices to live on, shared with other roles; with one device per process, rank ``r`` is on device
+        layout: parallel sizes; gives the number of ranks and the owners of results.
+        pool: devices of the processes, shared with other roles. With one device per process, rank ``r`` is on device
             ``r % devices``.
         env: environment variables of the processes, set before the class is imported.
-        budgets: how the worker cuts a verb's rows into micro-batches, for the verbs that do.
-        devices_per_process: neighbouring devices that each process computes on; it sees those GPUs and no others.
+        budgets: micro-batch budget of each verb that has one, for partition balancing.
+        devices_per_process: number of neighbouring devices of each process. The process sees those GPUs only.
 
     Raises:
-        ResourceError: the role needs more GPUs than the pool has, or a process's are on different nodes.
+        ResourceError: the role needs more GPUs than the pool has, or the devices of a process are on different nodes.
     """
 
     def __init__(
@@ -119,13 +122,13 @@ class WorkerGroup:
         self.layout = layout
         self.budgets = dict(budgets or {})
         self._failure: WorkerFailed | None = None
-        self._cards: list[WorkerCard] = []
+        self._infos: list[WorkerInfo] = []
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
         self._pool, self._env, self._worker_cls = pool, dict(env or {}), worker_cls
-        self._hosts: dict[int, WorkerCard] = {}
+        self._processes: dict[int, WorkerInfo] = {}
         self._busy: dict[str, list[float]] = {}
         self._span = devices_per_process
-        self._actors: list[Any] = [self._host(rank) for rank in range(layout.world_size)]
+        self._actors: list[Any] = [self._create_actor(rank) for rank in range(layout.world_size)]
         self._address = self._actors[0].reserve_address.remote()
         self._kwargs = ray.put(dict(worker_kwargs))
         self._described, self._starting = self._start(range(layout.world_size))
@@ -133,120 +136,131 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """Processes of the role."""
+        """Number of processes of the role."""
         return self.layout.world_size
 
     @property
     def verbs(self) -> dict[str, VerbMark]:
-        """The worker's verbs and their marks; waits for the start."""
+        """Verbs of the worker and their marks; waits for the start."""
         wait_ready([self])
-        return self._cards[0].marks
+        return self._infos[0].marks
 
     @property
-    def processes(self) -> dict[int, WorkerCard]:
-        """The processes that have said who they are, by rank; also those whose workers are not built yet."""
-        return self._hosts
+    def processes(self) -> dict[int, WorkerInfo]:
+        """Processes that have reported so far, by rank; their workers may not be built yet."""
+        return self._processes
 
-    def ask(self, rank: int, method: str, *args: Any) -> ray.ObjectRef:
-        """Call a method of :class:`WorkerProcess` itself, which is no verb."""
+    def call_process(self, rank: int, method: str, *args: Any) -> ray.ObjectRef:
+        """Call a method of a rank's :class:`WorkerProcess` (not a verb)."""
         return getattr(self._actors[rank], method).remote(*args)
 
-    def submit(self, verb: str, *args: Any, **kwargs: Any) -> Pending:
-        """Start a verb on all processes, as its mark says.
+    def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a verb on all processes and return its collected result; see :meth:`submit`."""
+        return self.submit(verb, *args, **kwargs).result()
+
+    def submit(self, verb: str, *args: Any, **kwargs: Any) -> PendingCall:
+        """Start a verb on all processes, dispatched by its mark.
 
         Args:
-            verb: its name.
-            args: as the verb takes them. For ``SPLIT``, every ``DataProto`` here is split like the first one; all must
-                have the same rows. A :class:`PerRank` differs by rank. A Ray reference is resolved by the process
-                that receives it.
-            kwargs: same on every rank, neither split nor resolved.
+            verb: name of the verb.
+            args: arguments of the verb. For ``SPLIT``, every ``DataProto`` is split like the first one; all must have
+                the same rows. A :class:`PerRank` differs by rank. The receiving process resolves Ray references.
+            kwargs: same on every rank; neither split nor resolved.
 
         Raises:
-            AttributeError: the worker has no such verb; lists those that it has.
-            DataError: the batch cannot be split as the verb needs it.
+            AttributeError: the worker has no such verb; the message lists its verbs.
+            DataError: the batch cannot be split over the data-parallel ranks.
             WorkerError: the group failed before.
         """
         mark = self._mark(verb)
         if mark.dispatch is Dispatch.RANK:
-            raise TypeError(f"{self.role}.{verb} is for one rank: use call_on")
+            raise TypeError(f"{self.role}.{verb} runs on one rank: use call_on")
         if mark.dispatch is Dispatch.SPLIT:
-            return self._submit_split(verb, mark, args, kwargs)
-        # What may be large is stored once, for all processes to read.
-        shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
-        owner = self._owners[0]
-        keep = [mark.dispatch is Dispatch.ALL or rank == owner for rank in range(self.world_size)]
-        refs = [
-            actor.call.remote(verb, keep[rank], kwargs, *_for_rank(shared, rank))
-            for rank, actor in enumerate(self._actors)
-        ]
-        collect_one: _Collect = list if mark.dispatch is Dispatch.ALL else lambda results: results[owner]
-        return Pending([self], self._tasks(refs, verb, mark.phase), collect_one)
+            chunks, plan = self._split_arguments(verb, mark, args)
+            refs = [
+                actor.call_split.remote(verb, rank in self._owners, kwargs, *_for_rank(chunks[rank], rank))
+                for rank, actor in enumerate(self._actors)
+            ]
+            collect_results: _Collect = functools.partial(self._collect_rows, verb, plan)
+        else:
+            # Large arguments are stored once, and all processes read the same copy.
+            shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
+            owner, all_ranks = self._owners[0], mark.dispatch is Dispatch.ALL
+            refs = [
+                actor.call.remote(verb, all_ranks or rank == owner, kwargs, *_for_rank(shared, rank))
+                for rank, actor in enumerate(self._actors)
+            ]
+            collect_results = list if all_ranks else operator.itemgetter(owner)
+        return PendingCall([self], self._calls(refs, verb, mark.phase), collect_results)
 
-    def submit_on(self, ranks: Sequence[int], verb: str, *args: Any) -> Pending:
-        """Start a verb on some processes only; the result is the list of what they returned.
+    def submit_on(self, ranks: Sequence[int], verb: str, *args: Any) -> PendingCall:
+        """Start a verb on some processes; the result is the list of their results.
 
         Raises:
-            AttributeError, WorkerError: as :meth:`submit`.
+            AttributeError, WorkerError: see :meth:`submit`.
         """
         mark = self._mark(verb)
-        tasks = [
-            self._task(self._actors[rank].call.remote(verb, True, {}, *args), rank, verb, mark.phase) for rank in ranks
+        calls = [
+            self._remote_call(self._actors[rank].call.remote(verb, True, {}, *args), rank, verb, mark.phase)
+            for rank in ranks
         ]
-        return Pending([self], tasks, list)
+        return PendingCall([self], calls, list)
 
     async def call_on(self, rank: int, verb: str, *args: Any) -> Any:
-        """Run a ``RANK`` verb on one process. A failure is that rank's alone: the group goes on.
+        """Run a ``RANK`` verb on one process. A failure concerns this rank only: the group stays usable.
 
         Raises:
-            WorkerFailed: it raised, or its process died.
-            AttributeError, WorkerError: as :meth:`submit`.
+            WorkerFailed: the verb raised, or the process died.
+            AttributeError, WorkerError: see :meth:`submit`.
         """
         mark = self._mark(verb)
         ref = self._actors[rank].call.remote(verb, True, {}, *args)
         try:
             return await ref
         except RayError as error:
-            raise failure_of(self._task(ref, rank, verb, mark.phase), error) from error
+            raise worker_failure(self._remote_call(ref, rank, verb, mark.phase), error) from error
 
     def restart(self, ranks: Sequence[int]) -> None:
-        """Replace processes, dead or alive, by new ones, and wait until their workers are built.
+        """Replace processes, dead or alive, and wait until the new workers are built.
 
-        For workers that do not meet each other in the constructor. The new ones know nothing of earlier verbs. A
-        group that failed is usable again.
+        For workers that need no rendezvous in the constructor. New workers have no state of earlier verbs. A failed
+        group is usable again.
 
         Raises:
-            WorkerFailed: one did not start.
+            WorkerFailed: a new process did not start.
         """
         self._failure = None
         for rank in ranks:
             ray.kill(self._actors[rank])
-            self._actors[rank] = self._host(rank)
+            self._actors[rank] = self._create_actor(rank)
         described, starting = self._start(ranks)
-        for rank, card in zip(ranks, _gather([self], described, None), strict=True):
-            self._cards[rank] = self._hosts[rank] = card
-        started = _gather([self], [replace(task, card=self._cards[task.rank]) for task in starting], None)
-        for rank, card in zip(ranks, started[len(ranks) :], strict=True):
-            self._cards[rank] = card
+        for rank, info in zip(ranks, _gather([self], described, None), strict=True):
+            self._infos[rank] = self._processes[rank] = info
+        started = _gather([self], [replace(call, info=self._infos[call.rank]) for call in starting], None)
+        for rank, info in zip(ranks, started[len(ranks) :], strict=True):
+            self._infos[rank] = info
 
     def plan(self, verb: str, batch: DataProto) -> Plan:
-        """The rows of ``batch`` that each data-parallel rank would get of a ``SPLIT`` verb.
+        """Return the rows of ``batch`` that each data-parallel rank would get of a ``SPLIT`` verb.
 
         Raises:
-            AttributeError, DataError, WorkerError: as :meth:`submit`.
+            AttributeError, DataError, WorkerError: see :meth:`submit`.
         """
         return self._plan(verb, self._mark(verb), batch)
 
     def take_busy(self) -> dict[str, list[float]]:
-        """Seconds that each DP rank was busy since the last call, by ``SPLIT`` verb: its busiest process, less the time
-        in collectives. Empty where processes are not watched."""
+        """Return and reset the busy seconds of each DP rank, by ``SPLIT`` verb.
+
+        A DP rank counts its busiest process, without time in collectives. Empty if processes are not traced.
+        """
         busy, self._busy = self._busy, {}
         return busy
 
-    def submit_scatter(self, verb: str, destinations: int, *args: Any, **kwargs: Any) -> Scattered:
-        """Start an ``ALL`` verb that returns ``{destination: payload}``, and leave the payloads where they are.
+    def submit_scatter(self, verb: str, destinations: int, *args: Any, **kwargs: Any) -> ScatteredCall:
+        """Start an ``ALL`` verb that returns ``{destination: payload}``; the payloads stay on the workers.
 
         Raises:
-            AttributeError, WorkerError: as :meth:`submit`.
+            AttributeError, WorkerError: see :meth:`submit`.
         """
         mark = self._mark(verb)
         refs = [
@@ -255,69 +269,66 @@ class WorkerGroup:
             )
             for rank, actor in enumerate(self._actors)
         ]
-        # With one return value Ray gives the reference itself.
+        # With one return value Ray returns a bare reference.
         refs = [[row] if isinstance(row, ray.ObjectRef) else list(row) for row in refs]
-        tasks = self._tasks([row[-1] for row in refs], verb, mark.phase)
-        return Scattered(self, tasks, [row[:-1] for row in refs])
+        calls = self._calls([row[-1] for row in refs], verb, mark.phase)
+        return ScatteredCall(self, calls, [row[:-1] for row in refs])
 
-    def submit_gather(self, verb: str, payloads: Scattered, *args: Any) -> Pending:
-        """Start an ``ALL`` verb as ``verb(*args, list of this rank's payloads)`` when its payloads are there.
+    def submit_gather(self, verb: str, payloads: ScatteredCall, *args: Any) -> PendingCall:
+        """Start an ``ALL`` verb as ``verb(*args, payloads of this rank)`` once the payloads are available.
 
-        Destinations are dealt out to the ranks in order, equally many to each. The payloads go from process to
-        process. The result is None; it comes when sources and receivers are done.
+        Each rank receives the same number of consecutive destinations. Payloads travel between the processes directly.
+        The result is None, available when sources and receivers are done.
 
         Raises:
-            AttributeError, WorkerError: as :meth:`submit`.
+            AttributeError, WorkerError: see :meth:`submit`.
         """
         mark = self._mark(verb)
         each = len(payloads.refs[0]) // self.world_size
-        own = [slice(rank * each, (rank + 1) * each) for rank in range(self.world_size)]
+        parts = [slice(rank * each, (rank + 1) * each) for rank in range(self.world_size)]
         refs = [
-            actor.call_gather.remote(verb, args, *[ref for row in payloads.refs for ref in row[own[rank]]])
+            actor.call_gather.remote(verb, args, *[ref for row in payloads.refs for ref in row[parts[rank]]])
             for rank, actor in enumerate(self._actors)
         ]
-        tasks = [*payloads.tasks, *self._tasks(refs, verb, mark.phase)]
-        return Pending([*payloads.groups, self], tasks, lambda results: None)
+        calls = [*payloads.calls, *self._calls(refs, verb, mark.phase)]
+        return PendingCall([*payloads.groups, self], calls, lambda results: None)
 
     def shutdown(self) -> None:
         """Kill the processes."""
         for actor in self._actors:
             ray.kill(actor)
-        self._actors, self._hosts = [], {}
+        self._actors, self._processes = [], {}
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return functools.partial(self._call, name)
+    if not TYPE_CHECKING:  # a type checker knows the verbs from the classes of role_groups
 
-    def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        return self.submit(verb, *args, **kwargs).result()
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return functools.partial(self.call, name)
 
-    def _submit_split(self, verb: str, mark: VerbMark, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
+    def _split_arguments(self, verb: str, mark: VerbMark, args: Sequence[Any]) -> tuple[list[list[Any]], Plan]:
+        """Split the batches among ``args`` over data-parallel ranks: the arguments of each rank, and the row plan."""
         batches = [arg for arg in args if isinstance(arg, DataProto)]
         if not batches:
             raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
         plan, mini_batch_rows = self._plan(verb, mark, batches[0]), _mini_batch_rows(mark, batches[0])
         # One object per chunk: the TP and PP ranks of a DP rank read the same copy.
-        columns = [
+        by_dp = [
             [ray.put(chunk) for chunk in split(mark.read(arg), plan, mini_batch_rows)]
             if isinstance(arg, DataProto)
             else [arg] * self.layout.dp
             for arg in args
         ]
-        refs = []
-        for rank, actor in enumerate(self._actors):
-            chunk_args = [column[self.layout.coordinate(rank).dp] for column in columns]
-            refs.append(actor.call_split.remote(verb, rank in self._owners, kwargs, *_for_rank(chunk_args, rank)))
+        dp_ranks = [self.layout.coordinate(rank).dp for rank in range(self.world_size)]
+        return [[values[dp] for values in by_dp] for dp in dp_ranks], plan
 
-        def collect_rows(answers: Sequence[BusyResult]) -> Any:
-            self._note_busy(verb, [answer.busy_s for answer in answers])
-            return collect([answers[owner].result for owner in self._owners], plan)
-
-        return Pending([self], self._tasks(refs, verb, mark.phase), collect_rows)
+    def _collect_rows(self, verb: str, plan: Plan, results: Sequence[BusyResult]) -> Any:
+        """Join the owners' results in the caller's row order, and add up the busy seconds."""
+        self._note_busy(verb, [result.busy_s for result in results])
+        return collect([results[owner].result for owner in self._owners], plan)
 
     def _note_busy(self, verb: str, seconds: Sequence[float | None]) -> None:
-        """Adds up the seconds of the busiest process of each DP rank."""
+        """Add the seconds of each DP rank's busiest process."""
         busiest = [0.0] * self.layout.dp
         for rank, busy in enumerate(seconds):
             if busy is None:
@@ -338,86 +349,88 @@ class WorkerGroup:
             raise AttributeError(f"{self.role} has no verb {verb!r}; it has: {', '.join(sorted(self.verbs))}")
         return self.verbs[verb]
 
-    def _host(self, rank: int) -> Any:
-        """A process without a worker."""
+    def _create_actor(self, rank: int) -> Any:
+        """Start a process without a worker."""
         tracing = self._pool.processes.options
         options = self._pool.actor_options(rank * self._span) | nsight_options(tracing.profile(self.role, rank))
+        if self._pool.pool.device == "cpu" and not self._env:  # a fork has imported torch before it sees variables
+            options |= fork_options()
         host = ray.remote(WorkerProcess).options(**options)
         return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self._pool.logs)
 
-    def _start(self, ranks: Sequence[int]) -> tuple[list[Task], list[Task]]:
-        """Starts building the workers of new processes: who they are, then what tells that they are built."""
+    def _start(self, ranks: Sequence[int]) -> tuple[list[WorkerCall], list[WorkerCall]]:
+        """Start to build the workers of new processes; returns the describing and the building calls."""
 
-        def tasks(refs: Sequence[ray.ObjectRef], verb: str) -> list[Task]:
-            return [Task(ref, self.role, rank, verb, "") for rank, ref in zip(ranks, refs, strict=True)]
+        def calls(refs: Sequence[ray.ObjectRef], verb: str) -> list[WorkerCall]:
+            return [WorkerCall(ref, self.role, rank, verb, "") for rank, ref in zip(ranks, refs, strict=True)]
 
         actors = [self._actors[rank] for rank in ranks]
-        described = tasks([actor.describe.remote() for actor in actors], "start")
-        loaded = tasks([actor.load.remote(self._worker_cls) for actor in actors], "load")
-        started = tasks([actor.start.remote(self._address, self._kwargs) for actor in actors], "start")
+        described = calls([actor.describe.remote() for actor in actors], "start")
+        loaded = calls([actor.load.remote(self._worker_cls) for actor in actors], "load")
+        started = calls([actor.start.remote(self._address, self._kwargs) for actor in actors], "start")
         return described, [*loaded, *started]
 
-    def _tasks(self, refs: Sequence[ray.ObjectRef], verb: str, phase: str = "") -> list[Task]:
-        return [self._task(ref, rank, verb, phase) for rank, ref in enumerate(refs)]
+    def _calls(self, refs: Sequence[ray.ObjectRef], verb: str, phase: str = "") -> list[WorkerCall]:
+        return [self._remote_call(ref, rank, verb, phase) for rank, ref in enumerate(refs)]
 
-    def _task(self, ref: ray.ObjectRef, rank: int, verb: str, phase: str) -> Task:
-        return Task(ref, self.role, rank, verb, phase, self._cards[rank])
+    def _remote_call(self, ref: ray.ObjectRef, rank: int, verb: str, phase: str) -> WorkerCall:
+        return WorkerCall(ref, self.role, rank, verb, phase, self._infos[rank])
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """Variables of one process; those that the group was given win."""
+        """Environment variables of a process; the group's ``env`` takes precedence."""
         first = rank * self._span
-        own = {"LOCAL_RANK": str(self._pool.local_rank(first))}
+        variables = {"LOCAL_RANK": str(self._pool.local_rank(first))}
         if self._pool.pool.device == "cpu":
             # Two processes with two threads each on two cores are several times slower than with one.
-            own["OMP_NUM_THREADS"] = "1"
+            variables["OMP_NUM_THREADS"] = "1"
         elif self._span > 1:
-            # A process claims a share of one device's bundle, by which Ray shows it that device alone.
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(self._pool.gpu_ids(range(first, first + self._span)))
-        return {**own, **self._env}
+            # The process claims a share of one device's bundle, so Ray would make only that device visible.
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._pool.gpu_ids(range(first, first + self._span)))
+        return {**variables, **self._env}
 
 
 def wait_ready(groups: Iterable[WorkerGroup], timeout_s: float | None = None) -> None:
-    """Wait until the processes of all groups, which start side by side, have built their workers.
+    """Wait until the processes of all groups have built their workers.
 
     Raises:
-        WorkerFailed: the first that failed, with role and rank.
-        WorkerError: not all were ready within ``timeout_s`` seconds.
+        WorkerFailed: the first failure, with role and rank.
+        WorkerError: some process was not ready within ``timeout_s`` seconds.
     """
-    starting = [group for group in groups if not group._cards]
-    # Who they are comes first: then a death during the start can show the end of the process's log.
-    described = iter(_gather(starting, [task for group in starting for task in group._described], timeout_s))
-    tasks: list[Task] = []
+    starting = [group for group in groups if not group._infos]
+    # Processes are described first: an error during the start then shows the end of their log.
+    described = iter(_gather(starting, [call for group in starting for call in group._described], timeout_s))
+    calls: list[WorkerCall] = []
     for group in starting:
-        cards = [next(described) for _ in group._described]
-        group._hosts = dict(enumerate(cards))
-        tasks += [replace(task, card=cards[task.rank]) for task in group._starting]
-    started = iter(_gather(starting, tasks, timeout_s))
+        infos = [next(described) for _ in group._described]
+        group._processes = dict(enumerate(infos))
+        calls += [replace(call, info=infos[call.rank]) for call in group._starting]
+    started = iter(_gather(starting, calls, timeout_s))
     for group in starting:
-        group._cards = [next(started) for _ in group._starting][-group.world_size :]
-        shadowed = sorted(group._cards[0].marks.keys() & set(dir(WorkerGroup)))
+        group._infos = [next(started) for _ in group._starting][-group.world_size :]
+        shadowed = sorted(group._infos[0].marks.keys() & set(dir(WorkerGroup)))
         if shadowed:
-            raise TypeError(f"{group.role}: verbs {shadowed} have names of WorkerGroup's own methods; rename them")
+            raise TypeError(f"{group.role}: verbs {shadowed} have names of WorkerGroup's methods; rename them")
 
 
-def wait_all(pending: Iterable[Pending], timeout_s: float | None = None) -> list[Any]:
-    """Results of several calls, also of different groups; ends at the first failure of any of them.
+def wait_all(pending: Iterable[PendingCall], timeout_s: float | None = None) -> list[Any]:
+    """Wait for several calls, also of different groups, and return their results; stops at the first failure.
 
     Raises:
-        WorkerFailed, WorkerError: as :meth:`Pending.result`.
+        WorkerFailed, WorkerError: see :meth:`PendingCall.result`.
     """
     pending = list(pending)
     _gather(
-        [group for call in pending for group in call.groups],
-        [task for call in pending for task in call.tasks],
+        list(itertools.chain.from_iterable(call.groups for call in pending)),
+        list(itertools.chain.from_iterable(call.calls for call in pending)),
         timeout_s,
     )
     return [call.result() for call in pending]
 
 
-def _gather(groups: Sequence[WorkerGroup], tasks: Sequence[Task], timeout_s: float | None) -> list[Any]:
-    """:func:`gather`, which also marks the group that failed."""
+def _gather(groups: Sequence[WorkerGroup], calls: Sequence[WorkerCall], timeout_s: float | None) -> list[Any]:
+    """Like :func:`gather`, and marks the failed group."""
     try:
-        return gather(tasks, timeout_s)
+        return gather(calls, timeout_s)
     except WorkerFailed as failure:
         for group in groups:
             if group.role == failure.role:
@@ -426,12 +439,11 @@ def _gather(groups: Sequence[WorkerGroup], tasks: Sequence[Task], timeout_s: flo
 
 
 def _mini_batch_rows(mark: VerbMark, batch: DataProto) -> int | None:
-    """Rows per global mini-batch, of a verb that has such: all rows where the batch does not say otherwise."""
+    """Rows per global mini-batch, for a verb with mini-batches; all rows unless the batch states another number."""
     if not mark.equal_rows:
         return None
     return batch.meta_info.get(mark.mini_batches, len(batch)) if mark.mini_batches else len(batch)
 
 
 def _for_rank(args: Sequence[Any], rank: int) -> list[Any]:
-    """The arguments as one rank receives them."""
     return [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]

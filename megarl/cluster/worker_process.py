@@ -1,4 +1,4 @@
-"""What runs inside each Ray actor: a host that builds one plain worker and calls its verbs."""
+"""The process of a rank: a Ray actor that builds one plain worker and calls its verbs."""
 
 from __future__ import annotations
 
@@ -9,36 +9,34 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import ray
 
-from megarl.errors import WorkerLost
-from megarl.logs import ProcessLogs, log_of, tail, take_output
-from megarl.ports import reserve_port
+from megarl.base.errors import WorkerLost
+from megarl.base.logs import ProcessLogs, output_log, redirect_output, tail
+from megarl.base.ports import reserve_port
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
-from megarl.tracing.memory import count_memory
 from megarl.tracing.profilers import ProfiledProcess
-from megarl.workers.dispatch import VerbMark, read_marks
-from megarl.workers.place import WorkerPlace
+from megarl.tracing.tracer import count_memory
+from megarl.workers.dispatch import VerbMark, WorkerPlace, read_marks
 
 logger = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
-
 
 @dataclass(frozen=True)
-class WorkerCard:
-    """What the driver knows of a started process.
+class WorkerInfo:
+    """A started process, as it describes itself to the driver.
 
     Attributes:
-        pid: process number on its host.
+        pid: process id on its host.
         host: address of its node.
-        node: Ray's name of the node.
-        log: file on that node with what the process writes, empty if unknown.
-        marks: the verbs of its worker, by name.
+        node: Ray's id of the node.
+        log: the process's log file on that node; empty if unknown.
+        marks: verbs of its worker, by name.
     """
 
     pid: int
@@ -52,15 +50,15 @@ class RemoteFailure(Exception):
     """An exception of a worker, in a form that every process can unpickle.
 
     Args:
-        role: of the worker.
-        rank: likewise.
-        verb: what it was doing.
-        kind: the exception's class.
-        message: its text.
-        trace: its traceback.
-        lost: whether the worker is of no more use.
-        log: path of the worker's log file, empty if unknown.
-        last_lines: of that file, until the exception.
+        role: role of the worker.
+        rank: rank of the worker.
+        verb: the verb that raised.
+        kind: class name of the exception.
+        message: text of the exception.
+        trace: traceback of the exception.
+        lost: whether the worker is unusable from now on.
+        log: path of the worker's log file; empty if unknown.
+        last_lines: last lines of that file before the exception.
     """
 
     def __init__(
@@ -82,11 +80,11 @@ class RemoteFailure(Exception):
 
 
 class BusyResult(NamedTuple):
-    """What a process returns of its share.
+    """Result of a ``SPLIT`` verb on one process.
 
     Attributes:
-        result: the verb's, or None from a process that does not own it.
-        busy_s: seconds in the verb, less those in collectives; None where they are not watched.
+        result: result of the verb; None on a process that does not own it.
+        busy_s: seconds in the verb without collectives; None if the process is not traced.
     """
 
     result: Any
@@ -97,15 +95,15 @@ _UNWATCHED = TracingOptions()
 
 
 class WorkerProcess:
-    """Host of one worker.
+    """Host process of one worker.
 
     Args:
         role: name of the role, for errors.
         rank: rank of this process in its role.
-        world_size: processes of the role.
+        world_size: number of processes of the role.
         env: environment variables, set before the worker's class is imported.
-        tracing: how the process is watched.
-        logs: where to write what this process prints; None = where Ray has it write.
+        tracing: tracing and profiling options of the process.
+        logs: log files for the process's output; None: Ray's.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class WorkerProcess:
         os.environ.update(env)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         if logs is not None:
-            take_output(logs.file(role, rank), logs.level, f" on {ray.util.get_node_ip_address()}")
+            redirect_output(logs.file(role, rank), logs.level, f" on {ray.util.get_node_ip_address()}")
         watch_process(tracing)
         self._tracing = tracing
         self._profiled = ProfiledProcess(tracing.profile(role, rank), f"{role}-{rank}")
@@ -129,148 +127,162 @@ class WorkerProcess:
         self._worker: Any = None
         self._reserved: socket.socket | None = None
 
-    def describe(self) -> WorkerCard:
-        """The process as it is before its worker exists, without verbs."""
+    def describe(self) -> WorkerInfo:
+        """Describe the process before its worker exists, without verbs."""
         node = ray.get_runtime_context().get_node_id()
-        return WorkerCard(os.getpid(), ray.util.get_node_ip_address(), node, log_of(2), {})
+        return WorkerInfo(os.getpid(), ray.util.get_node_ip_address(), node, output_log(2), {})
 
     def load(self, worker: str | type) -> None:
-        """Import the worker's class, which takes most of the start; needs no other process.
+        """Import the worker's class, the longest part of the start; needs no other process.
 
         Raises:
-            RemoteFailure: it cannot be imported.
+            RemoteFailure: the import failed.
         """
-
-        def load_class() -> None:
+        with self._reporting_errors("load"):
             self._worker_cls = _import_class(worker)
             if self._tracing.active:
                 watch_collectives()
 
-        self._guard("load", load_class)
-
     def clock(self) -> int:
-        """This machine's monotonic clock, in nanoseconds."""
+        """Read this machine's monotonic clock, in nanoseconds."""
         return time.monotonic_ns()
 
     def record(self, on: bool) -> list[Event]:
-        """Keep events from here on, or not; returns those since the last call."""
+        """Turn the recording of trace events on or off; returns the events since the last call."""
         TRACER.recording = on
         return TRACER.take()
 
     def profile(self, label: str) -> None:
-        """Have the profiler record from here on, as ``label``; empty: stop."""
-        self._guard("profile", lambda: self._profiled.record(label))
+        """Start a recording of the profiler under ``label``; empty: stop and write it."""
+        with self._reporting_errors("profile"):
+            self._profiled.record(label)
 
     def reserve_address(self) -> tuple[str, int]:
-        """On rank 0: this node's address and a free port, held until :meth:`start`."""
-
-        def reserve() -> tuple[str, int]:
+        """Reserve a free port on rank 0's node until :meth:`start`; returns address and port."""
+        with self._reporting_errors("reserve_address"):
             host = ray.util.get_node_ip_address()
             self._reserved = reserve_port(host)
             return host, self._reserved.getsockname()[1]
 
-        return self._guard("reserve_address", reserve)
-
-    def start(self, address: tuple[str, int], kwargs: Mapping[str, Any]) -> WorkerCard:
+    def start(self, address: tuple[str, int], kwargs: Mapping[str, Any]) -> WorkerInfo:
         """Build the worker as ``worker_cls(place, **kwargs)``.
 
         Raises:
             RemoteFailure: the constructor raised.
         """
-
-        def build() -> WorkerCard:
+        with self._reporting_errors("start"):
             assert self._worker_cls is not None, "load() comes first"
             host, port = address
             os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
             if host == "127.0.0.1" and sys.platform == "linux":
-                # Otherwise gloo takes the address of the host's name, which on many laptops leads nowhere.
+                # By default gloo takes the address of the host name, which is unreachable on many laptops.
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             if self._reserved is not None:
                 self._reserved.close()
             self._worker = self._worker_cls(WorkerPlace(self._rank, self._world_size, host, port), **kwargs)
-            return WorkerCard(**{**vars(self.describe()), "marks": read_marks(self._worker_cls)})
-
-        return self._guard("start", build)
+            return WorkerInfo(**{**vars(self.describe()), "marks": read_marks(self._worker_cls)})
 
     def call(self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
-        """Run a verb; its result is returned only from a process that owns it, so that no other's is sent.
+        """Run a verb and return its result if ``keep``; other processes return None, so that only owners send data.
 
         Raises:
             RemoteFailure: the verb raised.
         """
-        result = self._guard(verb, lambda: getattr(self._worker, verb)(*args, **kwargs), args)
+        with self._reporting_errors(verb, args):
+            result = getattr(self._worker, verb)(*args, **kwargs)
         return result if keep else None
 
     def call_split(self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any) -> BusyResult:
-        """As :meth:`call`, for a verb of which each data-parallel rank has a share: also says how long it was busy.
+        """Run a ``SPLIT`` verb like :meth:`call`, and measure the seconds that this process was busy.
 
         Raises:
             RemoteFailure: the verb raised.
         """
         started, waited = time.monotonic_ns(), TRACER.waited_ns
-        result = self.call(verb, keep, kwargs, *args)
+        with self._reporting_errors(verb, args):
+            result = getattr(self._worker, verb)(*args, **kwargs)
         busy = time.monotonic_ns() - started - (TRACER.waited_ns - waited)
-        return BusyResult(result, max(0, busy) / 1e9 if self._tracing.active else None)
+        return BusyResult(result if keep else None, max(0, busy) / 1e9 if self._tracing.active else None)
 
     def call_scatter(self, verb: str, destinations: int, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
-        """Run a verb that returns ``{destination: payload}``.
+        """Run a verb that returns ``{destination: payload}``; each payload becomes a separate Ray object.
 
         Returns:
-            One payload per destination (None where there is none), each an object of its own in Ray, and a final None
-            by which the driver sees that the verb is done without fetching a payload.
+            One payload per destination (None for a destination without payload), then a final None. The driver waits
+            for the final None and never fetches a payload.
 
         Raises:
             RemoteFailure: the verb raised, or named a destination outside ``range(destinations)``.
         """
-
-        def scatter() -> tuple[Any, ...]:
+        with self._reporting_errors(verb, args):
             payloads = dict(getattr(self._worker, verb)(*args, **kwargs))
             result = tuple(payloads.pop(index, None) for index in range(destinations))
             if payloads:
                 raise ValueError(f"{verb} has payloads for {sorted(payloads)}, there are {destinations} destinations")
-            return (*result, None)
-
-        return self._guard(verb, scatter, args)
+        return (*result, None)
 
     def call_gather(self, verb: str, args: Sequence[Any], *payloads: Any) -> None:
-        """Run a verb as ``verb(*args, payloads)``, with those payloads that are not None as a list.
+        """Run a verb as ``verb(*args, payloads)`` with the list of payloads that are not None.
 
         Raises:
             RemoteFailure: the verb raised.
         """
         present = [payload for payload in payloads if payload is not None]
-        self._guard(verb, lambda: getattr(self._worker, verb)(*args, present), args)
+        with self._reporting_errors(verb, args):
+            getattr(self._worker, verb)(*args, present)
 
-    def _guard(self, verb: str, function: Callable[[], _Result], args: Sequence[Any] = ()) -> _Result:
-        """Calls, and turns what is raised into a failure with a name; numbers in ``args`` are shown in the timeline."""
+    def _reporting_errors(self, verb: str, args: Sequence[Any] = ()) -> _ErrorReport:
+        integers = {f"arg{position}": arg for position, arg in enumerate(args) if type(arg) is int}
+        return _ErrorReport(self._role, self._rank, verb, self._profiled, integers)
+
+
+class _ErrorReport:
+    """Scope of one verb: traces it, and turns an exception into a :class:`RemoteFailure`.
+
+    A class, because a generator would add a frame to the traceback.
+    """
+
+    def __init__(self, role: str, rank: int, verb: str, profiled: ProfiledProcess, integers: Mapping[str, int]) -> None:
+        self._role, self._rank, self._verb, self._profiled = role, rank, verb, profiled
+        self._span = span(verb, "verb", **integers)
+
+    def __enter__(self) -> None:
         count_memory()
         try:
             self._profiled.begin_verb()
-            with span(verb, "verb", **{f"arg{at}": arg for at, arg in enumerate(args) if type(arg) is int}):
-                return function()
-        # SystemExit included: to Ray it would be a process that left in good order.
-        except (Exception, SystemExit) as error:
-            frames = error.__traceback__
-            for _ in range(2):  # this function and the closure that it was given
-                frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
-            trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-            kind, lost = type(error).__name__, isinstance(error, WorkerLost)
-            log = log_of(2)
-            last_lines = tail(log)  # before its traceback, which is told anyway
-            logger.error("%s failed\n%s", verb, trace)
-            failure = RemoteFailure(self._role, self._rank, verb, kind, str(error), trace, lost, log, last_lines)
+        except Exception as error:
+            raise self._failure(error, error.__traceback__) from None
+        self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        try:
+            self._span.__exit__(None, None, None)
         finally:
-            self._profiled.end_verb(verb)
+            self._profiled.end_verb(self._verb)
             count_memory()
-        raise failure
+        # SystemExit too: Ray would take it for a regular exit of the process.
+        if isinstance(error, Exception | SystemExit):
+            raise self._failure(error, frames) from None
+
+    def _failure(self, error: BaseException, frames: TracebackType | None) -> RemoteFailure:
+        if frames is not None and frames.tb_next is not None:
+            frames = frames.tb_next  # without the method of WorkerProcess
+        trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        log = output_log(2)
+        last_lines = tail(log)  # read before the log gets the traceback, which is in the error anyway
+        logger.error("%s failed\n%s", self._verb, trace)
+        name, lost = type(error).__name__, isinstance(error, WorkerLost)
+        return RemoteFailure(self._role, self._rank, self._verb, name, str(error), trace, lost, log, last_lines)
 
 
 def _import_class(worker: str | type) -> type:
-    """A class given as ``package.module.Class`` or ``package.module:Class``."""
+    """Import a class given as ``package.module.Class`` or ``package.module:Class``."""
     if isinstance(worker, type):
         return worker
     module, _, name = worker.replace(":", ".").rpartition(".")
-    found = getattr(importlib.import_module(module), name)
-    if not isinstance(found, type):
+    worker_cls = getattr(importlib.import_module(module), name)
+    if not isinstance(worker_cls, type):
         raise TypeError(f"{worker} is not a class")
-    return found
+    return worker_cls

@@ -1,33 +1,41 @@
-"""Configuration: the typed schema, its validation and its batch-size arithmetic. The YAML lives in ``configs/``."""
+"""Configuration: typed schema, checks across sections, batch arithmetic; the YAML files are in ``configs/``.
+
+``schema`` holds one dataclass per section, ``checks`` the rules over several sections, ``verl`` the translation of
+verl's keys. :func:`build` makes a complete, checked and frozen configuration; ``compose`` adds files and overrides.
+"""
 
 from megarl.config.batch import BatchPlan, plan_batches, render_plan
 from megarl.config.build import build
-from megarl.config.data import DataConfig
-from megarl.config.evaluate_schema import EvaluateConfig
-from megarl.config.generate_schema import GenerateConfig
-from megarl.config.learners import ActorConfig, CriticConfig
-from megarl.config.parts import (
+from megarl.config.schema.data import DataConfig
+from megarl.config.schema.jobs import (
+    EvaluateConfig,
+    GenerateConfig,
+    GenerationJobConfig,
+    RewardTrainingConfig,
+    ScoredJobConfig,
+    SFTConfig,
+    SupervisedConfig,
+    TrainConfig,
+)
+from megarl.config.schema.model import (
     LogProbBatchConfig,
     MegatronConfig,
     ModelPathConfig,
     OptimConfig,
-    RunConfig,
     UpdateBatchConfig,
 )
-from megarl.config.reward_model_schema import RewardTrainingConfig
-from megarl.config.rollout import RolloutConfig
-from megarl.config.schema import AnswersConfig, ScoredConfig, TrainConfig, TrainerConfig
-from megarl.config.sft_schema import SFTConfig
-from megarl.config.supervised import SupervisedConfig
+from megarl.config.schema.roles import ActorConfig, CriticConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RunConfig, TrainerConfig
 
 __all__ = [
     "ActorConfig",
-    "AnswersConfig",
     "BatchPlan",
     "CriticConfig",
     "DataConfig",
     "EvaluateConfig",
     "GenerateConfig",
+    "GenerationJobConfig",
     "LogProbBatchConfig",
     "MegatronConfig",
     "ModelPathConfig",
@@ -36,7 +44,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SFTConfig",
-    "ScoredConfig",
+    "ScoredJobConfig",
     "SupervisedConfig",
     "TrainConfig",
     "TrainerConfig",

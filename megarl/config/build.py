@@ -1,66 +1,77 @@
-"""From plain values to a typed configuration: unknown keys, types and limits are checked here, all at once."""
+"""Build a typed configuration from plain values: check unknown keys, types and limits, and report all problems."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.base.errors import ConfigError
+from megarl.base.user_code import import_user_modules
 from megarl.config.checks import check
-from megarl.config.derived import fill_derived
-from megarl.config.external import external_problems
-from megarl.config.jobs import JobT
+from megarl.config.derived import with_derived
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-from megarl.config.schema import TrainConfig
+from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
 from megarl.config.verl.adopt import Adoption, adopt
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root: str | None = None) -> JobT:
-    """Makes a typed configuration out of nested values, complete and checked.
+    """Build the complete, checked and frozen configuration of a job from nested values.
+
+    The modules of ``model.external_lib`` are imported, because they may register names that the configuration uses.
 
     Args:
-        schema: a class of :data:`megarl.config.jobs.JobConfig`; it supplies every default.
-        values: what differs from the defaults; interpolations may refer to any key.
-        files_root: folder under which files without an explicit place go; None = ``outputs/<experiment_name>``.
-
-    The modules of ``model.external_lib`` are imported: they may register what the configuration names.
+        schema: class of the job, see :data:`megarl.config.schema.jobs.JobConfig`; it holds every default.
+        values: values that differ from the defaults; interpolations may refer to any key.
+        files_root: folder of files without an explicit path; None = ``outputs/<experiment_name>``.
 
     Returns:
-        An instance of ``schema`` in which keys documented as "null = ..." are filled in.
+        An instance of ``schema``, with keys documented as "null = ..." filled.
 
     Raises:
-        InvalidConfigError: with every problem found.
+        InvalidConfigError: with every problem.
     """
     adopted = _adopted(schema, values)
-    config = cast(JobT, read(cast(type, schema), adopted.values, adopted.problems))
-    fill_derived(config, files_root)
-    problems = check(config) or list(external_problems(config))
+    config = with_derived(cast(JobT, read(schema, adopted.values, adopted.problems)), files_root)
+    problems = check(config) or list(_external_problems(config))
     if problems:
         docs = {path: item.doc for path, item in walk(config)}
         raise InvalidConfigError(problem._replace(doc=docs.get(problem.path, "")) for problem in problems)
     return config
 
 
-def read(schema: type, values: Mapping[str, Any], found: Sequence[Problem] = ()) -> Any:
-    """A typed instance of any class whose fields are declared with :func:`~megarl.config.keys.key`.
+def _external_problems(config: JobConfig) -> Iterator[Problem]:
+    """Import the modules of ``external_lib`` into this process."""
+    supervised = isinstance(config, SupervisedConfig)
+    path = "model.external_lib" if supervised else "actor_rollout_ref.model.external_lib"
+    model = config.model if isinstance(config, SupervisedConfig) else config.actor_rollout_ref.model
+    for spec in model.user_modules:
+        try:
+            import_user_modules(spec)
+        except ConfigError as error:
+            yield Problem(path, spec, str(error))
+
+
+def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = ()) -> Any:
+    """Read values into any class whose fields are declared with :func:`~megarl.config.keys.key`.
 
     Args:
-        schema: the class; it supplies every default.
+        schema: the class; it holds every default.
         values: nested plain values that differ from the defaults.
-        found: problems known before.
+        problems: earlier problems, to report with the new ones.
 
     Raises:
-        InvalidConfigError: a key is unknown or missing, or its value of the wrong type or out of its limits.
+        InvalidConfigError: a key is unknown or missing, or its value has the wrong type or violates its limits.
     """
     typed = copy.deepcopy(_typed(schema))  # six times as fast as reading the classes again
-    problems = [*_fill(typed, schema, values, "", [path for path, _ in walk(schema)]), *found]
+    problems = [*_fill(typed, schema, values, "", [path for path, _ in walk(schema)]), *problems]
     wrong = {problem.path for problem in problems}
     keys = dict(walk(schema))
     for path in sorted(OmegaConf.missing_keys(typed) - wrong):
@@ -72,17 +83,28 @@ def read(schema: type, values: Mapping[str, Any], found: Sequence[Problem] = ())
 
 @cache
 def _typed(schema: type) -> DictConfig:
-    return cast(DictConfig, OmegaConf.structured(schema))
+    return _writable(OmegaConf.structured(schema))
+
+
+def _writable(node: DictConfig) -> DictConfig:
+    """Clear the read-only flags that OmegaConf sets for frozen dataclasses, in place."""
+    OmegaConf.set_readonly(node, False)
+    for name in node:
+        if OmegaConf.is_missing(node, name):
+            continue
+        if OmegaConf.is_dict(inner := node[name]):
+            _writable(inner)
+    return node
 
 
 @cache
 def defaults(schema: type) -> Mapping[str, Any]:
-    """The schema's defaults as nested plain values, to be read only."""
+    """The schema's defaults as nested plain values, read-only."""
     return cast(dict[str, Any], OmegaConf.to_container(_typed(schema)))
 
 
 def verl_notes(schema: type, values: Mapping[str, Any] | DictConfig) -> list[str]:
-    """What becomes of those of ``values`` that are verl's: a line for each that is translated or has no effect."""
+    """Notes on verl's keys in ``values``: one line for each that is translated or has no effect."""
     return _adopted(schema, values).notes
 
 
@@ -102,10 +124,10 @@ def _resolved(schema: type, values: Mapping[str, Any] | DictConfig) -> Mapping[s
         raise InvalidConfigError([Problem(path, raw, str(error).strip().splitlines()[0])]) from error
 
 
-def _fill(node: DictConfig, schema: Any, given: Mapping[str, Any], prefix: str, known: list[str]) -> list[Problem]:
+def _fill(node: DictConfig, schema: Any, values: Mapping[str, Any], prefix: str, known: list[str]) -> list[Problem]:
     declared = {item.name: item for item in keys_of(schema)}
     problems = []
-    for name, value in given.items():
+    for name, value in values.items():
         path = f"{prefix}{name}"
         item = declared.get(name)
         if item is None:
@@ -125,6 +147,7 @@ def _fill_section(node: DictConfig, item: Key, value: Any, path: str, known: lis
         return [Problem(path, value, f"is a section, not a single value; its keys are {names}")]
     if node[item.name] is None:
         node[item.name] = item.section()
+        _writable(node[item.name])
     return _fill(node[item.name], item.section, value, f"{path}.", known)
 
 
@@ -145,7 +168,7 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
 
 
 def unknown_key(path: str, value: Any, known: list[str]) -> Problem:
-    """The problem that a key is in no schema, with the nearest one that is."""
+    """The problem of a key that is in no schema, with the nearest known keys."""
     nearest = " or ".join(nearest_keys(path, known))
     return Problem(path, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
 

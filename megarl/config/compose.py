@@ -1,18 +1,18 @@
 """Hydra on top of the schema: YAML files and overrides in, a typed configuration or a list of problems out.
 
-The schema's defaults are the first entry of a defaults list that is put together here, so a YAML file states only
-what differs and needs no mention of the schema. An override of a key that is in no schema is caught before Hydra
-sees it.
+The schema's defaults are the first entry of a defaults list that this module builds. A YAML file therefore states only
+values that differ, and needs no mention of the schema. Overrides of unknown keys are found before Hydra reads them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -26,38 +26,38 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megarl.base.errors import ConfigError
 from megarl.config.build import build, defaults, unknown_key
-from megarl.config.jobs import JobConfig, JobT
 from megarl.config.keys import Key, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-from megarl.config.schema import TrainConfig
+from megarl.config.schema.jobs import JobConfig, JobT, TrainConfig
 from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides
-from megarl.config.verl.adopt import is_verls
-from megarl.errors import ConfigError
+from megarl.config.verl.adopt import is_verl_key
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY_CONFIGS = next((f for f in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if f.is_dir()), _PACKAGE)
-"""megarl's own YAML files: inside the package where a wheel installed it, beside it in a checkout."""
+"""The shipped YAML files: inside the package in a wheel, next to it in a checkout."""
 
 HARDWARE = "hardware"
-"""Folder beside the configurations with files that are none: nodes, for ``megarl plan``."""
+"""Folder of node descriptions for ``megarl plan``, which are no configurations."""
 EXPERIMENT = "experiment"
-"""Folder with files that are laid over a configuration, by ``+experiment=NAME``."""
+"""Folder of experiments, applied on top of a configuration by ``+experiment=NAME``."""
+COMMAND_LINE, FILE, DERIVED = "command line", "file", "derived"
 
 _JOB, _DEFAULTS = "megarl_job", "megarl_defaults"
 _RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
 
 
 @dataclass(frozen=True)
-class Request(Generic[JobT]):
-    """What a command line asks for.
+class ConfigRequest(Generic[JobT]):
+    """The configuration that a command line requests.
 
     Attributes:
         schema: configuration class of the job.
         config_name: YAML file, without its suffix.
         overrides: in Hydra's syntax, ``key=value``.
-        config_dir: folder searched before megarl's own ``configs/``.
-        multirun: whether overrides may list several values, each a run of its own.
+        config_dir: folder to search before megarl's ``configs/``.
+        multirun: whether overrides may list several values, one run for each.
     """
 
     schema: type[JobT]
@@ -67,23 +67,23 @@ class Request(Generic[JobT]):
     multirun: bool = False
 
 
-def compose(request: Request[JobT]) -> JobT:
-    """The typed, complete and checked configuration of a single run.
+def compose(request: ConfigRequest[JobT]) -> JobT:
+    """Compose the typed, complete and checked configuration of a single run.
 
     Raises:
-        ConfigError: the YAML file is missing or malformed, an override cannot be read, or the values are wrong
-            (then an ``InvalidConfigError`` with every problem).
+        ConfigError: the YAML file is missing or malformed, an override is malformed, or the values are wrong (then an
+            ``InvalidConfigError`` with every problem).
     """
     check_plugins(_parse(request.overrides), multirun=False)
     return _compose(request)
 
 
-def _compose(request: Request[JobT]) -> JobT:
-    known, parsed = dict(walk(request.schema)), _parse(request.overrides)
-    problems = [problem for o in parsed if (problem := _override_problem(o, known, request)) is not None]
+def _compose(request: ConfigRequest[JobT]) -> JobT:
+    keys, parsed = dict(walk(request.schema)), _parse(request.overrides)
+    problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong = {problem.path for problem in problems}
     try:
-        config = build(request.schema, _load(request, [o for o in parsed if o.key_or_group not in wrong], known))
+        config = build(request.schema, _load(request, [o for o in parsed if o.key_or_group not in wrong], keys))
     except InvalidConfigError as error:
         raise InvalidConfigError([*problems, *error.problems]) from error
     if problems:
@@ -91,37 +91,37 @@ def _compose(request: Request[JobT]) -> JobT:
     return config
 
 
-def compose_sweep(request: Request[JobT]) -> list[JobT]:
-    """The configuration of every run of a sweep, in order, so that a wrong one is found before the first starts.
+def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
+    """Compose the configuration of every run of a sweep, in order, to find wrong runs before the first starts.
 
-    Of a sweeper that invents its runs, that of one run of those it may; the others are checked when they start.
+    For a sweeper that samples values (Optuna), one possible run is composed; the others are checked when they start.
 
     Raises:
-        ConfigError: as :func:`compose`, with the overrides of the run that is wrong.
+        ConfigError: as :func:`compose`, with the overrides of the wrong run.
     """
     parsed, configs = _parse(request.overrides), []
     check_plugins(parsed, multirun=True)
     for overrides in runs_of(parsed):
         try:
-            configs.append(_compose(Request(request.schema, request.config_name, overrides, request.config_dir)))
+            configs.append(_compose(ConfigRequest(request.schema, request.config_name, overrides, request.config_dir)))
         except ConfigError as error:
             raise ConfigError(f"In the run of the sweep with {' '.join(overrides)}:\n{error}") from error
     return configs
 
 
 def run_with_hydra(
-    request: Request[Any], name: str, task: Callable[[DictConfig], float | None], minimize: bool = False
+    request: ConfigRequest[Any], name: str, task: Callable[[DictConfig], float | None], minimize: bool = False
 ) -> None:
-    """Hands over to Hydra, which makes the run's folder and calls the task once, or once per run of a sweep.
+    """Run a task under Hydra, which creates the run's folder and calls the task once per run of a sweep.
 
     Args:
-        request: already found right by :func:`compose` or :func:`compose_sweep`.
+        request: already checked by :func:`compose` or :func:`compose_sweep`.
         name: the job's name in Hydra's log files.
-        task: gets the composed, untyped configuration; returns what a sweep judges the run by.
-        minimize: whether the smallest of that is the best.
+        task: takes the composed, untyped configuration; returns the objective of a sweep.
+        minimize: whether the smallest objective is the best.
     """
-    known, parsed = dict(walk(request.schema)), _parse(request.overrides)
-    arguments = [f"hydra.job.name={name}", *(_reachable(override, known, request) for override in parsed)]
+    keys, parsed = dict(walk(request.schema)), _parse(request.overrides)
+    arguments = [f"hydra.job.name={name}", *(_reachable(override, keys, request) for override in parsed)]
     arguments += sweep_overrides(parsed, minimize) if request.multirun else []
     _register(request)
     with _arguments(arguments, request.multirun):
@@ -130,7 +130,7 @@ def run_with_hydra(
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ConfigError(f"An override cannot be read; write it as key=value. {error}") from error
     for override in parsed:
@@ -139,36 +139,36 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _override_problem(override: Override, known: dict[str, Key], request: Request[Any]) -> Problem | None:
+def _override_problem(override: Override, keys: dict[str, Key], request: ConfigRequest[Any]) -> Problem | None:
     path = override.key_or_group
     if path.startswith("hydra.") or "/" in path or override.package is not None or _is_group(path, request):
         return None
     value = override.get_value_string() if override.value_type is not None else None
-    free = any(p in known and known[p].is_mapping for p in _parents(path))
-    if path not in known and not free and not _is_verls(path, request):
-        return unknown_key(path, value, list(known))
+    free = any(p in keys and keys[p].is_mapping for p in _parents(path))
+    if path not in keys and not free and not _is_verl_key(path, request):
+        return unknown_key(path, value, list(keys))
     if override.is_sweep_override():
         text = "lists several values: add --multirun for one run each, or write a list as [a,b]"
         return Problem(path, value, text)
     return None
 
 
-def _is_group(path: str, request: Request[Any]) -> bool:
+def _is_group(path: str, request: ConfigRequest[Any]) -> bool:
     return "." not in path and any((folder / path).is_dir() for folder in _folders(request))
 
 
-def _is_verls(path: str, request: Request[Any]) -> bool:
-    return request.schema is TrainConfig and is_verls(path)
+def _is_verl_key(path: str, request: ConfigRequest[Any]) -> bool:
+    return request.schema is TrainConfig and is_verl_key(path)
 
 
-def _reachable(override: Override, known: dict[str, Key], request: Request[Any]) -> str:
-    """The override's text, forced where Hydra does not see its key: below a section that is null or free, or verl's.
+def _reachable(override: Override, keys: dict[str, Key], request: ConfigRequest[Any]) -> str:
+    """The override's text, with ``++`` for keys that Hydra does not know: in a null or free section, or verl's.
 
-    A plus, which scripts for verl have where verl's own schema lacks a key, says nothing about megarl's.
+    verl's scripts write a plus for keys outside verl's schema; the plus has no meaning for megarl's.
     """
     path, text = override.key_or_group, str(override.input_line)
-    hidden = any(p in known and (known[p].is_mapping or known[p].default is None) for p in _parents(path))
-    if not (hidden or (path in known and text.startswith("+")) or (path not in known and _is_verls(path, request))):
+    hidden = any(p in keys and (keys[p].is_mapping or keys[p].default is None) for p in _parents(path))
+    if not (hidden or (path in keys and text.startswith("+")) or (path not in keys and _is_verl_key(path, request))):
         return text
     return f"++{text.lstrip('+')}" if text.lstrip("+").startswith(path) else text
 
@@ -177,24 +177,25 @@ def _parents(path: str) -> list[str]:
     return [path[:at] for at, letter in enumerate(path) if letter == "."]
 
 
-def _load(request: Request[Any], overrides: Sequence[Override], known: dict[str, Key]) -> DictConfig:
-    arguments = [_reachable(override, known, request) for override in overrides]
+def _load(request: ConfigRequest[Any], overrides: Sequence[Override], keys: dict[str, Key]) -> DictConfig:
+    arguments = [_reachable(override, keys, request) for override in overrides]
     _register(request)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(_folders(request)[0]), job_name="megarl", version_base="1.3"):
-            return hydra_compose(_JOB, overrides=arguments)
+            composed: DictConfig = hydra_compose(_JOB, overrides=arguments)
+            return composed
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"Config '{request.config_name}' cannot be composed. {error}") from error
 
 
-def _register(request: Request[Any]) -> None:
-    """Registers the schema's defaults and the primary config, which puts the user's YAML on top of them."""
+def _register(request: ConfigRequest[Any]) -> None:
+    """Register the schema's defaults and the primary config, which puts the user's YAML on top of them."""
     schema: Any = request.schema
     folders = _folders(request)
     _find(request.config_name, folders)
     primary = {
-        # the run keeps a log of its own; see megarl.logs
+        # the run writes its log itself; see megarl.base.logs
         "defaults": [_DEFAULTS, f"{request.config_name}@_global_", "_self_", {"override hydra/job_logging": "none"}],
         "hydra": {
             "searchpath": [f"file://{folder}" for folder in folders[1:]],
@@ -208,12 +209,11 @@ def _register(request: Request[Any]) -> None:
     store.store(_JOB, primary)
 
 
-def _folders(request: Request[Any]) -> list[Path]:
-    own = [Path(request.config_dir).resolve()] if request.config_dir else []
-    folders = [*own, REPOSITORY_CONFIGS]
-    if own and not own[0].is_dir():
+def _folders(request: ConfigRequest[Any]) -> list[Path]:
+    user = [Path(request.config_dir).resolve()] if request.config_dir else []
+    if user and not user[0].is_dir():
         raise ConfigError(f"--config-dir={request.config_dir}: no such folder")
-    return folders
+    return [*user, REPOSITORY_CONFIGS]
 
 
 def _find(config_name: str, folders: list[Path]) -> None:
@@ -221,16 +221,16 @@ def _find(config_name: str, folders: list[Path]) -> None:
         return
     files = [file.relative_to(folder) for folder in folders for file in folder.rglob("*.yaml")]
     names = sorted(str(file.with_suffix("")) for file in files if file.parts[0] not in (HARDWARE, EXPERIMENT))
-    nearest, where = " or ".join(nearest_keys(config_name, names)), ", ".join(map(str, folders))
+    nearest, searched = " or ".join(nearest_keys(config_name, names)), ", ".join(map(str, folders))
     guess = f" Did you mean {nearest}?" if nearest else ""
     raise ConfigError(
-        f"--config-name={config_name}: no {config_name}.yaml in {where}.{guess} There are: {', '.join(names)}"
+        f"--config-name={config_name}: no {config_name}.yaml in {searched}.{guess} There are: {', '.join(names)}"
     )
 
 
 @contextmanager
 def _arguments(arguments: Sequence[str], multirun: bool) -> Iterator[None]:
-    """Hydra's entry point reads ``sys.argv``."""
+    """Set ``sys.argv``, which Hydra's entry point reads."""
     before = sys.argv
     sys.argv = [before[0], *arguments, *(["--multirun"] if multirun else [])]
     try:
@@ -242,3 +242,58 @@ def _arguments(arguments: Sequence[str], multirun: bool) -> Iterator[None]:
 def to_yaml(config: JobConfig) -> str:
     """The resolved configuration as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+class ChangedKey(NamedTuple):
+    """A key whose value is not the schema's default.
+
+    Attributes:
+        key: dotted path.
+        value: value in the run.
+        default: value in the schema.
+        origin: ``command line``, ``file`` (the named YAML file, or one of its defaults), or ``derived`` from other
+            keys, for keys that are null in the schema.
+    """
+
+    key: str
+    value: Any
+    default: Any
+    origin: str
+
+
+def changed_keys(
+    config: JobConfig, values: Mapping[str, Any] | DictConfig, overrides: Iterable[str]
+) -> list[ChangedKey]:
+    """Every key of a complete configuration that differs from the schema's defaults, with the origin of its value.
+
+    Args:
+        config: complete, as :func:`megarl.config.build.build` returns it.
+        values: the values it was built from: files and command line.
+        overrides: of the command line, in Hydra's syntax.
+    """
+    schema: Any = type(config)
+    named = {text.split("=", 1)[0].lstrip("+~") for text in overrides}
+    composed = dict(_leaves(OmegaConf.to_container(values) if isinstance(values, DictConfig) else values))
+    schema_defaults = dict(_leaves(defaults(schema)))
+    changed = []
+    for key, value in _leaves(dataclasses.asdict(config)):
+        default = schema_defaults.get(key)
+        if value != default:
+            origin = _origin(key, named, in_file=composed.get(key, default) != default)
+            changed.append(ChangedKey(key, value, default, origin))
+    return changed
+
+
+def _origin(key: str, named: set[str], *, in_file: bool) -> str:
+    if any(key == name or key.startswith(f"{name}.") for name in named):
+        return COMMAND_LINE
+    return FILE if in_file else DERIVED
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        path = f"{prefix}{name}"
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(inner, f"{path}.")
+        else:
+            yield path, inner

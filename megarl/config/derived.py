@@ -1,130 +1,186 @@
-"""Fills the keys whose documentation says "null = ...", so that code reads a value and never repeats the rule."""
+"""Derived values: fill keys documented as "null = ..." from the keys they follow, so that no reader repeats a rule."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
-from megarl.config.choices import default_aggregation
-from megarl.config.evaluate_schema import EvaluateConfig
-from megarl.config.generate_schema import GenerateConfig
-from megarl.config.jobs import JobConfig
-from megarl.config.layouts import devices_per_replica
-from megarl.config.learners import ActorConfig, CriticConfig
-from megarl.config.parts import LogProbBatchConfig, MegatronConfig, ModelPathConfig, RunConfig
-from megarl.config.reward_model import fill_reward_model
-from megarl.config.rollout import RolloutConfig
-from megarl.config.schema import AnswersConfig, ScoredConfig, TrainConfig
-from megarl.config.supervised import SupervisedConfig
+from megarl.base.algorithm_names import default_aggregation
+from megarl.config.schema.jobs import (
+    EvaluateConfig,
+    GenerateConfig,
+    GenerationJobConfig,
+    JobT,
+    ScoredJobConfig,
+    SupervisedConfig,
+    TrainConfig,
+)
+from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig, ModelPathConfig
+from megarl.config.schema.rewards import RewardModelConfig
+from megarl.config.schema.roles import ActorConfig, CriticConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import RunConfig
+
+_Value = TypeVar("_Value")
+_GenerationJob = TypeVar("_GenerationJob", bound=GenerationJobConfig)
+_Supervised = TypeVar("_Supervised", bound=SupervisedConfig)
+_LogProbKeys = TypeVar("_LogProbKeys", bound=LogProbBatchConfig)
 
 
-def fill_derived(config: JobConfig, files_root: str | None = None) -> None:
-    """Fills null keys of a configuration in place from the keys they follow.
+def with_derived(config: JobT, files_root: str | None = None) -> JobT:
+    """A copy of a configuration with its null keys filled.
 
-    A size that does not come out (a layout that does not divide the devices) stays null for the checks to report.
+    A layout that does not divide the devices leaves its size null; the checks report it.
 
     Args:
         config: of any job.
-        files_root: folder under which files without an explicit place go; None = ``outputs/<experiment_name>``.
+        files_root: folder of files without an explicit path; None = ``outputs/<experiment_name>``.
     """
     root = files_root or f"outputs/{config.trainer.experiment_name}"
     if isinstance(config, TrainConfig):
-        _fill_train(config, root)
-    elif isinstance(config, EvaluateConfig | GenerateConfig):
-        _fill_answers(config, config.trainer, root)
-    else:
-        _fill_supervised(config, root)
+        return cast(JobT, _train(_generation_job(config, config.trainer, root), root))
+    if isinstance(config, EvaluateConfig | GenerateConfig):
+        return cast(JobT, _generation_job(config, config.trainer, root))
+    return cast(JobT, _supervised(config, root))
 
 
-def _fill_train(config: TrainConfig, root: str) -> None:
-    policy, trainer = config.actor_rollout_ref, config.trainer
-    _fill_answers(config, trainer, root)
-    _fill_loss(policy.actor, config.data.max_response_length)
-    _fill_dynamic(config)
-    _fill_log_prob(policy.rollout, policy.actor)
-    _fill_log_prob(policy.ref, policy.actor)
-    _fill_critic(config.critic, policy.actor, policy.model)
-    for megatron in (policy.actor.megatron, policy.ref.megatron, config.critic.megatron):
-        if megatron is not None:
-            _fill_layout(megatron, trainer.num_devices)
-    config.data.seed = _first(config.data.seed, trainer.seed)
-    config.data.gen_batch_size = _first(config.data.gen_batch_size, config.data.train_batch_size)
-    trainer.default_local_dir = _first(trainer.default_local_dir, f"{root}/checkpoints")
+def _train(config: TrainConfig, root: str) -> TrainConfig:
+    policy, trainer, data = config.actor_rollout_ref, config.trainer, config.data
+    devices = trainer.num_devices
+    actor = _actor(policy.actor, data.max_response_length, devices)
+    by_tokens = policy.actor.use_dynamic_bsz
+    reference = policy.ref.megatron
+    ref = replace(policy.ref, megatron=None if reference is None else _layout(reference, devices))
+    return replace(
+        config,
+        actor_rollout_ref=replace(
+            policy,
+            actor=actor,
+            ref=_log_prob(ref, actor, by_tokens),
+            rollout=_log_prob(policy.rollout, actor, by_tokens),
+        ),
+        critic=_critic(config.critic, actor, policy.model, devices),
+        data=replace(
+            data,
+            seed=_first(data.seed, trainer.seed),
+            gen_batch_size=_first(data.gen_batch_size, data.train_batch_size),
+        ),
+        trainer=replace(trainer, default_local_dir=_first(trainer.default_local_dir, f"{root}/checkpoints")),
+    )
 
 
-def _fill_answers(config: AnswersConfig, trainer: RunConfig, root: str) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    _fill_model(config.actor_rollout_ref.model)
-    if isinstance(config, ScoredConfig):
-        _fill_layout(config.reward_model.megatron, trainer.num_devices)
-        fill_reward_model(config)
-    _fill_replicas(rollout, trainer.num_devices)
-    rollout.seed = _first(rollout.seed, trainer.seed)
-    rollout.endpoint.access_file = _first(rollout.endpoint.access_file, f"{root}/endpoint.json")
+def _generation_job(config: _GenerationJob, trainer: RunConfig, root: str) -> _GenerationJob:
+    policy = config.actor_rollout_ref
+    rollout = _rollout(policy.rollout, trainer, root)
+    config = replace(config, actor_rollout_ref=replace(policy, model=_model(policy.model), rollout=rollout))
+    if isinstance(config, ScoredJobConfig):
+        return replace(config, reward_model=_reward_model(config, trainer.num_devices))
+    return config
 
 
-def _fill_supervised(config: SupervisedConfig, root: str) -> None:
-    _fill_model(config.model)
-    _fill_layout(config.megatron, config.trainer.num_devices)
-    config.data.seed = _first(config.data.seed, config.trainer.seed)
-    config.trainer.hf_export_dir = _first(config.trainer.hf_export_dir, f"{root}/hf")
-    config.trainer.default_local_dir = _first(config.trainer.default_local_dir, f"{root}/checkpoints")
+def _supervised(config: _Supervised, root: str) -> _Supervised:
+    data, trainer = config.data, config.trainer
+    return replace(
+        config,
+        data=replace(data, seed=_first(data.seed, trainer.seed)),
+        model=_model(config.model),
+        megatron=_layout(config.megatron, trainer.num_devices),
+        trainer=replace(
+            trainer,
+            hf_export_dir=_first(trainer.hf_export_dir, f"{root}/hf"),
+            default_local_dir=_first(trainer.default_local_dir, f"{root}/checkpoints"),
+        ),
+    )
 
 
-def _first(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
+def _first(value: _Value | None, default: _Value) -> _Value:
+    return default if value is None else value
 
 
-def _fill_model(model: ModelPathConfig) -> None:
-    model.tokenizer_path = _first(model.tokenizer_path, model.path)
+def _model(model: ModelPathConfig) -> ModelPathConfig:
+    return replace(model, tokenizer_path=_first(model.tokenizer_path, model.path))
 
 
-def _fill_loss(actor: ActorConfig, longest_response: int) -> None:
-    actor.clip_ratio_low = _first(actor.clip_ratio_low, actor.clip_ratio)
-    actor.clip_ratio_high = _first(actor.clip_ratio_high, actor.clip_ratio)
-    actor.policy_loss.loss_mode = _own_by_place(actor.policy_loss.loss_mode)
-    actor.loss_agg_mode = _first(actor.loss_agg_mode, default_aggregation(actor.policy_loss.loss_mode))
-    actor.loss_scale_factor = _first(actor.loss_scale_factor, longest_response)
+def _layout(megatron: MegatronConfig, devices: int) -> MegatronConfig:
+    replica = megatron.devices_per_replica
+    if megatron.data_parallel_size is None and devices % replica == 0:
+        return replace(megatron, data_parallel_size=devices // replica)
+    return megatron
 
 
-def _own_by_place(name: str) -> str:
-    """A user's own function, its file by an absolute path: workers have working folders of their own."""
+def _rollout(rollout: RolloutConfig, trainer: RunConfig, root: str) -> RolloutConfig:
+    devices, per_replica, replicas = trainer.num_devices, rollout.devices_per_replica, rollout.replicas
+    if replicas is None and devices % per_replica == 0:
+        replicas = len(rollout.server_urls) or devices // per_replica
+    access_file = _first(rollout.endpoint.access_file, f"{root}/endpoint.json")
+    return replace(
+        rollout,
+        replicas=replicas,
+        seed=_first(rollout.seed, trainer.seed),
+        endpoint=replace(rollout.endpoint, access_file=access_file),
+    )
+
+
+def _reward_model(config: ScoredJobConfig, devices: int) -> RewardModelConfig:
+    keys = config.reward_model
+    model_alone = keys.enable and not config.custom_reward_function.path and not keys.functions
+    return replace(
+        keys,
+        megatron=_layout(keys.megatron, devices),
+        max_length=_first(keys.max_length, config.data.max_prompt_length + config.data.max_response_length),
+        function_weight=_first(keys.function_weight, 0.0 if model_alone else 1.0),
+    )
+
+
+def _actor(actor: ActorConfig, max_response_length: int, devices: int) -> ActorConfig:
+    loss_mode = _absolute_spec(actor.policy_loss.loss_mode)
+    return replace(
+        actor,
+        clip_ratio_low=_first(actor.clip_ratio_low, actor.clip_ratio),
+        clip_ratio_high=_first(actor.clip_ratio_high, actor.clip_ratio),
+        policy_loss=replace(actor.policy_loss, loss_mode=loss_mode),
+        loss_agg_mode=_first(actor.loss_agg_mode, default_aggregation(loss_mode)),
+        loss_scale_factor=_first(actor.loss_scale_factor, max_response_length),
+        use_dynamic_bsz=_first(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu is None),
+        megatron=_layout(actor.megatron, devices),
+    )
+
+
+def _absolute_spec(name: str) -> str:
+    """A custom function with the absolute path of its file: workers have different working folders."""
     path, colon, function = name.rpartition(":")
     return f"{Path(path).expanduser().absolute()}:{function}" if colon else name
 
 
-def _fill_dynamic(config: TrainConfig) -> None:
-    """A micro-batch size in samples is read where it is set, and nothing says that tokens are counted."""
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    for keys in (config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref):
-        if keys.log_prob_micro_batch_size_per_gpu is not None and actor.use_dynamic_bsz is None:
-            keys.log_prob_use_dynamic_bsz = _first(keys.log_prob_use_dynamic_bsz, False)
-    for update in (actor, critic):
-        update.use_dynamic_bsz = _first(update.use_dynamic_bsz, update.ppo_micro_batch_size_per_gpu is None)
+def _log_prob(keys: _LogProbKeys, actor: ActorConfig, actor_by_tokens: bool | None) -> _LogProbKeys:
+    """Micro-batches of a log-prob pass, as in the actor's update.
+
+    Args:
+        keys: of the pass.
+        actor: with its derived values.
+        actor_by_tokens: ``use_dynamic_bsz`` as the user set it; if null, a size in samples decides for the pass.
+    """
+    in_samples = keys.log_prob_micro_batch_size_per_gpu is not None and actor_by_tokens is None
+    by_tokens = _first(keys.log_prob_use_dynamic_bsz, False if in_samples else bool(actor.use_dynamic_bsz))
+    samples = keys.log_prob_micro_batch_size_per_gpu
+    if samples is None and not by_tokens:
+        samples = actor.ppo_micro_batch_size_per_gpu
+    return replace(
+        keys,
+        log_prob_use_dynamic_bsz=by_tokens,
+        log_prob_max_token_len_per_gpu=_first(keys.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu),
+        log_prob_micro_batch_size_per_gpu=samples,
+    )
 
 
-def _fill_log_prob(keys: LogProbBatchConfig, actor: ActorConfig) -> None:
-    keys.log_prob_use_dynamic_bsz = _first(keys.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz)
-    keys.log_prob_max_token_len_per_gpu = _first(keys.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
-    if not keys.log_prob_use_dynamic_bsz:
-        keys.log_prob_micro_batch_size_per_gpu = _first(
-            keys.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu
-        )
-
-
-def _fill_critic(critic: CriticConfig, actor: ActorConfig, model: ModelPathConfig) -> None:
-    critic.model.path = _first(critic.model.path, model.path)
-    critic.ppo_mini_batch_size = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
-    critic.ppo_epochs = _first(critic.ppo_epochs, actor.ppo_epochs)
-    critic.loss_agg_mode = _first(critic.loss_agg_mode, actor.loss_agg_mode)
-
-
-def _fill_layout(megatron: MegatronConfig, devices: int) -> None:
-    replica = devices_per_replica(megatron)
-    if megatron.data_parallel_size is None and devices % replica == 0:
-        megatron.data_parallel_size = devices // replica
-
-
-def _fill_replicas(rollout: RolloutConfig, devices: int) -> None:
-    if rollout.replicas is None and devices % rollout.devices_per_replica == 0:
-        rollout.replicas = len(rollout.server_urls) or devices // rollout.devices_per_replica
+def _critic(critic: CriticConfig, actor: ActorConfig, model: ModelPathConfig, devices: int) -> CriticConfig:
+    return replace(
+        critic,
+        model=replace(critic.model, path=_first(critic.model.path, model.path)),
+        ppo_mini_batch_size=_first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size),
+        ppo_epochs=_first(critic.ppo_epochs, actor.ppo_epochs),
+        loss_agg_mode=_first(critic.loss_agg_mode, actor.loss_agg_mode),
+        use_dynamic_bsz=_first(critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu is None),
+        megatron=_layout(critic.megatron, devices),
+    )

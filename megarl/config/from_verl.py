@@ -1,14 +1,13 @@
-"""Writes the page for users of verl: ``python -m megarl.config.from_verl > docs/from_verl.md``."""
+"""Generate the page for users of verl: ``python -m megarl.config.from_verl > docs/from_verl.md``."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
-from megarl.config.problems import show
-from megarl.config.verl.names import same_names
-from megarl.config.verl.rules import Backend, Feature, NoEffect, Only, Refused, Renamed, Rule
-from megarl.config.verl.table import VALUE_RULES, rules
+from megarl.config.problems import format_value
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule
+from megarl.config.verl.table import VALUE_RULES, rules, same_names
 
 _ROLES = (
     "actor_rollout_ref.actor",
@@ -19,14 +18,20 @@ _ROLES = (
     "reward_model",
 )
 _POLICY = "actor_rollout_ref."
-_MIDDLE: dict[type, str] = {Renamed: "here", Only: "values", Feature: "off at", Backend: "backend"}
+_COLUMN: dict[type, str] = {Renamed: "megarl", Only: "values", Feature: "off at", OtherBackend: "backend"}
 _TITLES: dict[type, tuple[str, str]] = {
-    Renamed: ("Translated", "Named otherwise here. A key that both say must have one value."),
-    Only: ("Accepted at the values that megarl has anyway", "Any other value is refused."),
-    NoEffect: ("Accepted without effect", "At every value: it could not change what is learned. Told once per run."),
-    Feature: ("Accepted while its feature is off", "Where the switch is on, both are refused."),
-    Backend: ("Of other backends", "Refused by name: megarl trains with Megatron-Core and generates with SGLang."),
-    Refused: ("Not here", "Refused by name, with what is nearest."),
+    Renamed: ("Translated", "megarl has a different name. If both keys are set, their values must agree."),
+    Only: ("Accepted at the values that describe megarl's behaviour", "Any other value is refused."),
+    NoEffect: (
+        "Accepted without effect",
+        "Accepted at every value, since it cannot change the results. megarl reports it once per run.",
+    ),
+    Feature: ("Accepted while its feature is off", "If the switch is on, both are refused."),
+    OtherBackend: (
+        "Keys of other backends",
+        "Refused by name: megarl trains with Megatron-Core and generates with SGLang.",
+    ),
+    Refused: ("Not supported", "Refused by name, with the nearest setting of megarl."),
 }
 
 _INTRODUCTION = """\
@@ -34,7 +39,7 @@ _INTRODUCTION = """\
 
 Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/from_verl.md`; do not edit.
 
-A run script for verl with Megatron starts megarl with one line changed:
+Change one line of a verl run script for Megatron, and it starts megarl:
 
 ```
 -python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer' \\
@@ -42,63 +47,64 @@ A run script for verl with Megatron starts megarl with one line changed:
      algorithm.adv_estimator=grpo ...
 ```
 
-Overrides stay as they are, with or without verl's leading `+`. `--config-name=ppo_megatron_trainer`, or
-`model_engine=megatron` as newer scripts have it, begins from verl's defaults where they differ from megarl's
-(`configs/ppo_megatron_trainer.yaml`); the folder in `--config-path` is passed over where there is none such. Every key
-of verl's is accepted with its meaning, or translated, or refused by its name before any process starts. What was
-translated or has no effect is told once, on standard error; `--cfg job` prints what came of it.
+Keep the overrides as they are, with or without verl's leading `+`. `--config-name=ppo_megatron_trainer` starts from
+verl's defaults (`configs/ppo_megatron_trainer.yaml`); so does `model_engine=megatron`, which newer scripts use. megarl
+ignores `--config-path` if the folder has no such file. megarl accepts each key of verl with its meaning, translates it,
+or refuses it by name before any process starts. It reports translated keys and keys without effect once, on standard
+error. `--cfg job` prints the resulting configuration.
 
-Two things are not in the overrides: `actor_rollout_ref.model.path` must be a folder on disk, for nothing is downloaded,
-and `actor_rollout_ref.rollout.name` must be `sglang` (or `embedded`, on a CPU), as scripts set it by
+Two settings need your attention. `actor_rollout_ref.model.path` must be a folder on disk, because megarl downloads
+nothing. `actor_rollout_ref.rollout.name` must be `sglang` (or `embedded`, on a CPU); the scripts set it by
 `INFER_BACKEND=sglang`.
 
-## How much of verl's scripts is accepted
+## Accepted share of verl's scripts
 
-Of the run scripts with Megatron among verl's examples, at the commit that the tests name and with
-`INFER_BACKEND=sglang`. An override is a key with its value; a key counts if it is accepted at every value that the
-scripts give it.
+The table covers the run scripts with Megatron among verl's examples, at the commit that the tests name, with
+`INFER_BACKEND=sglang`. An override is a key with its value. A key counts as accepted if megarl accepts every value that
+the scripts give it.
 
 @SHARES@
 
-The remainder is refused by name. It is what megarl has not: layers that predict several tokens (MTP), distillation
-from a teacher, training behind generation, LoRA, replay of the router's choices, losses that balance experts, initial
-weights from Megatron's checkpoints, Megatron's FSDP, engines that span nodes; and what belongs to vLLM,
-TensorRT-LLM, VeOmni and Ascend NPUs.
+megarl refuses the rest by name. The refused keys belong to features that megarl lacks: multi-token prediction (MTP),
+distillation from a teacher, asynchronous training, LoRA, routing replay, losses that balance experts, initial weights
+from Megatron checkpoints, Megatron's FSDP, and engines that span nodes. Others belong to vLLM, TensorRT-LLM, VeOmni and
+Ascend NPUs.
 
-## What differs
+## Differences
 
-- `data.train_batch_size` and `ppo_mini_batch_size` count prompts, as in verl, where the latter is multiplied by
-  `rollout.n` and divided over ranks; here it never depends on the layout. `ppo_micro_batch_size_per_gpu` and
-  `log_prob_micro_batch_size_per_gpu` count samples per data-parallel rank. Where none of these is set micro-batches are
-  cut by tokens, which verl does with `use_dynamic_bsz=True` only; neither changes the result.
-- Batches have to divide; where they do not, the numbers that would are told.
-- Losses are divided by counts over the whole mini-batch and all ranks. In `token-mean` a micro-batch therefore weighs
-  as many tokens as it has, and results do not depend on how micro-batches are cut, nor on padding.
-- `trainer.critic_warmup=N` leaves the actor as it is for N steps, for N - 1 in verl.
-- `trainer.balance_batch` orders samples so that mini-batches are alike as well, and data-parallel ranks have different
-  numbers of samples where that makes their work equal.
-- `actor_rollout_ref.ref.megatron` gives the reference workers of its own, and what is left out of it is the actor's, as
-  in verl. Without any of its keys the reference's weights are swapped into the actor's model, which takes less memory.
-- `total_training_steps` of an optimizer counts optimizer steps, warm-up among them.
-- `val_kwargs.temperature=0` is greedy, and several greedy answers to a prompt are refused.
-- Rows that are too long stop the run with `data.truncation=error`, as in verl; `filter_overlong_prompts` counts what it
-  drops. Data sets are weighted by `data.mixture`; `data.sampler` and `data.custom_cls` take classes of one's own.
-- `algorithm.filter_groups` generates until `train_batch_size` prompts have answers that differ in `metric` (`score`
-  where none is named), `data.gen_batch_size` prompts at a time. Too few after `max_num_gen_batches` save and stop the
-  run, or fill the step (`on_shortage`).
-- Checkpoints are megarl's own: `global_step_N` folders of which a reader sees all or nothing, readable in any layout;
-  `hf_model` among `save_contents` writes a Hugging Face folder beside them. A checkpoint of verl's is not resumed from;
-  `megarl convert` makes a Hugging Face folder of its Megatron checkpoint. `resume_mode=auto` continues exactly, with
-  random states and the position in the data; `must` is megarl's own.
-- `trainer.logger` takes console, jsonl, tensorboard and wandb; metrics have verl's names (`actor/pg_loss`,
-  `critic/rewards/mean`, `timing_s/gen`, ...). `val-core/<data_source>/reward/mean@N` is the mean over answers.
+- `data.train_batch_size` and `ppo_mini_batch_size` count prompts, as in verl. verl multiplies the latter by `rollout.n`
+  and divides it over ranks; in megarl it never depends on the layout. `ppo_micro_batch_size_per_gpu` and
+  `log_prob_micro_batch_size_per_gpu` count samples per data-parallel rank. If no micro-batch size is set, megarl cuts
+  micro-batches by tokens; verl does so only with `use_dynamic_bsz=True`. Neither choice changes the result.
+- Batch sizes must divide. If one does not, the error names the nearest sizes that do.
+- Losses are divided by counts over the whole mini-batch and all ranks. In `token-mean`, a micro-batch therefore weighs
+  as much as its tokens, and results depend neither on the micro-batch split nor on padding.
+- `trainer.critic_warmup=N` freezes the actor for N steps; in verl for N - 1.
+- `trainer.balance_batch` also orders samples so that mini-batches are similar. Data-parallel ranks get different
+  numbers of samples if that equalizes their work.
+- `actor_rollout_ref.ref.megatron` gives the reference separate workers. Missing keys are the actor's, as in verl.
+  Without any of its keys, the reference's weights are swapped into the actor's model, which needs less memory.
+- `total_training_steps` of an optimizer counts optimizer steps, including warm-up.
+- `val_kwargs.temperature=0` is greedy; megarl refuses several greedy responses per prompt.
+- Rows that are too long stop the run with `data.truncation=error`, as in verl. `filter_overlong_prompts` counts the
+  dropped rows. `data.mixture` weights data sets; `data.sampler` and `data.custom_cls` take custom classes.
+- `algorithm.filter_groups` generates `data.gen_batch_size` prompts per round, until `train_batch_size` groups differ in
+  `metric` (`score` by default). If `max_num_gen_batches` rounds give too few, the run saves and stops, or fills the
+  step (`on_shortage`).
+- Checkpoints have megarl's format: `global_step_N` folders, written atomically, readable in any layout. `hf_model` in
+  `save_contents` adds a Hugging Face folder. megarl does not resume from a checkpoint of verl; `megarl convert` makes a
+  Hugging Face folder from verl's Megatron checkpoint. `resume_mode=auto` continues exactly, with random states and the
+  position in the data; `must` is an addition of megarl.
+- `trainer.logger` takes console, jsonl, mlflow, swanlab, tensorboard and wandb. Metrics have verl's names
+  (`actor/pg_loss`, `critic/rewards/mean`, `timing_s/gen`, ...). `val-core/<data_source>/reward/mean@N` is the mean over
+  responses.
 - `custom_reward_function` has verl's signature. A reward that raises stops the run or masks the sample
   (`reward_model.on_error`); it never counts as 0. `reward_model.reward_manager` takes naive, batch, dapo and prime.
-- `reward_model.enable` is for a model with a head that scores, which runs on Megatron beside the other roles: its
-  layout is `reward_model.megatron`, whatever engine verl's keys give it. A model that writes its verdict is a server's:
-  `reward_model.judge.base_url` with `reward_model.name=judge`.
-- `override_transformer_config` is checked against the installed Megatron-Core's `TransformerConfig`: names and types
-  before anything starts. Fields that the model, the layout or another key says are refused, with that key.
+- `reward_model.enable` is for a model with a scalar head. It runs on Megatron, with the layout `reward_model.megatron`,
+  independent of the engine in verl's keys. For a generative judge set `reward_model.name=judge` and
+  `reward_model.judge.base_url`.
+- `override_transformer_config` is checked against the installed Megatron-Core's `TransformerConfig`: names and types,
+  before anything starts. Fields that the model, the layout or another key sets are refused, with that key.
 """
 
 
@@ -107,19 +113,19 @@ SHARES = (
     ("on GPUs", 27, 89, 75, 95),
     ("on GPUs, generating with SGLang", 9, 92, 86, 95),
 )
-"""Scripts, and the shares in percent of overrides, keys and uses that are accepted; measured by the tests."""
+"""Scripts, with the accepted shares of overrides, keys and uses in percent; measured by the tests."""
 
 
-def render_page() -> str:
-    """The whole page as Markdown."""
+def render_verl_page() -> str:
+    """The page as Markdown."""
     groups: dict[type, dict[str, Rule]] = defaultdict(dict)
     for path, rule in rules().items():
         groups[type(rule)][path] = rule
     parts = [
         _INTRODUCTION.replace("@SHARES@", _shares()),
-        "## Keys\n\n### The same",
+        "## Keys\n\n### Same name and meaning",
         _same(),
-        "### Values of these that differ",
+        "### Same name, different values",
         _values(),
     ]
     for kind, (title, text) in _TITLES.items():
@@ -138,15 +144,18 @@ def _same() -> str:
 
 
 def _values() -> str:
-    rows = ["| key | value | here |", "|---|---|---|"]
+    rows = ["| key | verl | megarl |", "|---|---|---|"]
     for path, words in VALUE_RULES.items():
-        rows += [_row(path, f"`{show(value)}`", f"`{show(other)}`") for value, other in words.meanings.items()]
-        rows += [_row(path, f"`{show(value)}`", f"refused: {why}") for value, why in words.refused.items()]
+        rows += [
+            _row(path, f"`{format_value(value)}`", f"`{format_value(other)}`")
+            for value, other in words.meanings.items()
+        ]
+        rows += [_row(path, f"`{format_value(value)}`", f"refused: {why}") for value, why in words.refused.items()]
     return "\n".join(rows)
 
 
 def _table(kind: type, group: dict[str, Rule]) -> str:
-    """Rules of one kind; a key that several roles have is one row."""
+    """Rules of one kind; a key of several roles is one row."""
     merged: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for path, rule in group.items():
         role = next((role for role in _ROLES if path.startswith(f"{role}.")), "")
@@ -154,36 +163,32 @@ def _table(kind: type, group: dict[str, Rule]) -> str:
         middle, text = (cell.replace(f"{role}.", "") if role else cell for cell in _cells(rule))
         merged[name if role else path, middle, text].append(role)
     rows = [f"| {_keys(roles, name)} | {middle} | {text} |" for (name, middle, text), roles in merged.items()]
-    return "\n".join([f"| key | {_MIDDLE.get(kind, '')} | |", "|---|---|---|", *rows])
+    return "\n".join([f"| key | {_COLUMN.get(kind, '')} | |", "|---|---|---|", *rows])
 
 
 def _keys(roles: list[str], name: str) -> str:
-    """The key of several roles, written once for those below the same section."""
-    below = [role.removeprefix(_POLICY) for role in roles if role.startswith(_POLICY)]
+    """The key of several roles, with the roles of one section in braces."""
+    policy_roles = [role.removeprefix(_POLICY) for role in roles if role.startswith(_POLICY)]
     others = [f"`{role}.{name}`" if role else f"`{name}`" for role in roles if not role.startswith(_POLICY)]
-    if not below:
+    if not policy_roles:
         return ", ".join(others)
-    section = below[0] if len(below) == 1 else f"{{{','.join(below)}}}"
+    section = policy_roles[0] if len(policy_roles) == 1 else f"{{{','.join(policy_roles)}}}"
     return ", ".join([f"`{_POLICY}{section}.{name}`", *others])
 
 
 def _cells(rule: Rule) -> tuple[str, str]:
     if isinstance(rule, Renamed):
-        words = [f"{show(value)} is {show(other)}" for value, other in rule.values.items()]
-        words += [f"{show(value)} needs nothing" for value in rule.left_out]
-        return f"`{rule.to}`", _sentence([*words, *([rule.why] if rule.why else [])])
+        words = [f"{format_value(value)} is {format_value(other)}" for value, other in rule.values.items()]
+        words += [f"{format_value(value)} needs nothing" for value in rule.left_out]
+        return f"`{rule.to}`", "; ".join([*words, *([rule.why] if rule.why else [])])
     if isinstance(rule, Only):
-        return " or ".join(f"`{show(value)}`" for value in rule.values) or "`null`", rule.why
+        return " or ".join(f"`{format_value(value)}`" for value in rule.values) or "`null`", rule.why
     if isinstance(rule, Feature):
         off: list[Any] = list(rule.off) or [None]
-        return f"`{rule.switch}={show(off[0])}`", rule.why
-    if isinstance(rule, Backend):
+        return f"`{rule.switch}={format_value(off[0])}`", rule.why
+    if isinstance(rule, OtherBackend):
         return rule.name, rule.nearest
     return "", rule.why
-
-
-def _sentence(words: list[str]) -> str:
-    return "; ".join(words)
 
 
 def _row(path: str, *cells: str) -> str:
@@ -191,4 +196,4 @@ def _row(path: str, *cells: str) -> str:
 
 
 if __name__ == "__main__":
-    print(render_page(), end="")
+    print(render_verl_page(), end="")

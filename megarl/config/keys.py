@@ -1,4 +1,4 @@
-"""How a configuration key is declared: its default, its documentation and its limits, in one place.
+"""Declaration of configuration keys: default, documentation and limits in one place, and access by dotted path.
 
 The declarations feed the typed conversion, the error messages and the generated reference in ``docs/config.md``.
 """
@@ -10,8 +10,8 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 from omegaconf import MISSING
 
@@ -19,10 +19,11 @@ REQUIRED: Any = MISSING
 """Default of a key that the user has to set."""
 
 _META = "megarl"
+_Config = TypeVar("_Config")
 
 
-class Limits(NamedTuple):
-    """What a value has to satisfy beyond its type."""
+class KeyLimits(NamedTuple):
+    """Range, choices and length of a key's value, beyond its type."""
 
     choices: tuple[str, ...] = ()
     custom: str = ""  # besides the choices, "path.py:function" or "package.module.function"; or ...:class
@@ -30,16 +31,16 @@ class Limits(NamedTuple):
     above: float | None = None
     at_most: float | None = None
     length: int | None = None
-    allowed: tuple[int, ...] = ()  # values outside the range that have a meaning of their own, such as -1
+    allowed: tuple[int, ...] = ()  # special values outside the range, such as -1
 
     def complaint(self, value: Any) -> str | None:
-        """What is wrong with a value of the right type, as "must be ...", or None."""
+        """The violated limit of a value of the right type, as "must be ...", or None."""
         if value is None:
             return None
         if isinstance(value, list | tuple):
             if self.length is not None and len(value) != self.length:
                 return f"must have {self.length} entries"
-            return next((c for c in map(self.complaint, value) if c), None)
+            return next((text for text in map(self.complaint, value) if text), None)
         if isinstance(value, str):
             return self._choice_complaint(value)
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
@@ -62,11 +63,11 @@ class Limits(NamedTuple):
         )
 
     def describe(self) -> str:
-        """The limits in words, such as ``> 0 and <= 1``; empty where there are none."""
+        """The limits in words, such as ``> 0 and <= 1``; empty without limits."""
         if self.choices:
             words = ", ".join(self.choices)
-            own = f", or your own as path.py:{self.custom} or package.module.{self.custom}" if self.custom else ""
-            return f"one of {words}{own}"
+            custom = f", or your own as path.py:{self.custom} or package.module.{self.custom}" if self.custom else ""
+            return f"one of {words}{custom}"
         parts = [
             f"{sign} {bound:g}"
             for sign, bound in ((">=", self.at_least), (">", self.above), ("<=", self.at_most))
@@ -86,14 +87,13 @@ class Key(NamedTuple):
     optional: bool
     default: Any
     doc: str
-    limits: Limits
+    limits: KeyLimits
 
     @property
     def section(self) -> type | None:
-        """The dataclass behind this key where it is a section, else None."""
-        return (
-            self.annotation if isinstance(self.annotation, type) and dataclasses.is_dataclass(self.annotation) else None
-        )
+        """The dataclass of a section; None for a key with a value."""
+        is_section = isinstance(self.annotation, type) and dataclasses.is_dataclass(self.annotation)
+        return self.annotation if is_section else None
 
     @property
     def is_list(self) -> bool:
@@ -102,7 +102,7 @@ class Key(NamedTuple):
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is a free dictionary, whose keys belong to someone else."""
+        """Whether the value is a free dictionary, whose keys the schema does not know."""
         return typing.get_origin(self.annotation) is dict
 
     @property
@@ -120,28 +120,28 @@ class Key(NamedTuple):
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
-    """Declares one key of a configuration dataclass.
+    """Declare one key of a configuration dataclass.
 
     Args:
-        default: the value where the user sets none; ``REQUIRED`` where there is no sensible one.
-        doc: what the key means, with its unit.
-        limits: fields of :class:`Limits`.
+        default: the value of an unset key; ``REQUIRED`` without a sensible one.
+        doc: meaning of the key, with its unit.
+        limits: fields of :class:`KeyLimits`.
     """
-    metadata = {_META: (doc, Limits(**limits))}
+    metadata = {_META: (doc, KeyLimits(**limits))}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(factory: Any, doc: str = "", **overrides: Any) -> Any:
-    """Declares a nested section; ``overrides`` replace defaults of the section's own class."""
+    """Declare a nested section; ``overrides`` replace defaults of the section's class."""
     if factory is None:
-        return dataclasses.field(default=None, metadata={_META: (doc, Limits())})
-    return dataclasses.field(default_factory=lambda: factory(**overrides), metadata={_META: (doc, Limits())})
+        return dataclasses.field(default=None, metadata={_META: (doc, KeyLimits())})
+    return dataclasses.field(default_factory=lambda: factory(**overrides), metadata={_META: (doc, KeyLimits())})
 
 
 def keys_of(schema: Any) -> Sequence[Key]:
-    """The declared keys of a configuration class, or of an instance of it (its values are the defaults).
+    """The declared keys of a configuration class, or of an instance, whose values then count as defaults.
 
     Args:
         schema: a dataclass, or an instance of one.
@@ -149,21 +149,52 @@ def keys_of(schema: Any) -> Sequence[Key]:
     cls = schema if isinstance(schema, type) else type(schema)
     instance = schema() if isinstance(schema, type) else schema
     hints = typing.get_type_hints(cls)
-    found = []
+    keys = []
     for item in dataclasses.fields(cls):
         annotation, optional = _without_none(hints[item.name])
-        doc, limits = item.metadata.get(_META, ("", Limits()))
-        found.append(Key(item.name, annotation, optional, getattr(instance, item.name), doc, limits))
-    return found
+        doc, limits = item.metadata.get(_META, ("", KeyLimits()))
+        keys.append(Key(item.name, annotation, optional, getattr(instance, item.name), doc, limits))
+    return keys
 
 
 def walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """All keys below a configuration class, each with its dotted path; a section comes before what it holds."""
+    """All keys of a configuration class with their dotted paths; a section comes before its keys."""
     for item in keys_of(schema):
         path = f"{prefix}.{item.name}" if prefix else item.name
         yield path, item
         if item.section is not None:
             yield from walk(item.section if item.default is None else item.default, path)
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value at a dotted path of a typed configuration, for paths that are data; code reads attributes.
+
+    Raises:
+        AttributeError: no such key.
+    """
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def with_values(config: _Config, values: Mapping[str, Any]) -> _Config:
+    """A copy of a configuration with other values.
+
+    Args:
+        config: any configuration; it is frozen and stays unchanged.
+        values: by dotted path.
+    """
+    result: Any = config
+    for path, value in values.items():
+        result = _with_value(result, path.split("."), value)
+    return cast(_Config, result)
+
+
+def _with_value(node: Any, names: Sequence[str], value: Any) -> Any:
+    name, *rest = names
+    if isinstance(node, dict):
+        return {**node, name: _with_value(node[name], rest, value) if rest else value}
+    return dataclasses.replace(node, **{name: _with_value(getattr(node, name), rest, value) if rest else value})
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, collected so that the user sees everything at once."""
+"""Problems of a configuration, collected so that one error reports all of them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 
 
 class Problem(NamedTuple):
-    """One wrong key."""
+    """One wrong key.
 
-    path: str  # full dotted path
+    Attributes:
+        path: full dotted path.
+        value: value of the key.
+        text: the problem and its remedy.
+        doc: meaning of the key.
+    """
+
+    path: str
     value: Any
-    text: str  # what is wrong, and what would be right
-    doc: str = ""  # what the key means
-
-    @classmethod
-    def at(cls, config: Any, path: str, text: str) -> Problem:
-        """A problem with the value that a typed configuration has at a path."""
-        return cls(path, value_at(config, path), text)
+    text: str
+    doc: str = ""
 
     def describe(self) -> str:
-        """The problem in lines of text, the key written as an override."""
-        lines = [f"{self.path}={show(self.value)}", f"    {self.text}"]
+        """The problem in lines of text, with the key written as an override."""
+        lines = [f"{self.path}={format_value(self.value)}", f"    {self.text}"]
         if self.doc:
             lines.append(f"    meaning: {self.doc}")
         return "\n".join(lines)
 
 
 class InvalidConfigError(ConfigError):
-    """A configuration with one or more problems; ``problems`` has them one by one."""
+    """A configuration with one or more problems; ``problems`` lists them."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -44,37 +46,26 @@ class InvalidConfigError(ConfigError):
         return type(self), (self.problems,)
 
 
-def value_at(config: Any, path: str) -> Any:
-    """The value at a dotted path of a typed configuration.
-
-    Raises:
-        AttributeError: there is no such key.
-    """
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def show(value: Any) -> str:
-    """A value as one would write it in an override, cut to a readable length."""
+def format_value(value: Any) -> str:
+    """A value in the syntax of an override, cut to a readable length."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = f"[{','.join(map(show, value))}]" if isinstance(value, list) else str(value)
+    text = f"[{','.join(map(format_value, value))}]" if isinstance(value, list) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
-    """The known keys that a misspelt or misplaced one most likely means, best first.
+    """The known keys closest to a misspelt or misplaced one, best first.
 
-    More than one where a name occurs in several equally near groups; empty where nothing is close.
+    Several if the name occurs in equally close sections; empty if no key is close.
     """
     group, _, name = path.rpartition(".")
 
     def closeness(candidate: str) -> float:
-        other_group, _, other_name = candidate.rpartition(".")
-        return 0.7 * _similarity(name, other_name) + 0.3 * _similarity(group, other_group)
+        candidate_group, _, candidate_name = candidate.rpartition(".")
+        return 0.7 * _similarity(name, candidate_name) + 0.3 * _similarity(group, candidate_group)
 
     scores = {candidate: closeness(candidate) for candidate in known}
     best = max(scores, key=scores.__getitem__, default="")
@@ -87,5 +78,5 @@ def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
     return sorted(near, key=lambda k: -scores[k])[:3]
 
 
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _similarity(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()

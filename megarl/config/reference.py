@@ -1,4 +1,4 @@
-"""Writes ``docs/config.md`` from the schema: ``python -m megarl.config.reference > docs/config.md``."""
+"""Generate ``docs/config.md`` from the schema: ``python -m megarl.config.reference > docs/config.md``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megarl.config.evaluate_schema import EvaluateConfig
-from megarl.config.generate_schema import GenerateConfig
 from megarl.config.keys import REQUIRED, Key, keys_of
-from megarl.config.parts import MegatronConfig, OptimConfig
-from megarl.config.problems import show
-from megarl.config.reward_model_schema import RewardTrainingConfig
-from megarl.config.schema import TrainConfig
-from megarl.config.sft_schema import SFTConfig
+from megarl.config.problems import format_value
+from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config.schema.model import MegatronConfig, OptimConfig
 
 _SHARED = {OptimConfig: "Optimizer", MegatronConfig: "Parallel layout"}
 
@@ -22,8 +18,8 @@ _INTRODUCTION = """\
 
 Generated from the schema in `megarl/config/` by `python -m megarl.config.reference > docs/config.md`; do not edit.
 
-The schema is the one source of defaults; the YAML files in `configs/` and the overrides on the command line state
-only what differs. A list of one entry may be written as the entry. A key that is not listed here is an error.
+The schema is the only source of defaults. The YAML files in `configs/` and the overrides on the command line state only
+values that differ. A list with one entry may be written as the entry. A key that is not on this page is an error.
 
 ```
 python -m megarl.train --config-name grpo --cfg job KEY=VALUE ...   # print the resolved configuration
@@ -37,7 +33,7 @@ Each run writes to `outputs/<experiment_name>/<time>`, with its complete configu
 
 
 def render_reference() -> str:
-    """The whole page as Markdown."""
+    """The page as Markdown."""
     jobs = (
         ("`megarl.train`", TrainConfig),
         ("`megarl.sft`", SFTConfig),
@@ -61,17 +57,17 @@ def render_reference() -> str:
 
 
 def _as_in_training(schema: Any, training: Any = TrainConfig, prefix: str = "") -> list[str]:
-    """Paths of the topmost sections that are the same in both jobs."""
-    others = {item.name: item for item in keys_of(training)}
+    """Paths of the topmost sections that equal those of the training job."""
+    training_items = {item.name: item for item in keys_of(training)}
     same = []
     for item in keys_of(schema):
-        other, path = others.get(item.name), f"{prefix}{item.name}"
-        if item.section is None or other is None or other.section is None:
+        training_item, path = training_items.get(item.name), f"{prefix}{item.name}"
+        if item.section is None or training_item is None or training_item.section is None:
             continue
-        if other.default == item.default:
+        if training_item.default == item.default:
             same.append(path)
         else:
-            same += _as_in_training(item.default, other.default, f"{path}.")
+            same += _as_in_training(item.default, training_item.default, f"{path}.")
     return same
 
 
@@ -104,16 +100,16 @@ def _row(name: str, type_name: str, default: str, meaning: str) -> str:
 
 
 def _default(item: Key) -> str:
-    return "required" if item.default == REQUIRED else f"`{show(item.default)}`"
+    return "required" if item.default == REQUIRED else f"`{format_value(item.default)}`"
 
 
 def _difference(item: Key) -> str:
-    """Where a role's defaults differ from those of the shared section."""
+    """Defaults of a role that differ from the shared section's."""
     if item.default is None:
         return "`null`"
     assert item.section is not None
     plain = {inner.name: inner.default for inner in keys_of(item.section)}
-    changed = [f"`{i.name}: {show(i.default)}`" for i in keys_of(item.default) if i.default != plain[i.name]]
+    changed = [f"`{i.name}: {format_value(i.default)}`" for i in keys_of(item.default) if i.default != plain[i.name]]
     return ", ".join(changed)
 
 

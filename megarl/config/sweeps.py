@@ -1,4 +1,4 @@
-"""What of Hydra a sweep needs: plugins that must be installed, runs to check before they start, the sweep's folder."""
+"""Hydra sweeps: check plugins, list the runs to check before the start, and record the folder of the sweep."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from megarl.base.errors import ConfigError
 from megarl.config.problems import nearest_keys
-from megarl.errors import ConfigError
 
 SWEEPER = "hydra/sweeper"
 PLUGINS = {
@@ -26,16 +26,16 @@ PLUGINS = {
     },
     SWEEPER: {"basic": "", "optuna": "hydra_plugins.hydra_optuna_sweeper"},
 }
-"""Launchers and sweepers by name, with the module of the package that brings each."""
+"""Launchers and sweepers by name, with the module of the package that provides each."""
 
 
 class SweepFolder(Callback):
-    """Notes the folder of the sweep that begins in this process; Hydra makes the instance."""
+    """Hydra callback that records the folder of the sweep of this process."""
 
     noted: ClassVar[Path | None] = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Called by Hydra before the first run."""
+        """Record the folder; Hydra calls this before the first run."""
         SweepFolder.noted = Path(str(config.hydra.sweep.dir))
 
 
@@ -43,52 +43,52 @@ SWEEP_CALLBACK = {"sweep_folder": {"_target_": f"{__name__}.{SweepFolder.__name_
 
 
 def check_plugins(overrides: Sequence[Override], *, multirun: bool) -> None:
-    """Check that the launcher and the sweeper that are asked for are known, installed, and of use.
+    """Check that the requested launcher and sweeper are known, installed, and used in a sweep.
 
     Raises:
-        ConfigError: says what to install, or what is near.
+        ConfigError: with the package to install, or the nearest name.
     """
     for override in overrides:
-        known = PLUGINS.get(override.key_or_group)
-        if known is None:
+        plugins = PLUGINS.get(override.key_or_group)
+        if plugins is None:
             continue
         name, text = str(override.value()), str(override.input_line)
         if not multirun:
-            raise ConfigError(f"{text}: only a sweep has such; add --multirun")
-        if name not in known:
-            guess = " or ".join(nearest_keys(name, list(known)))
+            raise ConfigError(f"{text}: only a sweep uses it; add --multirun")
+        if name not in plugins:
+            guess = " or ".join(nearest_keys(name, list(plugins)))
             hint = f"did you mean {guess}? " if guess else ""
-            raise ConfigError(f"{text}: {hint}there are {', '.join(known)}")
-        if known[name] and not _is_installed(known[name]):
-            package = known[name].removeprefix("hydra_plugins.").replace("_", "-")
-            raise ConfigError(f"{text}: {package} is not installed; pip install 'megarl[sweep]' has it")
+            raise ConfigError(f"{text}: {hint}there are {', '.join(plugins)}")
+        if plugins[name] and not _is_installed(plugins[name]):
+            package = plugins[name].removeprefix("hydra_plugins.").replace("_", "-")
+            raise ConfigError(f"{text}: {package} is not installed; pip install 'megarl[sweep]' installs it")
 
 
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the folder of plugins
+    except ModuleNotFoundError:  # no hydra_plugins package at all
         return False
 
 
 def sweeper_of(overrides: Sequence[Override]) -> str:
-    """Name of the sweeper that is asked for."""
-    asked = [str(override.value()) for override in overrides if override.key_or_group == SWEEPER]
-    return asked[-1] if asked else "basic"
+    """Name of the requested sweeper."""
+    names = [str(override.value()) for override in overrides if override.key_or_group == SWEEPER]
+    return names[-1] if names else "basic"
 
 
 def runs_of(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
-    """Overrides of the runs that can be checked before the sweep: all, or of a sweeper that draws, the first corner.
+    """Overrides of the runs to check before the sweep: all runs, or the first corner if the sweeper samples values.
 
     Raises:
-        ConfigError: the sweep asks for what its sweeper cannot do.
+        ConfigError: the sweeper does not support an override.
     """
     if sweeper_of(overrides) != "basic":
         return [tuple(_corner(override) for override in overrides)]
-    drawn = [str(override.input_line) for override in overrides if isinstance(override.value(), IntervalSweep)]
-    if drawn:
+    intervals = [str(override.input_line) for override in overrides if isinstance(override.value(), IntervalSweep)]
+    if intervals:
         raise ConfigError(
-            f"{drawn[0]}: values are drawn from an interval by hydra/sweeper=optuna only; list them, or add it"
+            f"{intervals[0]}: values are sampled from an interval by hydra/sweeper=optuna only; list them, or add it"
         )
     try:
         return [tuple(run) for run in BasicSweeper.split_arguments(list(overrides), None)[0]]
@@ -97,7 +97,7 @@ def runs_of(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
 
 
 def _corner(override: Override) -> str:
-    """An override with the first of the values that it may take."""
+    """An override with its first possible value."""
     value = override.value()
     if isinstance(value, ChoiceSweep):
         first = override.sweep_string_iterator() if not value.tags else iter([str(value.list[0])])
@@ -108,13 +108,13 @@ def _corner(override: Override) -> str:
 
 
 def sweep_overrides(overrides: Sequence[Override], minimize: bool) -> list[str]:
-    """What is added to a sweep: Optuna's direction, unless it is given, for its own default would look for the worst.
+    """Overrides to add to a sweep: Optuna's direction, unless set; Optuna's default would search for the worst run.
 
     Args:
         overrides: of the sweep.
-        minimize: whether the smallest value is the best.
+        minimize: whether the smallest objective is the best.
     """
-    given = any(override.key_or_group == "hydra.sweeper.direction" for override in overrides)
-    if given or sweeper_of(overrides) != "optuna":
+    is_set = any(override.key_or_group == "hydra.sweeper.direction" for override in overrides)
+    if is_set or sweeper_of(overrides) != "optuna":
         return []
     return [f"hydra.sweeper.direction={'minimize' if minimize else 'maximize'}"]

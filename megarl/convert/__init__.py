@@ -1,6 +1,5 @@
-"""Converts checkpoints between Hugging Face and Megatron, on any machine: no GPU, no process group, no model.
+"""Checkpoint conversion between Hugging Face and Megatron: needs no GPU, process group or model.
 
-Every format is described as the same thing, Hugging Face tensors in parts of stored ones
-(:mod:`megarl.convert.stored`), and every output as files of bands at known bytes (:mod:`megarl.convert.output`); what
-is between only copies bands.
+Every input format is described as Hugging Face tensors in regions of stored tensors (:mod:`megarl.convert.stored`).
+Every output is planned as files of bands at fixed byte offsets (:mod:`megarl.convert.output`), which are then copied.
 """

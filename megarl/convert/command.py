@@ -1,23 +1,25 @@
-"""The command line of the conversion: ``megarl convert`` and ``tools/convert_ckpt.py``."""
+"""Command line of the checkpoint conversion: ``megarl convert`` and ``tools/convert_ckpt.py``."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from megarl.base.errors import CheckpointError, MegarlError
+from megarl.base.table import table_lines
+from megarl.base.user_code import import_user_modules
 from megarl.convert.comparison import compare, describe
-from megarl.convert.conversion import Options, convert
-from megarl.convert.inspection import describe_source
+from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import ROLES, open_source
-from megarl.convert.source import HUGGING_FACE, MEGARL, Source
-from megarl.errors import CheckpointError, MegarlError
-from megarl.own_module import import_own
+from megarl.convert.source import HUGGING_FACE, MEGARL, CheckpointSource
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -25,25 +27,25 @@ _KINDS = {"hf-to-megatron": MEGARL, "megatron-to-hf": HUGGING_FACE}
 
 
 def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
-        argv: its arguments; None = those of the process.
-        program: its name in the help.
+        argv: command-line arguments; None = those of the process.
+        program: program name in the help.
 
     Returns:
-        The exit code: 0; 1 for an error or checkpoints that differ; 2 for a wrong command line; 130 after Ctrl-C.
+        The exit code: 0; 1 for an error or different checkpoints; 2 for a wrong command line; 130 after Ctrl-C.
     """
     arguments = _parser(program).parse_args(argv)
     try:
-        import_own(*arguments.external_lib)
+        import_user_modules(*arguments.external_lib)
         code: int = arguments.run(arguments)
         return code
     except MegarlError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        print("interrupted; run the same command again to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -54,8 +56,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"{source.path} is a {source.kind} checkpoint already, expected a Hugging Face folder")
     if kind == HUGGING_FACE and source.kind == HUGGING_FACE:
         raise CheckpointError(f"{source.path} is a Hugging Face folder already, expected a Megatron checkpoint")
-    _tell(source)
-    options = Options(
+    _print_source(source)
+    options = ConversionOptions(
         dtype=getattr(torch, arguments.dtype) if arguments.dtype != "auto" else None,
         keep_value_head=arguments.value_head == "keep",
         max_shard_bytes=arguments.max_shard_size,
@@ -64,10 +66,10 @@ def _convert(arguments: argparse.Namespace) -> int:
         restart=arguments.restart,
     )
     outcome = convert(source, arguments.destination, kind, options)
-    again = f", {outcome.reused} of them from the interrupted conversion" if outcome.reused else ""
+    reused = f", {outcome.reused} of them from the interrupted conversion" if outcome.reused else ""
     print(
         f"{arguments.destination}: {outcome.tensors:,} tensors, {outcome.nbytes / 1e9:,.3f} GB in {outcome.files} "
-        f"files{again}"
+        f"files{reused}"
     )
     return 0
 
@@ -78,51 +80,53 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    sources: list[Source] = []
-    for path, other in ((arguments.a, arguments.b), (arguments.b, arguments.a)):
-        sources.append(_open_beside(path, other, arguments))
+    sources: list[CheckpointSource] = []
+    for path, other_path in ((arguments.a, arguments.b), (arguments.b, arguments.a)):
+        sources.append(_open_with_config_of(path, other_path, arguments))
     result = compare(sources[0], sources[1], arguments.workers)
     print(describe(result, arguments.a, arguments.b))
     return 0 if result.equal else EXIT_FAILED
 
 
-def _open_beside(path: Path, other: Path, arguments: argparse.Namespace) -> Source:
-    """Opens a checkpoint, by the other one's config where it has none."""
+def _open_with_config_of(path: Path, other_path: Path, arguments: argparse.Namespace) -> CheckpointSource:
+    """Open a checkpoint, with the config of the other one if it has none."""
     try:
         return open_source(path, arguments.model, arguments.role)
     except CheckpointError as error:
-        if arguments.model is None and "--model" in str(error) and (other / "config.json").is_file():
-            return open_source(path, other, arguments.role)
+        if arguments.model is None and "--model" in str(error) and (other_path / "config.json").is_file():
+            return open_source(path, other_path, arguments.role)
         raise
 
 
-def _tell(source: Source) -> None:
+def _print_source(source: CheckpointSource) -> None:
     print(f"{source.path}: {source.kind}, {source.config.architecture}", file=sys.stderr)
     if source.left_out:
-        shown = ", ".join(source.left_out[:5]) + (" ..." if len(source.left_out) > 5 else "")
-        print(f"not part of the model, left out: {len(source.left_out)} tensors ({shown})", file=sys.stderr)
+        names = ", ".join(source.left_out[:5]) + (" ..." if len(source.left_out) > 5 else "")
+        print(f"not part of the model, skipped: {len(source.left_out)} tensors ({names})", file=sys.stderr)
     if source.state:
-        print(f"not weights, left out: {', '.join(source.state)}", file=sys.stderr)
+        print(f"not weights, skipped: {', '.join(source.state)}", file=sys.stderr)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program, description="Converts, inspects and compares checkpoints. Needs no GPU and little memory."
+        prog=program, description="Convert, inspect and compare checkpoints. Needs no GPU and little memory."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     texts = {
-        "hf-to-megatron": "Hugging Face folder to megarl's checkpoint of a role",
-        "megatron-to-hf": "checkpoint of megarl's, or of Megatron-Core (torch_dist), to a Hugging Face folder",
+        "hf-to-megatron": "Hugging Face folder to a megarl role checkpoint",
+        "megatron-to-hf": "checkpoint of megarl or of Megatron-Core (torch_dist) to a Hugging Face folder",
     }
     for name, text in texts.items():
         command = _command(commands, name, text, _convert)
         command.add_argument("source", type=Path, metavar="SRC", help="folder to read")
-        command.add_argument("destination", type=Path, metavar="DST", help="folder to make")
+        command.add_argument("destination", type=Path, metavar="DST", help="folder to write")
         _add_output_options(command)
-    inspect = _command(commands, "inspect", "tell what a checkpoint holds; reads no weights", _inspect)
+    inspect = _command(commands, "inspect", "describe a checkpoint; reads no weights", _inspect)
     inspect.add_argument("folder", type=Path, metavar="DIR")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    verify = _command(commands, "verify", "compare two checkpoints tensor by tensor; 1 if they differ", _verify)
+    verify = _command(
+        commands, "verify", "compare two checkpoints tensor by tensor; exit code 1 if they differ", _verify
+    )
     verify.add_argument("a", type=Path, metavar="A")
     verify.add_argument("b", type=Path, metavar="B")
     _add_workers(verify)
@@ -140,9 +144,9 @@ def _command(commands, name, text, run):  # type: ignore[no-untyped-def]
         action="append",
         default=[],
         metavar="MODULE",
-        help="module of your own that declares the model's family, as path.py or package.module; repeatable",
+        help="user module that declares the model family, as path.py or package.module; repeatable",
     )
-    command.add_argument("--role", choices=ROLES, help="whose checkpoint, where there are several (the actor's)")
+    command.add_argument("--role", choices=ROLES, help="role to read, if the folder has several (default: actor)")
     return command
 
 
@@ -151,13 +155,13 @@ def _add_output_options(command: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="number format of the weights; auto keeps theirs",
+        help="dtype of the weights; auto keeps their dtype",
     )
     command.add_argument(
         "--value-head",
         choices=("keep", "strip"),
         default="keep",
-        help="what becomes of a critic's scalar head",
+        help="keep or remove the scalar head of a critic",
     )
     command.add_argument(
         "--max-shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file, such as 5GB (default)"
@@ -186,3 +190,47 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def describe_source(source: CheckpointSource, with_tensors: bool = False) -> str:
+    """Describe a checkpoint: format, model, tensors, dtypes and size; reads no weights.
+
+    Args:
+        source: an opened checkpoint.
+        with_tensors: whether to list all tensors.
+    """
+    config = source.config
+    formats: Counter[str] = Counter()
+    for view in source.tensors.values():
+        formats[str(view.dtype).removeprefix("torch.")] += math.prod(view.shape)
+    nbytes = sum(view.nbytes for view in source.tensors.values())
+    rows = {
+        "folder": str(source.path),
+        "format": {"megarl": "megarl role", "torch_dist": "Megatron-Core torch_dist"}.get(source.kind, source.kind),
+        "model": f"{config.raw['architectures'][0]}, {config.num_layers} layers, hidden {config.hidden_size}, "
+        f"vocabulary {config.vocab_size}",
+        "config from": str(source.companions),
+        "parameters": f"{sum(formats.values()):,} in {len(source.tensors):,} tensors, {nbytes / 1e9:,.3f} GB",
+        "dtypes": ", ".join(f"{name} {count:,}" for name, count in formats.most_common()),
+        "head": _head(source),
+        "experts": f"{config.experts.count} in {sum(config.experts.layers)} layers" if config.experts else "none",
+        "weight files": str(len(source.files())),
+        **{name: str(value) for name, value in source.facts.items()},
+        "other state": ", ".join(source.state) or "none",
+    }
+    lines = table_lines(list(rows.items()))
+    lines += [f"not read: {name}" for name in source.left_out]
+    if with_tensors:
+        lines += [
+            f"  {name}  {list(view.shape)}  {str(view.dtype).removeprefix('torch.')}"
+            for name, view in source.tensors.items()
+        ]
+    return "\n".join(lines)
+
+
+def _head(source: CheckpointSource) -> str:
+    if source.has_value_head:
+        return "scalar (value or reward), with bias" if "score.bias" in source.tensors else "scalar (value or reward)"
+    if source.lacks:
+        return f"none: {' and '.join(source.lacks)} absent"
+    return "tied to the embedding" if source.config.tie_word_embeddings else "language model"

@@ -1,4 +1,4 @@
-"""Compares two checkpoints tensor by tensor, whatever their formats, band by band."""
+"""Comparison of two checkpoints, tensor by tensor and band by band, independent of their formats."""
 
 from __future__ import annotations
 
@@ -10,46 +10,45 @@ from pathlib import Path
 import torch
 
 from megarl.convert.output import Band, bands_of
-from megarl.convert.progress import progress
-from megarl.convert.source import SCORE, Source
+from megarl.convert.source import SCORE, CheckpointSource
 from megarl.convert.stored import Files, Scratch
-from megarl.convert.transfer import in_parallel
+from megarl.convert.transfer import in_parallel, progress
 
 
 @dataclass
-class Difference:
-    """How a tensor of B differs from that of A."""
+class TensorDifference:
+    """Difference between a tensor of A and of B."""
 
     largest: float = 0.0
-    """Largest absolute difference; infinite or NaN where one side is and the other is not."""
+    """Largest absolute difference; infinite or NaN if only one side is."""
     elements: int = 0
-    """How many elements differ in value."""
+    """Number of elements with different values."""
 
 
 @dataclass
 class Comparison:
-    """All in which B differs from A."""
+    """All differences between two checkpoints A and B."""
 
     compared: int = 0
     missing: list[str] = field(default_factory=list)
-    """In A only."""
+    """Tensors in A only."""
     unexpected: list[str] = field(default_factory=list)
-    """In B only."""
+    """Tensors in B only."""
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-    """Number formats that differ; that alone is told, but is no difference."""
-    different: dict[str, Difference] = field(default_factory=dict)
+    """Different dtypes; reported, but not counted as a difference."""
+    different: dict[str, TensorDifference] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same tensors with the same values."""
+        """Whether both have the same tensors with the same values."""
         return not (self.missing or self.unexpected or self.shapes or self.different)
 
 
-def compare(first: Source, second: Source, workers: int) -> Comparison:
-    """Compares every tensor of two checkpoints, element by element in float64.
+def compare(first: CheckpointSource, second: CheckpointSource, workers: int) -> Comparison:
+    """Compare every tensor of two checkpoints, element by element in float64.
 
-    A NaN equals a NaN. A bias of a scalar head that is zero equals one that is absent.
+    NaN equals NaN. A zero bias of a scalar head equals a missing one.
 
     Args:
         first: A.
@@ -57,20 +56,20 @@ def compare(first: Source, second: Source, workers: int) -> Comparison:
         workers: number of threads.
 
     Raises:
-        CheckpointError: something of either is missing or damaged.
+        CheckpointError: a file of either checkpoint is missing or damaged.
     """
     result = Comparison()
     common = []
     for name, view in first.tensors.items():
-        other = second.tensors.get(name)
-        if other is None:
+        counterpart = second.tensors.get(name)
+        if counterpart is None:
             result.missing.append(name)
-        elif view.shape != other.shape:
-            result.shapes[name] = (view.shape, other.shape)
+        elif view.shape != counterpart.shape:
+            result.shapes[name] = (view.shape, counterpart.shape)
         else:
             common.append(name)
-            if view.dtype != other.dtype:
-                result.dtypes[name] = (view.dtype, other.dtype)
+            if view.dtype != counterpart.dtype:
+                result.dtypes[name] = (view.dtype, counterpart.dtype)
     result.unexpected = [name for name in second.tensors if name not in first.tensors]
     _forget_zero_bias(first, result.missing)
     _forget_zero_bias(second, result.unexpected)
@@ -79,22 +78,24 @@ def compare(first: Source, second: Source, workers: int) -> Comparison:
     return result
 
 
-def _compare_values(first: Source, second: Source, names: list[str], result: Comparison, workers: int) -> None:
+def _compare_values(
+    first: CheckpointSource, second: CheckpointSource, names: list[str], result: Comparison, workers: int
+) -> None:
     files, lock = Files(), threading.Lock()
 
     def check(band: Band, scratch: Scratch) -> None:
         name = band.view.name
-        other = second.tensors[name]
+        counterpart = second.tensors[name]
         a = band.view.read(band.first, band.last, band.view.dtype, files, scratch).flatten()
-        kept = scratch.tensor("other", (a.numel(),), a.dtype).copy_(a)
-        b = other.read(band.first, band.last, other.dtype, files, scratch).flatten()
-        count, largest = _differing(kept, b)
+        copied = scratch.tensor("other", (a.numel(),), a.dtype).copy_(a)
+        b = counterpart.read(band.first, band.last, counterpart.dtype, files, scratch).flatten()
+        count, largest = _differing(copied, b)
         if count:
             with lock:
-                found = result.different.setdefault(name, Difference())
-                found.elements += count
-                if not found.largest >= largest and not math.isnan(found.largest):
-                    found.largest = largest
+                difference = result.different.setdefault(name, TensorDifference())
+                difference.elements += count
+                if not difference.largest >= largest and not math.isnan(difference.largest):
+                    difference.largest = largest
         report(band.nbytes)
 
     bands = (band for name in names for band in bands_of(first.tensors[name], torch.float64))
@@ -109,7 +110,7 @@ def _compare_values(first: Source, second: Source, names: list[str], result: Com
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
-    """How many elements differ, and by how much at most."""
+    """Return the number of different elements and the largest difference."""
     if a.dtype == b.dtype and torch.equal(a, b):
         return 0, 0.0
     left, right = a.double(), b.double()
@@ -118,7 +119,7 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     return count, float((left - right)[unequal].abs().max()) if count else 0.0
 
 
-def _forget_zero_bias(source: Source, names: list[str]) -> None:
+def _forget_zero_bias(source: CheckpointSource, names: list[str]) -> None:
     if SCORE[1] in names:
         view, files = source.tensors[SCORE[1]], Files()
         try:
@@ -129,7 +130,7 @@ def _forget_zero_bias(source: Source, names: list[str]) -> None:
 
 
 def describe(comparison: Comparison, first: Path, second: Path, limit: int = 20) -> str:
-    """The comparison in lines for people, at most ``limit`` tensors of each kind."""
+    """Describe the comparison in lines, with at most ``limit`` tensors of each kind."""
     lines: list[str] = []
 
     def section(title: str, entries: list[str]) -> None:
@@ -141,14 +142,14 @@ def describe(comparison: Comparison, first: Path, second: Path, limit: int = 20)
 
     section(f"missing in {second}", comparison.missing)
     section(f"unexpected in {second}", comparison.unexpected)
-    section("of another shape", [f"{n}: {list(a)} and {list(b)}" for n, (a, b) in comparison.shapes.items()])
+    section("different shapes", [f"{n}: {list(a)} and {list(b)}" for n, (a, b) in comparison.shapes.items()])
     section(
         "different",
         [f"{n}: {d.elements} elements, by at most {d.largest:.6g}" for n, d in comparison.different.items()],
     )
     if comparison.dtypes:
         pairs = sorted({f"{_short(a)} and {_short(b)}" for a, b in comparison.dtypes.values()})
-        lines.append(f"number formats differ in {len(comparison.dtypes)} tensors ({', '.join(pairs)}); values compared")
+        lines.append(f"dtypes differ in {len(comparison.dtypes)} tensors ({', '.join(pairs)}); values compared")
     if comparison.different:
         name, worst = max(comparison.different.items(), key=lambda item: (math.isnan(item[1].largest), item[1].largest))
         lines.append(f"largest difference: {worst.largest:.6g} in {name}")

@@ -1,40 +1,58 @@
-"""Finds out what a folder is, and which model it is of."""
+"""Detection and opening of checkpoints: Hugging Face folders, megarl roles and ``torch_dist`` folders.
+
+The file ``common.pt`` of another program is a pickle. It is searched only for the path of the model folder, with every
+class replaced by an empty one, so that none of its code runs.
+"""
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
+import zipfile
 from pathlib import Path
+from typing import Any
 
-from megarl.checkpoint_index import INDEX
-from megarl.convert.foreign_arguments import model_folders
-from megarl.convert.hugging_face import open_hugging_face
-from megarl.convert.role import STATE_FILE, open_role
-from megarl.convert.source import Source
+from megarl.base.checkpoint_index import INDEX, read_index
+from megarl.base.errors import CheckpointError, ModelError
+from megarl.convert.source import (
+    DTYPES,
+    HUGGING_FACE,
+    MEGARL,
+    SCORE,
+    STATE_FILE,
+    STATE_FORMAT,
+    WEIGHT,
+    CheckpointSource,
+    stored_tensors,
+    whole_view,
+    without_head_bias,
+)
+from megarl.convert.stored import Chunk, StoredTensor
 from megarl.convert.torch_dist import open_torch_dist
-from megarl.errors import CheckpointError
-from megarl.models import read_model_config
-from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from megarl.models import ModelConfig, ParallelLayout, WeightMap, read_model_config
+from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, TensorEntry, check_model_folder
 
 CONFIG = "config.json"
 HF_FOLDERS = ("huggingface", "hf_config", "")
-"""Where a checkpoint may have the model's config and tokenizer, relative to it and to the folder above it."""
+"""Folders with the model's config and tokenizer, relative to the checkpoint and the folders above it."""
 ROLES = ("actor", "critic", "sft", "reward_model")
 POINTER = "latest_checkpointed_iteration.txt"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "mp_rank_00", "mp_rank_00_000")
 
 
-def open_source(path: str | Path, model: str | Path | None = None, role: str | None = None) -> Source:
-    """Opens a checkpoint of any format that can be read.
+def open_source(path: str | Path, model: str | Path | None = None, role: str | None = None) -> CheckpointSource:
+    """Open a checkpoint of any supported format.
 
     Args:
-        path: a Hugging Face folder; the checkpoint of a role, a ``global_step_<N>`` of megarl's or verl's, an
-            ``iter_<N>`` of Megatron-LM's or slime's, or a folder of those with a pointer to the latest.
-        model: Hugging Face folder with config and tokenizer, for a checkpoint without.
-        role: one of :data:`ROLES`, where the folder holds several; None takes the first of them.
+        path: a Hugging Face folder; the checkpoint of a role; a ``global_step_<N>`` of megarl or verl; an ``iter_<N>``
+            of Megatron-LM or slime; or a folder of these with a pointer to the latest.
+        model: Hugging Face folder with config and tokenizer, for a checkpoint without them.
+        role: one of :data:`ROLES`, if the folder has several; None = the first of them.
 
     Raises:
-        CheckpointError: the folder is none of these, is incomplete, or does not fit its config.
-        ModelError: a Hugging Face folder is not whole, or its architecture is unknown.
+        CheckpointError: the folder has no supported format, is incomplete, or does not fit its config.
+        ModelError: a Hugging Face folder is incomplete, or its architecture is unknown.
     """
     folder = find_checkpoint(Path(path), role)
     if not (folder / INDEX).is_file():
@@ -46,10 +64,10 @@ def open_source(path: str | Path, model: str | Path | None = None, role: str | N
 
 
 def find_checkpoint(path: Path, role: str | None = None) -> Path:
-    """The folder below ``path`` that holds the tensors.
+    """Return the folder with the tensors, at or below ``path``.
 
     Raises:
-        CheckpointError: there is none; says what was expected.
+        CheckpointError: no checkpoint; the message lists the expected files.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist" if not path.exists() else f"{path} is a file, expected a folder")
@@ -69,8 +87,8 @@ def find_checkpoint(path: Path, role: str | None = None) -> Path:
         raise CheckpointError(f"{path / INDEX} is missing: the checkpoint is incomplete")
     if (path / CONFIG).is_file():
         return path
-    found = [name for name in _PICKLED if (path / name).exists()]
-    reason = f" ({found[0]} is a pickle, which could run code: save as safetensors or torch_dist)" if found else ""
+    pickled = [name for name in _PICKLED if (path / name).exists()]
+    reason = f" ({pickled[0]} is a pickle, which could run code: save as safetensors or torch_dist)" if pickled else ""
     raise CheckpointError(
         f"{path} is neither a Hugging Face folder ({CONFIG}, *.safetensors) nor a Megatron checkpoint ({INDEX}, "
         f"*.distcp), nor a folder of checkpoints, such as a run's trainer.default_local_dir ({POINTER}){reason}"
@@ -85,17 +103,152 @@ def _pointed(path: Path) -> Path:
     for name in names:
         if (path / name).is_dir():
             return path / name
-    raise CheckpointError(f"{path / POINTER} says {text[:40]!r}, and no such checkpoint is there")
+    raise CheckpointError(f"{path / POINTER} names {text[:40]!r}, but that checkpoint does not exist")
 
 
-def _find_model(folder: Path, given: Path | None) -> Path:
-    if given is not None:
-        return given
+def _find_model(folder: Path, model: Path | None) -> Path:
+    if model is not None:
+        return model
     candidates = [base / name for base in (folder, folder.parent, folder.parent.parent) for name in HF_FOLDERS]
     for candidate in [*candidates, *model_folders(folder)]:
         if (candidate / CONFIG).is_file():
             return candidate
     raise CheckpointError(
-        f"checkpoint {folder} does not say which Hugging Face model it is of; name a folder with its {CONFIG} and "
+        f"checkpoint {folder} does not name its Hugging Face model; pass a folder with its {CONFIG} and "
         f"tokenizer: --model FOLDER"
     )
+
+
+_ARGUMENTS_FILE = "common.pt"
+_FOLDER_ARGUMENTS = ("hf_checkpoint", "tokenizer_model", "tokenizer_name_or_path")
+"""Arguments of Megatron-LM, slime and others that may name a Hugging Face folder, the most reliable first."""
+
+
+def model_folders(checkpoint: Path) -> list[Path]:
+    """Return the Hugging Face folders named in a checkpoint's arguments; they may not exist on this machine."""
+    try:
+        with zipfile.ZipFile(checkpoint / _ARGUMENTS_FILE) as archive:
+            name = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
+            with archive.open(name) as stream:
+                common = _EmptyUnpickler(stream).load()
+    except Exception:  # missing or malformed: the file is only a hint
+        return []
+    arguments = getattr(common.get("args") if isinstance(common, dict) else None, "__dict__", {})
+    return [
+        Path(arguments[name]) for name in _FOLDER_ARGUMENTS if isinstance(arguments.get(name), str) and arguments[name]
+    ]
+
+
+class _Empty:
+    """Replaces every class of the pickle."""
+
+    def __new__(cls, *arguments: Any, **fields: Any) -> _Empty:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any, **fields: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """Ignore the value."""
+
+
+class _EmptyUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the empty class for every name."""
+        return _Empty
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return None: no tensor is read."""
+        return None
+
+
+def open_hugging_face(path: Path) -> CheckpointSource:
+    """Open a model folder; its head may be missing, see :attr:`CheckpointSource.lacks`.
+
+    Raises:
+        ModelError: the folder is incomplete: names the missing shard or tensor, truncated file, or wrong shape.
+    """
+    folder = check_model_folder(path, may_lack_head=True)
+    shapes = WeightMap(folder.config, value_head=folder.config.is_value_model).hf_shapes()
+    names = [name for name in shapes if name in folder.tensors]
+    names += [name for name in SCORE if name in folder.tensors and name not in shapes]
+    tensors = {name: whole_view(name, _stored(name, folder.tensors[name])) for name in names}
+    return CheckpointSource(
+        path,
+        HUGGING_FACE,
+        folder.config,
+        path,
+        tensors,
+        lacks=tuple(name for name in shapes if name not in folder.tensors),
+        left_out=tuple(sorted(folder.tensors.keys() - set(names))),
+        facts={"files": len({entry.file for entry in folder.tensors.values()})},
+    )
+
+
+def _stored(name: str, entry: TensorEntry) -> StoredTensor:
+    if entry.dtype not in DTYPES:
+        raise ModelError(f"{entry.file}: tensor '{name}' has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}")
+    chunk = Chunk((0,) * len(entry.shape), entry.shape, entry.file, entry.offset)
+    return StoredTensor(name, entry.shape, DTYPES[entry.dtype], (chunk,))
+
+
+def open_role(path: Path, config: ModelConfig, companions: Path) -> CheckpointSource:
+    """Open the checkpoint of a megarl role, saved in any layout.
+
+    Args:
+        path: the folder with ``state.json``.
+        config: the model.
+        companions: folder with the model's config and tokenizer.
+
+    Raises:
+        CheckpointError: a file is missing, malformed or truncated, or the tensors do not fit the model.
+    """
+    facts = _state_facts(path)
+    index = read_index(path)
+    keys = [key for key in index.state_dict_metadata if key.startswith(WEIGHT)]
+    stored = {t.name.removeprefix(WEIGHT): t for t in stored_tensors(path, index, keys).values()}
+    shaped = config
+    if SCORE[0] in stored and SCORE[1] not in stored:
+        shaped = without_head_bias(config)
+    expected = WeightMap(shaped, value_head=SCORE[0] in stored).hf_shapes()
+    for name in [*expected, *stored]:
+        if name not in stored or expected.get(name) != stored[name].shape:
+            actual = f"has shape {list(stored[name].shape)}" if name in stored else "is absent"
+            expected_shape = f"of shape {list(expected[name])}" if name in expected else "not part of the model"
+            raise CheckpointError(
+                f"checkpoint {path}: tensor '{name}' {actual}; by {companions}/config.json it is {expected_shape}"
+            )
+    source = CheckpointSource(
+        path,
+        MEGARL,
+        config,
+        companions,
+        {name: whole_view(name, stored[name]) for name in expected},
+        state=tuple(sorted({key.partition("/")[0] for key in index.state_dict_metadata} - {"weight"})),
+        facts=facts,
+    )
+    source.check_files()
+    return source
+
+
+def _state_facts(path: Path) -> dict[str, Any]:
+    file = path / STATE_FILE
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        if document["format"] != STATE_FORMAT:
+            raise CheckpointError(f"{file}: format={document['format']!r}, this megarl reads {STATE_FORMAT}")
+        layout = ParallelLayout(**document["layout"]).describe()
+        return {
+            "saved by": f"megarl {document['megarl_version']} in {layout}",
+            "dtype": document["dtype"],
+            "optimizer steps": document["steps"],
+        }
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is malformed: {error!r}") from error

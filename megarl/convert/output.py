@@ -1,4 +1,4 @@
-"""What an output will be, to the byte, before any of it is written: files of bands of tensors and of fixed bytes."""
+"""Output plan: files, their bands of tensors and fixed bytes, exact to the byte before anything is written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import math
 import pickle
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,23 +25,76 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import megarl
-from megarl.checkpoint_index import INDEX
-from megarl.convert.hugging_face import DTYPES
-from megarl.convert.role import FORMAT, STATE_FILE, WEIGHT
-from megarl.convert.selection import Selection
+from megarl.base.checkpoint_index import INDEX
+from megarl.base.errors import CheckpointError
+from megarl.convert.source import DTYPES, SCORE, STATE_FILE, STATE_FORMAT, WEIGHT, CheckpointSource
 from megarl.convert.stored import TensorView
 from megarl.convert.torch_zip import locate_tensor
-from megarl.errors import CheckpointError
-from megarl.models import ParallelLayout
+from megarl.models import ParallelLayout, WeightMap
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from megarl.models.hf_writer import exported_config, needs_head_bias
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Tensors to write, the dtype of each, and the matching config."""
+
+    tensors: Mapping[str, TensorView]
+    dtypes: Mapping[str, torch.dtype]
+    config: Mapping[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most elements."""
+        return _most_common(self.tensors, self.dtypes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in their output dtypes."""
+        return sum(math.prod(view.shape) * self.dtypes[name].itemsize for name, view in self.tensors.items())
+
+
+def select(source: CheckpointSource, dtype: torch.dtype | None = None, keep_value_head: bool = True) -> Selection:
+    """Select the tensors of an output.
+
+    Args:
+        source: the checkpoint to read.
+        dtype: dtype of the weights; None keeps the dtype of each tensor. Weights that the model keeps in float32 stay
+            float32.
+        keep_value_head: whether to write the scalar head, as a token-classification model if the family has one, as
+            critics of other frameworks are; otherwise the head is removed.
+
+    Raises:
+        CheckpointError: no tensors are left.
+    """
+    tensors = dict(source.tensors)
+    if not keep_value_head:
+        tensors = {name: view for name, view in tensors.items() if name not in SCORE}
+    if not tensors:
+        raise CheckpointError(f"{source.path} holds no tensors")
+    float32 = WeightMap(source.config).is_float32
+    dtypes = {n: torch.float32 if float32(n) else dtype or view.dtype for n, view in tensors.items()}
+    config = exported_config(source.config, tensors, _most_common(tensors, dtypes))
+    if SCORE[0] in tensors and needs_head_bias(config) and SCORE[1] not in tensors:
+        tensors[SCORE[1]] = TensorView(SCORE[1], (1,), tensors[SCORE[0]].dtype, ())
+        dtypes[SCORE[1]] = dtypes[SCORE[0]]
+    return Selection(tensors, dtypes, config)
+
+
+def _most_common(tensors: Mapping[str, TensorView], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    count: Counter[torch.dtype] = Counter()
+    for name, view in tensors.items():
+        count[dtypes[name]] += math.prod(view.shape)
+    return count.most_common(1)[0][0]
+
 
 BAND_BYTES = 16 << 20
-"""What is read and written at once. Memory is a few of these per worker, whatever the size of a tensor."""
+"""Maximum bytes read and written at once; a worker needs memory for a few bands, independent of tensor sizes."""
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Band(NamedTuple):
-    """Rows ``[first, last)`` of a tensor, in the number format they are written in, at a byte of a file."""
+    """Rows ``[first, last)`` of a tensor in its output dtype, at a byte offset of a file."""
 
     offset: int
     view: TensorView
@@ -56,7 +110,7 @@ class Band(NamedTuple):
 
 @dataclass
 class FilePlan:
-    """A large file: its bands, and the fixed bytes around them."""
+    """A large file: its bands and the fixed bytes around them."""
 
     name: str
     size: int = 0
@@ -66,12 +120,12 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """All of an output: its large files, and the small ones, which are written last and make it whole."""
+    """All files of an output; the small files are written last and complete it."""
 
     files: list[FilePlan]
     small: dict[str, bytes]
     companions: str
-    """Folder below the output for the tokenizer and the like; empty for the output itself."""
+    """Subfolder for the tokenizer and other small model files; empty = the output itself."""
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +134,7 @@ class OutputPlan:
 
 
 def bands_of(view: TensorView, dtype: torch.dtype, offset: int = 0) -> Iterator[Band]:
-    """Cuts a tensor into bands of at most :data:`BAND_BYTES` or a row, one after the other from ``offset``."""
+    """Split a tensor into bands of at most :data:`BAND_BYTES` or one row, in sequence from ``offset``."""
     row = max(1, math.prod(view.shape[1:]) * max(dtype.itemsize, view.dtype.itemsize))
     height = max(1, BAND_BYTES // row)
     for first in range(0, view.shape[0], height):
@@ -93,11 +147,11 @@ def bands_of(view: TensorView, dtype: torch.dtype, offset: int = 0) -> Iterator[
 
 
 def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
-    """A model folder: safetensors shards in checkpoint order, an index where there are several, and the config.
+    """Plan a model folder: safetensors shards in checkpoint order, an index for several shards, and the config.
 
     Args:
-        selection: what to write.
-        max_shard_bytes: size above which another shard is begun; a tensor is never divided.
+        selection: tensors to write.
+        max_shard_bytes: maximum size of a shard; a larger tensor gets a separate shard.
     """
     shards = _shards(selection, max_shard_bytes)
     names = [SINGLE_FILE] if len(shards) == 1 else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -112,16 +166,20 @@ def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
 
 def _safetensors(name: str, tensors: list[str], selection: Selection) -> FilePlan:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    end_offset = 0
     for tensor in tensors:
         view, dtype = selection.tensors[tensor], selection.dtypes[tensor]
-        end = at + math.prod(view.shape) * dtype.itemsize
-        header[tensor] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": list(view.shape), "data_offsets": [at, end]}
-        at = end
+        stop = end_offset + math.prod(view.shape) * dtype.itemsize
+        header[tensor] = {
+            "dtype": _SAFETENSORS_NAMES[dtype],
+            "shape": list(view.shape),
+            "data_offsets": [end_offset, stop],
+        }
+        end_offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # elements begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # elements start at a multiple of 8 bytes
     start = 8 + len(text)
-    plan = FilePlan(name, start + at, fixed=[(0, struct.pack("<Q", len(text)) + text)])
+    plan = FilePlan(name, start + end_offset, fixed=[(0, struct.pack("<Q", len(text)) + text)])
     for tensor in tensors:
         bands = list(bands_of(selection.tensors[tensor], selection.dtypes[tensor], start))
         plan.bands += bands
@@ -129,23 +187,23 @@ def _safetensors(name: str, tensors: list[str], selection: Selection) -> FilePla
     return plan
 
 
-# ---- a role of megarl's
+# ---- megarl role
 
 
 def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
-    """A role's checkpoint of weights alone, in the format of :mod:`megarl.megatron.checkpoint`.
+    """Plan a role checkpoint with weights only, in the format of :mod:`megarl.megatron.checkpoint`.
 
     Args:
-        selection: what to write; in one number format, but for what a model keeps in float32.
-        max_shard_bytes: size above which another file is begun.
+        selection: tensors to write, in one dtype, except weights that the model keeps in float32.
+        max_shard_bytes: maximum size of a file.
 
     Raises:
-        CheckpointError: the tensors have several number formats.
+        CheckpointError: the tensors have several dtypes.
     """
     mixed = {selection.dtypes[n] for n in selection.tensors} - {selection.dtype, torch.float32}
     if mixed:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in {*mixed, selection.dtype}))
-        raise CheckpointError(f"the weights are of several number formats ({names}): choose one with --dtype")
+        raise CheckpointError(f"the weights have several dtypes ({names}): choose one with --dtype")
     index = Metadata({}, storage_data={}, storage_meta=StorageMeta())
     files: list[FilePlan] = []
     for name, view in selection.tensors.items():
@@ -168,7 +226,7 @@ def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
         entry = TensorStorageMetadata(TensorProperties(dtype), torch.Size(view.shape), chunks)
         index.state_dict_metadata[WEIGHT + name] = entry
     state = {
-        "format": FORMAT,
+        "format": STATE_FORMAT,
         "dtype": str(selection.dtype).removeprefix("torch."),
         "steps": None,
         "layout": ParallelLayout()._asdict(),
@@ -183,9 +241,9 @@ def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
 
 @lru_cache(maxsize=64)
 def _archive(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` writes before and after the elements of a tensor."""
+    """Return the bytes that ``torch.save`` writes before and after the elements of a tensor."""
     stream, checksums = io.BytesIO(), torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # of elements that are not there yet; torch does not read it
+    torch.serialization.set_crc32_options(False)  # the elements are not written yet; torch does not check them on load
     try:
         torch.save(torch.zeros(shape, dtype=dtype), stream)
     finally:

@@ -1,4 +1,4 @@
-"""A checkpoint to read, whatever its format: its model, and where each Hugging Face tensor lies."""
+"""An opened checkpoint of any format: its model, and the location of each Hugging Face tensor."""
 
 from __future__ import annotations
 
@@ -10,56 +10,67 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megarl.checkpoint_index import INDEX
-from megarl.convert.stored import Chunk, Part, StoredTensor, TensorView
-from megarl.errors import CheckpointError
+from megarl.base.checkpoint_index import INDEX
+from megarl.base.errors import CheckpointError
+from megarl.convert.stored import Chunk, StoredTensor, TensorView, ViewRegion
 from megarl.models import ModelConfig, hf_folder
 
 HUGGING_FACE, MEGARL, TORCH_DIST = "Hugging Face", "megarl", "torch_dist"
 SCORE = (hf_folder.SCORE, hf_folder.SCORE_BIAS)
+STATE_FILE, STATE_FORMAT = "state.json", 1
+"""File that describes a role checkpoint, and the version of its format."""
+WEIGHT = "weight/"
+"""Prefix of the weights in a role checkpoint."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Dtypes of weights, by their safetensors names."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """An opened checkpoint. No tensor of it has been read."""
+class CheckpointSource:
+    """An opened checkpoint; no tensor has been read."""
 
     path: Path
     kind: str
     """``Hugging Face``, ``megarl`` or ``torch_dist``."""
     config: ModelConfig
     companions: Path
-    """Folder with its config, tokenizer and chat template."""
+    """Folder with config, tokenizer and chat template."""
     tensors: Mapping[str, TensorView]
-    """By Hugging Face name, in checkpoint order."""
+    """Tensors by Hugging Face name, in checkpoint order."""
     left_out: tuple[str, ...] = ()
-    """Weights that the model has no place for, and that are not read."""
+    """Stored weights that the model does not have; they are not read."""
     state: tuple[str, ...] = ()
-    """What else is stored and is not weights: an optimizer's state, random states."""
+    """Stored values that are not weights: optimizer state, random states."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the format says beyond the tensors, for people."""
+    """Further facts of the format, for reports."""
     lacks: tuple[str, ...] = ()
-    """What the model has by its config and the folder does not: its head."""
+    """Tensors that the config requires and the folder lacks: the head."""
 
     @property
     def has_value_head(self) -> bool:
-        """Whether there is a scalar head."""
+        """Whether the model has a scalar head."""
         return SCORE[0] in self.tensors
 
     def files(self) -> list[Path]:
-        """Every file that holds a weight, sorted."""
-        parts = (part for view in self.tensors.values() for part in view.parts)
-        return sorted({chunk.file for part in parts for chunk in part.stored.chunks})
+        """Return every file with weights, sorted."""
+        regions = (region for view in self.tensors.values() for region in view.regions)
+        return sorted({chunk.file for region in regions for chunk in region.stored.chunks})
 
     def check_files(self) -> None:
-        """Makes sure that every file of weights is there and long enough.
+        """Check that every file with weights exists and is long enough.
 
         Raises:
-            CheckpointError: names the one that is not.
+            CheckpointError: a file is missing or truncated; the message names it.
         """
         ends: dict[Path, int] = {}
         for view in self.tensors.values():
-            for part in view.parts:
-                for chunk in part.stored.chunks:
+            for region in view.regions:
+                for chunk in region.stored.chunks:
                     if chunk.length is not None:
                         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
         for file, end in ends.items():
@@ -69,32 +80,32 @@ class Source:
                 raise CheckpointError(f"{file} is truncated: {file.stat().st_size} bytes, expected at least {end}")
 
 
-def whole(name: str, stored: StoredTensor) -> TensorView:
-    """A Hugging Face tensor that is stored as it is."""
-    part = Part((0,) * len(stored.shape), stored.shape, stored, (0,) * len(stored.shape))
-    return TensorView(name, stored.shape, stored.dtype, (part,))
+def whole_view(name: str, stored: StoredTensor) -> TensorView:
+    """Return a Hugging Face tensor that is stored unchanged."""
+    region = ViewRegion((0,) * len(stored.shape), stored.shape, stored, (0,) * len(stored.shape))
+    return TensorView(name, stored.shape, stored.dtype, (region,))
 
 
-def stored_tensors(folder: Path, index: Metadata, wanted: Iterable[str]) -> dict[str, StoredTensor]:
-    """Tensors of a torch distributed checkpoint.
+def stored_tensors(folder: Path, index: Metadata, names: Iterable[str]) -> dict[str, StoredTensor]:
+    """Return the tensors of a torch distributed checkpoint.
 
     Args:
         folder: the checkpoint.
         index: its index.
-        wanted: names; those that are not tensors are left out.
+        names: tensor names; names of other values are ignored.
 
     Raises:
         CheckpointError: the index contradicts itself, or names files outside the folder.
     """
     result = {}
-    places: dict[tuple[str, tuple[int, ...]], Any] = {
-        (key.fqn, tuple(key.offset or ())): place for key, place in index.storage_data.items()
+    locations: dict[tuple[str, tuple[int, ...]], Any] = {
+        (key.fqn, tuple(key.offset or ())): location for key, location in index.storage_data.items()
     }
-    for name in wanted:
+    for name in names:
         entry = index.state_dict_metadata.get(name)
         if isinstance(entry, TensorStorageMetadata):
             chunks = tuple(
-                _chunk(folder, name, tuple(c.offsets), tuple(c.sizes), entry.properties.dtype, places)
+                _chunk(folder, name, tuple(c.offsets), tuple(c.sizes), entry.properties.dtype, locations)
                 for c in entry.chunks
             )
             result[name] = StoredTensor(name, tuple(entry.size), entry.properties.dtype, chunks)
@@ -107,25 +118,25 @@ def _chunk(
     start: tuple[int, ...],
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    places: Mapping[Any, Any],
+    locations: Mapping[Any, Any],
 ) -> Chunk:
-    place = places.get((name, start))
-    if place is None and not any(start):
-        place = places.get((name, ()))
-    if place is None:
+    location = locations.get((name, start))
+    if location is None and not any(start):
+        location = locations.get((name, ()))
+    if location is None:
         raise CheckpointError(f"{folder / INDEX}: '{name}' at {list(start)} is in no file")
-    if Path(place.relative_path).name != place.relative_path:
+    if Path(location.relative_path).name != location.relative_path:
         raise CheckpointError(
-            f"{folder / INDEX} names the file {place.relative_path!r}, which is outside the checkpoint"
+            f"{folder / INDEX} names the file {location.relative_path!r}, which is outside the checkpoint"
         )
-    if getattr(place, "transform_descriptors", None):
+    if getattr(location, "transform_descriptors", None):
         raise CheckpointError(
-            f"{folder / place.relative_path}: '{name}' is stored as {place.transform_descriptors}, only plain "
+            f"{folder / location.relative_path}: '{name}' is stored as {location.transform_descriptors}, only plain "
             f"tensors can be read"
         )
-    return Chunk(start, shape, folder / place.relative_path, place.offset, place.length, dtype)
+    return Chunk(start, shape, folder / location.relative_path, location.offset, location.length, dtype)
 
 
 def without_head_bias(config: ModelConfig) -> ModelConfig:
-    """A model whose scalar head has no bias."""
+    """Return the config of the model with a scalar head without bias."""
     return replace(config, raw={**config.raw, "token_classification_bias": False})

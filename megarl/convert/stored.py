@@ -1,4 +1,7 @@
-"""Tensors where they lie in files, in whatever pieces, of which any rectangle can be read without loading the rest."""
+"""Tensors in checkpoint files, of which any rectangle can be read without loading the rest.
+
+torch's DCP reader loads every stored chunk as a whole; a conversion in constant memory reads bands of rows.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.base.errors import CheckpointError
 from megarl.convert.torch_zip import locate_tensor
-from megarl.errors import CheckpointError
 
 Index = tuple[int, ...]
 
 
-class Place(NamedTuple):
-    """Where the elements of a chunk begin, and how far apart they lie."""
+class ElementLocation(NamedTuple):
+    """File offset of a chunk's first element, and its strides."""
 
     offset: int
     """First byte in the file."""
     stride: Index
-    """In elements."""
+    """Strides in elements."""
 
 
 class Scratch:
-    """Memory of one worker, used over and over: fresh memory costs a page fault every 4 KB."""
+    """Reused memory of one worker; new memory costs a page fault every 4 KB."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def tensor(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor with anything in it; valid until the next call for the same ``use``."""
+        """Return an uninitialized tensor, valid until the next call for the same ``use``."""
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(use)
         if buffer is None or len(buffer) < nbytes:
@@ -45,16 +48,16 @@ class Scratch:
 
 
 class Files:
-    """Files open for reading. Reads do not share a position, so that threads need not wait for each other."""
+    """Files open for reading; reads use explicit offsets, so threads do not wait for each other."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
 
     def read_into(self, file: Path, offset: int, target: Tensor) -> None:
-        """Fills a contiguous tensor with the bytes of a file from ``offset`` on.
+        """Fill a contiguous tensor with the bytes of a file from ``offset`` on.
 
         Raises:
-            CheckpointError: the file is missing, shorter, or cannot be read.
+            CheckpointError: the file is missing, truncated or unreadable.
         """
         view = target.view(-1).view(torch.uint8).numpy().data
         try:
@@ -70,7 +73,7 @@ class Files:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all files."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors = {}
@@ -79,32 +82,32 @@ class Files:
         if file not in self._descriptors:
             opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             if self._descriptors.setdefault(file, opened) != opened:
-                os.close(opened)  # another thread was quicker
+                os.close(opened)  # another thread opened it first
         return self._descriptors[file]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor whose elements lie in one file, as they are or in an archive of ``torch.save``."""
+    """A rectangle of a tensor whose elements are in one file, as raw bytes or in a ``torch.save`` archive."""
 
     start: Index
     shape: Index
     file: Path
     offset: int
     length: int | None = None
-    """Bytes of the archive; None where the elements lie bare."""
+    """Bytes of the archive; None for raw bytes."""
     dtype: torch.dtype | None = None
-    """What the archive must say; bare elements need none."""
+    """Expected dtype of the archive; None for raw bytes."""
 
     @cached_property
-    def place(self) -> Place:
-        """Where the elements are.
+    def location(self) -> ElementLocation:
+        """Location of the elements.
 
         Raises:
-            CheckpointError: the archive is damaged, or of another tensor than the index says.
+            CheckpointError: the archive is damaged, or contains another tensor than the index lists.
         """
         if self.length is None:
-            return Place(self.offset, _contiguous(self.shape))
+            return ElementLocation(self.offset, _contiguous(self.shape))
         try:
             with open(self.file, "rb") as file:
                 saved = locate_tensor(io.BufferedReader(_Window(file, self.offset, self.length)))
@@ -115,9 +118,9 @@ class Chunk:
         if saved.shape != self.shape or saved.dtype != self.dtype:
             raise CheckpointError(
                 f"{self.file}, archive at byte {self.offset}: {saved.dtype} of shape {list(saved.shape)}, the index "
-                f"says {self.dtype} of shape {list(self.shape)}"
+                f"lists {self.dtype} of shape {list(self.shape)}"
             )
-        return Place(self.offset + saved.offset, saved.stride)
+        return ElementLocation(self.offset + saved.offset, saved.stride)
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,12 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
     def read(self, start: Index, out: Tensor, files: Files, scratch: Scratch) -> None:
-        """Copies the rectangle that begins at ``start`` and has the shape of ``out`` into it, in its dtype.
+        """Copy the rectangle at ``start`` with the shape of ``out`` into ``out``, in its dtype.
 
         Raises:
-            CheckpointError: an element is in no chunk, or a file cannot be read.
+            CheckpointError: an element is in no chunk, or a file is unreadable.
         """
-        found = 0
+        copied = 0
         stop = tuple(a + n for a, n in zip(start, out.shape, strict=True))
         for chunk in self.chunks:
             low = tuple(map(max, start, chunk.start))
@@ -144,27 +147,27 @@ class StoredTensor:
                 target = out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
                 self._read_chunk(chunk, tuple(a - c for a, c in zip(low, chunk.start, strict=True)), target, files,
                                  scratch)  # fmt: skip
-                found += target.numel()
-        if found != out.numel():
-            raise CheckpointError(f"'{self.name}': {found} of {out.numel()} elements at {list(start)} are there")
+                copied += target.numel()
+        if copied != out.numel():
+            raise CheckpointError(f"'{self.name}': only {copied} of {out.numel()} elements at {list(start)} are stored")
 
     def _read_chunk(self, chunk: Chunk, first: Index, target: Tensor, files: Files, scratch: Scratch) -> None:
-        place = chunk.place
-        begin = place.offset + sum(map(int.__mul__, first, place.stride)) * self.dtype.itemsize
+        location = chunk.location
+        begin = location.offset + sum(map(int.__mul__, first, location.stride)) * self.dtype.itemsize
         shape = tuple(target.shape)
-        if target.dtype == self.dtype and target.is_contiguous() and _is_dense(shape, place.stride):
+        if target.dtype == self.dtype and target.is_contiguous() and _is_dense(shape, location.stride):
             files.read_into(chunk.file, begin, target)
             return
-        span = sum((n - 1) * s for n, s in zip(shape, place.stride, strict=True)) + 1
+        span = sum((n - 1) * s for n, s in zip(shape, location.stride, strict=True)) + 1
         buffer = scratch.tensor("read", (span,), self.dtype)
         files.read_into(chunk.file, begin, buffer)
-        target.copy_(buffer.as_strided(shape, place.stride))
+        target.copy_(buffer.as_strided(shape, location.stride))
 
 
-class Part(NamedTuple):
-    """The rectangle ``[start, stop)`` of a Hugging Face tensor, found at ``at`` of a stored one.
+class ViewRegion(NamedTuple):
+    """The rectangle ``[start, stop)`` of a Hugging Face tensor, stored at index ``at`` of a stored tensor.
 
-    The stored tensor may have more dimensions, which come first (layer, expert): the rectangle is one thick there.
+    The stored tensor may have additional leading dimensions (layer, expert), which the index selects.
     """
 
     start: Index
@@ -175,39 +178,41 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorView:
-    """A Hugging Face tensor, wherever its parts are; without parts it is zero."""
+    """A Hugging Face tensor and its stored regions; without regions it is zero."""
 
     name: str
     shape: Index
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    regions: tuple[ViewRegion, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, in its own dtype."""
+        """Size in bytes, in its stored dtype."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, first: int, last: int, dtype: torch.dtype, files: Files, scratch: Scratch) -> Tensor:
-        """Rows ``[first, last)``, in memory of ``scratch``.
+        """Return rows ``[first, last)``, in the memory of ``scratch``.
 
         Raises:
-            CheckpointError: a part is missing or cannot be read.
+            CheckpointError: a region is missing or unreadable.
         """
         out = scratch.tensor("rows", (last - first, *self.shape[1:]), dtype)
-        if not self.parts:
+        if not self.regions:
             return out.zero_()
-        found = 0
-        for part in self.parts:
-            low, high = max(first, part.start[0]), min(last, part.stop[0])
+        copied = 0
+        for region in self.regions:
+            low, high = max(first, region.start[0]), min(last, region.stop[0])
             if low < high:
-                rest = tuple(slice(a, b) for a, b in zip(part.start[1:], part.stop[1:], strict=True))
-                target = out[(slice(low - first, high - first), *rest)]
-                found += target.numel()
-                extra = len(part.at) - len(part.start)
-                at = (*part.at[:extra], part.at[extra] + low - part.start[0], *part.at[extra + 1 :])
-                part.stored.read(at, target[(None,) * extra] if extra else target, files, scratch)
-        if found != out.numel():
-            raise CheckpointError(f"'{self.name}': {found} of {out.numel()} elements of rows {first} to {last} found")
+                other_dims = tuple(slice(a, b) for a, b in zip(region.start[1:], region.stop[1:], strict=True))
+                target = out[(slice(low - first, high - first), *other_dims)]
+                copied += target.numel()
+                extra = len(region.at) - len(region.start)
+                at = (*region.at[:extra], region.at[extra] + low - region.start[0], *region.at[extra + 1 :])
+                region.stored.read(at, target[(None,) * extra] if extra else target, files, scratch)
+        if copied != out.numel():
+            raise CheckpointError(
+                f"'{self.name}': only {copied} of {out.numel()} elements of rows {first} to {last} are stored"
+            )
         return out
 
 
@@ -220,26 +225,26 @@ def _contiguous(shape: Index) -> Index:
 
 
 def _is_dense(shape: Index, stride: Index) -> bool:
-    """Whether a rectangle's elements lie one after the other."""
+    """Whether the elements of a rectangle are contiguous."""
     return all(n == 1 or s == c for n, s, c in zip(shape, stride, _contiguous(shape), strict=True))
 
 
 class _Window(io.RawIOBase):
-    """Part of a file, as a file of its own."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Position within the part."""
+        """Move to a position within the range."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         self._at = base + offset
         if self._at < 0:
@@ -247,14 +252,14 @@ class _Window(io.RawIOBase):
         return self._at
 
     def tell(self) -> int:
-        """Position within the part."""
+        """Return the position within the range."""
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Reads no further than the part's end."""
-        wanted = max(0, min(len(buffer), self._length - self._at))
+        """Read at most to the end of the range."""
+        count = max(0, min(len(buffer), self._length - self._at))
         self._file.seek(self._offset + self._at)
-        data = self._file.read(wanted)
+        data = self._file.read(count)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)

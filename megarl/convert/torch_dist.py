@@ -1,8 +1,8 @@
-"""Reads ``torch_dist`` checkpoints of Megatron-Core's GPT models, in whatever layout another program saved them.
+"""Reader of ``torch_dist`` checkpoints: GPT models of Megatron-Core, saved by other programs in any layout.
 
-Such a checkpoint holds each parameter once, whole, under Megatron's name: what tensor-parallel rank 0 of 1 would hold.
-So the weight map's description of an unsplit model tells where each Hugging Face tensor is. Only the ways in which
-names differ are told here: all layers, or all experts of a layer, may lie in one tensor, one behind the other.
+Such a checkpoint stores each parameter once and unsplit, under its Megatron name, as rank 0 of TP 1 holds it. The
+weight map of an unsplit model therefore gives the location of each Hugging Face tensor. This module only translates
+names: all layers, or all experts of a layer, may be stacked in one tensor. Megatron's own loader would build the model.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.checkpoint_index import read_index
-from megarl.convert.source import TORCH_DIST, Source, stored_tensors, without_head_bias
-from megarl.convert.stored import Part, StoredTensor, TensorView
-from megarl.errors import CheckpointError
+from megarl.base.checkpoint_index import read_index
+from megarl.base.errors import CheckpointError
+from megarl.convert.source import TORCH_DIST, CheckpointSource, stored_tensors, without_head_bias
+from megarl.convert.stored import StoredTensor, TensorView, ViewRegion
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, Piece, WeightMap, canonical_name
 
 _PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
@@ -29,11 +29,11 @@ _LATENT_NORMS = {
     ".linear_kv_up_proj.layer_norm_weight": ".kv_layernorm.weight",
 }
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_HALVES = {"_w": 0, "_v": 1}  # gate and up of a fused layer, where they were saved apart
+_HALVES = {"_w": 0, "_v": 1}  # gate and up of a fused layer, if saved separately
 
 
 class _Located(NamedTuple):
-    """Rows from ``row`` on of a Megatron parameter: ``stored[leading]``."""
+    """Rows of a Megatron parameter, starting at ``row``: ``stored[leading]``."""
 
     stored: StoredTensor
     leading: tuple[int, ...]
@@ -44,8 +44,8 @@ class _Located(NamedTuple):
         return self.stored.shape[len(self.leading) :]
 
 
-def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Source:
-    """Opens a checkpoint.
+def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> CheckpointSource:
+    """Open a checkpoint.
 
     Args:
         path: the folder with ``.metadata``.
@@ -53,7 +53,7 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Source
         companions: folder with the model's config and tokenizer.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or the parameters are not those of the model.
+        CheckpointError: a file is missing or truncated, or the parameters do not fit the model.
     """
     index = read_index(path)
     names = [name for name in index.state_dict_metadata if not _STATE.search(name) and not _EXTRA.search(name)]
@@ -64,27 +64,29 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Source
     has_bias = "output_layer.bias" in located
     weight_map = WeightMap(config if has_bias or not value_head else without_head_bias(config), value_head)
     params = weight_map.megatron_params(ParallelLayout(), 0)
-    parts: dict[str, list[Part]] = defaultdict(list)
+    regions: dict[str, list[ViewRegion]] = defaultdict(list)
     for param in params:
-        found = _checked(path, param, located.pop(param.name, []), weight_map, companions)
+        located_rows = _check_rows(path, param, located.pop(param.name, []), weight_map, companions)
         for piece in param.pieces:
-            parts[piece.hf_name].append(_part(piece, found))
+            regions[piece.hf_name].append(_view_region(piece, located_rows))
     shapes = weight_map.hf_shapes()
-    views = {n: TensorView(n, shape, parts[n][0].stored.dtype, tuple(parts[n])) for n, shape in shapes.items()}
-    left_out = tuple(sorted({place.stored.name for places in located.values() for place in places}))
+    views = {n: TensorView(n, shape, regions[n][0].stored.dtype, tuple(regions[n])) for n, shape in shapes.items()}
+    left_out = tuple(sorted({location.stored.name for locations in located.values() for location in locations}))
     state = sorted({name.partition(".")[0] for name in index.state_dict_metadata if _STATE.search(name)})
-    source = Source(path, TORCH_DIST, config, companions, views, left_out, tuple(state), _facts(stored, config))
+    source = CheckpointSource(
+        path, TORCH_DIST, config, companions, views, left_out, tuple(state), _vocabulary_facts(stored, config)
+    )
     source.check_files()
     return source
 
 
-def _facts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, str]:
+def _vocabulary_facts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, str]:
     rows = [t.shape[0] for n, t in stored.items() if n.endswith("word_embeddings.weight")]
     return {"vocabulary": f"{config.vocab_size} of {rows[0]} rows"} if rows else {}
 
 
 def _locate_all(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, list[_Located]]:
-    """By the weight map's name, the stored tensors that a parameter consists of."""
+    """Return the stored tensors of each parameter, by its name in the weight map."""
     result: dict[str, list[_Located]] = defaultdict(list)
     for name, tensor in stored.items():
         try:
@@ -94,13 +96,13 @@ def _locate_all(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, lis
             raise CheckpointError(
                 f"checkpoint {path}: '{name}' of shape {list(tensor.shape)} lacks a dimension"
             ) from None
-    for places in result.values():
-        places.sort(key=lambda place: place.row)
+    for locations in result.values():
+        locations.sort(key=lambda location: location.row)
     return result
 
 
 def _names(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """The parameters in a stored tensor: name, index of its leading dimensions, first row."""
+    """Yield the parameters in a stored tensor: name, index of its leading dimensions, first row."""
     half = next((h for suffix, h in _HALVES.items() if name.endswith(f".weight{suffix}")), 0)
     name = re.sub(r"\.weight_[wv]$", ".weight", name)
     for fused, plain in _LATENT_NORMS.items():
@@ -114,31 +116,31 @@ def _names(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, 
             yield canonical_name(full), index, half * shape[len(index)]
             continue
         numbers = [(int(experts[1]), index)] if experts[1] else [(n, (*index, n)) for n in range(shape[len(index)])]
-        for number, place in numbers:
+        for number, leading in numbers:
             local = _EXPERTS.sub(rf".experts.local_experts.{number}.\2.", full)
-            yield local, place, half * shape[len(place)]
+            yield local, leading, half * shape[len(leading)]
 
 
-def _checked(
-    path: Path, param: LocalParam, found: list[_Located], weight_map: WeightMap, companions: Path
+def _check_rows(
+    path: Path, param: LocalParam, located: list[_Located], weight_map: WeightMap, companions: Path
 ) -> list[_Located]:
-    """The stored tensors of a parameter, if they are all of it; a vocabulary may have any padding."""
-    if not found:
+    """Return the stored tensors of a parameter after checking their shapes; the vocabulary may have any padding."""
+    if not located:
         raise CheckpointError(f"checkpoint {path} lacks '{param.name}' of the model of {companions}/config.json")
-    height, rest = sum(place.shape[0] for place in found), {place.shape[1:] for place in found}
+    height, row_shapes = sum(location.shape[0] for location in located), {location.shape[1:] for location in located}
     vocab = param.name == _EMBEDDING or (param.name == _OUTPUT and not weight_map.value_head)
-    least = weight_map.config.vocab_size if vocab else param.shape[0]
-    if rest != {param.shape[1:]} or height < least or (height != least and not vocab):
-        names = " and ".join(f"'{place.stored.name}' {list(place.shape)}" for place in found)
+    minimum = weight_map.config.vocab_size if vocab else param.shape[0]
+    if row_shapes != {param.shape[1:]} or height < minimum or (height != minimum and not vocab):
+        names = " and ".join(f"'{location.stored.name}' {list(location.shape)}" for location in located)
         raise CheckpointError(
             f"checkpoint {path}: {names}; by {companions}/config.json '{param.name}' has shape "
-            f"{[least, *param.shape[1:]]}"
+            f"{[minimum, *param.shape[1:]]}"
         )
-    return found
+    return located
 
 
-def _part(piece: Piece, found: list[_Located]) -> Part:
-    """Where a rectangle of a parameter is stored."""
-    row, *rest = piece.at
-    place = [p for p in found if p.row <= row][-1]
-    return Part(piece.start, piece.stop, place.stored, (*place.leading, row - place.row, *rest))
+def _view_region(piece: Piece, located: list[_Located]) -> ViewRegion:
+    """Return the stored region of a piece of a parameter."""
+    row, *columns = piece.at
+    location = [p for p in located if p.row <= row][-1]
+    return ViewRegion(piece.start, piece.stop, location.stored, (*location.leading, row - location.row, *columns))

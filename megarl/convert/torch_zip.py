@@ -1,8 +1,8 @@
-"""Where the elements of a tensor that ``torch.save`` wrote lie in its file, found without loading it.
+"""Location of a tensor's elements in a ``torch.save`` archive, without loading them.
 
-A distributed checkpoint is a row of such archives. Knowing the place, a band of rows can be read alone, however large
-the tensor. Of the archive's pickle nothing is run: it may name the functions that describe a tensor, which are replaced
-by ones that only note what they are told.
+The files of a distributed checkpoint are sequences of such archives, but ``torch.load(mmap=True)`` needs one file per
+archive. With the location, any rows of a large tensor can be read alone. The archive's pickle is not executed: it may
+only name functions that build a tensor, which are replaced by functions that record their arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from megarl.errors import CheckpointError
+from megarl.base.errors import CheckpointError
 
 _LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
 _STORAGES = {
@@ -36,11 +36,11 @@ class SavedTensor(NamedTuple):
     """A tensor in an archive."""
 
     offset: int
-    """First byte of its first element, from the beginning of the archive."""
+    """Offset of the first element from the start of the archive, in bytes."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements."""
+    """Strides in elements."""
 
 
 class _Storage(NamedTuple):
@@ -49,13 +49,13 @@ class _Storage(NamedTuple):
 
 
 def locate_tensor(archive: BinaryIO) -> SavedTensor:
-    """Finds the one tensor of an archive.
+    """Locate the single tensor of an archive.
 
     Args:
-        archive: the archive, from its beginning to its end.
+        archive: file with exactly the archive.
 
     Raises:
-        CheckpointError: it is no such archive, is damaged, or its pickle names anything but a tensor.
+        CheckpointError: the file is no such archive, is damaged, or its pickle names anything but a tensor.
     """
     try:
         with zipfile.ZipFile(archive) as entries:
@@ -66,15 +66,15 @@ def locate_tensor(archive: BinaryIO) -> SavedTensor:
                 raise CheckpointError(f"byte order {order!r} is not supported, only little")
             tensor = _TensorUnpickler(io.BytesIO(_content(archive, entries.getinfo(root + "data.pkl")))).load()
             if not (isinstance(tensor, _Tensor) and isinstance(tensor.storage, _Storage)):
-                raise CheckpointError("it holds no tensor")
-            return _place(archive, entries.getinfo(f"{root}data/{tensor.storage.key}"), tensor)
+                raise CheckpointError("it contains no tensor")
+            return _saved_tensor(archive, entries.getinfo(f"{root}data/{tensor.storage.key}"), tensor)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive can raise anything
         raise CheckpointError(f"it is damaged: {error!r}") from error
 
 
-def _place(archive: BinaryIO, entry: zipfile.ZipInfo, tensor: _Tensor) -> SavedTensor:
+def _saved_tensor(archive: BinaryIO, entry: zipfile.ZipInfo, tensor: _Tensor) -> SavedTensor:
     dtype = tensor.storage.dtype
     last = tensor.first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True)) + 1
     if min(tensor.shape, default=1) and last * dtype.itemsize > entry.file_size:
@@ -83,7 +83,7 @@ def _place(archive: BinaryIO, entry: zipfile.ZipInfo, tensor: _Tensor) -> SavedT
 
 
 def _start(archive: BinaryIO, entry: zipfile.ZipInfo) -> int:
-    """First byte of an entry's content."""
+    """Return the offset of an entry's content."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"'{entry.filename}' is compressed, which is not supported")
     archive.seek(entry.header_offset + _LOCAL_HEADER - 4)
@@ -92,7 +92,7 @@ def _start(archive: BinaryIO, entry: zipfile.ZipInfo) -> int:
 
 
 def _content(archive: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
-    """An entry's bytes; torch can write archives without checksums, so none is asked for."""
+    """Return the bytes of an entry; torch can write archives without checksums, so none is checked."""
     archive.seek(_start(archive, entry))
     return archive.read(entry.file_size)
 
@@ -122,7 +122,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
 
 class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Resolves what describes a tensor, to something harmless."""
+        """Resolve the names of a tensor's pickle to harmless functions."""
         if (module, name) in _FUNCTIONS:
             return _FUNCTIONS[module, name]
         if module == "torch" and name in _STORAGES:
@@ -130,7 +130,7 @@ class _TensorUnpickler(pickle.Unpickler):
         raise CheckpointError(f"refused to load '{module}.{name}', which no tensor contains")
 
     def persistent_load(self, pid: Any) -> _Storage:
-        """What a tensor's storage is: its number format and its place in the archive."""
+        """Return the dtype and archive key of a storage."""
         kind, dtype, key, *_ = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"unknown storage {pid!r}")

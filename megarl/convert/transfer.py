@@ -1,7 +1,8 @@
-"""Moves bands from a source to the files of an output, in parallel, in as little memory as a few bands take."""
+"""Parallel copy of bands from a checkpoint to the files of an output, in the memory of a few bands."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megarl.base.errors import CheckpointError
 from megarl.convert.output import Band, FilePlan
 from megarl.convert.stored import Files, Scratch
-from megarl.errors import CheckpointError
 
 _T = TypeVar("_T")
 Report = Callable[[int], None]
@@ -21,11 +24,11 @@ Report = Callable[[int], None]
 
 
 def in_parallel(work: Callable[[_T, Scratch], None], items: Iterable[_T], workers: int) -> None:
-    """Calls ``work`` for every item, in order of their beginning; after an error no other is begun, and it is raised.
+    """Call ``work`` for every item, started in order; the first error stops further items and is raised.
 
     Args:
-        work: gets an item and its worker's memory.
-        items: taken one by one, when a worker is free.
+        work: receives an item and its worker's scratch memory.
+        items: taken one at a time, whenever a worker is free.
         workers: number of threads; reading, writing and copying release the interpreter lock.
     """
     iterator, lock, stop = iter(items), threading.Lock(), threading.Event()
@@ -64,13 +67,13 @@ class _OpenFile:
             _write(self.descriptor, memoryview(content), offset)
 
     def band_done(self) -> bool:
-        """Notes a band; whether it was the last."""
+        """Count a written band; return whether it was the last."""
         with self._lock:
             self._left -= 1
             return self._left == 0
 
     def finish(self) -> None:
-        """Makes the file survive a power failure."""
+        """Flush the file to disk and close it."""
         try:
             os.fsync(self.descriptor)
         finally:
@@ -80,17 +83,17 @@ class _OpenFile:
 def transfer(
     files: Iterable[FilePlan], folder: Path, workers: int, finished: Callable[[str], None], report: Report
 ) -> None:
-    """Writes files.
+    """Write files.
 
     Args:
-        files: what to write.
-        folder: where.
+        files: plans of the files.
+        folder: output folder.
         workers: number of threads.
-        finished: called with a file's name once it is whole and on the disk.
-        report: told of the bytes written.
+        finished: called with the name of each file that is complete and flushed to disk.
+        report: called with the number of bytes written.
 
     Raises:
-        CheckpointError: something of the source is missing or damaged, or writing failed: the disk may be full.
+        CheckpointError: a part of the source is missing or damaged, or writing failed, for example on a full disk.
     """
     sources = Files()
 
@@ -121,3 +124,24 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
     while content:
         count = os.pwrite(descriptor, content, offset)
         content, offset = content[count:], offset + count
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int, done: int = 0, show: bool = True) -> Iterator[Report]:
+    """Show a progress bar on stderr, if it is a terminal.
+
+    Args:
+        title: text in front of the bar.
+        total: total bytes.
+        done: bytes done before.
+        show: whether to draw the bar.
+
+    Yields:
+        A function that adds a number of bytes, from any thread.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
+        task = bar.add_task(title, total=total, completed=done)
+        yield lambda count: bar.advance(task, count)

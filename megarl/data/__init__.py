@@ -1,6 +1,6 @@
-"""Batches between processes, data sets, and the plans that balance and pack their rows.
+"""Data: batches, data sets, row orders, partition balancing and packing.
 
-Names load on first use, so that :func:`check_files` can run before anything imports torch.
+Names load on first use, so that :func:`check_files` runs without importing torch.
 """
 
 from __future__ import annotations
@@ -9,39 +9,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.data.balance import alike_mini_batches, balance_mini_batches, balanced_partition
+    from megarl.data.balance import balance_mini_batches, balanced_partition, stratified_minibatch_order
     from megarl.data.columns import COLUMNS, NON_TENSOR_COLUMNS, Column, declare_column
     from megarl.data.dataset import RLHFDataset
     from megarl.data.loader import StatefulLoader
-    from megarl.data.packing import check_longest, common_count, fewest_micro_batches, plan_micro_batches
-    from megarl.data.pairs import PairDataset
+    from megarl.data.packing import check_longest, common_micro_batch_count, fewest_micro_batches, plan_micro_batches
     from megarl.data.protocol import DataProto
     from megarl.data.rows import check_files
     from megarl.data.sequences import attention_mask_of, pad_left, pad_right, sequence_lengths
-    from megarl.data.sft_dataset import SFTDataset
+    from megarl.data.supervised_datasets import PairDataset, SFTDataset
 
-_HOME = {
+_MODULES = {
     "COLUMNS": "columns",
     "NON_TENSOR_COLUMNS": "columns",
     "Column": "columns",
     "DataProto": "protocol",
-    "PairDataset": "pairs",
+    "PairDataset": "supervised_datasets",
     "RLHFDataset": "dataset",
-    "SFTDataset": "sft_dataset",
+    "SFTDataset": "supervised_datasets",
     "StatefulLoader": "loader",
-    "alike_mini_batches": "balance",
     "attention_mask_of": "sequences",
     "balance_mini_batches": "balance",
     "balanced_partition": "balance",
     "check_files": "rows",
     "check_longest": "packing",
-    "common_count": "packing",
+    "common_micro_batch_count": "packing",
     "declare_column": "columns",
     "fewest_micro_batches": "packing",
     "pad_left": "sequences",
     "pad_right": "sequences",
     "plan_micro_batches": "packing",
     "sequence_lengths": "sequences",
+    "stratified_minibatch_order": "balance",
 }
 
 __all__ = [
@@ -53,23 +52,23 @@ __all__ = [
     "RLHFDataset",
     "SFTDataset",
     "StatefulLoader",
-    "alike_mini_batches",
     "attention_mask_of",
     "balance_mini_batches",
     "balanced_partition",
     "check_files",
     "check_longest",
-    "common_count",
+    "common_micro_batch_count",
     "declare_column",
     "fewest_micro_batches",
     "pad_left",
     "pad_right",
     "plan_micro_batches",
     "sequence_lengths",
+    "stratified_minibatch_order",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,43 +1,58 @@
-"""Which rank gets which rows, so that ranks that wait for each other have equal work.
+"""Partition balancing: assign rows to ranks and mini-batches with nearly equal cost.
 
-Costs are an argument: tokens, operations, or anything else that adds up. All plans are deterministic: the same costs
-give the same plan on every machine.
+Costs are an argument: tokens, operations, or any other additive measure. A partition starts from a greedy rule and is
+improved by local search. All plans are deterministic: equal costs give equal plans on every machine.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from megarl.data.even_out import Parts, even_out
-from megarl.errors import DataError
+from megarl.base.errors import DataError
 
 Partition = list[list[int]]
+Parts = list[np.ndarray]
 
+TOLERANCE = 1e-4
+"""Relative distance to the lower bound at which the local search ends."""
 _LENGTH_CLASSES = 16
+_ITEMS_PER_PART = 256
+# Pairs compared at once: few, since most steps succeed with one of the cheapest parts.
+_PAIRS_AT_ONCE = 1 << 14
+# Ends searches over thousands of parts after about a second; it counts work, not time, so that plans are reproducible.
+_WORK = 1 << 25
+_WORK_PER_PART = 256
+
+
+class Capacity(NamedTuple):
+    """A second weight of every item, and the limit of its sum per part."""
+
+    weights: np.ndarray
+    limit: float
 
 
 def balanced_partition(costs: Sequence[float], k: int, equal_size: bool = False) -> Partition:
-    """Cut items into ``k`` parts of nearly equal cost.
+    """Partition items into ``k`` parts of nearly equal cost.
 
-    Starts from the greedy rule (most expensive item first, to the cheapest part; Graham, 1969), for equal sizes also
-    from rounds of ``k`` items and from a snake, and exchanges items from the best of them (see
-    :func:`megarl.data.even_out.even_out`). The most expensive part is therefore never above any of these, nor, where
-    sizes are free, above the greedy bound of 4/3 - 1/(3k) times the best possible.
+    The start is the greedy rule (most expensive item first, to the cheapest part; Graham, 1969); for equal sizes also
+    rounds of ``k`` items and a snake order. The best start is improved by :func:`local_search`. The most expensive part
+    is therefore never above any start, and for free sizes at most 4/3 - 1/(3k) times the optimum (greedy bound).
 
     Args:
         costs: cost of each item.
         k: number of parts.
-        equal_size: give each part the same number of items; otherwise parts may differ in size, and are empty only
-            where there are fewer items than parts.
+        equal_size: give each part the same number of items; otherwise sizes may differ, and parts are empty only with
+            fewer items than parts.
 
     Returns:
         Item numbers of each part, ascending; parts in the order of their first item, empty ones last.
 
     Raises:
-        DataError: ``k`` is below 1, a cost is negative or not finite, or ``equal_size`` and the items do not divide.
+        DataError: ``k`` is below 1, a cost is negative or not finite, or the items do not divide (``equal_size``).
     """
     values = np.asarray(costs, dtype=np.float64)
     if k < 1:
@@ -49,31 +64,31 @@ def balanced_partition(costs: Sequence[float], k: int, equal_size: bool = False)
         raise DataError(f"{len(values)} items cannot be cut into {k} parts of equal size")
     starts = (_greedy, _rounds, _snake) if equal_size else (_greedy,)
     best = _better(values, [start(values, k, equal_size) for start in starts])
-    even = even_out(values, best, fixed_sizes=equal_size)
-    return sorted((np.sort(part).tolist() for part in even), key=lambda part: part[0] if part else len(values))
+    balanced = local_search(values, best, fixed_sizes=equal_size)
+    return sorted((np.sort(part).tolist() for part in balanced), key=lambda part: part[0] if part else len(values))
 
 
 def balance_mini_batches(
     costs: Sequence[float], num_mini_batches: int, dp: int, equal_size: bool = True
 ) -> list[Partition]:
-    """Rows of each data-parallel rank, for an update that takes several optimizer steps.
+    """Assign the rows of each mini-batch to data-parallel ranks with nearly equal cost.
 
-    Mini-batch ``i`` is the rows ``[i*m, (i+1)*m)`` with ``m = rows / num_mini_batches``, whatever ``dp`` is, so that
-    the number of ranks changes no result. Ranks wait for each other at the end of every mini-batch, so each is cut
-    into ``dp`` parts of nearly equal cost for itself.
+    Mini-batch ``i`` is the rows ``[i*m, (i+1)*m)`` with ``m = rows / num_mini_batches``, independent of ``dp``: the
+    number of ranks changes no result. Ranks wait for each other at the end of every mini-batch, so each mini-batch is
+    balanced separately.
 
     Args:
         costs: cost of each row.
         num_mini_batches: optimizer steps over these rows.
         dp: data-parallel ranks.
-        equal_size: give every rank equally many rows of a mini-batch; otherwise at least one.
+        equal_size: give every rank the same number of rows of a mini-batch; otherwise at least one.
 
     Returns:
         For each mini-batch, the row numbers of each rank.
 
     Raises:
-        DataError: rows do not divide into the mini-batches, a mini-batch's rows not over the ranks where they are to
-            have equally many, or there are fewer rows than ranks.
+        DataError: rows do not divide into the mini-batches, the rows of a mini-batch do not divide over the ranks
+            (``equal_size``), or there are fewer rows than ranks.
     """
     parts = num_mini_batches * dp if equal_size else num_mini_batches
     if num_mini_batches < 1 or dp < 1 or len(costs) % parts or (0 < len(costs) < num_mini_batches * dp):
@@ -88,23 +103,22 @@ def balance_mini_batches(
     ]
 
 
-def alike_mini_batches(lengths: Sequence[int], num_mini_batches: int, group: int = 1) -> list[int]:
-    """An order of rows in which consecutive mini-batches have alike distributions of lengths.
+def stratified_minibatch_order(lengths: Sequence[int], num_mini_batches: int, group: int = 1) -> list[int]:
+    """Order rows so that consecutive mini-batches have similar length distributions (stratified assignment).
 
-    Long rows weigh more in a loss that is a mean over tokens, and cost more. Consecutive rows of a shuffled batch
-    differ more than they need: by Kolmogorov-Smirnov distances of 0.10 on average and 0.15 at worst between four
-    mini-batches of 256 rows; more where rows come in groups of alike length, as answers to one prompt do. Here groups
-    are sorted by tokens, and each ``num_mini_batches`` of them in turn are dealt out, one to each mini-batch, to the
-    one whose tokens and counts of rows by length class it completes best. The order depends on nothing but the
-    arguments, in particular not on how many ranks there are.
+    Long rows weigh more in a token-mean loss and cost more. Four mini-batches of 256 rows of a shuffled batch differ by
+    Kolmogorov-Smirnov distances of 0.10 on average and 0.15 at worst, and by more if groups have similar lengths, as
+    responses to one prompt do. Here groups are sorted by tokens. Each stratum of ``num_mini_batches`` groups gives one
+    group to each mini-batch; a group goes to the mini-batch that it balances best in tokens and in row counts by length
+    class. The order is a function of the arguments alone, in particular independent of the number of ranks.
 
     Args:
         lengths: tokens of each row.
-        num_mini_batches: how many slices of equal size the order will be cut into.
-        group: consecutive rows that stay together, such as the answers to one prompt.
+        num_mini_batches: number of equal slices of the order.
+        group: consecutive rows that stay together, such as the responses to one prompt.
 
     Returns:
-        Row numbers: the first mini-batch's, the second's, and so on; each ascending.
+        Row numbers of the first mini-batch, of the second, and so on; ascending in each.
 
     Raises:
         DataError: the groups do not divide over the mini-batches.
@@ -122,24 +136,24 @@ def alike_mini_batches(lengths: Sequence[int], num_mini_batches: int, group: int
     bounds = np.quantile(values, np.arange(1, _LENGTH_CLASSES) / _LENGTH_CLASSES)
     shorter = (groups[:, :, None] <= bounds).sum(axis=1)  # [groups, classes - 1]
     features = np.column_stack([tokens / max(values.mean(), 1.0), shorter])
-    dealt: Partition = [[] for _ in range(num_mini_batches)]
+    assigned: Partition = [[] for _ in range(num_mini_batches)]
     sums = np.zeros((num_mini_batches, features.shape[1]))
     for stratum in _descending(tokens).reshape(-1, num_mini_batches):
         goal = (sums.sum(axis=0) + features[stratum].sum(axis=0)) / num_mini_batches
         free = list(range(num_mini_batches))
         for index in stratum.tolist():
-            off = np.square(sums[free] + features[index] - goal).sum(axis=1)
-            chosen = free.pop(int(np.argmin(off)))
-            sums[chosen] += features[index]
-            dealt[chosen].append(index)
-    return [index * group + row for mini_batch in dealt for index in sorted(mini_batch) for row in range(group)]
+            error = np.square(sums[free] + features[index] - goal).sum(axis=1)
+            mini_batch = free.pop(int(np.argmin(error)))
+            sums[mini_batch] += features[index]
+            assigned[mini_batch].append(index)
+    return [index * group + row for groups_of in assigned for index in sorted(groups_of) for row in range(group)]
 
 
 _Start = Callable[[np.ndarray, int, bool], Parts]
 
 
 def _better(costs: np.ndarray, candidates: Sequence[Parts]) -> Parts:
-    """The candidate whose most expensive part is cheapest; the first of equal ones."""
+    """Choose the candidate with the cheapest most expensive part, the first of equal ones."""
     return min(candidates, key=lambda parts: max(float(costs[part].sum()) for part in parts))
 
 
@@ -148,7 +162,7 @@ def _descending(costs: np.ndarray) -> np.ndarray:
 
 
 def _greedy(costs: np.ndarray, k: int, equal_size: bool) -> Parts:
-    """Most expensive item first, to the cheapest part that has room; of equal parts to the one with fewest items."""
+    """Assign the most expensive item first, to the cheapest part with capacity; break ties by the fewest items."""
     order = _descending(costs)
     capacity = len(costs) // k if equal_size else len(costs)
     heap = [(0.0, 0, part) for part in range(k)]
@@ -164,7 +178,7 @@ def _greedy(costs: np.ndarray, k: int, equal_size: bool) -> Parts:
 
 
 def _rounds(costs: np.ndarray, k: int, equal_size: bool) -> Parts:
-    """In rounds of ``k`` items, most expensive first: the most expensive of a round to the cheapest part."""
+    """Assign in rounds of ``k`` items, most expensive first: the most expensive of a round to the cheapest part."""
     order = _descending(costs)
     sums = np.zeros(k)
     owners = []
@@ -176,7 +190,7 @@ def _rounds(costs: np.ndarray, k: int, equal_size: bool) -> Parts:
 
 
 def _snake(costs: np.ndarray, k: int, equal_size: bool) -> Parts:
-    """In rounds of ``k`` items, most expensive first, to the parts in turn, forwards and backwards."""
+    """Assign in rounds of ``k`` items, most expensive first, to the parts in alternating order."""
     order = _descending(costs)
     turns = np.tile(np.arange(k), (len(costs) // k, 1))
     turns[1::2] = turns[1::2, ::-1]
@@ -184,6 +198,130 @@ def _snake(costs: np.ndarray, k: int, equal_size: bool) -> Parts:
 
 
 def _parts(items: np.ndarray, owners: np.ndarray, k: int) -> Parts:
-    """The items of each part."""
+    """Collect the items of each part."""
     by_owner = np.argsort(owners, kind="stable")
     return np.split(items[by_owner], np.cumsum(np.bincount(owners, minlength=k))[:-1])
+
+
+def local_search(costs: np.ndarray, parts: Parts, *, fixed_sizes: bool, capacity: Capacity | None = None) -> Parts:
+    """Rebalance parts by local search: exchange items between the most expensive part and another part.
+
+    Deterministic. The most expensive part never becomes more expensive, and no part becomes empty. The search ends if
+    the most expensive part is within :data:`TOLERANCE` of :func:`makespan_lower_bound`, if no exchange helps, or after
+    a fixed amount of work. Parts with more than 256 items are searched on an evenly spaced sample: such parts are
+    nearly balanced from the start.
+
+    Args:
+        costs: cost of each item, ``[items]``, not negative.
+        parts: item numbers of each part.
+        fixed_sizes: exchange one item for one; otherwise an item may also move without exchange.
+        capacity: limit that no part may exceed; the given parts must satisfy it.
+
+    Returns:
+        The parts in the given order, their items in arbitrary order.
+    """
+    if len(parts) < 2:
+        return list(parts)
+    search = _Search(costs, parts, fixed_sizes, capacity or Capacity(np.zeros(len(costs)), 0.0))
+    goal = makespan_lower_bound(costs, len(parts), fixed_sizes=fixed_sizes) * (1 + TOLERANCE)
+    while search.sums.max() > goal and search.improve():
+        pass
+    return search.parts
+
+
+def makespan_lower_bound(costs: np.ndarray, k: int, *, fixed_sizes: bool) -> float:
+    """Lower bound of the cost of the most expensive of ``k`` parts (makespan); not always attainable.
+
+    The bound is the mean of the parts or the most expensive item. With ``fixed_sizes`` all parts have ``c`` items. Then
+    two of the ``j`` most expensive items share a part, or they are in ``j`` parts that also contain at least the
+    ``j * (c - 1)`` cheapest items. For pairs, one of these parts contains at least the ``j``-th cheapest item.
+    """
+    if not len(costs):
+        return 0.0
+    mean = float(costs.sum()) / k
+    if not fixed_sizes or len(costs) <= k:
+        return max(mean, float(costs.max()))
+    ascending = np.sort(costs)
+    descending, size, j = ascending[::-1], len(costs) // k, np.arange(1, k + 1)
+    totals = np.concatenate([[0.0], np.cumsum(ascending)])
+    apart = (np.cumsum(descending[:k]) + totals[j * (size - 1)]) / j
+    if size == 2:
+        apart = np.maximum(apart, descending[:k] + ascending[:k])
+    together = descending[:k] + np.append(np.inf, descending[: k - 1]) + totals[size - 2]
+    return max(mean, float(np.minimum(apart, together).max()))
+
+
+class _Search:
+    """State of the local search: parts, their costs, and their used capacity."""
+
+    def __init__(self, costs: np.ndarray, parts: Parts, fixed_sizes: bool, capacity: Capacity) -> None:
+        self.costs = costs
+        self.fixed_sizes = fixed_sizes
+        self.capacity = capacity
+        self.parts = list(parts)
+        self.sums = np.array([costs[part].sum() for part in parts])
+        self.used = np.array([capacity.weights[part].sum() for part in parts])
+        self.work = 0
+
+    def improve(self) -> bool:
+        """Make the best exchange of the most expensive part with the cheapest parts; return False if none helps.
+
+        The best exchange minimizes the cost of the more expensive of the two parts.
+        """
+        heavy = int(np.argmax(self.sums))
+        given = _sample(self.parts[heavy])
+        for partners, taken in self._offers(heavy, _PAIRS_AT_ONCE // len(given)):
+            moved = self.costs[given][:, None] - _values_of(self.costs, taken)
+            weight = self.capacity.weights[given][:, None] - _values_of(self.capacity.weights, taken)
+            after = np.maximum(self.sums[heavy] - moved, self.sums[partners] + moved)
+            limit = self.capacity.limit
+            fits = (self.used[heavy] - weight <= limit) & (self.used[partners] + weight <= limit)
+            after = np.where(fits, after, np.inf)
+            self.work += after.size
+            best = int(np.argmin(after))
+            # without the margin, rounding could make two parts exchange the same items forever
+            if after.flat[best] < self.sums[heavy] * (1 - 1e-12):
+                row, column = divmod(best, len(taken))
+                self._exchange(heavy, int(given[row]), int(partners[column]), int(taken[column]))
+                return True
+        return False
+
+    def _offers(self, heavy: int, at_once: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Items of the other parts, cheapest part first, as arrays of parts and items of about ``at_once`` entries.
+
+        For free sizes every part also offers no item, as item -1. Offers end when the work limit is reached.
+        """
+        partners: list[np.ndarray] = []
+        items: list[np.ndarray] = []
+        size = 0
+        for part in np.argsort(self.sums, kind="stable").tolist():
+            if part == heavy or self.work > _WORK:
+                continue
+            offered = _sample(self.parts[part])
+            if not self.fixed_sizes:
+                offered = np.append(offered, -1)
+            items.append(offered)
+            partners.append(np.full(len(offered), part))
+            size += len(offered)
+            self.work += _WORK_PER_PART
+            if size >= at_once:
+                yield np.concatenate(partners), np.concatenate(items)
+                partners, items, size = [], [], 0
+        if items:
+            yield np.concatenate(partners), np.concatenate(items)
+
+    def _exchange(self, heavy: int, given: int, light: int, taken: int) -> None:
+        for part, old, new in ((heavy, given, taken), (light, taken, given)):
+            kept = self.parts[part][self.parts[part] != old]
+            self.parts[part] = kept if new < 0 else np.append(kept, new)
+            self.sums[part] = self.costs[self.parts[part]].sum()
+            self.used[part] = self.capacity.weights[self.parts[part]].sum()
+
+
+def _sample(part: np.ndarray) -> np.ndarray:
+    return part[:: -(-len(part) // _ITEMS_PER_PART) or 1]
+
+
+def _values_of(values: np.ndarray, items: np.ndarray) -> np.ndarray:
+    """``values`` of items, 0 for item -1."""
+    return np.where(items >= 0, values[items], 0)

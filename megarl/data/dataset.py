@@ -1,4 +1,4 @@
-"""Rows of files to batches of prompts."""
+"""RLHF data set: rows of files to batches of prompts, and the base class of data sets over rows."""
 
 from __future__ import annotations
 
@@ -6,64 +6,145 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import torch
+
+from megarl.base.errors import DataError
 from megarl.data.columns import COLUMNS
-from megarl.data.lengths import measured
-from megarl.data.prompts import (
+from megarl.data.lengths import PromptLengths, measure_lengths
+from megarl.data.protocol import DataProto
+from megarl.data.rows.reader import Rows
+from megarl.data.sequences import attention_mask_of, pad_left
+from megarl.data.tokenization import (
     SYSTEM_COLUMN,
     TOOLS_COLUMN,
     PromptEncoder,
-    PromptForm,
+    PromptReader,
     check_truncation,
     truncate,
 )
-from megarl.data.protocol import DataProto
-from megarl.data.row_dataset import RowDataset, Sample, pad_id
-from megarl.data.rows import Rows
-from megarl.data.sequences import attention_mask_of, pad_left
-from megarl.data.token_counts import PromptLengths
-from megarl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+Sample = dict[str, Any]
+
 _OPTIONAL = ("ability", "extra_info", "agent_name")
-_MADE = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "weight_version")
-"""Columns of a batch that no file may bring."""
+_RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "weight_version")
+"""Columns that megarl adds to a batch; a file must not contain them."""
+
+
+class RowDataset(torch.utils.data.Dataset[Sample]):
+    """A subset of the rows of files, in file order.
+
+    Args:
+        source: all rows.
+        max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
+        sample_seed: seed of the draw.
+    """
+
+    def __init__(self, source: Rows, max_samples: int = -1, sample_seed: int | None = None) -> None:
+        self.source = source
+        self._rows = sample_rows(len(source), max_samples, sample_seed)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows_of_files(self) -> list[int]:
+        """Number of kept rows of each file."""
+        ends = np.cumsum([0, *self.source.rows_of_files()])
+        counts: list[int] = np.diff(np.searchsorted(self._rows, ends)).tolist()
+        return counts
+
+    def numbers(self, path: str) -> np.ndarray:
+        """Read a numeric column of all kept rows.
+
+        Args:
+            path: column, or ``column.field`` of a column with structs.
+
+        Raises:
+            DataError: the column does not exist, or a row has no number there.
+        """
+        column, *fields = path.split(".")
+        if column not in self.source.columns:
+            raise DataError(f"there is no column {column!r} to order rows by; there are {list(self.source.columns)}")
+        numbers = np.full(len(self.source), np.nan)
+        for row, value in enumerate(self.source.scan(column)):
+            for name in fields:
+                value = value.get(name) if isinstance(value, Mapping) else None
+            if isinstance(value, int | float):
+                numbers[row] = value
+        missing = np.flatnonzero(np.isnan(numbers[self._rows]))
+        if len(missing):
+            location = self.source.location(int(self._rows[missing[0]]))
+            raise DataError(f"{location}: {path!r} is not a number; rows are ordered by it")
+        kept: np.ndarray = numbers[self._rows]
+        return kept
+
+
+def sample_rows(rows: int, max_samples: int, seed: int | None) -> np.ndarray:
+    """Numbers of the rows to keep, ascending.
+
+    Args:
+        rows: number of rows.
+        max_samples: rows to keep; -1 = all.
+        seed: seed of the draw; None = keep the first rows.
+    """
+    if max_samples < 0 or max_samples >= rows:
+        return np.arange(rows)
+    if seed is None:
+        return np.arange(max_samples)
+    return np.sort(np.random.default_rng(seed).choice(rows, max_samples, replace=False))
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Token id that pads batches; 0 for a tokenizer without a padding token."""
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+
+
+def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the tokenizer has an end-of-sequence token.
+
+    Raises:
+        DataError: it has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; set eos_token")
 
 
 class RLHFDataset(RowDataset):
-    """Prompts with what their answers are scored by.
+    """Prompts with the data for their reward functions.
 
-    With ``truncation="error"`` or with filtering, every prompt is measured when the data set is built, so that a row
-    that is too long stops the run before it begins and not hours later.
+    With ``truncation="error"`` or with filtering, the data set measures every prompt when it is built, so that a prompt
+    that is too long stops the run at its start.
 
     Args:
         files: paths or patterns (see :class:`megarl.data.rows.Rows`).
         tokenizer: Hugging Face tokenizer with a chat template.
-        max_prompt_length: longest prompt, in tokens, template included.
+        max_prompt_length: longest prompt, in tokens, including the template.
         prompt_key: column of the chat messages.
-        truncation: what happens to a longer prompt: ``error``, or cut it at its ``left``, ``right`` or ``middle``.
-        filter_overlong_prompts: drop longer prompts instead, and count them.
+        truncation: treatment of a longer prompt: ``error``, or cut it at its ``left``, ``right`` or ``middle``.
+        filter_overlong_prompts: drop and count longer prompts instead.
         apply_chat_template_kwargs: extra arguments for the chat template.
-        reward_fn_key: column with the name of the data source, by which rows are scored and reported.
-        system_prompt: system message of the rows that have none.
-        tool_schemas: of the tools that rows may name in the column ``tools``, by name.
-        max_samples: rows to keep, drawn with ``sample_seed``, or with None the first; -1 = all.
-        sample_seed: of that draw.
-        workers: processes that measure; None = as many as are worth it.
-        cache_dir: folder for what makes large files quick to open.
+        reward_fn_key: column with the name of the data source, for reward functions and metrics.
+        system_prompt: system message of rows without one.
+        tool_schemas: schemas of the tools that rows may name in the column ``tools``, by name.
+        max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
+        sample_seed: seed of the draw.
+        workers: processes that measure lengths; None = a number that suits the data set.
+        cache_dir: folder for converted files and lengths.
 
     Attributes:
-        dropped: prompts that were filtered out.
+        dropped: number of prompts that were filtered out.
 
     Raises:
         DataError: a file, column or row is malformed, a prompt is too long, or no prompt is left.
     """
 
     scored: ClassVar[bool] = True
-    """Whether rows need what answers are scored by."""
+    """Whether rows need the columns of the reward functions."""
 
     def __init__(
         self,
@@ -87,24 +168,24 @@ class RLHFDataset(RowDataset):
         required = (reward_fn_key, "reward_model") if self.scored else ()
         source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir)
         super().__init__(source, max_samples, sample_seed)
-        self.form = PromptForm(prompt_key, system_prompt, tool_schemas or {})
+        self.reader = PromptReader(prompt_key, system_prompt, tool_schemas or {})
         self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
         self.dropped = 0
-        self._carried = self._columns_to_carry()
+        self._passed_columns = self._select_columns()
         if filter_overlong_prompts or truncation == "error":
-            self._measure(filter_overlong_prompts, workers)
+            self._check_lengths(filter_overlong_prompts, workers)
 
     def __getitem__(self, item: int) -> Sample:
-        """One row: ``prompt_ids`` (list of token ids) and the non-tensor columns; ``index`` counts dropped rows too."""
+        """Return a row: ``prompt_ids`` (token ids) and the non-tensor columns; ``index`` also counts dropped rows."""
         row = int(self._rows[item])
-        values, where = self.source[row], self.source.where(row)
-        prompt = self.form.read(values, where)
+        values, location = self.source[row], self.source.location(row)
+        prompt = self.reader.read(values, location)
         sample = {
-            "prompt_ids": truncate(self.encoder.encode(prompt, where), self.max_prompt_length, self.truncation),
+            "prompt_ids": truncate(self.encoder.encode(prompt, location), self.max_prompt_length, self.truncation),
             "raw_prompt": prompt.messages,
-            **{name: values[name] for name in self._carried},
+            **{name: values[name] for name in self._passed_columns},
             "data_source": values.get(self.reward_fn_key),
             "extra_info": values.get("extra_info") or {},
             "index": row,
@@ -112,7 +193,7 @@ class RLHFDataset(RowDataset):
         return sample | ({TOOLS_COLUMN: prompt.tools} if TOOLS_COLUMN in self.source.columns else {})
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:
-        """Samples as a batch: ``prompts`` ``[b, P]`` and ``attention_mask`` ``[b, P]``, P the longest among them."""
+        """Collate samples to a batch: ``prompts`` and ``attention_mask`` ``[b, P]``, P the longest prompt."""
         prompt_ids = [sample["prompt_ids"] for sample in samples]
         tensors = {"prompts": pad_left(prompt_ids, pad_id(self.encoder.tokenizer))}
         tensors["attention_mask"] = attention_mask_of(
@@ -121,16 +202,16 @@ class RLHFDataset(RowDataset):
         names = [name for name in samples[0] if name != "prompt_ids"]
         return DataProto.from_dict(tensors, {name: [sample[name] for sample in samples] for name in names})
 
-    def _columns_to_carry(self) -> list[str]:
-        """Columns of the files that rows bring along: all but what the prompt is made of."""
-        used = (self.form.key, SYSTEM_COLUMN, TOOLS_COLUMN)
-        taken = [name for name in self.source.columns if name not in used and (name in COLUMNS or name in _MADE)]
-        if taken:
-            logger.warning("columns %s are left out: batches have columns of these names", ", ".join(taken))
-        return [name for name in self.source.columns if name not in (*used, *taken)]
+    def _select_columns(self) -> list[str]:
+        """Select the file columns that go into a batch: all except prompt columns and reserved names."""
+        used = (self.reader.key, SYSTEM_COLUMN, TOOLS_COLUMN)
+        reserved = [name for name in self.source.columns if name not in used and (name in COLUMNS or name in _RESERVED)]
+        if reserved:
+            logger.warning("columns %s are ignored: batches reserve these names", ", ".join(reserved))
+        return [name for name in self.source.columns if name not in (*used, *reserved)]
 
-    def _measure(self, drop: bool, workers: int | None) -> None:
-        all_lengths = measured(self.source, PromptLengths(self.encoder, self.form), workers)[:, 0]
+    def _check_lengths(self, drop: bool, workers: int | None) -> None:
+        all_lengths = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)[:, 0]
         lengths = all_lengths[self._rows]
         too_long = lengths > self.max_prompt_length
         if not too_long.any():
@@ -138,10 +219,10 @@ class RLHFDataset(RowDataset):
         if not drop:
             row = int(self._rows[too_long.argmax()])
             raise DataError(
-                f"{self.source.where(row)}: the prompt has {all_lengths[row]} tokens, at most {self.max_prompt_length} "
-                f"are allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the longest has "
-                f"{lengths.max()}); raise data.max_prompt_length, set data.truncation=left, right or middle, or "
-                "data.filter_overlong_prompts=True"
+                f"{self.source.location(row)}: the prompt has {all_lengths[row]} tokens, at most "
+                f"{self.max_prompt_length} are allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the "
+                f"longest has {lengths.max()}); raise data.max_prompt_length, set data.truncation=left, right or "
+                "middle, or data.filter_overlong_prompts=True"
             )
         self._rows, self.dropped = self._rows[~too_long], int(too_long.sum())
         if not len(self):

@@ -1,4 +1,4 @@
-"""How long rows are in tokens: measured by several processes where there are many, and kept in the cache."""
+"""Lengths of rows in tokens: measured by several processes, and cached for large data sets; imports no torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from rich.console import Console
@@ -18,34 +18,75 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megarl.data.rows import Rows
 from megarl.data.rows.cache import digest
+from megarl.data.tokenization import PromptEncoder, PromptReader, ResponseEncoder
 
 logger = logging.getLogger(__name__)
 
 _CHUNK = 2048
 ROWS_PER_WORKER = 16_384
-"""A process takes seconds to start, so that fewer rows are not worth one more."""
+"""Rows that justify a further process, which takes seconds to start."""
 KEPT_ROWS = 4096
-"""Lengths of fewer rows are measured anew at each start."""
+"""Lengths of smaller data sets are not cached but measured at each start."""
 _LOG_EVERY_S = 30.0
 
 
-class Measure(Protocol):
-    """Counts tokens of rows; must be picklable."""
+class LengthMeasure(Protocol):
+    """Counts the tokens of rows; must be picklable."""
 
     @property
     def identity(self) -> str:
-        """What the counts follow from beside the rows."""
+        """Fingerprint of everything except the rows that determines the counts."""
 
     def __call__(self, rows: Rows, start: int, stop: int) -> Sequence[Sequence[int]]:
-        """Counts of each row from ``start`` to before ``stop``; raises DataError for a row that cannot be encoded."""
+        """Count the tokens of each row in ``[start, stop)``; raise DataError for a row that cannot be encoded."""
 
 
-def measured(rows: Rows, measure: Measure, workers: int | None = None) -> np.ndarray:
-    """Counts ``[rows, counts]`` of all rows, from the cache where they are there.
+class PromptLengths:
+    """Measures the prompts of rows in tokens."""
+
+    def __init__(self, encoder: PromptEncoder, reader: PromptReader) -> None:
+        self.encoder = encoder
+        self.reader = reader
+
+    @property
+    def identity(self) -> str:
+        """Fingerprint of tokenizer, template and prompt columns."""
+        return f"prompts|{self.encoder.identity}|{self.reader}"
+
+    def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int]]:
+        """Count the tokens of each prompt."""
+        locations = [rows.location(row) for row in range(start, stop)]
+        values = rows.slice(self.reader.columns, start, stop)
+        prompts = [self.reader.read(row, location) for row, location in zip(values, locations, strict=True)]
+        return [(len(ids),) for ids in self.encoder.encode_all(prompts, locations)]
+
+
+class PairLengths:
+    """Measures the prompts and the responses of rows in tokens."""
+
+    def __init__(self, encoder: PromptEncoder, reader: PromptReader, responses: ResponseEncoder) -> None:
+        self.prompts = PromptLengths(encoder, reader)
+        self.responses = responses
+
+    @property
+    def identity(self) -> str:
+        """Fingerprint of tokenizer, template, prompt columns and response column."""
+        return f"{self.prompts.identity}|responses|{self.responses.key}"
+
+    def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int, int]]:
+        """Count the tokens of each prompt and of its response."""
+        locations = [rows.location(row) for row in range(start, stop)]
+        responses = self.responses.encode(rows.slice([self.responses.key], start, stop), locations)
+        prompts = self.prompts(rows, start, stop)
+        return [(prompt, len(response.ids)) for (prompt,), response in zip(prompts, responses, strict=True)]
+
+
+def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = None) -> np.ndarray:
+    """Measure all rows, or load their lengths from the cache: ``[rows, counts]``.
 
     Args:
-        rows: to measure.
-        measure: counts.
+        rows: the rows.
+        measure: counts the tokens of a row.
         workers: processes; None = one per 16,384 rows, at most half of this process's cores.
 
     Raises:
@@ -53,42 +94,42 @@ def measured(rows: Rows, measure: Measure, workers: int | None = None) -> np.nda
     """
     if len(rows) < KEPT_ROWS:
         return np.array(measure(rows, 0, len(rows)), dtype=np.int32)
-    made_of = f"{rows.identity}|{measure.identity}"
+    content = f"{rows.identity}|{measure.identity}"
     name = f"lengths-{digest('|'.join(map(os.path.abspath, rows.files)))}-{digest(measure.identity)}"
 
-    def make(place: Path) -> None:
-        with open(place, "wb") as file:
+    def write(path: Path) -> None:
+        with open(path, "wb") as file:
             np.save(file, _measure(rows, measure, workers))
 
-    lengths: np.ndarray = np.load(rows.cache.entry(name, made_of, ".npy", make))
+    lengths: np.ndarray = np.load(rows.cache.entry(name, content, ".npy", write))
     return lengths
 
 
 def default_workers(rows: int) -> int:
-    """Processes that are worth their start for so many rows."""
+    """Number of processes that pay off for this number of rows."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores // 2, rows // ROWS_PER_WORKER))
 
 
-def _measure(rows: Rows, measure: Measure, workers: int | None) -> np.ndarray:
+def _measure(rows: Rows, measure: LengthMeasure, workers: int | None) -> np.ndarray:
     workers = workers or default_workers(len(rows))
     parts: list[np.ndarray] = []
-    with tracked(len(rows), "measuring rows") as advance:
+    with progress_bar(len(rows), "measuring rows") as advance:
         for part in _parts(rows, measure, workers):
             parts.append(part)
             advance(len(part))
     return np.concatenate(parts)
 
 
-def _parts(rows: Rows, measure: Measure, workers: int) -> Iterator[np.ndarray]:
+def _parts(rows: Rows, measure: LengthMeasure, workers: int) -> Iterator[np.ndarray]:
     spans = [(start, min(start + _CHUNK, len(rows))) for start in range(0, len(rows), _CHUNK)]
     if workers == 1:
         for start, stop in spans:
             yield np.array(measure(rows, start, stop), dtype=np.int32)
         return
-    # spawned, not forked: the tokenizer's threads would not be there in a fork
+    # spawned, not forked: a fork lacks the tokenizer's threads
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _begin, (rows, measure)) as pool:
+    with ProcessPoolExecutor(workers, context, _init_process, (rows, measure)) as pool:
         try:
             yield from pool.map(_measure_span, spans)
         except BaseException:
@@ -96,13 +137,13 @@ def _parts(rows: Rows, measure: Measure, workers: int) -> Iterator[np.ndarray]:
             raise
 
 
-_work: tuple[Rows, Measure] | None = None
-"""Of a measuring process."""
+_work: tuple[Rows, LengthMeasure] | None = None
+"""Rows and measure of a measuring process."""
 
 
-def _begin(rows: Rows, measure: Measure) -> None:
+def _init_process(rows: Rows, measure: LengthMeasure) -> None:
     global _work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what runs in parallel
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
     _work = rows, measure
 
 
@@ -113,24 +154,24 @@ def _measure_span(span: tuple[int, int]) -> np.ndarray:
 
 
 @contextmanager
-def tracked(total: int, what: str) -> Iterator[Any]:
-    """Shows how far something is: a bar on a terminal, elsewhere a line of the log every 30 s.
+def progress_bar(total: int, description: str) -> Iterator[Callable[[int], None]]:
+    """Show progress: a bar on a terminal, otherwise a log line every 30 s.
 
     Yields:
-        A function that is told how many more are done.
+        A function that adds to the completed count.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    done, told = 0, time.monotonic()
+    done, last_log = 0, time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(description, total=total)
 
         def advance(count: int) -> None:
-            nonlocal done, told
+            nonlocal done, last_log
             done += count
             bar.advance(task, count)
-            if not console.is_terminal and time.monotonic() - told > _LOG_EVERY_S:
-                told = time.monotonic()
-                logger.info("%s: %d of %d", what, done, total)
+            if not console.is_terminal and time.monotonic() - last_log > _LOG_EVERY_S:
+                last_log = time.monotonic()
+                logger.info("%s: %d of %d", description, done, total)
 
         yield advance

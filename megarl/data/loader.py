@@ -1,25 +1,28 @@
-"""Batches from a data set, in an order that a run can be resumed in at any step."""
+"""Data loader with exact resume, and a prompt queue that takes any number of prompts from it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import Dataset
 
+from megarl.base.errors import DataError
 from megarl.data.order import EpochOrder, RowOrder
 from megarl.data.protocol import DataProto
-from megarl.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+TAKEN = "taken"
+"""State key: rows of the loader's next batch that were already taken."""
+
 
 class StatefulLoader:
-    """Iterates over one epoch of batches at a time, and continues exactly where a saved state left off.
+    """Data loader that iterates over one epoch at a time and resumes exactly at a saved state.
 
-    Each pass of a ``for`` loop is one epoch; after it ``epoch`` has grown by one. The state counts batches that have
-    been handed out: save it after the step that used the batch.
+    Each pass of a ``for`` loop is one epoch; ``epoch`` increases after it. The state counts the returned batches: save
+    it after the step that used the batch.
 
     Args:
         dataset: map-style data set.
@@ -27,13 +30,13 @@ class StatefulLoader:
         collate: turns the rows of a batch into a :class:`DataProto`.
         seed: the order of an epoch is a function of seed and epoch alone.
         shuffle: False keeps the order of the files.
-        drop_last: leave out the rows of an epoch that do not fill a batch (told at start and in ``dropped_per_epoch``).
-        order: another order of the rows; the four arguments before are then its own affair.
+        drop_last: drop the rows of an epoch that do not fill a batch (logged, and counted in ``dropped_per_epoch``).
+        order: a custom order of the rows; batch size, seed, shuffle and drop_last are then not read.
 
     Attributes:
-        order: of the rows.
-        epoch: epoch that the next batch belongs to, from 0.
-        dropped_per_epoch: rows that ``drop_last`` leaves out of each epoch, other ones in each if shuffled.
+        order: order of the rows.
+        epoch: epoch of the next batch, from 0.
+        dropped_per_epoch: rows that ``drop_last`` drops in each epoch; with shuffling different rows in each.
 
     Raises:
         DataError: the data set is empty, or smaller than one batch with ``drop_last``.
@@ -41,7 +44,7 @@ class StatefulLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         batch_size: int | None,
         collate: Callable[[list[Any]], DataProto],
         seed: int = 0,
@@ -55,7 +58,7 @@ class StatefulLoader:
         self.dropped_per_epoch = self.order.dropped_per_epoch
         if self.dropped_per_epoch:
             logger.warning(
-                "%d of %d rows are left out of each epoch: they fill no batch of %d",
+                "%d of %d rows are dropped in each epoch: they do not fill a batch of %d",
                 self.dropped_per_epoch,
                 len(dataset),
                 self.order.batch_size,
@@ -66,13 +69,13 @@ class StatefulLoader:
         self._restored = False
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches per epoch."""
         return self.order.batches_per_epoch
 
     def __iter__(self) -> Iterator[DataProto]:
-        """Batches of the current epoch: all of them, or after :meth:`load_state_dict` those that remain."""
+        """Iterate over the batches of the current epoch; after :meth:`load_state_dict` over the remaining ones."""
         if not self._restored:
-            self.epoch += self._position == len(self)  # a loop that was left after its last batch
+            self.epoch += self._position == len(self)  # a loop that stopped after its last batch
             self._position = 0
         self._restored = False
         for rows in self.order.batches(self.epoch, self._position):
@@ -83,31 +86,120 @@ class StatefulLoader:
         self._position = 0
 
     def update(self, batch: DataProto) -> None:
-        """Tells the order of a step's batch, with all that was found out about it; call it after the step."""
+        """Pass a step's batch with all its computed columns to the order; call it after the step."""
         self.order.update(batch)
 
     def metrics(self) -> dict[str, float]:
-        """What the order has to tell of the batch handed out last."""
+        """Metrics of the order for the last returned batch."""
         return self.order.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: plain values, for a checkpoint."""
+        """State for a checkpoint: epoch, position, and the state of the order, as plain values."""
         finished = self._position == len(self)
         position = {"epoch": self.epoch + finished, "position": 0 if finished else self._position}
         return {**self.order.identity, **position, "order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state was taken.
+        """Resume at a saved state.
 
         Raises:
-            DataError: the state is from other data, another batch size or another order, so that it means other rows.
+            DataError: the state belongs to other data, another batch size or another order.
         """
         for name, value in self.order.identity.items():
             if state.get(name) != value:
                 raise DataError(
                     f"the saved loader state has {name}={state.get(name)}, this run has {value}; resume with the same "
-                    "data, batch size and seed, or start anew with trainer.resume_mode=disable"
+                    "data, batch size and seed, or start a new run with trainer.resume_mode=disable"
                 )
         self.epoch, self._position = state["epoch"], state["position"]
         self._restored = True
         self.order.load_state_dict(state.get("order", {}))
+
+
+class Loader(Protocol):
+    """A loader with one epoch per pass and exact resume, such as :class:`StatefulLoader`."""
+
+    epoch: int
+
+    def __len__(self) -> int:
+        """Number of batches per epoch."""
+
+    def __iter__(self) -> Iterator[DataProto]:
+        """Iterate over the remaining batches of the current epoch."""
+
+    def update(self, batch: DataProto) -> None:
+        """Process a finished step's batch."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last returned batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume at a saved state."""
+
+
+class PromptQueue:
+    """Takes any number of rows in the loader's order, over all epochs, and resumes exactly at a saved state.
+
+    Args:
+        loader: loader of the prompts, used by this queue alone.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._batches: Iterator[DataProto] = iter(())
+        self._rest: DataProto | None = None
+        self._taken = 0
+        self._before: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        """Number of batches per epoch."""
+        return len(self.loader)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last taken row, from 0."""
+        return self.loader.epoch
+
+    def take(self, count: int) -> DataProto:
+        """Take the next ``count`` rows."""
+        parts: list[DataProto] = []
+        while missing := count - sum(map(len, parts)):
+            rest = self._rest or self._next_batch()
+            part, left = rest[:missing], rest[missing:]
+            parts.append(part)
+            self._rest, self._taken = (left, self._taken + len(part)) if len(left) else (None, 0)
+        return DataProto.concat(parts) if len(parts) > 1 else parts[0]
+
+    def update(self, batch: DataProto) -> None:
+        """Pass a step's batch with all its computed columns to the loader; call it after the step."""
+        self.loader.update(batch)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the loader for the last returned batch."""
+        return self.loader.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint: the loader's state, and the number of rows taken from its current batch."""
+        return self.loader.state_dict() if self._rest is None else {**self._before, TAKEN: self._taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume at a saved state.
+
+        Raises:
+            DataError: the state belongs to other data.
+        """
+        self.loader.load_state_dict({name: value for name, value in state.items() if name != TAKEN})
+        self._batches, self._rest, self._taken = iter(()), None, 0
+        if state.get(TAKEN):
+            self.take(state[TAKEN])
+
+    def _next_batch(self) -> DataProto:
+        self._before = self.loader.state_dict()
+        batch = next(self._batches, None)
+        while batch is None:
+            self._batches = iter(self.loader)
+            batch = next(self._batches, None)
+        return batch

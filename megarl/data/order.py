@@ -1,28 +1,36 @@
-"""In which order rows come, and in which batches: each order can be continued exactly where it was left.
+"""Row orders with exact resume: epochs, curricula, custom samplers, and mixtures of data sets.
 
-An order hands out batches of row numbers, epoch after epoch. Its state is plain values and stands behind the batch that
-was handed out last; nothing is drawn ahead.
+An order returns batches of row numbers, epoch by epoch. Its state is plain values and describes the position after the
+last returned batch; nothing is drawn ahead.
+
+A mixture assigns rows to data sets exactly and without a random draw. The credit of a set grows by its share with every
+row of the batch and decreases by one with each row that it gives; each row goes to the set with the most credit. After
+any number of rows, a set has given its share of them within the number of sets, and exactly in the long run. Every set
+goes through its rows in separate epochs, shuffled by ``(seed, name, epoch)``. A set with no rows left starts its next
+epoch in the middle of a batch: no row is dropped, and no row is repeated before all others of its set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
-from megarl.errors import DataError
+from megarl.base.errors import DataError
 
 
 class RowOrder(Protocol):
     """Batches of row numbers.
 
     Attributes:
-        batch_size: rows of a batch; the last of an epoch may have fewer.
+        batch_size: rows of a batch; the last batch of an epoch may have fewer.
         batches_per_epoch: batches of an epoch.
-        dropped_per_epoch: rows that an epoch leaves out because they fill no batch.
-        identity: what a state of this order is to agree in, plain values.
+        dropped_per_epoch: rows that an epoch drops because they do not fill a batch.
+        identity: fingerprint that a resumed state must match, as plain values.
     """
 
     batch_size: int
@@ -31,59 +39,59 @@ class RowOrder(Protocol):
     identity: dict[str, Any]
 
     def batches(self, epoch: int, position: int) -> Iterator[list[int]]:
-        """The batches of an epoch from ``position`` on; the order itself stands there."""
+        """Iterate over the batches of an epoch from ``position`` on; the state of the order must be at ``position``."""
 
     def update(self, batch: Any) -> None:
-        """Is told of a step's batch with all that was found out about it, after the step."""
+        """Process a finished step's batch with all its computed columns."""
 
     def metrics(self) -> dict[str, float]:
-        """What is to be told of the batch handed out last."""
+        """Metrics of the last returned batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`batches` needs beside epoch and position."""
+        """State that :meth:`batches` needs in addition to epoch and position."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state was taken."""
+        """Resume at a saved state."""
 
 
 class StatelessOrder:
-    """What orders do whose batches follow from epoch and position alone."""
+    """Base of orders whose batches are a function of epoch and position alone."""
 
     def update(self, batch: Any) -> None:
-        """Learns nothing."""
+        """Do nothing."""
 
     def metrics(self) -> dict[str, float]:
-        """Has nothing to tell."""
+        """Return no metrics."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def permutation(rows: int, *entropy: int) -> np.ndarray:
-    """Row numbers in a random order that follows from the entropy alone.
+    """Permute row numbers by a seed sequence.
 
-    The parts are entropy together, not their sum: neighbouring seeds would share their orders.
+    All numbers of ``entropy`` form the seed together. Their sum would give neighbouring seeds the same orders.
     """
     return np.random.default_rng(list(entropy)).permutation(rows)
 
 
 class EpochOrder(StatelessOrder):
-    """All rows once per epoch: in file order, shuffled by ``(seed, epoch)``, or at first from easy to hard.
+    """All rows once per epoch: in file order, shuffled by ``(seed, epoch)``, or sorted by difficulty (curriculum).
 
     Args:
-        rows: how many there are.
+        rows: number of rows.
         batch_size: rows per batch; None = all.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         shuffle: False keeps the order of the files.
-        drop_last: leave out the rows of an epoch that do not fill a batch.
-        difficulty: ``[rows]``, by which rows are sorted, the lowest first, in the first ``sorted_epochs``; rows of
-            equal difficulty are in the order that the epoch has without it. None = nothing is sorted.
-        sorted_epochs: see there.
+        drop_last: drop the rows of an epoch that do not fill a batch.
+        difficulty: ``[rows]``, the sort key of the first ``sorted_epochs`` epochs, ascending. Rows of equal difficulty
+            keep the order of an epoch without sorting. None = no sorting.
+        sorted_epochs: number of sorted epochs.
 
     Raises:
         DataError: there is no row, or not one batch.
@@ -101,7 +109,7 @@ class EpochOrder(StatelessOrder):
     ) -> None:
         self.rows = rows
         self.batch_size = batch_size or rows
-        check_enough(rows, self.batch_size, drop_last)
+        check_enough_rows(rows, self.batch_size, drop_last)
         self.seed = seed
         self.shuffle = shuffle
         self.dropped_per_epoch = rows % self.batch_size if drop_last else 0
@@ -119,7 +127,7 @@ class EpochOrder(StatelessOrder):
             self.identity |= {"sorted_epochs": sorted_epochs, "difficulty": float(np.sum(self._difficulty))}
 
     def batches(self, epoch: int, position: int) -> Iterator[list[int]]:
-        """As :class:`RowOrder` says."""
+        """Iterate over the batches of an epoch; see :class:`RowOrder`."""
         order = self.epoch_rows(epoch)
         for number in range(position, self.batches_per_epoch):
             yield order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
@@ -133,16 +141,16 @@ class EpochOrder(StatelessOrder):
 
 
 class SamplerOrder:
-    """The order that a sampler of one's own gives.
+    """The order of a user's sampler.
 
     Args:
-        sampler: iterates over row numbers, anew for each epoch; its length is an epoch. What has an ``update(batch)``,
-            told of every step's batch, must have ``state_dict`` and ``load_state_dict`` too, and iterate from where a
-            loaded state was taken. Without them the rows of an epoch must be the same each time.
-        batch_size: rows per batch; rows that fill none are left out.
+        sampler: iterates over row numbers, once per epoch; its length is the rows of an epoch. A sampler with
+            ``update(batch)``, called with every step's batch, must also have ``state_dict`` and ``load_state_dict``,
+            and iterate from the position of a loaded state. Without these the rows of an epoch must be reproducible.
+        batch_size: rows per batch; rows that do not fill a batch are dropped.
 
     Raises:
-        DataError: the sampler lacks something.
+        DataError: the sampler lacks a method.
     """
 
     def __init__(self, sampler: Any, batch_size: int) -> None:
@@ -150,22 +158,22 @@ class SamplerOrder:
         stateful = [hasattr(sampler, method) for method in ("state_dict", "load_state_dict")]
         if hasattr(sampler, "update") and not all(stateful):
             raise DataError(
-                f"data.sampler: {name} has update(), so that its order follows from the run; it needs state_dict() and "
-                "load_state_dict() too, or no run could be continued"
+                f"data.sampler: {name} has update(), so its order depends on the run; it also needs state_dict() and "
+                "load_state_dict(), so that a run can be resumed"
             )
         if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
             raise DataError(f"data.sampler: {name} must have __iter__ over row numbers, and __len__")
         self.sampler = sampler
         self.batch_size = batch_size
         rows = len(sampler)
-        check_enough(rows, batch_size, True)
+        check_enough_rows(rows, batch_size, True)
         self.dropped_per_epoch = rows % batch_size
         self.batches_per_epoch = rows // batch_size
         self.identity: dict[str, Any] = {"rows": rows, "batch_size": batch_size, "sampler": name}
         self._stateful = all(stateful)
 
     def batches(self, epoch: int, position: int) -> Iterator[list[int]]:
-        """As :class:`RowOrder` says."""
+        """Iterate over the batches of an epoch; see :class:`RowOrder`."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         rows = iter(self.sampler)
@@ -174,35 +182,192 @@ class SamplerOrder:
         for _ in range(position, self.batches_per_epoch):
             batch = [int(row) for row in islice(rows, self.batch_size)]
             if len(batch) < self.batch_size:
-                raise DataError(f"data.sampler: {type(self.sampler).__name__} gave fewer rows than its length says")
+                raise DataError(f"data.sampler: {type(self.sampler).__name__} returned fewer rows than its length")
             yield batch
 
     def update(self, batch: Any) -> None:
-        """Tells the sampler, if it wants to know."""
+        """Pass the batch to the sampler if it has ``update``."""
         if hasattr(self.sampler, "update"):
             self.sampler.update(batch)
 
     def metrics(self) -> dict[str, float]:
-        """What the sampler tells, if it does."""
+        """Metrics of the sampler if it has any."""
         return dict(self.sampler.metrics()) if hasattr(self.sampler, "metrics") else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's."""
+        """State of a stateful sampler."""
         return {"sampler": self.sampler.state_dict()} if self._stateful else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hands it to the sampler."""
+        """Restore a stateful sampler."""
         if self._stateful:
             self.sampler.load_state_dict(state["sampler"])
 
 
-def check_enough(rows: int, batch_size: int, drop_last: bool) -> None:
-    """Refuse data that are not one batch.
+def check_enough_rows(rows: int, batch_size: int, drop_last: bool) -> None:
+    """Check that the data fill at least one batch.
 
     Raises:
-        DataError: there is no row, or with ``drop_last`` fewer than a batch.
+        DataError: there is no row, or with ``drop_last`` less than a batch.
     """
     if rows == 0 or (drop_last and rows < batch_size):
         raise DataError(
             f"the data set has {rows} rows, a batch needs {batch_size}; add rows, or lower data.train_batch_size"
         )
+
+
+@dataclass(frozen=True)
+class MixtureSchedule:
+    """The weight of a data set as a function of the step: linear between points, constant outside.
+
+    Attributes:
+        points: ``(step, weight)`` in ascending order of steps; steps are counted from 1.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def parse(cls, setting: Any) -> MixtureSchedule:
+        """Parse a number, or a mapping of steps to numbers.
+
+        Raises:
+            DataError: the setting is neither, a weight is negative or not finite, or all weights are 0.
+        """
+        try:
+            pairs = setting.items() if isinstance(setting, Mapping) else [(1, setting)]
+            points = tuple(sorted((int(step), float(weight)) for step, weight in pairs))
+        except (TypeError, ValueError):
+            points = ()
+        weights = [weight for _, weight in points]
+        if not points or isinstance(setting, bool) or not all(0 <= weight < float("inf") for weight in weights):
+            raise DataError(
+                f"must be a number >= 0, or such numbers by step as {{1: 0.2, 100: 1}}, got {setting!r:.80}"
+            )
+        if not any(weights):
+            raise DataError(f"must be above 0 at some step, got {setting!r:.80}")
+        return cls(points)
+
+    def at(self, step: int) -> float:
+        """Weight at a step."""
+        steps, weights = zip(*self.points, strict=True)
+        return float(np.interp(step, steps, weights))
+
+
+@dataclass(frozen=True)
+class MixedSet:
+    """A data set of a mixture.
+
+    Attributes:
+        name: name in metrics.
+        rows: number of rows.
+        weight: weight relative to the other sets.
+    """
+
+    name: str
+    rows: int
+    weight: MixtureSchedule
+
+
+class MixtureOrder:
+    """Batches from several concatenated data sets in given proportions.
+
+    An epoch of the mixture is the number of batches that all rows together fill.
+
+    Args:
+        sets: data sets in the order of their row numbers.
+        batch_size: rows per batch.
+        seed: seed of the shuffling.
+        shuffle: False: each set keeps the order of its files.
+
+    Raises:
+        DataError: a set has no row, or all sets together have less than a batch.
+    """
+
+    dropped_per_epoch = 0
+
+    def __init__(self, sets: Sequence[MixedSet], batch_size: int, seed: int, shuffle: bool = True) -> None:
+        for data_set in sets:
+            if not data_set.rows:
+                raise DataError(f"data.mixture: {data_set.name} has no row left")
+        self.sets = list(sets)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        rows = sum(data_set.rows for data_set in sets)
+        check_enough_rows(rows, batch_size, True)
+        self.batches_per_epoch = rows // batch_size
+        counts = {data_set.name: data_set.rows for data_set in sets}
+        self.identity: dict[str, Any] = {"rows": counts, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+        for step in sorted({max(1, step) for data_set in sets for step, _ in ((1, 0.0), *data_set.weight.points)}):
+            self.shares(step)
+        self._starts = np.cumsum([0, *(data_set.rows for data_set in sets)])
+        self._step = 0
+        self._given = [0] * len(sets)
+        self._credit = [0.0] * len(sets)
+        self._last = [0] * len(sets)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    def batches(self, epoch: int, position: int) -> Iterator[list[int]]:
+        """Iterate over the batches of an epoch; see :class:`RowOrder`."""
+        for _ in range(position, self.batches_per_epoch):
+            yield self._next_batch()
+
+    def shares(self, step: int) -> list[float]:
+        """Share of each set in the rows of a step.
+
+        Raises:
+            DataError: no set has a weight at that step.
+        """
+        weights = [data_set.weight.at(step) for data_set in self.sets]
+        total = sum(weights)
+        if total <= 0:
+            raise DataError(f"data.mixture: no data set has a weight above 0 at step {step}")
+        return [weight / total for weight in weights]
+
+    def update(self, batch: Any) -> None:
+        """Do nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        """Share of each set in the last batch, and its number of epochs so far."""
+        metrics: dict[str, float] = {}
+        for data_set, last, given in zip(self.sets, self._last, self._given, strict=True):
+            metrics[f"data/{data_set.name}/share"] = last / self.batch_size
+            metrics[f"data/{data_set.name}/epochs"] = given / data_set.rows
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number of returned batches, and rows given and credit of each set."""
+        names = [data_set.name for data_set in self.sets]
+        given, credit = dict(zip(names, self._given, strict=True)), dict(zip(names, self._credit, strict=True))
+        return {"step": self._step, "given": given, "owed": credit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume at a saved state; the weights may differ from the saved run."""
+        self._step = state["step"]
+        self._given = [state["given"][data_set.name] for data_set in self.sets]
+        self._credit = [state["owed"][data_set.name] for data_set in self.sets]
+
+    def _next_batch(self) -> list[int]:
+        self._step += 1
+        shares, before = self.shares(self._step), list(self._given)
+        rows = []
+        for _ in range(self.batch_size):
+            self._credit = [credit + share for credit, share in zip(self._credit, shares, strict=True)]
+            # a set without weight at this step gives no row, regardless of its credit
+            chosen = max((index for index, share in enumerate(shares) if share > 0), key=lambda i: self._credit[i])
+            self._credit[chosen] -= 1
+            rows.append(int(self._starts[chosen] + self._next_row(chosen)))
+            self._given[chosen] += 1
+        self._last = [given - earlier for given, earlier in zip(self._given, before, strict=True)]
+        return rows
+
+    def _next_row(self, index: int) -> int:
+        """Number of the set's next row within the set."""
+        data_set = self.sets[index]
+        epoch, position = divmod(self._given[index], data_set.rows)
+        if not self.shuffle:
+            return position
+        if index not in self._orders or self._orders[index][0] != epoch:
+            seed_parts = self.seed, zlib.crc32(data_set.name.encode()), epoch
+            self._orders[index] = epoch, permutation(data_set.rows, *seed_parts)
+        return int(self._orders[index][1][position])

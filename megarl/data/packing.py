@@ -1,7 +1,7 @@
-"""Which rows go through the model together.
+"""Micro-batch planning (dynamic batching): cut rows into packed micro-batches under a token budget.
 
-A micro-batch is computed packed, so what bounds it is its number of tokens, not its longest row times its rows. The
-plan never changes a result: losses are normalised by counts over the whole mini-batch.
+A micro-batch is computed packed, so its memory depends on its number of tokens, not on its longest row. The plan never
+changes a result: losses are normalised by counts over the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megarl.data.even_out import Parts, Room, even_out
-from megarl.errors import DataError
+from megarl.base.errors import DataError
+from megarl.data.balance import Capacity, Parts, local_search
 
 
 def fewest_micro_batches(lengths: Sequence[int], *, max_tokens: int | None = None, size: int | None = None) -> int:
-    """How many micro-batches :func:`plan_micro_batches` makes where no count is asked for; it raises likewise."""
+    """Number of micro-batches of :func:`plan_micro_batches` without a given count; same arguments and errors."""
     return len(_fewest(lengths, max_tokens, size))
 
 
-def common_count(counts: Sequence[int], multiple: int) -> int:
-    """The number of micro-batches that suits all data-parallel ranks, given what each needs at least.
+def common_micro_batch_count(counts: Sequence[int], multiple: int) -> int:
+    """Smallest number of micro-batches that all data-parallel ranks can use, from the minimum of each rank.
 
-    Ranks must agree where a collective of all of them is part of a micro-batch's forward (expert parallelism), and the
+    Ranks must agree if the forward pass of a micro-batch contains a collective of all ranks (expert parallelism). The
     interleaved pipeline schedule needs a ``multiple`` of the number of stages.
     """
     return -(-max(counts) // multiple) * multiple
@@ -36,28 +36,28 @@ def plan_micro_batches(
     count: int | None = None,
     costs: Sequence[float] | None = None,
 ) -> list[list[int]]:
-    """Cut rows into micro-batches, each row into exactly one, none of them empty.
+    """Cut rows into non-empty micro-batches; each row is in exactly one.
 
-    With ``max_tokens``, first-fit decreasing (longest row first, into the first micro-batch with room) tells how many
-    are needed: at most 11/9 of the fewest possible, plus 6/9 (Dosa 2007). The rows are then spread over that many,
-    or over ``count``, so that micro-batches cost about the same: the stages of a pipeline, and data-parallel ranks that
-    meet in every micro-batch, wait for the most expensive one. With ``size``, consecutive rows are taken. All depends
-    on nothing but the arguments.
+    With ``max_tokens``, first-fit decreasing bin packing (longest row first, into the first micro-batch with capacity)
+    determines their number: at most 11/9 of the minimum, plus 6/9 (Dosa 2007). The rows are then distributed over that
+    number, or over ``count``, with similar costs, because pipeline stages, and data-parallel ranks that synchronise in
+    every micro-batch, wait for the most expensive one. With ``size``, micro-batches are consecutive rows. The plan is a
+    function of the arguments alone.
 
     Args:
         lengths: tokens of each row, prompt and response.
-        max_tokens: tokens a micro-batch may hold.
-        size: rows a micro-batch may hold.
-        count: how many micro-batches to make, where more are wanted than needed.
+        max_tokens: token budget of a micro-batch.
+        size: row limit of a micro-batch.
+        count: number of micro-batches, at least the required number; None = the required number.
         costs: work per row, with ``max_tokens``; its tokens if None.
 
     Returns:
-        Row numbers of each micro-batch, ascending; with ``max_tokens`` the one with most tokens, which needs most
-        memory, comes first.
+        Row numbers of each micro-batch, ascending; with ``max_tokens`` the micro-batch with the most tokens, which
+        needs the most memory, comes first.
 
     Raises:
-        DataError: not exactly one of the two limits is given, a limit is below 1, a row is above ``max_tokens``, or
-            ``count`` is less than needed or more than there are rows.
+        DataError: not exactly one of the two limits is set, a limit is below 1, a row exceeds ``max_tokens``, or
+            ``count`` is below the required number or above the number of rows.
     """
     groups = _fewest(lengths, max_tokens, size)
     count = len(groups) if count is None else count
@@ -72,22 +72,22 @@ def plan_micro_batches(
         )
     tokens = np.asarray(lengths, dtype=np.int64)
     work = tokens.astype(np.float64) if costs is None else np.asarray(costs, dtype=np.float64)
-    start = _greedy_with_room(work, tokens, count, max_tokens) or _divided(groups, work, count)
-    even = even_out(work, start, fixed_sizes=False, room=Room(tokens, max_tokens))
-    by_tokens = sorted(even, key=lambda group: (-int(tokens[group].sum()), int(group.min())))
+    start = _greedy_with_capacity(work, tokens, count, max_tokens) or _split_groups(groups, work, count)
+    balanced = local_search(work, start, fixed_sizes=False, capacity=Capacity(tokens, max_tokens))
+    by_tokens = sorted(balanced, key=lambda group: (-int(tokens[group].sum()), int(group.min())))
     return [sorted(group.tolist()) for group in by_tokens]
 
 
 def check_longest(lengths: Sequence[int], max_tokens: int, name: Callable[[int], str] = "row {}".format) -> None:
-    """Checks that every row fits into a micro-batch.
+    """Check that every row fits into a micro-batch.
 
     Args:
         lengths: tokens of each row.
-        max_tokens: tokens a micro-batch may hold.
-        name: how to call a row, by its number.
+        max_tokens: token budget of a micro-batch.
+        name: formats a row number for the message.
 
     Raises:
-        DataError: a row has more tokens; names it and says what would be right.
+        DataError: a row has more tokens; names the row and the remedy.
     """
     for row, length in enumerate(lengths):
         if not 0 <= length <= max_tokens:
@@ -99,7 +99,7 @@ def check_longest(lengths: Sequence[int], max_tokens: int, name: Callable[[int],
 
 def _fewest(lengths: Sequence[int], max_tokens: int | None, size: int | None) -> list[list[int]]:
     if (max_tokens is None) == (size is None):
-        raise DataError(f"give either max_tokens or size, got max_tokens={max_tokens} and size={size}")
+        raise DataError(f"set either max_tokens or size, got max_tokens={max_tokens} and size={size}")
     if size is not None:
         if size < 1:
             raise DataError(f"size must be at least 1 row, got {size}")
@@ -113,37 +113,37 @@ def _fewest(lengths: Sequence[int], max_tokens: int | None, size: int | None) ->
 
 def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     groups: list[list[int]] = []
-    room = np.full(len(lengths), max_tokens, dtype=np.int64)  # of every micro-batch that may be opened
+    free = np.full(len(lengths), max_tokens, dtype=np.int64)  # free tokens of every possible micro-batch
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        group = int(np.argmax(room >= lengths[row]))
+        group = int(np.argmax(free >= lengths[row]))
         if group == len(groups):
             groups.append([])
         groups[group].append(row)
-        room[group] -= lengths[row]
+        free[group] -= lengths[row]
     return [sorted(group) for group in groups]
 
 
-def _greedy_with_room(work: np.ndarray, tokens: np.ndarray, count: int, max_tokens: int) -> Parts | None:
-    """Longest row first, to the cheapest micro-batch with room; None where the last rows find none.
+def _greedy_with_capacity(work: np.ndarray, tokens: np.ndarray, count: int, max_tokens: int) -> Parts | None:
+    """Assign the longest row first, to the cheapest micro-batch with capacity; None if a row does not fit.
 
-    Of equally cheap ones the emptiest is taken, so that none stays empty.
+    Ties go to the micro-batch with the fewest rows, so that none stays empty.
     """
     groups: list[list[int]] = [[] for _ in range(count)]
-    spent, held, rows = np.zeros(count), np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    spent, tokens_used, rows = np.zeros(count), np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     for row in np.lexsort((-work, -tokens)).tolist():
-        fits = np.flatnonzero(held + tokens[row] <= max_tokens)
+        fits = np.flatnonzero(tokens_used + tokens[row] <= max_tokens)
         if not len(fits):
             return None
         group = int(fits[np.lexsort((rows[fits], spent[fits]))[0]])
         groups[group].append(row)
         spent[group] += work[row]
-        held[group] += tokens[row]
+        tokens_used[group] += tokens[row]
         rows[group] += 1
     return [np.array(group, dtype=np.int64) for group in groups]
 
 
-def _divided(groups: Sequence[Sequence[int]], work: np.ndarray, count: int) -> Parts:
-    """``groups``, the most expensive of those with two rows or more divided until there are ``count``."""
+def _split_groups(groups: Sequence[Sequence[int]], work: np.ndarray, count: int) -> Parts:
+    """Split the most expensive group with at least two rows until there are ``count`` groups."""
     parts = [np.array(group, dtype=np.int64) for group in groups]
     while len(parts) < count:
         heavy = max((index for index, part in enumerate(parts) if len(part) > 1), key=lambda i: work[parts[i]].sum())

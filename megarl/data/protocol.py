@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
+from megarl.base.errors import DataError
 from megarl.data.columns import column_widths
-from megarl.data.joining import join_rows, merge_mappings, require_same_keys
-from megarl.data.wire import PackedBatch, pack_columns, unpack_columns
-from megarl.errors import DataError
+from megarl.data.ragged import PackedBatch, join_rows, merge_mappings, pack_columns, require_same_keys, unpack_columns
+
+if TYPE_CHECKING:  # importing it costs over a second of CPU time in every process
+    from tensordict import TensorDict
 
 Index = int | slice | Sequence[int] | np.ndarray | Tensor
 
 
-@dataclass(eq=False)
 class DataProto:
-    """Rows of tensors and of Python objects, with facts about the whole batch beside them.
+    """Rows of tensors and Python objects, with metadata of the whole batch.
 
-    Methods return new batches and leave this one alone, except :meth:`pop`; new batches may share memory with the old.
-    Pickling sends no padding (see ``megarl.data.wire``).
+    Methods return new batches and do not change this one, except :meth:`pop`; new batches may share memory with the old
+    one. Pickling drops padding (:mod:`megarl.data.ragged`).
 
-    Attributes:
-        batch: tensors whose first dimension is the row; None where a batch has none.
-        non_tensor_batch: object arrays ``[rows]``.
-        meta_info: anything that holds for all rows.
+    Args:
+        batch: tensors ``[rows, ...]`` by column; None if the batch has no tensors.
+        non_tensor_batch: object arrays ``[rows]`` by column.
+        meta_info: values that hold for all rows.
+
+    Raises:
+        DataError: columns differ in their number of rows, or share a name.
     """
 
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        batch: Mapping[str, Tensor] | TensorDict | None = None,
+        non_tensor_batch: dict[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        self._columns = batch
+        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info = {} if meta_info is None else meta_info
         rows = len(self)
+        for name, tensor in self.tensors.items():
+            _check_rows(f"column {name!r}", len(tensor), rows)
         for name, values in self.non_tensor_batch.items():
             if not isinstance(values, np.ndarray) or values.dtype != object or values.ndim != 1:
                 raise DataError(f"non-tensor column {name!r} must be an object array [rows], got {values!r:.200}")
@@ -48,6 +56,22 @@ class DataProto:
             raise DataError(f"columns {both} are both tensors and non-tensors; rename one of each")
         column_widths(self.tensors)
 
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensor columns as a ``TensorDict``, as verl has them; None if the batch has no tensors.
+
+        megarl reads :attr:`tensors`, which does not import tensordict.
+        """
+        from tensordict import TensorDict
+
+        if self._columns is not None and not isinstance(self._columns, TensorDict):
+            self._columns = TensorDict(dict(self._columns), batch_size=[len(self)])
+        return self._columns
+
+    @batch.setter
+    def batch(self, columns: Mapping[str, Tensor] | TensorDict | None) -> None:
+        self._columns = columns
+
     @classmethod
     def from_dict(
         cls,
@@ -55,7 +79,7 @@ class DataProto:
         non_tensors: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """A batch of these columns.
+        """Build a batch from columns.
 
         Args:
             tensors: each ``[b, ...]``.
@@ -63,7 +87,7 @@ class DataProto:
             meta_info: copied.
 
         Raises:
-            DataError: columns differ in their number of rows, a tensor is no tensor or has no row dimension, or a
+            DataError: columns differ in their number of rows, a value is not a tensor or has no row dimension, or a
                 declared column has the wrong shape.
         """
         tensors, non_tensors = dict(tensors or {}), non_tensors or {}
@@ -74,44 +98,41 @@ class DataProto:
             rows = len(tensor) if rows is None else rows
             _check_rows(f"column {name!r}", len(tensor), rows)
         objects = {name: object_array(values) for name, values in non_tensors.items()}
-        batch = TensorDict(tensors, batch_size=[rows or 0]) if tensors else None
-        return cls(batch, objects, dict(meta_info or {}))
+        return cls(tensors or None, objects, dict(meta_info or {}))
 
     @classmethod
     def from_single_dict(
         cls, data: Mapping[str, Tensor | Sequence[Any] | np.ndarray], meta_info: Mapping[str, Any] | None = None
     ) -> DataProto:
-        """A batch of mixed columns: tensors become tensor columns, everything else non-tensor columns."""
+        """Build a batch from mixed columns: tensors become tensor columns, other values non-tensor columns."""
         tensors = {name: values for name, values in data.items() if isinstance(values, Tensor)}
         others = {name: values for name, values in data.items() if not isinstance(values, Tensor)}
         return cls.from_dict(tensors, others, meta_info)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor columns by name; empty where there are none."""
-        return {} if self.batch is None else dict(self.batch.items())
+        """The tensor columns by name."""
+        return {} if self._columns is None else dict(self._columns.items())
 
     def __len__(self) -> int:
         """Number of rows."""
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        return len(next(iter(self.non_tensor_batch.values()), ()))
+        columns: list[Tensor | np.ndarray] = [*self.tensors.values(), *self.non_tensor_batch.values()]
+        return len(columns[0]) if columns else 0
 
     def __getitem__(self, index: Index) -> DataProto:
-        """The rows at a position (a batch of one row), a slice, a list of positions, or where a mask is True.
+        """Select rows by position (a batch of one row), slice, list of positions, or boolean mask.
 
         Raises:
             IndexError: a position is outside the batch.
             DataError: a mask has another length than the batch.
         """
         rows = _row_selector(index, len(self))
-        batch = None
-        if self.batch is not None:
-            batch = self.batch[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
-        return DataProto(batch, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
+        selected = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        columns = None if self._columns is None else {name: t[selected] for name, t in self.tensors.items()}
+        return DataProto(columns, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
 
     def __iter__(self) -> Iterator[DataProto]:
-        """Batches of one row each."""
+        """Iterate over batches of one row each."""
         return (self[row] for row in range(len(self)))
 
     def select(
@@ -120,21 +141,21 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """A batch with only these keys; None keeps all of a kind.
+        """Select keys; None keeps all keys of a kind.
 
         Raises:
-            DataError: a key is not there.
+            DataError: a key is missing.
         """
-        batch = self.batch
+        columns = None if self._columns is None else self.tensors
         if batch_keys is not None:
             picked = _pick(self.tensors, batch_keys, "tensor column")
-            batch = TensorDict(picked, batch_size=[len(self)]) if self.batch is not None else None
+            columns = picked if self._columns is not None else None
         objects, meta = self.non_tensor_batch, self.meta_info
         if non_tensor_batch_keys is not None:
             objects = _pick(objects, non_tensor_batch_keys, "non-tensor column")
         if meta_info_keys is not None:
             meta = _pick(meta, meta_info_keys, "meta_info key")
-        return DataProto(batch, dict(objects), dict(meta))
+        return DataProto(columns, dict(objects), dict(meta))
 
     def pop(
         self,
@@ -142,14 +163,14 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> DataProto:
-        """Take these keys out of this batch and return them as a batch of their own.
+        """Remove keys from this batch and return them as a new batch.
 
         Raises:
-            DataError: a key is not there; nothing has been taken then.
+            DataError: a key is missing; the batch is then unchanged.
         """
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        if self.batch is not None:
-            self.batch = self.batch.exclude(*batch_keys)
+        if self._columns is not None:
+            self._columns = {name: tensor for name, tensor in self.tensors.items() if name not in batch_keys}
         for mapping, keys in ((self.non_tensor_batch, non_tensor_batch_keys), (self.meta_info, meta_info_keys)):
             for key in keys:
                 del mapping[key]
@@ -160,7 +181,7 @@ class DataProto:
         tensors: Mapping[str, Tensor] | None = None,
         non_tensors: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
     ) -> DataProto:
-        """This batch with columns added or replaced.
+        """Return this batch with columns added or replaced.
 
         Raises:
             DataError: a column has another number of rows, or the wrong shape.
@@ -169,7 +190,7 @@ class DataProto:
         return DataProto.from_dict(merged, {**self.non_tensor_batch, **(non_tensors or {})}, self.meta_info)
 
     def union(self, other: DataProto) -> DataProto:
-        """The columns of both batches side by side.
+        """Merge the columns of two batches.
 
         Raises:
             DataError: the batches differ in rows, or both have a key with different values.
@@ -180,7 +201,7 @@ class DataProto:
         return DataProto.from_dict(tensors, objects, merge_mappings([self.meta_info, other.meta_info], "meta_info key"))
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Each row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise.
+        """Repeat each row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise.
 
         Raises:
             DataError: ``times`` is below 1.
@@ -191,10 +212,10 @@ class DataProto:
         return self[np.repeat(rows, times) if interleave else np.tile(rows, times)]
 
     def reorder(self, indices: Sequence[int] | np.ndarray | Tensor) -> DataProto:
-        """Row ``i`` of the result is row ``indices[i]`` of this batch.
+        """Permute rows: row ``i`` of the result is row ``indices[i]`` of this batch.
 
         Raises:
-            DataError: ``indices`` does not name each row once.
+            DataError: ``indices`` is not a permutation of the rows.
         """
         order = np.asarray(indices, dtype=np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(self))):
@@ -202,7 +223,7 @@ class DataProto:
         return self[order]
 
     def split(self, sizes: Sequence[int]) -> list[DataProto]:
-        """Consecutive parts of these sizes.
+        """Split into consecutive parts of the given sizes.
 
         Raises:
             DataError: the sizes do not add up to the batch.
@@ -213,10 +234,10 @@ class DataProto:
         return [self[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """``chunks`` consecutive parts of equal size.
+        """Split into ``chunks`` consecutive parts of equal size.
 
         Raises:
-            DataError: the rows do not divide; :meth:`pad_to_divisor` makes them.
+            DataError: the rows do not divide; use :meth:`pad_to_divisor` first.
         """
         if chunks < 1 or len(self) % chunks:
             raise DataError(f"{len(self)} rows cannot be cut into {chunks} equal chunks; use pad_to_divisor or split")
@@ -224,26 +245,23 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts below each other; declared columns are padded to the widest part.
+        """Concatenate the rows of all parts; declared columns are padded to the widest part.
 
         Raises:
             DataError: there are no parts, their columns differ, or two have different values for a meta_info key.
         """
         if not parts:
             raise DataError("concat needs at least one part")
-        if len({part.batch is None for part in parts}) > 1:
+        if len({part._columns is None for part in parts}) > 1:
             raise DataError("some parts have tensors and others have none; add or drop them")
         require_same_keys([part.non_tensor_batch.keys() for part in parts], "non-tensor columns")
-        rows = sum(map(len, parts))
-        batch = None
-        if parts[0].batch is not None:
-            batch = TensorDict(join_rows([part.tensors for part in parts]), batch_size=[rows])
+        columns = None if parts[0]._columns is None else join_rows([part.tensors for part in parts])
         names = parts[0].non_tensor_batch
         objects = {name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in names}
-        return DataProto(batch, objects, merge_mappings([part.meta_info for part in parts], "meta_info key"))
+        return DataProto(columns, objects, merge_mappings([part.meta_info for part in parts], "meta_info key"))
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """This batch with its first rows repeated until ``divisor`` divides its length, and how many were added.
+        """Repeat the first rows until ``divisor`` divides the length; return the batch and the number of added rows.
 
         Raises:
             DataError: the divisor is below 1, or the batch has no row to repeat.
@@ -254,33 +272,30 @@ class DataProto:
         return (self[np.arange(len(self) + added) % len(self)] if added else self), added
 
     def unpad(self, added: int) -> DataProto:
-        """This batch without its last ``added`` rows; undoes :meth:`pad_to_divisor`.
+        """Drop the last ``added`` rows; the inverse of :meth:`pad_to_divisor`.
 
         Raises:
-            DataError: there are fewer rows than that.
+            DataError: the batch has fewer rows.
         """
         if not 0 <= added <= len(self):
             raise DataError(f"cannot take {added} rows off a batch of {len(self)}")
         return self[: len(self) - added]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = None if self.batch is None else pack_columns(self.tensors)
-        return _restore, (packed, len(self), self.non_tensor_batch, self.meta_info)
+        packed = None if self._columns is None else pack_columns(self.tensors)
+        return _restore, (packed, self.non_tensor_batch, self.meta_info)
 
 
-def _restore(
-    packed: PackedBatch | None, rows: int, objects: dict[str, np.ndarray], meta_info: dict[str, Any]
-) -> DataProto:
-    batch = None if packed is None else TensorDict(unpack_columns(packed), batch_size=[rows])
-    return DataProto(batch, objects, meta_info)
+def _restore(packed: PackedBatch | None, objects: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
+    return DataProto(None if packed is None else unpack_columns(packed), objects, meta_info)
 
 
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """One-dimensional object array of the values; lists and arrays among them stay whole."""
+    """Build a one-dimensional object array of values; lists and arrays among them stay single entries."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     array = np.empty(len(values), dtype=object)
-    # assigned one by one, because numpy would turn nested lists into further dimensions
+    # assigned one by one: numpy would turn nested lists into dimensions
     for row, value in enumerate(values):
         array[row] = value.item() if isinstance(value, np.generic) else value
     return array
@@ -301,7 +316,7 @@ def _pick(mapping: Mapping[str, Any], keys: Sequence[str], what: str) -> dict[st
 
 
 def _row_selector(index: Index, rows: int) -> slice | np.ndarray:
-    """The index as a slice or as an array of row positions, checked against the number of rows."""
+    """Convert an index to a slice or an array of row positions, checked against the number of rows."""
     if isinstance(index, slice):
         return index if index.step is None or index.step > 0 else np.arange(rows)[index].copy()
     if isinstance(index, int | np.integer):

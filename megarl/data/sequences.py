@@ -1,22 +1,27 @@
-"""Where the real tokens of a batch lie: lengths, masks, and building padded rectangles from rows."""
+"""Token spans of a batch: lengths, attention masks, and padded tensors from ragged rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megarl.base.errors import DataError
 from megarl.data.columns import Alignment, column_widths
-from megarl.errors import DataError
 
-if TYPE_CHECKING:
-    from megarl.data.protocol import DataProto
+
+class TensorBatch(Protocol):
+    """A batch with tensor columns by name, such as :class:`megarl.data.DataProto`."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Tensor columns by name."""
 
 
 class Spans(NamedTuple):
-    """The real tokens of each row: the last ``prompt_lengths`` of P prompt columns, the first of R response columns.
+    """Token spans of each row: the last ``prompt_lengths`` of P prompt columns, the first of R response columns.
 
     Attributes:
         prompt_width: P.
@@ -31,7 +36,7 @@ class Spans(NamedTuple):
     response_lengths: Tensor
 
     def mask(self, alignment: Alignment) -> Tensor:
-        """Boolean mask of the real entries of a column: ``[b, P]``, ``[b, R]`` or ``[b, P+R]`` by alignment."""
+        """Mask of the unpadded entries of a column: ``[b, P]``, ``[b, R]`` or ``[b, P+R]`` by alignment."""
         parts = []
         if alignment in ("prompt", "sequence"):
             columns = torch.arange(self.prompt_width)
@@ -42,10 +47,10 @@ class Spans(NamedTuple):
 
 
 def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
-    """Spans of a batch from its ``attention_mask``, or None if it has none or nothing tells where responses begin.
+    """Read spans from ``attention_mask``; None without a mask or without columns that determine both widths.
 
     Raises:
-        DataError: the mask is not contiguous in some row, or widths contradict each other (see ``column_widths``).
+        DataError: the mask of a row is not contiguous, or widths are inconsistent (see ``column_widths``).
     """
     widths = column_widths(tensors)
     if "attention_mask" not in tensors or widths.prompt is None or widths.response is None:
@@ -62,14 +67,14 @@ def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
     return spans
 
 
-def sequence_lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """Real tokens of each row's prompt and response, from ``attention_mask``.
+def sequence_lengths(batch: TensorBatch) -> tuple[Tensor, Tensor]:
+    """Lengths of each row's prompt and response in tokens, from ``attention_mask``.
 
     Returns:
-        ``(prompt_lengths, response_lengths)``, both ``[b]`` int64; response lengths are 0 before there are responses.
+        ``(prompt_lengths, response_lengths)``, both ``[b]`` int64; response lengths are 0 before generation.
 
     Raises:
-        DataError: there is no ``attention_mask``, no column tells where responses begin, or the mask has holes.
+        DataError: ``attention_mask`` or the columns that determine the widths are missing, or the mask has holes.
     """
     tensors = batch.tensors
     spans = read_spans(tensors)
@@ -83,10 +88,10 @@ def sequence_lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
 def attention_mask_of(
     prompt_lengths: Sequence[int], response_lengths: Sequence[int], prompt_width: int, response_width: int
 ) -> Tensor:
-    """The ``attention_mask`` ``[b, P+R]`` int64 of rows with these lengths.
+    """Build the ``attention_mask`` ``[b, P+R]`` int64 of rows with the given lengths.
 
     Raises:
-        DataError: a length is above its width, or there are not as many prompts as responses.
+        DataError: a length exceeds its width, or the numbers of prompts and responses differ.
     """
     if len(prompt_lengths) != len(response_lengths):
         raise DataError(f"{len(prompt_lengths)} prompt lengths for {len(response_lengths)} response lengths")
@@ -101,19 +106,19 @@ def attention_mask_of(
 
 
 def pad_left(rows: Sequence[Sequence[float]], pad: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Rectangle ``[rows, longest]`` with each row at its right edge, as prompts are."""
-    return _rectangle(rows, pad, dtype, at_right_edge=True)
+    """Left-pad rows to a tensor ``[rows, longest]``, as for prompts."""
+    return _pad(rows, pad, dtype, left=True)
 
 
 def pad_right(rows: Sequence[Sequence[float]], pad: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Rectangle ``[rows, longest]`` with each row at its left edge, as responses and their columns are."""
-    return _rectangle(rows, pad, dtype, at_right_edge=False)
+    """Right-pad rows to a tensor ``[rows, longest]``, as for responses."""
+    return _pad(rows, pad, dtype, left=False)
 
 
-def _rectangle(rows: Sequence[Sequence[float]], pad: float, dtype: torch.dtype, *, at_right_edge: bool) -> Tensor:
+def _pad(rows: Sequence[Sequence[float]], pad: float, dtype: torch.dtype, *, left: bool) -> Tensor:
     width = max(map(len, rows), default=0)
-    rectangle = torch.full((len(rows), width), pad, dtype=dtype)
+    padded = torch.full((len(rows), width), pad, dtype=dtype)
     for index, row in enumerate(rows):
-        start = width - len(row) if at_right_edge else 0
-        rectangle[index, start : start + len(row)] = torch.as_tensor(row, dtype=dtype)
-    return rectangle
+        start = width - len(row) if left else 0
+        padded[index, start : start + len(row)] = torch.as_tensor(row, dtype=dtype)
+    return padded

@@ -1,8 +1,8 @@
-"""Rows that begin with the same prompt, and the plans that keep them together so that it is computed once.
+"""Shared prompts: plans that place samples of one prompt in one micro-batch, so that the prompt is computed once.
 
-A causal model gives the tokens of a prompt the same hidden states whatever follows. Where several samples of one prompt
-are in one micro-batch, all but attention can therefore compute it once. That is worth it only if they are together:
-on one data-parallel rank, and there in one micro-batch.
+A causal model gives the tokens of a prompt the same hidden states for every response. All layers except attention can
+therefore compute the prompt once for all its samples in a micro-batch. The plans place samples of one prompt on one
+data-parallel rank and in one micro-batch.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from megarl.data.protocol import DataProto
 
 
-class Cost(Protocol):
-    """Work of sequences: so much per token, so much per pair of tokens."""
+class CostModel(Protocol):
+    """Cost of a sequence, linear and quadratic in its tokens; ``models.sequence_cost.SequenceCost`` is one."""
 
     @property
     def linear(self) -> float:
-        """Per token."""
+        """Cost per token."""
 
     @property
     def quadratic(self) -> float:
-        """Per pair of tokens."""
+        """Cost per pair of tokens."""
 
 
 @dataclass(frozen=True)
 class SharedPromptRows:
-    """Rows by their prompts, and what they cost where each prompt of a micro-batch is computed once.
+    """Lengths of rows by prompt, and their cost if each prompt of a micro-batch is computed once.
 
     Attributes:
         prompt_lengths: tokens of each row's prompt.
         response_lengths: tokens of each row's response.
-        families: a number for each row, the same for rows of the same prompt.
+        prompt_ids: a number per row, equal for rows of the same prompt.
     """
 
     prompt_lengths: Sequence[int]
     response_lengths: Sequence[int]
-    families: Sequence[int]
+    prompt_ids: Sequence[int]
 
     @classmethod
     def of(cls, batch: DataProto) -> SharedPromptRows:
-        """The rows of a batch that has ``prompts``, ``responses`` and ``attention_mask``."""
+        """Read the rows of a batch with ``prompts``, ``responses`` and ``attention_mask``."""
         prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
         prompts = batch.tensors["prompts"].cpu().numpy()
         width = prompts.shape[1]
@@ -55,41 +55,41 @@ class SharedPromptRows:
         keys = (prompts[row, width - length :].tobytes() for row, length in enumerate(prompt_lengths))
         return cls(prompt_lengths, response_lengths, [numbers.setdefault(key, len(numbers)) for key in keys])
 
-    def together(self, rows: Sequence[int]) -> list[list[int]]:
-        """``rows`` by their prompts, in the order of their first row."""
-        found: dict[int, list[int]] = {}
+    def by_prompt(self, rows: Sequence[int]) -> list[list[int]]:
+        """Group ``rows`` by prompt, in the order of their first row."""
+        groups: dict[int, list[int]] = {}
         for row in rows:
-            found.setdefault(self.families[row], []).append(row)
-        return list(found.values())
+            groups.setdefault(self.prompt_ids[row], []).append(row)
+        return list(groups.values())
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens computed for ``rows`` in one micro-batch."""
-        prompts = {self.families[row]: self.prompt_lengths[row] for row in rows}
+        """Count the tokens computed for ``rows`` in one micro-batch."""
+        prompts = {self.prompt_ids[row]: self.prompt_lengths[row] for row in rows}
         return sum(prompts.values()) + sum(self.response_lengths[row] for row in rows)
 
-    def cost(self, rows: Sequence[int], cost: Cost) -> float:
-        """Work for ``rows`` in one micro-batch: attention is to whole sequences."""
+    def cost(self, rows: Sequence[int], cost: CostModel) -> float:
+        """Cost of ``rows`` in one micro-batch, with attention over complete sequences."""
         pairs = sum((self.prompt_lengths[row] + self.response_lengths[row]) ** 2 for row in rows)
         return cost.linear * self.tokens(rows) + cost.quadratic * pairs
 
 
-def units_of_micro_batches(rows: SharedPromptRows, chosen: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """What micro-batches are to be made of: rows of one prompt together, as many as a budget holds.
+def micro_batch_units(rows: SharedPromptRows, chosen: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Group rows of one prompt into units that stay in one micro-batch, within the token budget.
 
-    Where larger units would need more micro-batches than rows by themselves do, it is these.
+    If the units need more micro-batches than single rows do, every row is a separate unit.
 
     Args:
         rows: all rows.
-        chosen: those to compute.
-        max_tokens: tokens that a micro-batch may hold; each row alone must fit.
+        chosen: the rows to compute.
+        max_tokens: token budget of a micro-batch; each single row must fit.
 
     Returns:
-        Row numbers of each unit; every chosen row is in one.
+        Row numbers of each unit; every chosen row is in one unit.
     """
     units = []
-    for family in rows.together(chosen):
+    for samples in rows.by_prompt(chosen):
         unit: list[int] = []
-        for row in family:
+        for row in samples:
             if unit and rows.tokens([*unit, row]) > max_tokens:
                 units.append(unit)
                 unit = []
@@ -101,8 +101,8 @@ def units_of_micro_batches(rows: SharedPromptRows, chosen: Sequence[int], max_to
     return units
 
 
-def divided(units: Sequence[list[int]], count: int) -> list[list[int]]:
-    """The units, those of most rows halved until there are ``count``, or until each is one row."""
+def split_units(units: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Halve the units with the most rows until there are ``count``, or until each unit is one row."""
     parts = [list(unit) for unit in units]
     while len(parts) < count:
         largest = max(range(len(parts)), key=lambda index: len(parts[index]))
@@ -114,30 +114,30 @@ def divided(units: Sequence[list[int]], count: int) -> list[list[int]]:
     return parts
 
 
-def plan_families(
-    rows: SharedPromptRows, cost: Cost, dp: int, mini_batch_rows: int, *, equal: bool
+def partition_by_prompt(
+    rows: SharedPromptRows, cost: CostModel, dp: int, mini_batch_rows: int, *, equal: bool
 ) -> list[list[int]] | None:
-    """Assign rows to data-parallel ranks so that those of one prompt are together and ranks have about the same work.
+    """Assign rows to data-parallel ranks with similar cost, all samples of a prompt to one rank.
 
     Args:
         rows: all rows.
-        cost: work of sequences.
+        cost: cost of sequences.
         dp: number of ranks.
-        mini_batch_rows: rows per mini-batch, each of which is balanced for itself.
-        equal: every rank must get equally many rows of each mini-batch.
+        mini_batch_rows: rows per mini-batch; mini-batches are balanced separately.
+        equal: every rank must get the same number of rows of each mini-batch.
 
     Returns:
-        Row numbers of each rank, mini-batch after mini-batch; None where there are too few prompts, or where equal
-        counts do not come out.
+        Row numbers of each rank, mini-batch by mini-batch; None with too few prompts, or if equal counts are
+        impossible.
     """
     plan: list[list[int]] = [[] for _ in range(dp)]
-    for start in range(0, len(rows.families), mini_batch_rows):
-        families = rows.together(range(start, start + mini_batch_rows))
-        if len(families) < dp or (equal and (len(families) % dp or len(set(map(len, families))) > 1)):
+    for start in range(0, len(rows.prompt_ids), mini_batch_rows):
+        groups = rows.by_prompt(range(start, start + mini_batch_rows))
+        if len(groups) < dp or (equal and (len(groups) % dp or len(set(map(len, groups))) > 1)):
             return None
-        costs = [rows.cost(family, cost) for family in families]
+        costs = [rows.cost(group, cost) for group in groups]
         for rank, part in enumerate(balanced_partition(costs, dp, equal_size=equal)):
-            plan[rank] += sorted(row for index in part for row in families[index])
+            plan[rank] += sorted(row for index in part for row in groups[index])
     return plan
 
 

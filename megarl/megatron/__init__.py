@@ -1,17 +1,20 @@
-"""Everything that touches Megatron-Core: topology, models, forward and backward over packed micro-batches, weights."""
+"""Everything that touches Megatron-Core: process groups, models, forward and backward over packed micro-batches,
+weights.
+
+"""
 
 from megarl.megatron.runtime import Runtime, init_runtime, shutdown_runtime  # isort: skip  (quiets Megatron's imports)
 from megarl.megatron.engine import LossFunction, MegatronEngine
 from megarl.megatron.optimizer import OptimizerOptions, StepResult, learning_rate
-from megarl.megatron.options import EngineOptions, OverlapOptions, RecomputeOptions
+from megarl.megatron.options import MegatronOptions, OverlapOptions, RecomputeOptions
 from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, PolicyOutputs, ValueOutputs
 from megarl.megatron.packed import PackedMicroBatch
 
 __all__ = [
     "DEFAULT_OUTPUTS",
-    "EngineOptions",
     "LossFunction",
     "MegatronEngine",
+    "MegatronOptions",
     "OptimizerOptions",
     "OutputOptions",
     "OverlapOptions",

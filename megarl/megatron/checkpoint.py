@@ -1,16 +1,15 @@
-"""Saves and restores one role: weights, optimizer, schedule and the random states of every rank, in any layout.
+"""Checkpoints of one role in any layout: weights, optimizer, schedule and random states of every rank.
 
 ::
 
     <path>/.metadata, __<rank>_0.distcp     weights and optimizer state by Hugging Face name and rectangle
-    <path>/state.json                       steps taken, number format, layout that saved, what was saved, versions
-    <path>/random_<rank>.safetensors        generators of each rank
-    <path>/huggingface/                     config and tokenizer of the model; where asked for, its weights as others
-                                            read them
+    <path>/state.json                       optimizer steps, number format, saved layout, contents, versions
+    <path>/random_<rank>.safetensors        random generator states of each rank
+    <path>/huggingface/                     config and tokenizer; if configured, the weights in Hugging Face format
 
-Every rank writes and reads its own part, its shard of the optimizer's state included, which is cut over data- and
-context-parallel ranks: nothing is gathered. In the layout that saved, a restored role goes on bit for bit; in another
-one, with the same numbers in fresh generators.
+Every rank writes and reads its part, including its shard of the optimizer's state, which is cut over data- and
+context-parallel ranks: nothing is gathered. In the saved layout, a restored role continues bit for bit. In another
+layout it has the same weights and state, and fresh random generators.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megarl.checkpoint_index import read_index
-from megarl.errors import CheckpointError
+from megarl.base.checkpoint_index import read_index
+from megarl.base.errors import CheckpointError
 from megarl.megatron import cuda_on_cpu
-from megarl.megatron.checkpoint_blocks import blocks_of_range
-from megarl.megatron.checkpoint_export import HF_FOLDER, export_beside
-from megarl.megatron.checkpoint_format import Item, ItemWriter, items_of, read_items, tensor_shapes
-from megarl.megatron.checkpoint_save import PendingSave
-from megarl.megatron.checkpoint_snapshot import HostSnapshot
+from megarl.megatron.checkpoint_format import Item, ItemWriter, blocks_of_range, items_of, read_items, tensor_shapes
+from megarl.megatron.checkpoint_save import HF_FOLDER, HostSnapshot, PendingSave, export_beside
 from megarl.megatron.checkpoint_state import (
     EXTRA,
     HF_MODEL,
@@ -39,12 +35,14 @@ from megarl.megatron.checkpoint_state import (
     OPTIMIZER_STATE,
     RESUMABLE,
     RoleState,
+    load_random_state,
     read_state,
+    save_random_state,
     write_state,
 )
 from megarl.megatron.engine import MegatronEngine
 from megarl.megatron.offload import OPTIMIZER, PARAM
-from megarl.megatron.optimizer_state import (
+from megarl.megatron.optimizer import (
     MASTER,
     MOMENTS,
     StateShard,
@@ -53,10 +51,9 @@ from megarl.megatron.optimizer_state import (
     set_steps,
     state_shards,
 )
-from megarl.megatron.random_state import load_random_state, save_random_state
-from megarl.megatron.together import together
+from megarl.megatron.runtime import all_ranks_or_raise
 from megarl.models import LocalParam
-from megarl.models.companions import write_companions
+from megarl.models.hf_writer import write_companions
 
 WEIGHT = "weight"
 
@@ -64,15 +61,15 @@ logger = logging.getLogger(__name__)
 
 
 def save_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
-    """Saves the engine and returns when all is written; all ranks call this together.
+    """Save the engine and return when all files are written; all ranks must call this.
 
     Args:
         engine: after a finished optimizer step.
-        path: folder on storage that all ranks share; made if need be, and must be empty.
+        path: folder on storage that all ranks share; created if missing, must be empty.
         contents: see :func:`begin_save`.
 
     Raises:
-        CheckpointError: on every rank, if any of them failed; says which and why. What was written stays.
+        CheckpointError: on every rank, if any of them failed; names rank and reason. Written files remain.
     """
     begin_save(engine, path, contents).finish()
 
@@ -85,23 +82,23 @@ def begin_save(
     snapshot: HostSnapshot | None = None,
     copy_from: str | Path | None = None,
 ) -> PendingSave:
-    """Begins a save, which :meth:`PendingSave.finish` ends; all ranks call both together, and none in between.
+    """Begin a save, completed by :meth:`PendingSave.finish`; all ranks must call both, with no other save in between.
 
     Args:
         engine: after a finished optimizer step.
-        path: folder on storage that all ranks share; made if need be, and must be empty.
-        contents: what to save, of :data:`~megarl.megatron.checkpoint_state.CONTENTS`. The count of steps, on which
-            the learning rate depends, goes with the optimizer. The Hugging Face export is written before this returns.
-        snapshot: memory to copy the state to, so that the engine may train on while a thread writes; None writes here
-            and now.
+        path: folder on storage that all ranks share; created if missing, must be empty.
+        contents: parts to save, of :data:`~megarl.megatron.checkpoint_state.CONTENTS`. The optimizer includes the step
+            count, which determines the learning rate. The Hugging Face export is written before this returns.
+        snapshot: host memory for a copy of the state, so that the engine may train while a thread writes; None writes
+            immediately.
         copy_from: folder whose tokenizer the Hugging Face export gets.
 
     Raises:
-        CheckpointError: on every rank, if any of them cannot begin; says which and why. What was written stays.
+        CheckpointError: on every rank, if any of them cannot begin; names rank and reason. Written files remain.
     """
     folder, runtime, optimizer = Path(path), engine.runtime, engine.optimizer
     doing = f"saving to {folder}"
-    engine.residence.need(PARAM, OPTIMIZER)
+    engine.offload_manager.onload(PARAM, OPTIMIZER)
     has_optimizer = OPTIMIZER_STATE in contents and optimizer is not None
     state = RoleState(
         dtype=_dtype_name(engine),
@@ -117,23 +114,25 @@ def begin_save(
             check_steps(optimizer)
         folder.mkdir(parents=True, exist_ok=True)
 
-    together(runtime, prepare, doing)
-    together(runtime, partial(_check_empty, folder), doing)
-    files = together(runtime, partial(_write_own, engine, folder, state, copy_from), doing)
+    all_ranks_or_raise(runtime, prepare, doing)
+    all_ranks_or_raise(runtime, partial(_check_empty, folder), doing)
+    files = all_ranks_or_raise(runtime, partial(_write_local_files, engine, folder, state, copy_from), doing)
     if HF_MODEL in contents:
         files |= export_beside(engine, folder, copy_from)
     writer = None
     if MODEL in contents:
-        items = together(runtime, lambda: list(_saved_items(engine, has_optimizer)), doing)
+        items = all_ranks_or_raise(runtime, lambda: list(_saved_items(engine, has_optimizer)), doing)
         if snapshot is not None:
-            items = together(runtime, lambda: snapshot.take(items), doing)
+            items = all_ranks_or_raise(runtime, lambda: snapshot.take(items), doing)
         writer = ItemWriter(runtime, folder, items)
         writer.plan()
     return PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
 
 
-def _write_own(engine: MegatronEngine, folder: Path, state: RoleState, copy_from: str | Path | None) -> set[str]:
-    """Writes this rank's small files, as they are now; returns their names."""
+def _write_local_files(
+    engine: MegatronEngine, folder: Path, state: RoleState, copy_from: str | Path | None
+) -> set[str]:
+    """Write this rank's small files; returns their names."""
     runtime, names = engine.runtime, set()
     if EXTRA in state.contents:
         names.add(_random_file(runtime.rank))
@@ -148,34 +147,34 @@ def _write_own(engine: MegatronEngine, folder: Path, state: RoleState, copy_from
 
 @torch.no_grad()
 def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
-    """Restores what :func:`save_sharded` wrote, in any layout; all ranks call this together.
+    """Restore a checkpoint of :func:`save_sharded` in any layout; all ranks must call this.
 
-    An engine without optimizer takes the weights alone.
+    An engine without optimizer loads the weights only.
 
     Args:
-        engine: a new one of the same model; what it holds is overwritten.
+        engine: a new engine of the same model; its state is overwritten.
         path: the folder.
-        contents: what to restore; ``model`` is always part of it. Without ``optimizer`` Adam and the learning rate's
-            schedule start anew; without ``extra`` the generators do.
+        contents: parts to restore; must include ``model``. Without ``optimizer`` Adam and the learning-rate schedule
+            restart; without ``extra`` the random generators do.
 
     Raises:
-        CheckpointError: on every rank, if on any of them something is missing, malformed, truncated, or of another
-            model; names what. The engine is then not usable.
+        CheckpointError: on every rank, if any rank's part is missing, malformed, truncated, or of another model. The
+            engine is unusable then.
     """
     folder, runtime = Path(path), engine.runtime
     doing = f"loading {folder}"
-    engine.residence.need(PARAM, OPTIMIZER)
+    engine.offload_manager.onload(PARAM, OPTIMIZER)
     optimizer = engine.optimizer if OPTIMIZER_STATE in contents else None
 
-    def read_own() -> tuple[RoleState, Any]:
+    def read_local() -> tuple[RoleState, Any]:
         state = read_state(folder)
         _check_contents(folder, state, {*contents} if engine.optimizer is not None else {MODEL})
         index = read_index(folder)
         _check_fits(engine, folder, state, tensor_shapes(index), optimizer is not None)
         return state, index
 
-    state, index = together(runtime, read_own, doing)
-    items = together(runtime, lambda: list(_wanted_items(engine, optimizer is not None)), doing)
+    state, index = all_ranks_or_raise(runtime, read_local, doing)
+    items = all_ranks_or_raise(runtime, lambda: list(_wanted_items(engine, optimizer is not None)), doing)
     read_items(folder, index, items)
     if optimizer is not None:
         assert state.steps is not None
@@ -188,7 +187,7 @@ def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[
 
 
 def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> None:
-    """Restores this rank's generators where the layout is the one that saved; communicates."""
+    """Restore this rank's random generators if the layout is the saved one; communicates."""
     runtime = engine.runtime
 
     def restore() -> None:
@@ -196,10 +195,10 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
             load_random_state(folder / _random_file(runtime.rank), runtime.device)
 
     if (state.layout, state.device) == (runtime.layout, runtime.device.type):
-        together(runtime, restore, f"loading {folder}")
+        all_ranks_or_raise(runtime, restore, f"loading {folder}")
     elif runtime.rank == 0:
         logger.warning(
-            "%s was saved by %s on %s: generators start anew on %s on %s",
+            "%s was saved by %s on %s: random generators restart on %s on %s",
             folder,
             state.layout.describe(),
             state.device,
@@ -209,7 +208,7 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
 
 
 def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """What this rank contributes: each element of each tensor comes from one rank."""
+    """This rank's contribution: each element of each tensor comes from one rank."""
     contributions = engine.weight_map.contributions(engine.runtime.layout, engine.runtime.rank)
     params = engine.weights.parameters()
     shapes = engine.weight_map.hf_shapes()
@@ -218,15 +217,15 @@ def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]
         states = state_shards(engine.optimizer, params)
     for number, (param, replica, replicas) in enumerate(contributions):
         # Replicas take turns, so that each writes its share.
-        mine = number % replicas == replica
-        if mine:
+        is_writer = number % replicas == replica
+        if is_writer:
             yield from _weight_items(param, params[param.name], shapes)
-        if param.name in states and engine.optimizer is not None and (mine or is_sharded(engine.optimizer)):
+        if param.name in states and engine.optimizer is not None and (is_writer or is_sharded(engine.optimizer)):
             yield from _state_items(param, states[param.name], shapes)
 
 
 def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """The memory of everything this rank holds, set to zero where a checkpoint has nothing: vocabulary padding."""
+    """Memory of this rank's shard, zeroed because a checkpoint has no vocabulary padding."""
     params, shapes = engine.weights.parameters(), engine.weight_map.hf_shapes()
     states: Mapping[str, StateShard] = {}
     if with_optimizer and engine.optimizer is not None:
@@ -250,11 +249,11 @@ def _state_items(param: LocalParam, shard: StateShard, shapes: Mapping[str, tupl
         yield from items_of(kind, blocks_of_range(param, shard.start, shard.stop), shapes, tensor)
 
 
-def _check_contents(folder: Path, state: RoleState, wanted: Collection[str]) -> None:
-    """Refuses a checkpoint that lacks what is to be restored, as it was asked to."""
-    if MODEL not in wanted:
-        raise CheckpointError(f"load_contents={sorted(wanted)} restores no {MODEL}: there is nothing to go on with")
-    missing = [name for name in RESUMABLE if name in wanted and name not in state.contents]
+def _check_contents(folder: Path, state: RoleState, requested: Collection[str]) -> None:
+    """Reject a checkpoint that lacks a part to restore."""
+    if MODEL not in requested:
+        raise CheckpointError(f"load_contents={sorted(requested)} restores no {MODEL}: include it")
+    missing = [name for name in RESUMABLE if name in requested and name not in state.contents]
     if missing:
         raise CheckpointError(
             f"checkpoint {folder} has no {' and no '.join(missing)}: it was saved with save_contents="
@@ -266,10 +265,10 @@ def _check_fits(
     engine: MegatronEngine,
     folder: Path,
     state: RoleState,
-    found: Mapping[str, Mapping[str, tuple[int, ...]]],
+    saved_shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
     with_optimizer: bool,
 ) -> None:
-    """Refuses a checkpoint of another model or another number format."""
+    """Reject a checkpoint of another model or another number format."""
     kinds = [WEIGHT]
     if state.dtype != _dtype_name(engine):
         raise CheckpointError(
@@ -281,12 +280,13 @@ def _check_fits(
     trained = {name: shape for name, shape in whole.items() if not engine.weight_map.is_float32(name)}
     for kind in kinds:
         expected = whole if kind == WEIGHT else trained
-        shapes = found.get(kind, {})
+        shapes = saved_shapes.get(kind, {})
         for name in sorted(expected.keys() | shapes.keys()):
             if expected.get(name) != shapes.get(name):
-                saved, own = (_shape(table.get(name)) for table in (shapes, expected))
+                saved, here = (_shape(table.get(name)) for table in (shapes, expected))
                 raise CheckpointError(
-                    f"checkpoint {folder} is of another model: {kind} of '{name}' {saved} in the checkpoint, {own} here"
+                    f"checkpoint {folder} is of another model: {kind} of '{name}' {saved} in the checkpoint, "
+                    f"{here} here"
                 )
 
 

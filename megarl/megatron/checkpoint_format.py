@@ -1,16 +1,19 @@
-"""How a sharded checkpoint is written and read: torch's distributed checkpoint, with plans made of blocks.
+"""Format of a sharded checkpoint: torch's distributed checkpoint, planned over blocks of Hugging Face tensors.
 
-Each rank writes the blocks that it contributes and reads those it wants; torch brings the plans together, checks that
-every element of every tensor is written once, and raises on all ranks what failed on any. The files hold tensors,
-read with ``weights_only``; the index ``.metadata`` is a pickle that may name a few harmless classes and nothing else.
+Everything is addressed by Hugging Face tensor and rectangle, so that a file depends on no layout: neither the tensor-
+and pipeline-parallel split, nor the data-parallel cuts of the optimizer's state, nor vocabulary padding. Each rank
+writes the blocks that it contributes and reads those it needs. Torch merges the plans, checks that every element of
+every tensor is written once, and raises failures on all ranks. The files hold tensors, read with ``weights_only``; the
+index ``.metadata`` is a pickle restricted to a few harmless classes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,30 +43,29 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megarl.checkpoint_index import INDEX
-from megarl.errors import CheckpointError
-from megarl.megatron.checkpoint_blocks import Block
-from megarl.megatron.runtime import Runtime
-from megarl.megatron.together import on_first_rank, together
+from megarl.base.checkpoint_index import INDEX
+from megarl.base.errors import CheckpointError
+from megarl.megatron.runtime import Runtime, all_ranks_or_raise, gather_apply_scatter
+from megarl.models import LocalParam
 
 
 class Item(NamedTuple):
-    """A block of the tensor ``key`` of shape ``full_shape``, and the memory with its elements."""
+    """A block of the tensor ``key`` of shape ``full_shape``, and the memory of its elements."""
 
     key: str
     full_shape: tuple[int, ...]
-    block: Block
+    block: TensorBlock
     data: Tensor
 
 
 def items_of(
-    key: str, blocks: Iterable[Block], shapes: Mapping[str, tuple[int, ...]], buffer: Tensor
+    key: str, blocks: Iterable[TensorBlock], shapes: Mapping[str, tuple[int, ...]], buffer: Tensor
 ) -> Iterable[Item]:
-    """Items of kind ``key`` for blocks whose elements lie in the flat ``buffer``.
+    """Items of kind ``key`` for blocks whose elements are in the flat ``buffer``.
 
     Args:
-        key: what the values are: weights, or a kind of optimizer state.
-        blocks: where they belong.
+        key: kind of the values: weights, or a kind of optimizer state.
+        blocks: their positions in the tensors.
         shapes: of the Hugging Face tensors.
         buffer: ``[n]``; the items are views of it.
     """
@@ -73,12 +75,12 @@ def items_of(
 
 
 class ItemWriter:
-    """Writes the blocks of all ranks, in three parts of which only the middle one may run beside training.
+    """Writes the blocks of all ranks in three steps; only the second may run during training.
 
     Args:
-        runtime: this rank's place.
+        runtime: this rank's process groups.
         folder: folder that all ranks share.
-        items: what this rank writes.
+        items: this rank's items.
     """
 
     def __init__(self, runtime: Runtime, folder: Path, items: Sequence[Item]) -> None:
@@ -90,32 +92,32 @@ class ItemWriter:
         self._metadata: Metadata | None = None
 
     def plan(self) -> None:
-        """Agrees with the other ranks on who writes what; communicates.
+        """Agree with the other ranks on each rank's writes; communicates.
 
         Raises:
-            CheckpointError: on every rank, if the blocks are not each element of each tensor once.
+            CheckpointError: on every rank, if the blocks do not cover each element of each tensor once.
         """
         is_first = self._runtime.rank == 0
         self._planner.set_up_planner({}, is_coordinator=is_first)
         self._storage.set_up_storage_writer(is_first)
-        own = together(self._runtime, self._local_plan, self._doing)
-        plan = on_first_rank(self._runtime, own, self._global_plans, self._doing)
+        local_plan = all_ranks_or_raise(self._runtime, self._local_plan, self._doing)
+        plan = gather_apply_scatter(self._runtime, local_plan, self._global_plans, self._doing)
         self._plan = self._planner.finish_plan(plan)
 
     def write(self) -> set[str]:
-        """Writes this rank's files and flushes them to disk; does not communicate.
+        """Write this rank's files and flush them to disk; does not communicate.
 
         Returns:
             Names of the files.
 
         Raises:
-            Exception: of whatever kind torch makes of an error of the file system.
+            Exception: any type that torch makes of a file system error.
         """
         self._results = self._storage.write_data(self._plan, self._planner).value()
         return {result.storage_data.relative_path for result in self._results}
 
     def finish(self) -> None:
-        """Writes the index, once every rank has written; communicates.
+        """Write the index, after every rank has written; communicates.
 
         Raises:
             CheckpointError: on every rank, if it cannot be written.
@@ -126,7 +128,7 @@ class ItemWriter:
             self._storage.finish(self._metadata, results)
             return [None] * len(results)
 
-        on_first_rank(self._runtime, self._results, write_index, self._doing)
+        gather_apply_scatter(self._runtime, self._results, write_index, self._doing)
 
     def _local_plan(self) -> SavePlan:
         return self._storage.prepare_local_plan(self._planner.create_local_plan())
@@ -137,15 +139,16 @@ class ItemWriter:
 
 
 def read_items(folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
-    """Fills the memory of this rank's items; communicates.
+    """Fill the memory of this rank's items; communicates.
 
     Args:
         folder: the checkpoint.
-        metadata: its index, from :func:`megarl.checkpoint_index.read_index`.
-        items: what this rank wants; cut in any way.
+        metadata: its index, from :func:`megarl.base.checkpoint_index.read_index`.
+        items: this rank's items; may be cut differently from the saved ones.
 
     Raises:
-        CheckpointError: on every rank, if on any of them a file is missing or damaged, or the checkpoint lacks some.
+        CheckpointError: on every rank, if on any of them a file is missing or damaged, or the checkpoint lacks
+            elements.
     """
     try:
         dcp.load({}, storage_reader=_Reader(folder, metadata), planner=_LoadPlanner(items))
@@ -165,7 +168,7 @@ def tensor_shapes(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
 
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        """Without the folder's own path, which would be wrong once it is renamed."""
+        """Omit the folder's path, which would be wrong after a rename."""
         return StorageMeta()
 
 
@@ -177,12 +180,12 @@ class _SavePlanner(DefaultSavePlanner):
         self._items = {(item.key, item.block.start): item for item in items}
 
     def create_local_plan(self) -> SavePlan:
-        """One write per item."""
+        """Plan one write per item."""
         self.plan = SavePlan([self._write(item) for item in self._items.values()])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The memory of an item."""
+        """Return the memory of an item."""
         return self._items[write_item.index.fqn, tuple(write_item.index.offset or ())].data
 
     @staticmethod
@@ -198,20 +201,20 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reads each item from the stored chunks that it overlaps."""
+    """Reads each item from the overlapping stored chunks."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._wanted = items
+        self._items = items
 
     def create_local_plan(self) -> LoadPlan:
-        """Reads of all items.
+        """Plan the reads of all items.
 
         Raises:
             CheckpointError: an element is in no chunk.
         """
         by_key: dict[str, list[int]] = defaultdict(list)
-        for position, item in enumerate(self._wanted):
+        for position, item in enumerate(self._items):
             by_key[item.key].append(position)
         assert self.metadata is not None
         reads = [
@@ -222,13 +225,13 @@ class _LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(reads)
 
     def _reads(self, key: str, positions: list[int], stored: Any) -> Iterable[ReadItem]:
-        blocks = [self._wanted[position].block for position in positions]
+        blocks = [self._items[position].block for position in positions]
         chunks = [ChunkStorageMetadata(torch.Size(block.start), torch.Size(block.shape)) for block in blocks]
         reads = create_read_items_for_chunk_list(key, stored, chunks)
-        found = sum(math.prod(read.lengths) for read in reads)
-        wanted = sum(block.numel for block in blocks)
-        if found != wanted:
-            raise CheckpointError(f"'{key}': {found} of {wanted} wanted elements are in the checkpoint")
+        stored_count = sum(math.prod(read.lengths) for read in reads)
+        count = sum(block.numel for block in blocks)
+        if stored_count != count:
+            raise CheckpointError(f"'{key}': {stored_count} of {count} wanted elements are in the checkpoint")
         # The index of a destination is its position among the chunks of this key; make it that among all items.
         return [
             replace(read, dest_index=replace(read.dest_index, index=positions[read.dest_index.index or 0]))
@@ -236,29 +239,29 @@ class _LoadPlanner(DefaultLoadPlanner):
         ]
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of an item's memory that a read fills."""
-        target = self._wanted[read_item.dest_index.index or 0].data
+        """Return the part of an item's memory that a read fills."""
+        target = self._items[read_item.dest_index.index or 0].data
         for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dimension, start, length)
         return target
 
 
 class _Reader(FileSystemReader):
-    """Reads with an index that is already there, and looks at each file before it is read."""
+    """Reads with an already loaded index, and checks each file before it is read."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index given."""
+        """Return the loaded index."""
         return self._metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Makes sure that the files are there and long enough.
+        """Check that the files exist and are long enough.
 
         Raises:
-            CheckpointError: names the file that is not.
+            CheckpointError: names the file.
         """
         ends: dict[str, int] = defaultdict(int)
         for read in plan.items:
@@ -275,10 +278,10 @@ class _Reader(FileSystemReader):
         return plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Reads file by file.
+        """Read file by file.
 
         Raises:
-            CheckpointError: names the file that is damaged.
+            CheckpointError: names the damaged file.
         """
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for read in plan.items:
@@ -286,7 +289,7 @@ class _Reader(FileSystemReader):
         for name, reads in by_file.items():
             try:
                 super().read_data(replace(plan, items=reads), planner)
-            except Exception as error:  # what a damaged file raises is anyone's guess
+            except Exception as error:  # a damaged file may raise anything
                 raise CheckpointError(f"{Path(self.path) / name} is damaged: {error}") from error
         done: Future[None] = Future()
         done.set_result(None)
@@ -294,9 +297,68 @@ class _Reader(FileSystemReader):
 
 
 def _reasons(error: CheckpointException) -> str:
-    """What went wrong, each reason once, with the first rank that had it."""
+    """Reasons of a failure, each once, with the first rank that reported it."""
     reasons: dict[str, int] = {}
     for rank, (exception, _) in sorted(error.failures.items()):
         text = str(exception) if isinstance(exception, CheckpointError) else f"{type(exception).__name__}: {exception}"
         reasons.setdefault(text, rank)
     return "; ".join(f"rank {rank}: {text}" for text, rank in reasons.items())
+
+
+class TensorBlock(NamedTuple):
+    """A rectangle of a Hugging Face tensor whose elements are consecutive in a local buffer."""
+
+    hf_name: str
+    start: tuple[int, ...]
+    """First corner, in the Hugging Face tensor."""
+    shape: tuple[int, ...]
+    at: int
+    """Offset of its elements in the buffer of the range."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[TensorBlock]:
+    """Rectangles of Hugging Face tensors in elements ``[start, stop)`` of a flattened local parameter.
+
+    Each piece of the parameter gives at most three: the end of a row, whole rows, the beginning of a row. Vocabulary
+    padding is in none.
+
+    Args:
+        param: one- or two-dimensional; its pieces span whole rows, like those of training layouts.
+        start: first element.
+        stop: one after the last.
+
+    Raises:
+        ValueError: the parameter has another form.
+    """
+    width = math.prod(param.shape[1:])
+    for piece in param.pieces:
+        if len(param.shape) > 2 or piece.shape[1:] != param.shape[1:]:
+            raise ValueError(f"'{param.name}' of shape {list(param.shape)}: {piece} does not span its rows")
+        base = piece.at[0] * width
+        low, high = max(start, base) - base, min(stop, base + math.prod(piece.shape)) - base
+        for first, last in _runs(low, high, width):
+            # A run is whole rows, or a part of one row.
+            row, column = divmod(first, width)
+            rows, columns = divmod(last - first, width)
+            corner, shape = (row, column), (rows, width) if rows else (1, columns)
+            dimensions = len(param.shape)
+            yield TensorBlock(
+                piece.hf_name,
+                tuple(a + b for a, b in zip(piece.start, corner[:dimensions], strict=True)),
+                shape[:dimensions],
+                base + first - start,
+            )
+
+
+def _runs(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
+    """Cut ``[low, high)`` at the first and the last multiple of ``width`` within it."""
+    first, last = -(-low // width) * width, high // width * width
+    cuts = [low, first, last, high] if first <= last else [low, high]
+    for start, stop in pairwise(cuts):
+        if start < stop:
+            yield start, stop

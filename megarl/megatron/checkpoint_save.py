@@ -1,28 +1,38 @@
-"""A save on its way: written by this thread or by one of its own, and ended by all ranks together."""
+"""A save in progress: written immediately, or by a thread from a host memory snapshot; and the Hugging Face export."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from megarl.errors import CheckpointError
-from megarl.files import FileEntry, read_entry
-from megarl.megatron.checkpoint_format import INDEX, ItemWriter
-from megarl.megatron.runtime import Runtime
-from megarl.megatron.together import together
+from megarl.base.errors import CheckpointError
+from megarl.base.files import FileEntry, read_entry
+from megarl.megatron import cuda_on_cpu
+from megarl.megatron.checkpoint_format import INDEX, Item, ItemWriter
+from megarl.megatron.engine import MegatronEngine
+from megarl.megatron.offload import CHUNK_BYTES
+from megarl.megatron.runtime import Runtime, all_ranks_or_raise
+from megarl.models import LocalParam
+from megarl.models.hf_writer import HFWriter
+
+ALIGNMENT = 16
+"""Alignment of each tensor in bytes, valid for every number format."""
+HF_FOLDER = "huggingface"
 
 
 class WrittenFiles(NamedTuple):
-    """What one rank wrote.
+    """Files that one rank wrote.
 
     Attributes:
         entries: its files by path relative to the folder of the save.
-        seconds: from the beginning of the writing to its end, digests included.
+        seconds: duration of the writing, digests included.
     """
 
     entries: dict[str, FileEntry]
@@ -30,14 +40,14 @@ class WrittenFiles(NamedTuple):
 
 
 class PendingSave:
-    """Writes at once: in a thread, which never communicates, or in the constructor.
+    """Writes immediately: in a thread, which never communicates, or in the constructor.
 
     Args:
-        runtime: this rank's place.
+        runtime: this rank's process groups.
         folder: of the save, shared by all ranks.
-        writer: of the tensors, planned; None where there are none.
-        files: names of what this rank has written already.
-        in_background: write in a thread; what the writer reads must then stay as it is.
+        writer: planned writer of the tensors; None if there are none.
+        files: names of files that this rank has already written.
+        in_background: write in a thread; the writer's tensors must not change until then.
     """
 
     def __init__(
@@ -52,7 +62,7 @@ class PendingSave:
         self._seconds = 0.0
         self._thread: threading.Thread | None = None
         if in_background:
-            # A daemon: a process that has to end does not wait for it, and the unfinished save is never taken for one.
+            # A daemon: the process can end without it, and an unfinished save is never taken for a complete one.
             self._thread = threading.Thread(target=self._write, name=f"save {folder.name}", daemon=True)
             self._thread.start()
         else:
@@ -60,40 +70,40 @@ class PendingSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's part is over, well or not; asks nobody."""
+        """Whether this rank has finished writing, successfully or not; does not communicate."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> WrittenFiles:
-        """Waits for the writing and makes the save readable; communicates.
+        """Wait for the writing and complete the save; communicates.
 
         Raises:
-            CheckpointError: on every rank, if any of them failed to write; says which and why.
+            CheckpointError: on every rank, if any of them failed to write; names rank and reason.
         """
         if self._thread is not None:
             self._thread.join()
         doing = f"saving to {self._folder}"
-        together(self._runtime, self._raise_failure, doing)
+        all_ranks_or_raise(self._runtime, self._raise_failure, doing)
         if self._writer is not None:
             self._writer.finish()
             if self._runtime.rank == 0:
                 self._files.add(INDEX)
-        together(self._runtime, self._note_entries, doing)
+        all_ranks_or_raise(self._runtime, self._note_entries, doing)
         return WrittenFiles(self._entries, self._seconds)
 
     def _write(self) -> None:
         begin = time.perf_counter()
         try:
             if self._thread is not None and self._runtime.device.type == "cuda":
-                torch.cuda.set_device(self._runtime.device)  # each thread has a current device of its own
+                torch.cuda.set_device(self._runtime.device)  # the current device is per thread
             if self._writer is not None:
                 self._files |= self._writer.write()
             self._note_entries()
-        except Exception as error:  # told to every rank by `finish`
+        except Exception as error:  # finish() raises it on every rank
             self._failure = error
         self._seconds = time.perf_counter() - begin
 
     def _note_entries(self) -> None:
-        """Sizes and digests of what is written and has none yet."""
+        """Record sizes and digests of new files."""
         for name in sorted(self._files - self._entries.keys()):
             self._entries[name] = read_entry(self._folder / name, flush=True)
 
@@ -105,10 +115,119 @@ class PendingSave:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, with the error of the system that is behind an error of torch's."""
+    """Reason of a failure, with the system error that caused an error of torch's."""
     seen: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in seen:
-        seen.append(at)
-        at = at.__cause__ or at.__context__
-    return " <- ".join(f"{type(one).__name__}: {one}" for one in dict.fromkeys(seen))
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return " <- ".join(f"{type(cause).__name__}: {cause}" for cause in dict.fromkeys(seen))
+
+
+class HostSnapshot:
+    """A copy of the state in host memory, so that training continues while a thread writes; reused by later saves.
+
+    Only one save is in progress at a time, so one such memory is enough.
+
+    Args:
+        device: device of the tensors; for a GPU the memory is page-locked, so that it copies at full speed.
+        chunk_bytes: see :data:`~megarl.megatron.offload.CHUNK_BYTES`.
+    """
+
+    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._device = device
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory in bytes."""
+        return sum(len(chunk) for chunk in self._chunks)
+
+    def take(self, items: Sequence[Item]) -> list[Item]:
+        """Copy items to the snapshot; the copies are valid until the next call.
+
+        Args:
+            items: of this rank.
+        """
+        copies, chunk, offset = [], -1, self._chunk_bytes
+        for item in items:
+            size = item.data.numel() * item.data.element_size()
+            if chunk < 0 or offset + size > len(self._chunks[chunk]):
+                chunk, offset = chunk + 1, 0
+                self._make_room(chunk, size)
+            copy = self._chunks[chunk][offset : offset + size].view(item.data.dtype).view(item.data.shape)
+            copy.copy_(item.data, non_blocking=True)
+            copies.append(item._replace(data=copy))
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return copies
+
+    def _make_room(self, chunk: int, size: int) -> None:
+        """Ensure that a chunk exists and holds ``size`` bytes; earlier chunks are unchanged."""
+        if chunk < len(self._chunks) and len(self._chunks[chunk]) >= size:
+            return
+        memory = torch.empty(max(size, self._chunk_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._chunks[chunk : chunk + 1] = [memory]
+
+
+def export_beside(engine: MegatronEngine, folder: Path, copy_from: str | Path | None) -> set[str]:
+    """Export the model to ``<folder>/huggingface``; communicates.
+
+    Args:
+        engine: of this rank.
+        folder: of the checkpoint, shared by all ranks.
+        copy_from: folder whose tokenizer is copied.
+
+    Returns:
+        Names of the files, relative to ``folder``, on the rank that wrote them.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write.
+    """
+    failure: Exception | None = None
+    with cuda_on_cpu.active():
+        if engine.runtime.rank != 0:
+            engine.weights.export(lambda param, part: None)
+        else:
+            try:
+                _write_export(engine, folder / HF_FOLDER, copy_from)
+            except Exception as error:  # raised on every rank below
+                failure = error
+
+    def list_files() -> set[str]:
+        if failure is not None:
+            raise failure
+        if engine.runtime.rank != 0:
+            return set()
+        paths = (folder / HF_FOLDER).rglob("*")
+        return {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
+
+    return all_ranks_or_raise(engine.runtime, list_files, f"exporting to {folder / HF_FOLDER}")
+
+
+def _write_export(engine: MegatronEngine, path: Path, copy_from: str | Path | None) -> None:
+    """Receive every part from the other ranks, even after a failure: they must not wait forever."""
+    shapes = engine.weight_map.hf_shapes()
+    exact = [name for name in shapes if engine.weight_map.is_float32(name)]
+    failure: Exception | None = None
+    writer: HFWriter | None = None
+    with ExitStack() as stack:
+        try:
+            options = HFWriter(path, engine.model, shapes, float32=exact, copy_from=copy_from)
+            writer = stack.enter_context(options)
+        except Exception as error:
+            failure = error
+
+        def add(param: LocalParam, part: Tensor) -> None:
+            nonlocal failure
+            if writer is not None and failure is None:
+                try:
+                    writer.add(param, part)
+                except Exception as error:
+                    failure = error
+
+        engine.weights.export(add)
+        if failure is not None:
+            raise failure

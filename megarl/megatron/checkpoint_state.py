@@ -1,27 +1,36 @@
-"""``state.json``: what the checkpoint of a role is, as far as no tensor tells it."""
+"""Small files of a role's checkpoint: ``state.json``, and the random generator states of a process."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
 import megarl
-from megarl.errors import CheckpointError
+from megarl.base.errors import CheckpointError
+from megarl.base.provenance import installed_versions
 from megarl.models import ParallelLayout
-from megarl.provenance import installed_versions
 
 STATE_FILE = "state.json"
 FORMAT = 1
+_MEGATRON_PREFIX = "megatron."
 
 MODEL, OPTIMIZER_STATE, EXTRA, HF_MODEL = "model", "optimizer", "extra", "hf_model"
 RESUMABLE = (MODEL, OPTIMIZER_STATE, EXTRA)
-"""What a role needs to go on as if nothing had happened: weights; optimizer and steps; generators."""
+"""Contents that a role needs to resume exactly: weights; optimizer and steps; random generators."""
 CONTENTS = (*RESUMABLE, HF_MODEL)
-"""What a checkpoint may hold."""
+"""Valid contents of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +40,22 @@ class RoleState:
     dtype: str
     """Number format of the weights, such as ``float32``."""
     steps: int | None
-    """Optimizer steps taken, on which the learning rate depends; None where no optimizer was saved."""
+    """Optimizer steps, which determine the learning rate; None if no optimizer was saved."""
     layout: ParallelLayout
-    """Layout that saved."""
+    """Saved layout."""
     device: str
-    """Kind of device that the random states are of: ``cpu`` or ``cuda``."""
+    """Device type of the random states: ``cpu`` or ``cuda``."""
     skipped_in_a_row: int = 0
-    """Optimizer steps skipped since the last one taken."""
+    """Consecutive skipped optimizer steps."""
     contents: tuple[str, ...] = RESUMABLE
-    """What was saved, of :data:`CONTENTS`."""
+    """Saved contents, of :data:`CONTENTS`."""
     megarl_version: str = megarl.__version__
     versions: Mapping[str, str] = field(default_factory=installed_versions)
-    """Of the software that saved; for the reader's information."""
+    """Versions of the software that saved, for information."""
 
 
 def write_state(folder: Path, state: RoleState) -> str:
-    """Writes ``state.json``, flushed to disk; returns its name.
+    """Write ``state.json``, flushed to disk; returns its name.
 
     Raises:
         OSError: writing failed.
@@ -59,7 +68,7 @@ def write_state(folder: Path, state: RoleState) -> str:
 
 
 def read_state(folder: Path) -> RoleState:
-    """Reads ``state.json``.
+    """Read ``state.json``.
 
     Raises:
         CheckpointError: it is missing, malformed, or of another format.
@@ -78,7 +87,7 @@ def read_state(folder: Path) -> RoleState:
 
 def _parse(document: Mapping[str, Any]) -> RoleState:
     steps = document["steps"]
-    # Checkpoints of before the field held everything, an optimizer where there was one.
+    # Older checkpoints lack the field: they have all contents, with an optimizer if steps is set.
     whole = RESUMABLE if steps is not None else (MODEL, EXTRA)
     return RoleState(
         dtype=str(document["dtype"]),
@@ -90,3 +99,59 @@ def _parse(document: Mapping[str, Any]) -> RoleState:
         megarl_version=str(document["megarl_version"]),
         versions=dict(document.get("versions", {})),
     )
+
+
+def save_random_state(path: Path, device: torch.device) -> None:
+    """Write the states of torch's, numpy's and Python's generators and of Megatron's named generators.
+
+    Args:
+        path: file to write.
+        device: device of this process; on CUDA its generator is saved too.
+
+    Raises:
+        OSError: writing failed.
+    """
+    version, words, next_gauss = random.getstate()
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        **{_MEGATRON_PREFIX + name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    extras = {"python": [version, next_gauss], "numpy": [kind, int(position), int(has_gauss), float(gauss)]}
+    # clone: states may share memory, which the format refuses
+    save_file({name: state.clone() for name, state in tensors.items()}, path, {"extras": json.dumps(extras)})
+
+
+def load_random_state(path: Path, device: torch.device) -> None:
+    """Restore every generator from a file of :func:`save_random_state`.
+
+    Raises:
+        CheckpointError: the file is missing or malformed. No generator was changed, unless a state is of the wrong
+            type.
+    """
+    try:
+        tensors, extras = _read(path)
+        states = {
+            name.removeprefix(_MEGATRON_PREFIX): s for name, s in tensors.items() if name.startswith(_MEGATRON_PREFIX)
+        }
+        version, next_gauss = extras["python"]
+        kind, position, has_gauss, gauss = extras["numpy"]
+        python = (version, tuple(tensors["python"].tolist()), next_gauss)
+        numpy = (kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["cuda"], device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        get_cuda_rng_tracker().set_states(states)
+        torch.set_rng_state(tensors["torch"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: random states cannot be restored: {error!r}") from error
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["extras"])  # noqa: SIM118

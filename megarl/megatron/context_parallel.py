@@ -1,13 +1,22 @@
-"""What the ranks that share each sequence tell one another: keys and values in the layers, outputs at the end.
+"""Context parallelism: division of packed sequences over ranks, causal attention over all ranks' tokens, gathered
+outputs.
 
-Gradients of parameters are sums over these ranks, as over data-parallel ones. Each rank computes the whole loss from
-the gathered outputs, and its backward follows only the outputs that are its own: together every token counts once.
+Under a causal mask the end of a sequence costs more than its beginning. Each sequence is therefore cut into two chunks
+per rank, and rank ``r`` of ``n`` computes chunks ``r`` and ``2n - 1 - r`` (zig-zag): every rank has the same number of
+tokens and the same attention. Transformer Engine expects this order too. Sequences are padded at their end to a
+multiple of ``2n``; causality hides the padding from every real token.
+
+Gradients of parameters are summed over these ranks, like over data-parallel ones. Each rank computes the whole loss
+from the gathered outputs, and its backward follows only its outputs, so that every token counts once.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -16,7 +25,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megarl.megatron.zigzag import MicroBatchPart
+from megarl.base.errors import DataError
+from megarl.megatron.packed import PackedMicroBatch, SharedPrompts, ranges
 
 
 def attend(
@@ -27,16 +37,16 @@ def attend(
     scale: float | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Causal attention of this rank's tokens to all ranks'; communicates, differentiable.
+    """Causal attention of this rank's tokens to all ranks' tokens; communicates, differentiable.
 
-    Keys and values are gathered and put in order. Each of a rank's two chunks of a sequence then attends to the part
-    of the sequence that ends with it, so that nothing is computed that causality would hide, but within the chunk.
+    Keys and values are gathered and put in order. Each of a rank's two chunks of a sequence then attends to the prefix
+    of the sequence that ends with it, so that masked products are computed within the chunk only.
 
     Args:
-        query: ``[tokens of this rank, heads, head_dim]``, rotated, in the order of :func:`~.zigzag.rank_indices`.
+        query: ``[tokens of this rank, heads, head_dim]``, rotated, in the order of :func:`rank_indices`.
         key: ``[tokens of this rank, key-value heads, head_dim]``, likewise.
-        value: as ``key``; its last dimension may be another.
-        runs: neighbouring whole sequences of equal length: (number of sequences, their length).
+        value: like ``key``; its last dimension may differ.
+        runs: runs of neighbouring whole sequences of equal length: (number of sequences, their length).
         scale: of the scores; None = ``head_dim ** -0.5``.
         group: the ranks that share each sequence.
 
@@ -61,16 +71,16 @@ def attend(
 
 
 def gather_outputs(outputs: Tensor, part: MicroBatchPart, group: dist.ProcessGroup) -> Tensor:
-    """Outputs of all response tokens of a micro-batch, in its rows' order, on every rank; communicates.
+    """Gather the outputs of all response tokens of a micro-batch, in its rows' order, on every rank; communicates.
 
     Args:
-        outputs: ``[own response tokens, ...]`` of this rank.
-        part: what this rank computed of the micro-batch.
+        outputs: ``[this rank's response tokens, ...]``.
+        part: this rank's part of the micro-batch.
         group: the ranks that share each sequence.
 
     Returns:
-        ``[response tokens, ...]``. The gradient that a rank's own outputs get is that of its own entries only: the
-        ranks compute the same loss, and none of them may count another's tokens.
+        ``[response tokens, ...]``. The backward gives a rank the gradient of its entries only: all ranks compute the
+        same loss, and no rank may count another's tokens.
     """
     if group.size() == 1 or not part.widest:
         return outputs
@@ -83,15 +93,15 @@ class _GatherOutputs(torch.autograd.Function):
     def forward(ctx: Any, outputs: Tensor, part: MicroBatchPart, group: dist.ProcessGroup) -> Tensor:
         filled = outputs.new_zeros(part.widest, *outputs.shape[1:])
         filled[: len(outputs)] = outputs
-        everyones = outputs.new_empty(group.size() * part.widest, *outputs.shape[1:])
-        dist.all_gather_into_tensor(everyones, filled, group=group)
-        ctx.save_for_backward(part.own)
-        return everyones[part.sources]
+        gathered = outputs.new_empty(group.size() * part.widest, *outputs.shape[1:])
+        dist.all_gather_into_tensor(gathered, filled, group=group)
+        ctx.save_for_backward(part.local_indices)
+        return gathered[part.sources]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (own,) = ctx.saved_tensors
-        return grads[0][own], None, None
+        (local_indices,) = ctx.saved_tensors
+        return grads[0][local_indices], None, None
 
 
 def _in_order(gathered: Tensor, count: int) -> Tensor:
@@ -105,14 +115,14 @@ def _attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | 
 
     Args:
         query: ``[count, heads, chunk, head_dim]``.
-        key: ``[count, key-value heads, seen, head_dim]``; its last ``chunk`` tokens are the queries' own.
+        key: ``[count, key-value heads, seen, head_dim]``; its last ``chunk`` tokens are those of the queries.
         value: ``[count, key-value heads, seen, width]``.
         scale: of the scores.
     """
     chunk, seen = query.shape[2], key.shape[2]
     mask: Tensor | None = None
     if chunk < seen and query.is_cuda:
-        # no memory, where the flash kernel takes these heads; imported here because it loads torch's whole compiler
+        # needs no memory if the flash kernel supports these heads; a lazy import, because it loads torch's compiler
         mask = importlib.import_module("torch.nn.attention.bias").causal_lower_right(chunk, seen)
     elif 1 < chunk < seen:
         mask = torch.ones(chunk, seen, dtype=torch.bool).tril(seen - chunk)
@@ -120,3 +130,155 @@ def _attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | 
         query, key, value, attn_mask=mask, is_causal=chunk == seen, scale=scale, enable_gqa=True
     )
     return attended.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class MicroBatchPart:
+    """One context-parallel rank's part of a micro-batch; all of it if there is one rank.
+
+    Attributes:
+        tokens: ``[tokens of this rank]`` int64, padding included.
+        positions: ``[tokens of this rank]`` int64, position of each in its whole sequence.
+        lengths: tokens of each whole sequence, padding included, in stored order. Every rank has the same share of
+            each.
+        read_at: ``[n]`` int64, index in ``tokens`` of each output to read. A response token belongs to the rank that
+            reads its output; ``n`` is the number of this rank's response tokens.
+        targets: ``[n]`` int64.
+        local_indices: ``[n]`` int64, ascending indices of this rank's response tokens among those of the micro-batch.
+        widest: largest number of response tokens of any rank.
+        sources: ``[response tokens]`` int64, index of each of the micro-batch's response tokens in the concatenation of
+            all ranks' outputs, each padded to ``widest``.
+        shared: mapping between stored tokens and whole sequences, if some share their prompt.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: tuple[int, ...]
+    read_at: Tensor
+    targets: Tensor
+    local_indices: Tensor
+    widest: int
+    sources: Tensor
+    shared: SharedPrompts | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that this rank computes."""
+        return len(self.tokens)
+
+    def to(self, device: torch.device) -> MicroBatchPart:
+        """Move the tensors to ``device``."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            read_at=self.read_at.to(device),
+            targets=self.targets.to(device),
+            local_indices=self.local_indices.to(device),
+            sources=self.sources.to(device),
+            shared=None if self.shared is None else self.shared.to(device),
+        )
+
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Runs of neighbouring whole sequences of equal length: (number of sequences, their length)."""
+        return tuple((len(list(run)), length) for length, run in groupby(self.lengths))
+
+
+def context_parallel_part(
+    micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: int = 1
+) -> MicroBatchPart:
+    """Cut out one context-parallel rank's part of a micro-batch.
+
+    Args:
+        micro_batch: the same on all of them.
+        ranks: number of context-parallel ranks.
+        rank: index of this rank.
+        multiple: every rank's number of tokens is a multiple of this; required by sequence parallelism.
+
+    Raises:
+        DataError: rows share prompts, and there are several ranks.
+    """
+    if micro_batch.shared is not None:
+        if ranks > 1:
+            raise DataError(f"context parallelism over {ranks} ranks cannot divide sequences that share a prompt")
+        return _with_shared_prompts(micro_batch, micro_batch.shared, multiple)
+    lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
+    total = sum(lengths)
+    starts = [0, *accumulate(lengths)][: len(micro_batch.lengths)]
+    # Indices of the real tokens, and of those at which outputs are read, among the padded sequences.
+    padded_indices = ranges(starts, micro_batch.lengths)
+    tokens = torch.zeros(total, dtype=torch.int64)
+    tokens[padded_indices] = micro_batch.tokens
+    held = torch.stack([rank_indices(lengths, ranks, each) for each in range(ranks)])
+    slots = torch.empty(total, dtype=torch.int64)
+    slots[held.flatten()] = torch.arange(total)
+    slots = slots[padded_indices[micro_batch.read_at]]
+    share = total // ranks
+    owners = slots // share
+    local_indices = (owners == rank).nonzero()[:, 0]
+    counts = owners.bincount(minlength=ranks)
+    widest = int(counts.max())
+    sources = torch.empty_like(owners)
+    sources[owners.argsort(stable=True)] = ranges([each * widest for each in range(ranks)], counts.tolist())
+    return MicroBatchPart(
+        tokens=tokens[held[rank]],
+        positions=ranges([0] * len(lengths), lengths)[held[rank]],
+        lengths=lengths,
+        read_at=slots[local_indices] % share,
+        targets=micro_batch.targets[local_indices],
+        local_indices=local_indices,
+        widest=widest,
+        sources=sources,
+    )
+
+
+def _with_shared_prompts(micro_batch: PackedMicroBatch, shared: SharedPrompts, multiple: int) -> MicroBatchPart:
+    """All of a micro-batch, padded to a multiple by an additional last sequence."""
+    stored, whole = micro_batch.num_tokens, len(shared.spread)
+    missing = -stored % multiple
+    lengths = (*micro_batch.lengths, missing) if missing else micro_batch.lengths
+    positions = ranges([0] * len(lengths), lengths)
+    kept = torch.cat([shared.kept, torch.arange(whole, whole + missing)])
+    count = len(micro_batch.targets)
+    return MicroBatchPart(
+        tokens=torch.cat([micro_batch.tokens, torch.zeros(missing, dtype=torch.int64)]),
+        positions=positions[kept],
+        lengths=lengths,
+        read_at=micro_batch.read_at,
+        targets=micro_batch.targets,
+        local_indices=torch.arange(count),
+        widest=count,
+        sources=torch.arange(count),
+        shared=SharedPrompts(torch.cat([shared.spread, torch.arange(stored, stored + missing)]), kept),
+    )
+
+
+def padded_lengths(lengths: Sequence[int], ranks: int, multiple: int = 1) -> tuple[int, ...]:
+    """Pad sequence lengths so that they divide over the ranks, each by at most ``2 * ranks - 1``.
+
+    Lengths are unchanged with one rank. An additional last sequence makes each rank's number of tokens a multiple of
+    ``multiple``.
+    """
+    unit = 2 * ranks if ranks > 1 else 1
+    padded = tuple(-(-length // unit) * unit for length in lengths)
+    missing = -sum(padded) % math.lcm(unit, ranks * multiple)
+    return (*padded, missing) if missing else padded
+
+
+def rank_indices(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
+    """Indices of a rank's tokens, in the rank's order: ``[sum of lengths / ranks]`` int64.
+
+    Args:
+        lengths: of the sequences; multiples of ``2 * ranks``, unless there is one rank.
+        ranks: number of ranks that divide each sequence.
+        rank: index of this rank.
+    """
+    if ranks == 1:
+        return torch.arange(sum(lengths))
+    starts, chunks = [0, *accumulate(lengths)], [length // (2 * ranks) for length in lengths]
+    first = [
+        start + piece * chunk
+        for start, chunk in zip(starts, chunks, strict=False)
+        for piece in (rank, 2 * ranks - 1 - rank)
+    ]
+    return ranges(first, [chunk for chunk in chunks for _ in range(2)])

@@ -1,26 +1,33 @@
 """Runs unmodified Megatron-Core on a machine without CUDA.
 
-Megatron names the device ``cuda`` literally in a few places and calls ``torch.cuda`` in others. Two things bridge that:
+Megatron names the device ``cuda`` literally in a few places and calls ``torch.cuda`` in others. Two mechanisms bridge
+that:
 
-- :func:`install` puts functions that do the same on the CPU where ``torch.cuda`` could only raise;
+- :func:`install` replaces functions of ``torch.cuda`` that would raise by CPU equivalents. It also replaces two kinds
+  of Megatron functions: collectives with parts of different sizes, which gloo rejects and experts shared by several
+  ranks need, and the matrix products of parallel linear layers, which oneDNN computes faster than torch's default
+  library for single precision (10 to 17 % on the measured processors).
 - :func:`active` is a scope in which torch reads every device ``cuda`` as ``cpu``. It uses a ``TorchFunctionMode``,
-  which belongs to a thread, so each entry point of the engine opens the scope in whatever thread it runs.
+  which belongs to a thread, so each entry point of the engine opens the scope in its thread.
 
-Where nothing was installed (a process that computes on CUDA) the scope does nothing.
+If nothing was installed (a process that computes on CUDA) the scope does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-from megarl.megatron.gloo import gather_uneven, reduce_scatter_uneven
 
 _CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {
@@ -29,17 +36,20 @@ _CUDA_TYPE_NAMES = {
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
 }
 _installed = False
+
+LOGGING_PACKAGES = ("wandb", "tensorboard", "torch.utils.tensorboard")
+"""Optional imports of Megatron that megarl does not need."""
 _thread = threading.local()
 
 
 class _NoStream:
-    """Stands in for a CUDA stream and its events: on a CPU everything has happened when the call returns."""
+    """Replaces a CUDA stream and its events: on a CPU every operation is complete when the call returns."""
 
     def wait_stream(self, stream: object) -> None:
         """Nothing to wait for."""
 
     def record_event(self) -> _NoStream:
-        """An event that has happened."""
+        """A completed event."""
         return self
 
     def synchronize(self) -> None:
@@ -56,13 +66,13 @@ REPLACED: dict[str, Any] = {
     "current_stream": lambda device=None: _NO_STREAM,
     "stream": lambda stream: contextlib.nullcontext(),
 }
-"""What stands in for functions of ``torch.cuda``, by name."""
+"""Replacements of functions of ``torch.cuda``, by name."""
 
 
 class _ReadCudaAsCpu(TorchFunctionMode):
-    """Replaces the device ``cuda`` in the arguments of torch calls; makes ``Tensor.type()`` answer as on CUDA.
+    """Replaces the device ``cuda`` in the arguments of torch calls, and makes ``Tensor.type()`` return a CUDA type.
 
-    The latter is how Megatron's optimizer tells half precision from single.
+    Megatron's optimizer distinguishes half precision from single by that type.
     """
 
     def __torch_function__(
@@ -98,26 +108,30 @@ def active() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Scope for importing Megatron, in which ``torch.compile`` leaves functions as they are if there is no CUDA.
+def lean_import() -> Iterator[None]:
+    """Scope for importing Megatron without packages that only its own loggers and compiled fusions use.
 
-    Megatron compiles its fusions while it is imported. Without CUDA they are off, and loading the compiler for them
-    would take each process seconds.
+    Megatron imports wandb and TensorBoard if they are installed, and compiles its fusions at import. megarl logs with
+    its own trackers, and without CUDA the fusions are off; loading all this costs each process seconds of CPU time.
     """
     compiler = torch.compile
     if not torch.cuda.is_available():
         setattr(torch, "compile", lambda function: function)  # noqa: B010  (mypy refuses the assignment)
+    hidden = [name for name in LOGGING_PACKAGES if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes their import fail
     try:
         yield
     finally:
         setattr(torch, "compile", compiler)  # noqa: B010
+        for name in hidden:
+            sys.modules.pop(name, None)
 
 
 def install() -> None:
-    """Replaces the ``torch.cuda`` functions that Megatron calls, for the rest of the process.
+    """Replace the ``torch.cuda`` functions that Megatron calls, for the rest of the process.
 
     Raises:
-        AttributeError: a Megatron release has moved the functions that keep random states.
+        AttributeError: a Megatron release has moved a function to replace.
     """
     global _installed
     if _installed:
@@ -132,10 +146,9 @@ def install() -> None:
     _replace(
         mappings, "_reduce_scatter_along_first_dim", reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
     )
-    linear = importlib.import_module("megarl.megatron.cpu_linear").parallel_linear
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
-        _replace(layers, name, linear(getattr(layers, name)))
+        _replace(layers, name, parallel_linear(getattr(layers, name)))
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     _replace(dispatcher, "maybe_move_tensor_to_cpu", _as_on_host)
     _replace(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _NO_STREAM)
@@ -144,7 +157,7 @@ def install() -> None:
 
 
 def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What Megatron has after it moved the sizes of its dispatch to the host: where asked for, an array."""
+    """Megatron's conversion of dispatch sizes on the host: an array if requested."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -152,3 +165,124 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
     if not hasattr(owner, name):
         raise AttributeError(f"{owner.__name__}.{name} no longer exists: this Megatron or torch needs another bridge")
     setattr(owner, name, replacement)
+
+
+def gather_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Extend Megatron's gather along the first dimension to parts of different sizes.
+
+    Args:
+        even: Megatron's function, used for parts of equal size.
+    """
+
+    def gather(
+        part: Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: Sequence[int] | None = None,
+        *more: Any,
+        **options: Any,
+    ) -> Tensor:
+        """Concatenate the parts of all ranks; communicates."""
+        if output_split_sizes is None or group.size() == 1:
+            return even(part, group, output_split_sizes, *more, **options)
+        widest = part.new_zeros(max(output_split_sizes), *part.shape[1:])
+        widest[: len(part)] = part
+        parts = [torch.empty_like(widest) for _ in output_split_sizes]
+        dist.all_gather(parts, widest, group=group)
+        return torch.cat([whole[:size] for whole, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def reduce_scatter_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Extend Megatron's reduce-scatter to parts of different sizes.
+
+    Args:
+        even: Megatron's function, used for parts of equal size.
+    """
+
+    def reduce_scatter(
+        whole: Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
+        *more: Any,
+        **options: Any,
+    ) -> Tensor:
+        """This rank's part of the sum over ranks; communicates."""
+        if input_split_sizes is None or group.size() == 1:
+            return even(whole, group, input_split_sizes, *more, **options)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        part: Tensor = total.split(list(input_split_sizes))[group.rank()].clone()
+        return part
+
+    return reduce_scatter
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _is_fast(inputs: Tensor) -> bool:
+    return inputs.device.type == "cpu" and inputs.dtype is torch.float32 and inputs.numel() > 0 and _has_onednn()
+
+
+def parallel_linear(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replace the matrix product of Megatron's parallel layers, trainable or frozen, by oneDNN's."""
+
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+
+    @functools.wraps(original)  # with its attributes, which record issued warnings
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any = None,
+        **rest: Any,
+    ) -> Tensor:
+        """``input @ weight.T + bias``; under sequence parallelism of the input gathered over the ranks."""
+        if not _is_fast(input) or gradient_accumulation_fusion:
+            flags = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
+            return original(input, weight, bias, *flags, tp_group=tp_group, **rest)
+        if sequence_parallel:
+            input = mappings.gather_from_sequence_parallel_region(
+                input, tensor_parallel_output_grad=True, group=tp_group
+            )
+        elif allreduce_dgrad:
+            input = mappings.copy_to_tensor_model_parallel_region(input, group=tp_group)
+        result: Tensor = _Linear.apply(input, weight, bias)
+        return result
+
+    return forward
+
+
+class _Linear(torch.autograd.Function):
+    """The gradient of the weight uses torch's product: oneDNN would copy both transposed operands."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.has_bias = bias is not None
+        return _product(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        to_inputs, to_weight, _ = ctx.needs_input_grad
+        return (
+            _product(grad, weight.t()).view_as(inputs) if to_inputs else None,
+            grad.t() @ inputs.flatten(0, -2) if to_weight else None,
+            grad.sum(0) if ctx.has_bias else None,
+        )
+
+
+def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``inputs @ weight.T + bias``."""
+    if not _is_fast(inputs):
+        return F.linear(inputs, weight, bias)
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    return result

@@ -1,13 +1,12 @@
-"""One role's model on one rank: forward, backward and optimizer steps over packed micro-batches in any layout."""
+"""The engine: one rank's part of a model, with forward, backward and optimizer steps over packed micro-batches."""
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,100 +18,84 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 from megarl.megatron import cuda_on_cpu
-from megarl.megatron.context_parallel import gather_outputs
+from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, gather_outputs
 from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.kernels import kernels, uses_transformer_engine
 from megarl.megatron.model import build_model
-from megarl.megatron.moe import forget_graphs
-from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, Residence
+from megarl.megatron.moe import drop_autograd_graphs
+from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
 from megarl.megatron.optimizer import Optimizer, OptimizerOptions, StepResult
-from megarl.megatron.options import EngineOptions
-from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, Outputs, policy_outputs, value_outputs
+from megarl.megatron.options import MegatronOptions
+from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, Outputs, mean_of_rows, policy_outputs, value_outputs
 from megarl.megatron.packed import PackedMicroBatch
-from megarl.megatron.pipeline import exchange_options
-from megarl.megatron.pooling import mean_of_rows
+from megarl.megatron.pipeline_schedule import exchange_options, schedule_timers
 from megarl.megatron.runtime import Runtime
-from megarl.megatron.schedule_marks import schedule_timers
 from megarl.megatron.weights import RankWeights
-from megarl.megatron.zigzag import MicroBatchPart, cut
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
 from megarl.models.hf_writer import HFWriter
 from megarl.tracing import span
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
 LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
-"""From outputs and their micro-batch to this micro-batch's share of the global loss, already divided by global
-counts, and to metrics of which the global value is the sum over micro-batches and data-parallel ranks. Called on the
-last stage, alike on each tensor-parallel rank; the micro-batch's tensors are on the outputs' device."""
-
-
-def _entry(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Runs a public method in the scope that lets Megatron run on a CPU, in whichever thread it is called."""
-
-    @functools.wraps(method)
-    def scoped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with cuda_on_cpu.active():
-            return method(*args, **kwargs)
-
-    return scoped
+"""Computes this micro-batch's share of the global loss, already divided by global counts, and its metrics. The global
+value of a metric is its sum over micro-batches and data-parallel ranks. Called on the last stage, with the same result
+on each tensor-parallel rank; the micro-batch's tensors are on the device of the outputs.
+"""
 
 
 class MegatronEngine:
     """A rank's part of one model.
 
-    Methods that communicate say so; all ranks of the role call those together.
+    Methods that communicate say so; all ranks of the role must call them. Every public method enters
+    ``cuda_on_cpu.active()``, the scope that lets Megatron run on a CPU, because the scope belongs to a thread.
 
     Args:
         model: the model's shape.
         layout: the role's layout.
-        runtime: this rank's place in it.
-        options: number format, parallelism of sequences, head, optimizer.
+        runtime: this rank's process groups.
+        options: number format, sequence parallelism, head, optimizer.
 
     Attributes:
         model: the model's shape.
-        runtime: this rank's place.
-        options: as given.
-        weight_map: this model's weight map.
+        runtime: this rank's process groups.
+        options: the options above.
+        weight_map: weight map of this model.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
         weights: this rank's weights.
-        optimizer: None for a model that only computes.
-        residence: what of it is on the device; methods bring back what they need.
+        optimizer: None for inference.
+        offload_manager: offloads parts between phases; methods onload the parts that they need.
 
     Raises:
-        ConfigError: the layout is not the runtime's, or does not fit the model.
+        ConfigError: the layout differs from the runtime's, or does not fit the model.
     """
 
-    @_entry
-    def __init__(self, model: ModelConfig, layout: ParallelLayout, runtime: Runtime, options: EngineOptions) -> None:
-        if layout != runtime.layout:
-            raise ConfigError(
-                f"layout {layout.describe()} is not that of the process group: {runtime.layout.describe()}"
-            )
-        check_layout(model, layout, "megatron")
-        self.model = model
-        self.runtime = runtime
-        self.options = options
-        self.weight_map = WeightMap(model, options.value_head)
-        self._stage = build_model(model, runtime, options)
-        self._config = self._stage.chunks[0].config
-        self.chunks: list[Any] = list(self._stage.chunks)
-        self.optimizer: Optimizer | None = None
-        if options.optimizer is None:
-            for chunk in self.chunks:
-                chunk.requires_grad_(False)
-        else:
-            self.chunks = self._data_parallel(options.optimizer)
-            self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
-        self.residence = Residence(self.chunks, self.optimizer, options.offload, runtime.device)
-        self.weights = RankWeights(self._stage.chunks, self.weight_map, runtime, self._settle_weights)
-        self._loss = torch.zeros(())
-        self._faults = FaultWatch()
-        self._weights_unsettled = False
+    def __init__(self, model: ModelConfig, layout: ParallelLayout, runtime: Runtime, options: MegatronOptions) -> None:
+        with cuda_on_cpu.active():
+            if layout != runtime.layout:
+                raise ConfigError(
+                    f"layout {layout.describe()} is not that of the process group: {runtime.layout.describe()}"
+                )
+            check_layout(model, layout, "megatron")
+            self.model = model
+            self.runtime = runtime
+            self.options = options
+            self.weight_map = WeightMap(model, options.value_head)
+            self._stage = build_model(model, runtime, options)
+            self._config = self._stage.chunks[0].config
+            self.chunks: list[Any] = list(self._stage.chunks)
+            self.optimizer: Optimizer | None = None
+            if options.optimizer is None:
+                for chunk in self.chunks:
+                    chunk.requires_grad_(False)
+            else:
+                self.chunks = self._data_parallel(options.optimizer)
+                self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
+            self.offload_manager = OffloadManager(self.chunks, self.optimizer, options.offload, runtime.device)
+            self.weights = RankWeights(self._stage.chunks, self.weight_map, runtime, self._settle_weights)
+            self._loss = torch.zeros(())
+            self._faults = FaultWatch()
+            self._weights_unsettled = False
 
     def _data_parallel(self, options: OptimizerOptions) -> list[DistributedDataParallel]:
         overlap = self.options.overlap
@@ -124,7 +107,7 @@ class MegatronEngine:
             bucket_size=overlap.bucket_size,
         )
         chunks = [
-            # The first chunk's backward is the last: only there does communication in buckets gain time.
+            # The first chunk's backward runs last: only there does bucketed communication save time.
             DistributedDataParallel(self._config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self._stage.chunks)
         ]
@@ -135,8 +118,8 @@ class MegatronEngine:
         return chunks
 
     def _settle_weights(self) -> None:
-        """Gathers what the last step changed, where the next forward was to do that; communicates then."""
-        self.residence.need(PARAM)
+        """Gather the weights of the last step, if that was deferred to the next forward; communicates then."""
+        self.offload_manager.onload(PARAM)
         if self._weights_unsettled:
             with cuda_on_cpu.active():
                 for chunk in self.chunks:
@@ -144,7 +127,7 @@ class MegatronEngine:
             self._weights_unsettled = False
 
     def describe(self) -> str:
-        """One line: the layout, the number format, and what computes."""
+        """One line: layout, number format and kernels."""
         options = self.options
         used = kernels(self.runtime.device, options.dtype, trains=options.optimizer is not None)
         name = str(options.dtype).removeprefix("torch.")
@@ -152,44 +135,44 @@ class MegatronEngine:
 
     # ---- weights
 
-    @_entry
     def load_hf(self, path: str | Path) -> None:
-        """Reads this rank's slices of a Hugging Face folder; a value head that it lacks stays zero.
+        """Load this rank's shard of a Hugging Face folder; a value head that the folder lacks stays zero.
 
         Raises:
-            ModelError: the folder is not of this model, or incomplete.
+            ModelError: the folder is of another model, or incomplete.
         """
-        self.weights.load_hf(path)
-        if self.optimizer is not None:
-            self.residence.need(OPTIMIZER)
-            self.optimizer.weights_changed()
+        with cuda_on_cpu.active():
+            self.weights.load_hf(path)
+            if self.optimizer is not None:
+                self.offload_manager.onload(OPTIMIZER)
+                self.optimizer.weights_changed()
 
-    @_entry
     def export_hf(self, path: str | Path, source: str | Path | None = None, *, overwrite: bool = False) -> None:
-        """Writes the model as a Hugging Face folder; communicates.
+        """Write the model as a Hugging Face folder; communicates.
 
         Args:
-            path: folder to make; only rank 0 writes.
+            path: the new folder; only rank 0 writes.
             source: folder whose tokenizer is copied.
-            overwrite: replace the folder where it exists.
+            overwrite: replace an existing folder.
 
         Raises:
             CheckpointError: the folder exists and ``overwrite`` is off.
         """
-        if self.runtime.rank != 0:
-            self.weights.export(lambda param, part: None)
-            return
-        shapes = self.weight_map.hf_shapes()
-        exact = [name for name in shapes if self.weight_map.is_float32(name)]
-        with HFWriter(path, self.model, shapes, float32=exact, copy_from=source, overwrite=overwrite) as writer:
-            self.weights.export(writer.add)
+        with cuda_on_cpu.active():
+            if self.runtime.rank != 0:
+                self.weights.export(lambda param, part: None)
+                return
+            shapes = self.weight_map.hf_shapes()
+            exact = [name for name in shapes if self.weight_map.is_float32(name)]
+            with HFWriter(path, self.model, shapes, float32=exact, copy_from=source, overwrite=overwrite) as writer:
+                self.weights.export(writer.add)
 
     def named_local_params(self) -> dict[str, Tensor]:
-        """This rank's weights, not copies, by their names in the weight map; may communicate."""
+        """This rank's weights (not copies) by their names in the weight map; may communicate."""
         return self.weights.named()
 
     def weights_to_host(self) -> dict[str, Tensor]:
-        """A copy of this rank's weights in host memory, for :meth:`swapped_weights`; may communicate."""
+        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate."""
         return self.weights.to_host()
 
     def swapped_weights(self, snapshot: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -198,132 +181,135 @@ class MegatronEngine:
 
     # ---- computing
 
-    @_entry
     @torch.no_grad()
     def forward(
         self,
         micro_batches: Sequence[PackedMicroBatch],
         options: OutputOptions = DEFAULT_OUTPUTS,
     ) -> list[Any] | None:
-        """Outputs without gradients; communicates within the tensor- and pipeline-parallel groups.
+        """Compute outputs without gradients; communicates within the tensor- and pipeline-parallel groups.
 
         Args:
             micro_batches: the same on each rank of a pipeline; at least one.
-            options: what a language model must tell of the tokens.
+            options: requested outputs of a language model.
 
         Returns:
             :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on every rank of the last stage; None on
-            the others.
+            other ranks.
         """
+        with cuda_on_cpu.active():
 
-        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Outputs:
-            return self._outputs(output, part, micro_batch, options)
+            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Outputs:
+                return self._outputs(output, part, micro_batch, options)
 
-        outputs = self._run(micro_batches, read, forward_only=True)
-        return outputs if self.runtime.is_last_stage else None
+            outputs = self._run(micro_batches, read, forward_only=True)
+            return outputs if self.runtime.is_last_stage else None
 
-    @_entry
     @torch.no_grad()
     def hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:
-        """Final hidden states from which the response tokens are predicted, without gradients; communicates.
+        """Compute the final hidden states that predict the response tokens, without gradients; communicates.
 
         Args:
-            micro_batches: as for :meth:`forward`.
+            micro_batches: see :meth:`forward`.
 
         Returns:
-            ``[response tokens, hidden]`` per micro-batch, on every rank of the last stage; None on the others. States
-            are those behind the final norm, in host memory.
+            ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on every rank of the
+            last stage; None on other ranks.
         """
+        with cuda_on_cpu.active():
 
-        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
-            return gather_outputs(output, part, self.runtime.cp_group).cpu()
+            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
+                return gather_outputs(output, part, self.runtime.cp_group).cpu()
 
-        outputs = self._run(micro_batches, read, forward_only=True, hidden_only=True)
-        return outputs if self.runtime.is_last_stage else None
+            outputs = self._run(micro_batches, read, forward_only=True, hidden_only=True)
+            return outputs if self.runtime.is_last_stage else None
 
     def output_weight(self) -> Tensor | None:
-        """A copy of this rank's rows of the output layer, ``[padded vocabulary / tp, hidden]``; None before the end."""
-        self.residence.need(PARAM)
+        """Copy of this rank's rows of the output layer, ``[padded vocabulary / tp, hidden]``; None before the last
+        stage.
+
+        """
+        self.offload_manager.onload(PARAM)
         return self._stage.chunks[-1].output_weight()
 
-    @_entry
     @torch.no_grad()
     def mean_hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:
-        """Mean final hidden state of each row's marked response tokens, without gradients; communicates.
+        """Compute the mean final hidden state of each row's marked response tokens, without gradients; communicates.
 
         Args:
-            micro_batches: as for :meth:`forward`, made with ``at_tokens`` and with a column
-                :data:`~megarl.megatron.pooling.POOLED`.
+            micro_batches: see :meth:`forward`; packed with ``at_tokens`` and a column
+                :data:`~megarl.megatron.outputs.POOLED`.
 
         Returns:
-            ``[rows, hidden]`` float32 per micro-batch, on every rank of the last stage; None on the others. States are
-            those behind the final norm; a row without a marked token has zeros.
+            ``[rows, hidden]`` float32 per micro-batch, after the final norm, on every rank of the last stage; None on
+            other ranks. A row without marked tokens has zeros.
         """
+        with cuda_on_cpu.active():
 
-        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
-            return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
+            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
+                return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
 
-        outputs = self._run(micro_batches, read, forward_only=True, hidden_only=True)
-        return outputs if self.runtime.is_last_stage else None
+            outputs = self._run(micro_batches, read, forward_only=True, hidden_only=True)
+            return outputs if self.runtime.is_last_stage else None
 
-    @_entry
     def forward_backward(
         self,
         micro_batches: Sequence[PackedMicroBatch],
         loss: LossFunction,
         options: OutputOptions = DEFAULT_OUTPUTS,
     ) -> dict[str, float]:
-        """Gradient of the global loss: the sum over micro-batches and data-parallel ranks; communicates.
+        """Compute the gradient of the global loss, the sum over micro-batches and data-parallel ranks; communicates.
 
-        Gradients of an earlier call are dropped. How rows are cut into micro-batches, and how many each data-parallel
-        rank has, changes nothing.
+        Drops gradients of an earlier call. The result does not depend on the division of rows into micro-batches, nor
+        on the number of micro-batches per data-parallel rank.
 
         Args:
-            micro_batches: as for :meth:`forward`.
+            micro_batches: see :meth:`forward`.
             loss: see :data:`LossFunction`.
-            options: as for :meth:`forward`.
+            options: see :meth:`forward`.
 
         Returns:
             The sums of the metrics that ``loss`` returns; the same on every rank.
         """
-        optimizer = self._need_optimizer()
-        self.residence.need(GRAD)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        self._loss = torch.zeros((), device=self.runtime.device)
-        self._faults = FaultWatch()
+        with cuda_on_cpu.active():
+            optimizer = self._need_optimizer()
+            self.offload_manager.onload(GRAD)
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            self._loss = torch.zeros((), device=self.runtime.device)
+            self._faults = FaultWatch()
 
-        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Any:
-            return self._contribute(loss, self._outputs(output, part, micro_batch, options), micro_batch)
+            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Any:
+                return self._contribute(loss, self._outputs(output, part, micro_batch, options), micro_batch)
 
-        metrics = self._run(micro_batches, read, forward_only=False)
-        for chunk in self.chunks:
-            forget_graphs(chunk)
-        return self._sum_metrics(metrics)
+            metrics = self._run(micro_batches, read, forward_only=False)
+            for chunk in self.chunks:
+                drop_autograd_graphs(chunk)
+            return self._sum_metrics(metrics)
 
-    @_entry
     def optimizer_step(self) -> StepResult:
-        """Clips the gradient and steps, or skips on every rank if a loss or gradient was not finite; communicates."""
-        assert GRAD not in self.residence.away, "the gradients were given up before they were used"
-        self.residence.need(PARAM, OPTIMIZER)
-        with span("optimizer step", "compute"):
-            result = self._need_optimizer().step(self._loss)
-        self._weights_unsettled = self.options.overlap.param_gather
-        return result
+        """Clip the gradient and step; skips on every rank if a loss or gradient is not finite. Communicates."""
+        with cuda_on_cpu.active():
+            assert GRAD not in self.offload_manager.offloaded, "the gradients were offloaded before the optimizer step"
+            self.offload_manager.onload(PARAM, OPTIMIZER)
+            with span("optimizer step", "compute"):
+                result = self._need_optimizer().step(self._loss)
+            self._weights_unsettled = self.options.overlap.param_gather
+            return result
 
-    @_entry
     def explain_skip(self, describe: Callable[[int, int], str]) -> SkipReport:
-        """Why the last step was skipped, the same on every rank; communicates.
+        """Report the reason of the last skipped step, the same on every rank; communicates.
 
         Args:
-            describe: names a sample by the number of its micro-batch, as they were given, and its row there.
+            describe: names a sample by its micro-batch's index, in the order of the last call, and its row there.
         """
-        return skip_report(self._faults.findings(self.weights.parameters(), describe))
+        with cuda_on_cpu.active():
+            return skip_report(self._faults.findings(self.weights.parameters(), describe))
 
     @property
     def can_share_prompts(self) -> bool:
-        """Whether micro-batches may store a shared prompt once: not where ranks or Transformer Engine cut sequences."""
+        """Whether micro-batches may store a shared prompt once; not with context parallelism or Transformer Engine."""
         fused = uses_transformer_engine(self.runtime.device, self.options.dtype)
         return self.runtime.layout.cp == 1 and not fused
 
@@ -333,13 +319,13 @@ class MegatronEngine:
         return self._need_optimizer().next_lr
 
     def all_reduce_dp(self, tensor: Tensor) -> Tensor:
-        """Sum of ``tensor`` over the data-parallel ranks, on the tensor's device; communicates."""
+        """Sum ``tensor`` over the data-parallel ranks, on the tensor's device; communicates."""
         total = tensor.to(self.runtime.device, copy=True)
         dist.all_reduce(total, group=self.runtime.dp_group)
         return total.to(tensor.device)
 
     def max_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Largest values over all ranks of the role, on the tensor's device; communicates."""
+        """Maximum of ``tensor`` over all ranks of the role, on the tensor's device; communicates."""
         largest = tensor.to(self.runtime.device, copy=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.to(tensor.device)
@@ -357,7 +343,7 @@ class MegatronEngine:
         forward_only: bool,
         hidden_only: bool = False,
     ) -> list[Any]:
-        """Runs Megatron's pipeline schedule; ``read`` turns what the last stage's model says into what it takes."""
+        """Run Megatron's pipeline schedule; ``read`` converts the output of the last stage's model."""
 
         def step(batches: Iterator[PackedMicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
             micro_batch = next(batches)
@@ -365,14 +351,14 @@ class MegatronEngine:
             output = module(part, self._stage.sequences(part), hidden_only=hidden_only)
             if not (self.runtime.is_last_stage and module is self.chunks[-1]):
                 return output, None
-            # The schedule holds what it is given here until the next micro-batch has been computed: not the logits.
-            said = read(output, part, micro_batch.to(self.runtime.device))
-            return output.new_empty(0), lambda _, non_loss_data=False: said
+            # The schedule keeps the returned tensor until the next micro-batch: return an empty one, not logits.
+            outputs = read(output, part, micro_batch.to(self.runtime.device))
+            return output.new_empty(0), lambda _, non_loss_data=False: outputs
 
         self._check_number(len(micro_batches))
-        self.residence.need(PARAM)
+        self.offload_manager.onload(PARAM)
         self._config.timers = schedule_timers()
-        # Each chunk of an interleaved schedule goes through the micro-batches by itself.
+        # Each chunk of an interleaved schedule iterates over the micro-batches separately.
         interleaved = len(self.chunks) > 1
         result: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -399,15 +385,17 @@ class MegatronEngine:
             )
 
     def _part(self, micro_batch: PackedMicroBatch) -> MicroBatchPart:
-        """What this rank computes of a micro-batch."""
+        """This rank's part of a micro-batch."""
         layout = self.runtime.layout
         multiple = layout.tp if self._config.sequence_parallel else 1
-        return cut(micro_batch, layout.cp, self.runtime.coordinate.cp, multiple).to(self.runtime.device)
+        return context_parallel_part(micro_batch, layout.cp, self.runtime.coordinate.cp, multiple).to(
+            self.runtime.device
+        )
 
     def _outputs(
         self, output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions
     ) -> Outputs:
-        """Outputs of the whole micro-batch from this rank's part of the last layer's; communicates."""
+        """Gather the whole micro-batch's outputs from this rank's part of the last layer's output; communicates."""
         if self.options.value_head:
             return value_outputs(output, part, self.runtime)
         return policy_outputs(output, part, micro_batch, options, self.model.vocab_size, self.runtime)
@@ -415,7 +403,7 @@ class MegatronEngine:
     def _contribute(
         self, loss: LossFunction, outputs: Outputs, micro_batch: PackedMicroBatch
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """What the schedule takes: the loss, a token count that nothing divides by, and data to keep."""
+        """Return the loss, a token count that nothing divides by, and the metrics, for the schedule."""
         value, metrics = loss(outputs, micro_batch)
         self._loss = self._loss + value.detach()
         self._faults.watch(value, vars(outputs).values(), micro_batch.response_lengths)
@@ -440,5 +428,5 @@ class MegatronEngine:
 
 
 def _sum_model_grads(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Megatron's reduction of gradients without its division by a token count: losses come normalised."""
+    """Megarl's ``finalize_model_grads``: no division by a token count, because losses are already normalized."""
     finalize_model_grads(chunks, None, **options)

@@ -1,4 +1,4 @@
-"""Why a step was skipped: which samples, and which parameter, were not finite."""
+"""Diagnosis of skipped steps: samples and parameters with non-finite values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 SHOWN = 8
-"""Samples that a message names before it counts the rest."""
+"""Number of samples that a message names; the rest are counted."""
 
 Describe = Callable[[int, int], str]
-"""What to call a sample, by its micro-batch and its row there."""
+"""Names a sample by its micro-batch and its row there."""
 
 
 @dataclass
-class _Seen:
-    """What came out of one micro-batch; the tensors over response tokens are ``[n]``, row after row."""
+class _MicroBatchRecord:
+    """Loss, outputs and gradients of one micro-batch; tensors over response tokens are ``[n]``, row after row."""
 
     loss: Tensor
     outputs: tuple[Tensor, ...]
@@ -30,16 +30,16 @@ class _Seen:
 
 
 class FaultWatch:
-    """Keeps losses, outputs and the outputs' gradients of a step until it is known whether it is skipped.
+    """Keeps losses, outputs and the outputs' gradients of a step until it is known whether the step is skipped.
 
     Nothing waits for the device before :meth:`findings`.
     """
 
     def __init__(self) -> None:
-        self._seen: list[_Seen] = []
+        self._records: list[_MicroBatchRecord] = []
 
     def watch(self, loss: Tensor, outputs: Iterable[Tensor | None], rows: Sequence[int]) -> None:
-        """Notes a micro-batch; they come in order.
+        """Record a micro-batch; called in order.
 
         Args:
             loss: of the micro-batch, a scalar.
@@ -47,14 +47,14 @@ class FaultWatch:
             rows: response tokens of each row.
         """
         tensors = [output for output in outputs if output is not None and output.is_floating_point()]
-        seen = _Seen(loss.detach(), tuple(tensor.detach() for tensor in tensors), tuple(rows))
+        record = _MicroBatchRecord(loss.detach(), tuple(tensor.detach() for tensor in tensors), tuple(rows))
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(_keep, seen.grads))
-        self._seen.append(seen)
+                tensor.register_hook(partial(_keep, record.grads))
+        self._records.append(record)
 
-    def findings(self, params: Mapping[str, nn.Parameter], describe: Describe) -> Findings:
-        """What this rank knows of a step that was skipped.
+    def findings(self, params: Mapping[str, nn.Parameter], describe: Describe) -> RankFaults:
+        """Collect this rank's non-finite values of a skipped step.
 
         Args:
             params: by global name, in the order of the forward pass, with reduced gradients in ``main_grad``.
@@ -62,26 +62,26 @@ class FaultWatch:
         """
         samples: dict[str, str] = {}
         largest = (0.0, "")
-        for number, seen in enumerate(self._seen):
-            bad_outputs, bad_grads = _rows_with(seen.outputs, seen.rows), _rows_with(seen.grads, seen.rows)
+        for number, record in enumerate(self._records):
+            bad_outputs, bad_grads = _rows_with(record.outputs, record.rows), _rows_with(record.grads, record.rows)
             samples |= {describe(number, row): "gradient of its log-probs or values" for row in bad_grads}
             samples |= {describe(number, row): "log-probs or values" for row in bad_outputs}
-            if not seen.loss.isfinite() and not bad_outputs + bad_grads:
-                samples |= {describe(number, row): "loss of its micro-batch" for row in range(len(seen.rows))}
+            if not record.loss.isfinite() and not bad_outputs + bad_grads:
+                samples |= {describe(number, row): "loss of its micro-batch" for row in range(len(record.rows))}
             if not samples:
-                size, row = _largest(seen)
+                size, row = _largest(record)
                 largest = max(largest, (size, describe(number, row)))
         names = [name for name, param in params.items() if not _finite(getattr(param, "main_grad", None))]
-        return Findings(samples, largest, names)
+        return RankFaults(samples, largest, names)
 
 
-class Findings(NamedTuple):
-    """What one rank knows of a skipped step.
+class RankFaults(NamedTuple):
+    """Non-finite values of a skipped step on one rank.
 
     Attributes:
-        samples: what was not finite, by the sample's description.
-        largest: largest absolute gradient of a log-prob or value, and whose it was.
-        parameters: those with a non-finite gradient, in the order of the forward pass.
+        samples: non-finite quantity, by the sample's description.
+        largest: largest absolute gradient of a log-prob or value, and its sample.
+        parameters: parameters with a non-finite gradient, in the order of the forward pass.
     """
 
     samples: dict[str, str]
@@ -90,14 +90,14 @@ class Findings(NamedTuple):
 
 
 class SkipReport(NamedTuple):
-    """What all ranks together know of a skipped step; the same on each.
+    """Non-finite values of a skipped step over all ranks; the same on each.
 
     Attributes:
-        samples: what was not finite, by the sample's description.
-        largest: largest absolute gradient of a log-prob or value, and whose it was; read where there are no samples.
-        parameter: the first in the backward pass with a non-finite gradient; empty if none has.
-        ranks: those that hold such a part of it.
-        parameters: how many have one.
+        samples: non-finite quantity, by the sample's description.
+        largest: largest absolute gradient of a log-prob or value, and its sample; used if ``samples`` is empty.
+        parameter: the first parameter in the backward pass with a non-finite gradient; empty if there is none.
+        ranks: ranks with such a part of it.
+        parameters: number of parameters with a non-finite gradient.
     """
 
     samples: dict[str, str]
@@ -109,7 +109,7 @@ class SkipReport(NamedTuple):
     def describe(self) -> str:
         """The report in two sentences."""
         if self.samples:
-            shown = [f"{sample} ({what})" for sample, what in list(self.samples.items())[:SHOWN]]
+            shown = [f"{sample} ({quantity})" for sample, quantity in list(self.samples.items())[:SHOWN]]
             rest = len(self.samples) - len(shown)
             text = (
                 f"not finite for {len(self.samples)} samples: {', '.join(shown)}{f' and {rest} more' if rest else ''}."
@@ -125,20 +125,20 @@ class SkipReport(NamedTuple):
         return f"{text} The gradient of '{self.parameter}' is not finite on {ranks}{others}."
 
 
-def skip_report(findings: Findings) -> SkipReport:
-    """Puts the findings of all ranks together; communicates."""
+def skip_report(findings: RankFaults) -> SkipReport:
+    """Merge the findings of all ranks; communicates."""
     all_findings: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_findings, findings)
     samples: dict[str, str] = {}
     holders: dict[str, list[int]] = defaultdict(list)
     order: dict[str, tuple[int, int]] = {}
-    for rank, found in enumerate(all_findings):
-        samples = found.samples | samples
-        for place, name in enumerate(found.parameters):
+    for rank, faults in enumerate(all_findings):
+        samples = faults.samples | samples
+        for position, name in enumerate(faults.parameters):
             holders[name].append(rank)
-            order[name] = (_depth(name), place)
+            order[name] = (_depth(name), position)
     first = max(order, key=order.__getitem__, default="")
-    largest = max(found.largest for found in all_findings)
+    largest = max(faults.largest for faults in all_findings)
     return SkipReport(samples, largest, first, tuple(holders.get(first, ())), len(holders))
 
 
@@ -147,19 +147,19 @@ def _keep(grads: list[Tensor], grad: Tensor) -> None:
 
 
 def _rows_with(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
-    """Rows in which some tensor is not finite."""
+    """Rows with a non-finite value in some tensor."""
     bad = torch.zeros(sum(rows), dtype=torch.bool)
     for tensor in tensors:
         bad |= ~tensor.isfinite().cpu()
     return [row for row, part in enumerate(bad.split(list(rows))) if part.any()]
 
 
-def _largest(seen: _Seen) -> tuple[float, int]:
+def _largest(record: _MicroBatchRecord) -> tuple[float, int]:
     """Largest absolute gradient of a micro-batch's outputs, and its row."""
-    sizes = torch.zeros(sum(seen.rows))
-    for grad in seen.grads:
+    sizes = torch.zeros(sum(record.rows))
+    for grad in record.grads:
         sizes = torch.maximum(sizes, grad.float().abs().cpu())
-    per_row = [float(part.max()) if len(part) else 0.0 for part in sizes.split(list(seen.rows))]
+    per_row = [float(part.max()) if len(part) else 0.0 for part in sizes.split(list(record.rows))]
     return max((size, row) for row, size in enumerate(per_row))
 
 
@@ -168,7 +168,7 @@ def _finite(grad: Tensor | None) -> bool:
 
 
 def _depth(name: str) -> int:
-    """Where in the forward pass a parameter is used: embedding, layer by layer, what follows them."""
+    """Position of a parameter in the forward pass: embedding, layer by layer, output."""
     if name.startswith("decoder.layers."):
         return int(name.split(".")[2])
     return -1 if name.startswith("embedding.") else 1_000_000

@@ -1,4 +1,4 @@
-"""What computes on this machine: Transformer Engine's kernels, Apex's or torch's, as far as they are installed."""
+"""Detection of installed kernels: Transformer Engine's, Apex's or torch's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class Kernels(NamedTuple):
-    """What an engine computes with.
+    """Kernels of an engine.
 
     Attributes:
         layers: of the decoder.
         attention: within the layers.
-        adam: the optimizer; empty for a model that only computes.
+        adam: of the optimizer; empty for inference.
     """
 
     layers: str
@@ -42,7 +42,7 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool) -> Kernels:
-    """What will compute a model of this number format on this device."""
+    """Kernels for a model of this number format on this device."""
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
     if uses_transformer_engine(device, dtype):
         return Kernels("Transformer Engine", "Transformer Engine's", adam)
@@ -51,23 +51,23 @@ def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool) -> Kernel
 
 
 def adam_kernel(adam: type) -> str:
-    """In whose package Megatron found its Adam: it takes Transformer Engine's, else Apex's, else torch's."""
+    """Package of Megatron's Adam: Transformer Engine's, else Apex's, else torch's."""
     owners = {"transformer_engine": "Transformer Engine's (fused)", "apex": "Apex's (fused)"}
     return owners.get(adam.__module__.partition(".")[0], "torch's")
 
 
 @functools.cache
 def packed_attention() -> Callable[..., Any] | None:
-    """Torch's attention over packed sequences; None where this torch has none that takes grouped queries."""
+    """Torch's attention over packed sequences; None if the installed torch has none with grouped queries."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     function: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    wanted = {"scale", "window_size", "enable_gqa"}
-    return function if wanted <= set(inspect.signature(function).parameters) else None
+    required = {"scale", "window_size", "enable_gqa"}
+    return function if required <= set(inspect.signature(function).parameters) else None
 
 
 def fits_packed_attention(query: Tensor, value: Tensor) -> bool:
-    """Whether :func:`packed_attention` can compute this: flash attention, so half precision and heads of one width."""
+    """Whether :func:`packed_attention` supports these heads: flash attention, so half precision and one head width."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)

@@ -1,4 +1,7 @@
-"""Torch layers that stand where Megatron would use Transformer Engine's, and the value head."""
+"""Torch layers in place of Transformer Engine's: RMSNorm, SwiGLU, packed attention, rotary embedding; and the value
+head.
+
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,19 @@ from torch import Tensor, nn
 from megarl.megatron.context_parallel import attend
 from megarl.megatron.kernels import fits_packed_attention, packed_attention
 from megarl.megatron.packed import SharedPrompts
-from megarl.megatron.rotary import rotate
 
 _CACHED_BYTES = 2**19
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """What the layers need to know about a packed micro-batch; Transformer Engine reads the inherited fields.
+    """Sequence boundaries and rotations of a packed micro-batch; Transformer Engine reads the inherited fields.
 
     Attributes:
-        runs: neighbouring sequences of equal length: (number of sequences, their length), padding included.
+        runs: runs of neighbouring sequences of equal length: (number of sequences, their length), padding included.
         rotation: cosine and sine of each token's rotary embedding, each ``[tokens (of this rank), 1, head_dim / 2]``.
-        sharers: the ranks that divide each sequence zig-zag; None if this rank has whole sequences.
-        shared: where whole sequences are among the tokens, if some share their prompt.
+        sharers: context-parallel ranks that divide each sequence zig-zag; None if this rank has whole sequences.
+        shared: mapping between stored tokens and whole sequences, if some share their prompt.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
@@ -39,10 +41,10 @@ class PackedSequences(PackedSeqParams):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension (https://arxiv.org/abs/1910.07467), taken in float32.
+    """Root-mean-square norm over the last dimension (https://arxiv.org/abs/1910.07467), computed in float32.
 
-    Under sequence parallelism each rank norms its own part of the sequence; the mark on the weight makes Megatron add
-    up its gradients.
+    Under sequence parallelism each rank norms its part of the sequence; the mark on the weight makes Megatron sum its
+    gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -72,11 +74,11 @@ class SwiGLU(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention within each of the packed sequences, rotary embedding included.
+    """Causal attention within each packed sequence, rotary embedding included.
 
-    On a GPU, in half precision, one kernel computes all sequences. Elsewhere sequences of equal length, which lie
-    together, are attended to in one call per length, so many short sequences cost no more calls than there are
-    different lengths. The arguments of the constructor are Megatron's.
+    On a GPU, in half precision, one kernel computes all sequences. Otherwise one call computes each run of neighbouring
+    sequences of equal length, so the number of calls is that of different lengths. The arguments of the constructor are
+    Megatron's.
     """
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
@@ -93,14 +95,14 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
-        """Attention output ``[tokens, heads * head_dim]``.
+        """Compute the attention output ``[tokens, heads * head_dim]``.
 
         Args:
             query: ``[tokens, heads, head_dim]``, before rotation.
             key: ``[tokens, key-value heads, head_dim]``, before rotation.
-            value: as ``key``; its last dimension may be another.
-            attention_mask: not read; causality and the sequences' ends are all that is masked.
-            packed_seq_params: where the sequences begin; queries and keys are rotated unless it has no rotation.
+            value: like ``key``; its last dimension may differ.
+            attention_mask: ignored; the mask is causal within each sequence.
+            packed_seq_params: boundaries of the sequences; queries and keys are rotated if it has a rotation.
         """
         if packed_seq_params.rotation is not None:
             query, key = (rotate(heads, *packed_seq_params.rotation) for heads in (query, key))
@@ -113,7 +115,7 @@ class PackedAttention(nn.Module):
         return self._whole(query, key, value, packed_seq_params).index_select(0, shared.kept)
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """Of whole sequences that lie end to end."""
+        """Attention over whole sequences stored end to end."""
         if fits_packed_attention(query, value):
             return self._in_one_kernel(query, key, value, sequences)
         runs = sequences.runs
@@ -138,9 +140,9 @@ class PackedAttention(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """One number per token from its hidden state, computed in float32; replicated over tensor-parallel ranks.
+    """A scalar per token from its hidden state, computed in float32; replicated over tensor-parallel ranks.
 
-    It begins as zeros: the first values are zero in every layout, and advantages are then the returns themselves.
+    Initialized with zeros: the first values are zero in every layout, and advantages then equal the returns.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device, *, bias: bool = False) -> None:
@@ -155,14 +157,15 @@ class ValueHead(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """One pass less over memory per operation than autograd's own, which is what small models wait for on a CPU."""
+    """Saves memory passes against autograd's version; small models on a CPU are bound by them."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
         exact = inputs.float()
         scale = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / inputs.shape[-1] + eps).rsqrt_()
         ctx.save_for_backward(inputs, weight, scale)
-        return (exact * scale).to(inputs.dtype).mul_(weight)
+        normed: Tensor = (exact * scale).to(inputs.dtype).mul_(weight)
+        return normed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -177,7 +180,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Writes the gradient of both halves into one tensor, and keeps nothing but the input."""
+    """Writes the gradient of both halves into one tensor, and saves only the input."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -199,7 +202,45 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _rows_at_once(inputs: Tensor) -> int:
-    """Rows for which a CPU's cache holds what several operations pass on; a GPU is given all."""
+    """Rows whose intermediate results fit a CPU's cache; on a GPU all rows."""
     if inputs.is_cuda:
         return max(1, len(inputs))
     return max(1, _CACHED_BYTES // (math.prod(inputs.shape[1:]) * inputs.element_size()))
+
+
+def rotation_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[tokens, 1, head_dim / 2]`` of each token's rotations; angles are computed in float32.
+
+    Rotary position embedding (Su et al., RoFormer, https://arxiv.org/abs/2104.09864), halves rotated as in Llama.
+    """
+    angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate ``heads [tokens, heads, head_dim]`` by :func:`rotation_table`; differentiable in ``heads``."""
+    result: Tensor = _Rotate.apply(heads, cosine, sine)
+    return result
+
+
+class _Rotate(torch.autograd.Function):
+    """The backward of a rotation is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turn(heads, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turn(grads[0], cosine, -sine), None, None
+
+
+def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    result = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    upper, lower = result.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=upper).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=lower).addcmul_(first, sine)
+    return result

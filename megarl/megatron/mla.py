@@ -1,8 +1,8 @@
 """Multi-head latent attention (https://arxiv.org/abs/2405.04434) over packed sequences.
 
-Queries, keys and values are computed from narrow latents. The projections onto the latents are on every
-tensor-parallel rank, those from the latents to the heads are split by head. Megatron's own module would split the
-former, too, by Megatron's layers and keep them whole by Transformer Engine's; here the weights are the same in both.
+Queries, keys and values are computed from narrow latents. Every tensor-parallel rank holds the projections onto the
+latents; those from the latents to the heads are split by head. Megatron's module splits the former with Megatron's
+layers and replicates them with Transformer Engine's; this module has the same weights in both.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.megatron.layers import PackedSequences, RMSNorm
-from megarl.megatron.rotary import rotate
+from megarl.megatron.layers import PackedSequences, RMSNorm, rotate
 from megarl.models import ModelConfig
 from megarl.models.rope import attention_factor, softmax_scale
 
@@ -34,9 +33,9 @@ class LatentAttentionParts:
     """The layers that differ between Megatron's and Transformer Engine's specifications.
 
     Attributes:
-        column: a linear layer of which each rank has some outputs.
-        row: a linear layer of which each rank has some inputs.
-        core_attention: attention of given queries, keys and values.
+        column: column-parallel linear layer.
+        row: row-parallel linear layer.
+        core_attention: attention over given queries, keys and values.
     """
 
     column: Any = None
@@ -49,15 +48,17 @@ def latent_attention_spec(model: ModelConfig, attention: ModuleSpec, column: Any
 
     Args:
         model: the model.
-        attention: the specification of plain attention whose place it takes.
-        column: a column-parallel linear layer without a norm in it.
+        attention: the specification of plain attention to replace.
+        column: a column-parallel linear layer without a norm.
     """
     parts = LatentAttentionParts(column, attention.submodules.linear_proj, attention.submodules.core_attention)
     return ModuleSpec(module=LatentAttention, params={"model": model}, submodules=parts)
 
 
 class Projection(nn.Module):
-    """A linear map without bias, whole on every rank; under sequence parallelism each maps its part of the sequence."""
+    """A linear map without bias, replicated on every rank; under sequence parallelism each rank maps its part of the
+    sequence.
+    """
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Projection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention of one layer. The arguments of the constructor and of ``forward`` are Megatron's, and ``model``."""
+    """Attention of one layer. The arguments of the constructor and of ``forward`` are Megatron's, plus ``model``."""
 
     def __init__(
         self,
@@ -142,12 +143,12 @@ class LatentAttention(nn.Module):
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, None]:
-        """Attention output ``[tokens, 1, hidden]``, and no bias.
+        """Compute the attention output ``[tokens, 1, hidden]``, without bias.
 
         Args:
             hidden: ``[tokens (of this rank), 1, hidden]``.
-            attention_mask: not read; causality and the sequences' ends are all that is masked.
-            packed_seq_params: where the sequences begin, and each token's rotation.
+            attention_mask: ignored; the mask is causal within each sequence.
+            packed_seq_params: boundaries of the sequences, and each token's rotation.
         """
         query, key, value = self._heads(hidden, packed_seq_params)
         # The core attention would rotate whole heads.
@@ -167,7 +168,7 @@ class LatentAttention(nn.Module):
         return self.linear_proj(attended.reshape(len(attended), 1, -1))[0], None
 
     def _heads(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys ``[tokens, heads of this rank, head_dim]``, rotated, and values."""
+        """Rotated queries and keys ``[tokens, heads of this rank, head_dim]``, and values."""
         latent = self.latent
         if latent.q_lora_rank:
             query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
@@ -178,7 +179,7 @@ class LatentAttention(nn.Module):
         if self.config.sequence_parallel:
             shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)
         else:
-            # Each rank's heads give a part of the gradient of what all heads share.
+            # Each rank's heads give a part of the gradient of the shared key.
             shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)
         query = query.view(-1, self.heads, self.head_dim)
         q_plain, q_rotated = query.split([latent.nope_dim, latent.rope_dim], dim=-1)
@@ -191,7 +192,7 @@ class LatentAttention(nn.Module):
         return query, key, value.contiguous()
 
     def _rotated(self, heads: Tensor, sequences: PackedSequences) -> Tensor:
-        """``[tokens, heads, rope_dim]`` rotated; pairs of neighbours come to lie half a width apart, in q and in k."""
+        """``[tokens, heads, rope_dim]`` rotated; interleaved pairs are first reordered to halves, in q and in k."""
         assert sequences.rotation is not None
         if self.latent.interleaved:
             heads = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

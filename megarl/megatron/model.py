@@ -1,46 +1,66 @@
-"""The model of one pipeline stage: Megatron's decoder over packed sequences, with an output only where it counts."""
+"""The model of one pipeline stage: Megatron's decoder over packed sequences, and the layer specifications that build
+it.
+
+The decoder uses Transformer Engine's layers if installed, otherwise Megatron's with torch kernels.
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.megatron.context_parallel import MicroBatchPart
 from megarl.megatron.kernels import uses_transformer_engine
-from megarl.megatron.layers import PackedSequences, ValueHead
-from megarl.megatron.moe import mark_experts
-from megarl.megatron.options import EngineOptions
-from megarl.megatron.rotary import inverse_frequencies, rotation_table
+from megarl.megatron.layers import (
+    PackedAttention,
+    PackedSequences,
+    RMSNorm,
+    SwiGLU,
+    ValueHead,
+    rotation_table,
+)
+from megarl.megatron.mla import latent_attention_spec
+from megarl.megatron.moe import expert_layer_spec, mark_experts
+from megarl.megatron.options import MegatronOptions
 from megarl.megatron.runtime import Runtime
-from megarl.megatron.spec import decoder_spec
 from megarl.megatron.transformer_config import build_transformer_config
-from megarl.megatron.zigzag import MicroBatchPart
+from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, WeightMap
+from megarl.models.rope import inverse_frequencies
 
 
 class PackedModel(GPTModel):
     """A GPT model whose forward takes this rank's part of a packed micro-batch.
 
-    The output layer, the largest matrix of a small model, runs only where the output of a response token is read.
+    The output layer, the largest matrix of a small model, computes only the outputs of response tokens.
     """
 
     def forward(self, part: MicroBatchPart, sequences: PackedSequences, *, hidden_only: bool = False) -> Tensor:
-        """Output of this stage.
+        """Compute the output of this stage.
 
         Args:
-            part: its tokens are a multiple of the tensor-parallel size under sequence parallelism.
-            sequences: the same as the layers see it.
-            hidden_only: leave the output layer out.
+            part: its number of tokens is a multiple of the tensor-parallel size under sequence parallelism.
+            sequences: the same part, in the form that the layers read.
+            hidden_only: skip the output layer.
 
         Returns:
-            Before the last stage hidden states ``[tokens (of this rank), 1, hidden]``. On the last stage values
-            ``[own response tokens]``, or logits ``[own response tokens, padded vocabulary / tensor-parallel size]``, or
-            with ``hidden_only`` normed hidden states ``[own response tokens, hidden]``.
+            Before the last stage hidden states ``[tokens (of this rank), 1, hidden]``. On the last stage, for this
+            rank's response tokens: values ``[n]``, or logits ``[n, padded vocabulary / tensor-parallel size]``, or with
+            ``hidden_only`` normed hidden states ``[n, hidden]``.
         """
         embedded = None
         if self.pre_process:
@@ -54,7 +74,7 @@ class PackedModel(GPTModel):
         return self._output(hidden, part.read_at, hidden_only) if self.post_process else hidden
 
     def output_weight(self) -> Tensor | None:
-        """A copy of this rank's part of the output layer, ``[padded vocabulary / tp, hidden]``; None without one."""
+        """Copy of this rank's part of the output layer, ``[padded vocabulary / tp, hidden]``; None without one."""
         if not self.post_process or isinstance(self.output_layer, ValueHead):
             return None
         tied = self.share_embeddings_and_output_weights
@@ -68,22 +88,25 @@ class PackedModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=not is_value, group=self.pg_collection.tp
             )
-        chosen = hidden[:, 0].index_select(0, read_at)
+        predictors = hidden[:, 0].index_select(0, read_at)
         if hidden_only:
-            return chosen
+            return predictors
         if is_value:
-            return self.output_layer(chosen)
+            values: Tensor = self.output_layer(predictors)
+            return values
         tied = self.share_embeddings_and_output_weights
-        logits: Tensor = self.output_layer(chosen, weight=self.shared_embedding_or_output_weight() if tied else None)[0]
+        logits: Tensor = self.output_layer(
+            predictors, weight=self.shared_embedding_or_output_weight() if tied else None
+        )[0]
         return logits
 
 
 @dataclass(frozen=True)
 class StageModel:
-    """The chunks of the model that a pipeline stage holds, and how to present a micro-batch to them.
+    """The model chunks of a pipeline stage, and the conversion of a micro-batch for their layers.
 
     Attributes:
-        chunks: the model, one chunk of layers after the other; one only, unless the schedule is interleaved.
+        chunks: chunks of layers in order; more than one only for an interleaved schedule.
         frequencies: rotary frequencies, on the device.
     """
 
@@ -91,10 +114,10 @@ class StageModel:
     frequencies: Tensor
 
     def sequences(self, part: MicroBatchPart) -> PackedSequences:
-        """What the layers need to know about ``part``; computed once, used by all of them.
+        """Sequence boundaries and rotations of ``part``, computed once for all layers.
 
-        Lengths are those of whole sequences, from which Transformer Engine, too, finds this rank's chunks of each. It
-        is not told of padding: that would rule out its flash attention, and causality hides padding anyway.
+        Lengths are those of whole sequences, from which Transformer Engine derives this rank's chunks of each. Padding
+        is not declared: that would disable its flash attention, and causality hides padding anyway.
         """
         config, device = self.chunks[0].config, self.frequencies.device
         divided = config.context_parallel_size > 1
@@ -115,13 +138,13 @@ class StageModel:
         )
 
 
-def build_model(model: ModelConfig, runtime: Runtime, options: EngineOptions) -> StageModel:
-    """Builds this rank's stage, with weights allocated and not yet set.
+def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) -> StageModel:
+    """Build this rank's stage, with allocated but unset weights.
 
     Args:
         model: the model.
-        runtime: this rank's place in the layout.
-        options: number format, parallelism of sequences, head, recomputation.
+        runtime: this rank's process groups.
+        options: number format, sequence parallelism, head, recomputation.
     """
     layout = runtime.layout
     fused = uses_transformer_engine(runtime.device, options.dtype)
@@ -135,11 +158,11 @@ def build_model(model: ModelConfig, runtime: Runtime, options: EngineOptions) ->
 
 
 def _build_chunk(
-    model: ModelConfig, runtime: Runtime, options: EngineOptions, config: TransformerConfig, chunk: int, fused: bool
+    model: ModelConfig, runtime: Runtime, options: MegatronOptions, config: TransformerConfig, chunk: int, fused: bool
 ) -> PackedModel:
     layout = runtime.layout
     layers = layout.layers(model.num_layers, runtime.coordinate.pp, chunk)
-    number = chunk if layout.vpp > 1 else None  # Megatron's way of telling an interleaved schedule
+    number = chunk if layout.vpp > 1 else None  # Megatron's mark of an interleaved schedule
     is_last = runtime.is_last_stage and chunk == layout.vpp - 1
     module = PackedModel(
         config,
@@ -161,11 +184,63 @@ def _build_chunk(
         else:
             _take_gathered_inputs(module.output_layer, config)
     mark_experts(module, layout)
-    return module.to(runtime.device)  # Megatron makes a shared expert's gate on the host
+    module.to(runtime.device)  # Megatron allocates a shared expert's gate on the host
+    return module
 
 
 def _take_gathered_inputs(output_layer: Any, config: TransformerConfig) -> None:
-    """Tells Megatron's layer that :class:`PackedModel` has gathered its inputs over the sequence already."""
+    """Tell Megatron's output layer that :class:`PackedModel` has already gathered its inputs over the sequence."""
     output_layer.sequence_parallel = False
     output_layer.disable_grad_reduce = True
     output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+
+
+def decoder_spec(model: ModelConfig, layers: Iterable[int], *, fused: bool) -> TransformerBlockSubmodules:
+    """Specification of one chunk of the decoder, for ``GPTModel``.
+
+    Args:
+        model: the model.
+        layers: global indices of the chunk's layers.
+        fused: use Transformer Engine's layers.
+    """
+    kinds = {has_experts: _layer(model, has_experts, fused) for has_experts in {model.has_experts(n) for n in layers}}
+    norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm if fused else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[kinds[model.has_experts(n)] for n in layers], layer_norm=norm)
+
+
+def _layer(model: ModelConfig, has_experts: bool, fused: bool) -> ModuleSpec:
+    layer = _fused_layer(model, has_experts) if fused else _torch_layer(model)
+    if has_experts:
+        assert model.experts is not None
+        layer.submodules.mlp = expert_layer_spec(model.experts, fused=fused)
+    return layer
+
+
+def _torch_layer(model: ModelConfig) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    submodules_of(layer.submodules.mlp).activation_func = SwiGLU
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if model.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if model.latent is not None:
+        layer.submodules.self_attention = latent_attention_spec(
+            model, layer.submodules.self_attention, attention.linear_qkv
+        )
+    return layer
+
+
+def _fused_layer(model: ModelConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=model.qk_norm,
+        num_experts=model.experts.count if has_experts and model.experts is not None else None,
+        moe_grouped_gemm=has_experts,
+    )
+    if model.latent is not None:
+        engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+        layer.submodules.input_layernorm = engine.TENorm
+        layer.submodules.self_attention = latent_attention_spec(
+            model, layer.submodules.self_attention, engine.TEColumnParallelLinear
+        )
+    return layer

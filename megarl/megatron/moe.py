@@ -1,8 +1,8 @@
-"""Mixture-of-experts layers: Megatron's, with a router that chooses and weighs as Hugging Face's models do.
+"""Mixture-of-experts layers: Megatron's, with a router that selects and weights experts like Hugging Face's models.
 
-Every token reaches all the experts it chose: no expert has a capacity. There is no loss that balances experts, nor is
-the correction bias of DeepSeek-V3 moved: reinforcement learning trains on what the policy does, and both would pull it
-elsewhere. The router computes in float32 whatever the number format.
+Experts have no capacity limit: every token reaches all its experts. There is no load-balancing loss, and DeepSeek-V3's
+correction bias is not updated: reinforcement learning trains on the policy's outputs, and both would change them. The
+router computes in float32 in every number format.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from megarl.megatron.layers import SwiGLU
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, ParallelLayout
-from megarl.models.traits import Experts
+from megarl.models.model_config import Experts
 
 
 def expert_settings(model: ModelConfig, layout: ParallelLayout, *, fused: bool) -> dict[str, Any]:
-    """The part of ``TransformerConfig`` that is about experts; empty for a dense model.
+    """Fields of ``TransformerConfig`` for experts; empty for a dense model.
 
     With experts, activations are always split by sequence over tensor-parallel ranks: Megatron would otherwise send
     every token to its experts once per rank.
@@ -58,13 +58,13 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, fused: bool) 
 
 
 def expert_layer_spec(experts: Experts, *, fused: bool) -> ModuleSpec:
-    """Specification of a layer's experts, to stand in place of its dense part.
+    """Specification of a layer's experts, in place of its dense MLP.
 
     Without Transformer Engine a rank computes its experts one after the other.
     """
     spec = get_moe_module_spec(use_te=fused, num_experts=experts.count, moe_grouped_gemm=fused)
     parts = submodules_of(spec)
-    parts.router = partial(Router, experts=experts)
+    parts.router = partial(ExpertRouter, experts=experts)
     if not fused:
         for part in (parts.experts, parts.shared_experts):
             submodules_of(part).activation_func = SwiGLU
@@ -72,10 +72,10 @@ def expert_layer_spec(experts: Experts, *, fused: bool) -> ModuleSpec:
 
 
 def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
-    """Tells Megatron which weights have replicas elsewhere than a dense weight of the same rank.
+    """Mark expert weights whose replicas are on other ranks than those of a dense weight.
 
-    Megatron itself tells them only where experts are divided, not where ranks share an expert and a dense layer in
-    different numbers; without the mark it would sum gradients over the wrong ranks.
+    Megatron sets the mark only if experts are divided, not if expert and dense layers have different tensor-parallel
+    sizes. Without it Megatron would sum gradients over the wrong ranks.
 
     Args:
         module: a chunk of the model, before it is wrapped for data parallelism.
@@ -87,11 +87,11 @@ def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
                 setattr(param, "allreduce", False)  # noqa: B010  (Megatron's mark)
 
 
-def forget_graphs(module: nn.Module) -> None:
-    """Lets go of the last micro-batch's graph, which Megatron's dispatchers remember.
+def drop_autograd_graphs(module: nn.Module) -> None:
+    """Drop the last micro-batch's autograd graph, which Megatron's dispatchers keep.
 
-    The graph leads back to the model through torch's own memory, where Python's collector does not look: with it the
-    model, its process groups and their threads would outlive everything that uses them.
+    The graph refers to the model through memory of torch that Python's garbage collector cannot see. With it the model,
+    its process groups and their threads would never be freed.
 
     Args:
         module: a chunk of the model, after its backward pass.
@@ -105,15 +105,15 @@ def forget_graphs(module: nn.Module) -> None:
 
 
 def choose_experts(logits: Tensor, experts: Experts, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token.
+    """Select the experts of each token.
 
     Args:
         logits: ``[tokens, experts]`` float32.
-        experts: how to choose; see there.
-        correction: ``[experts]``, added to the scores for the choice only.
+        experts: the selection rule.
+        correction: ``[experts]``, added to the scores for the selection only.
 
     Returns:
-        Weights ``[tokens, per token]``, differentiable, and the experts' numbers ``[tokens, per token]``.
+        Weights ``[tokens, per token]``, differentiable, and the experts' indices ``[tokens, per token]``.
     """
     scores = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
     with torch.no_grad():
@@ -123,8 +123,8 @@ def choose_experts(logits: Tensor, experts: Experts, correction: Tensor | None =
             best = (
                 grouped.topk(experts.group_best, dim=-1).values.sum(-1).topk(experts.groups_per_token, dim=-1).indices
             )
-            others = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter(1, best, False)
-            ranking = grouped.masked_fill(others[..., None], -torch.inf).flatten(1)
+            excluded = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter(1, best, False)
+            ranking = grouped.masked_fill(excluded[..., None], -torch.inf).flatten(1)
         chosen = ranking.topk(experts.per_token, dim=-1).indices
     weights = scores.gather(1, chosen)
     if experts.normalize:
@@ -132,12 +132,12 @@ def choose_experts(logits: Tensor, experts: Experts, correction: Tensor | None =
     return weights * experts.scaling, chosen
 
 
-class Router(nn.Module):
-    """Chooses the experts of each token. Stands where Megatron has its own router; the arguments are its.
+class ExpertRouter(nn.Module):
+    """Selects the experts of each token, in place of Megatron's router and with its arguments.
 
     Attributes:
         weight: ``[experts, hidden]``, on every rank.
-        expert_bias: ``[experts]`` float32 where the family has a correction of the choice; never trained.
+        expert_bias: ``[experts]`` float32 if the family has a correction bias; never trained.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None, *, experts: Experts, **_: Any) -> None:
@@ -154,18 +154,19 @@ class Router(nn.Module):
             self.expert_bias = nn.Parameter(torch.zeros(experts.count, device=device), requires_grad=False)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Takes the layer's number, counted from 1."""
+        """Set the layer's number, counted from 1."""
         self.layer_number = layer_number
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, *_: Any) -> tuple[Tensor, Tensor]:
-        """What Megatron dispatches by.
+        """Compute the routing that Megatron dispatches by.
 
         Args:
             hidden: ``[tokens, 1, hidden]``.
-            padding_mask: not read: there is no padding.
+            padding_mask: ignored: there is no padding.
 
         Returns:
-            Weights ``[tokens, experts]`` float32, 0 for experts that were not chosen, and whether each was.
+            Weights ``[tokens, experts]`` float32, 0 for experts that were not selected, and a bool mask of the selected
+            ones.
         """
         logits = F.linear(hidden.flatten(0, -2).float(), self.weight.float())
         weights, chosen = choose_experts(logits, self.experts, self.expert_bias)

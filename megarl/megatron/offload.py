@@ -1,8 +1,9 @@
-"""Moves what a role keeps on its device to host memory between the role's phases, and back, bit for bit.
+"""Offload and onload: moves weights, gradients and optimizer state to host memory between phases, and back, bit for
+bit.
 
-Memory is emptied in place: a storage is resized to nothing and later filled again. Parameters, the buffers that they
-are views of, gradients, main parameters and Adam's state therefore stay the same tensor objects, whichever wrapper of
-Megatron's holds them and however they are sharded. While a part is away nothing may read it.
+A storage is resized to zero in place and filled again later. Parameters, their buffers, gradients, main parameters and
+Adam's state therefore stay the same tensor objects, whichever Megatron wrapper holds them and however they are sharded.
+Nothing may read an offloaded part.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from megarl.tracing import span
 
 PARAM, GRAD, OPTIMIZER = "param", "grad", "optimizer"
 PARTS = (PARAM, GRAD, OPTIMIZER)
-"""Weights; gradient buffers; main parameters and Adam's state, as far as they are not the weights themselves."""
+"""Weights; gradient buffers; main parameters and Adam's state, except tensors that share memory with the weights."""
 
 CHUNK_BYTES = 2**28
-"""Pinned memory is taken in pieces of this size, because torch rounds each piece up to a power of two."""
+"""Size of a piece of pinned memory. Pieces avoid torch's rounding of each allocation to a power of two."""
 
 
-class HostMemory:
-    """Host memory that storages of a device are written to one after the other; pinned where the device is a GPU.
+class HostBuffer:
+    """Host memory that receives a device's storages one after the other; pinned if the device is a GPU.
 
-    It grows as needed and is kept for the next time.
+    It grows as needed and is kept for reuse.
 
     Args:
-        pinned: page-locked, which lets a GPU copy at full speed.
+        pinned: page-locked, so that a GPU copies at full speed.
         chunk_bytes: see :data:`CHUNK_BYTES`.
     """
 
@@ -40,36 +41,36 @@ class HostMemory:
         self._chunks: list[Tensor] = []
 
     def write(self, data: Sequence[Tensor]) -> None:
-        """Copies flat byte tensors here; the copies may still be under way."""
-        while len(self._chunks) * self._size < sum(len(one) for one in data):
+        """Copy flat byte tensors into the buffer; the copies may be asynchronous."""
+        while len(self._chunks) * self._size < sum(len(source) for source in data):
             self._chunks.append(torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pinned))
-        for here, there in self._pairs(data):
-            here.copy_(there, non_blocking=True)
+        for piece, source in self._pairs(data):
+            piece.copy_(source, non_blocking=True)
 
     def read(self, data: Sequence[Tensor]) -> None:
-        """Copies back what :meth:`write` was given, in the same order and sizes; may still be under way."""
-        for here, there in self._pairs(data):
-            there.copy_(here, non_blocking=True)
+        """Copy the tensors of :meth:`write` back, in the same order and sizes; may be asynchronous."""
+        for piece, target in self._pairs(data):
+            target.copy_(piece, non_blocking=True)
 
     def _pairs(self, data: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of this memory beside the pieces of ``data`` that belong there."""
-        at = 0
-        for one in data:
-            done = 0
-            while done < len(one):
-                chunk, offset = divmod(at, self._size)
-                count = min(self._size - offset, len(one) - done)
-                yield self._chunks[chunk][offset : offset + count], one[done : done + count]
-                at, done = at + count, done + count
+        """Pairs of pieces of this buffer and the corresponding pieces of ``data``."""
+        position = 0
+        for tensor in data:
+            start = 0
+            while start < len(tensor):
+                chunk, offset = divmod(position, self._size)
+                count = min(self._size - offset, len(tensor) - start)
+                yield self._chunks[chunk][offset : offset + count], tensor[start : start + count]
+                position, start = position + count, start + count
 
 
 class Offloader:
     """Empties the storages of some tensors and fills them again.
 
     Args:
-        tensors: asked for them each time, since an optimizer makes its state as late as its first step.
-        device: where they live.
-        keep: keep the contents in host memory; otherwise the storages come back filled with zeros.
+        tensors: called at each offload, because an optimizer creates its state in its first step.
+        device: device of the tensors.
+        keep: keep the contents in host memory; otherwise the storages return filled with zeros.
         chunk_bytes: see :data:`CHUNK_BYTES`.
     """
 
@@ -83,54 +84,54 @@ class Offloader:
     ) -> None:
         self._tensors = tensors
         self._device = device
-        self._host = HostMemory(device.type == "cuda", chunk_bytes) if keep else None
-        self._away: list[tuple[torch.UntypedStorage, int]] | None = None
+        self._host = HostBuffer(device.type == "cuda", chunk_bytes) if keep else None
+        self._emptied: list[tuple[torch.UntypedStorage, int]] | None = None
 
     @property
-    def is_away(self) -> bool:
-        """Whether the tensors are without memory."""
-        return self._away is not None
+    def is_offloaded(self) -> bool:
+        """Whether the tensors have no memory now."""
+        return self._emptied is not None
 
     def offload(self) -> int:
-        """Empties the storages; without effect where they are empty already.
+        """Empty the storages; no effect if they are empty.
 
         Returns:
-            Bytes that are free now, on the device.
+            Number of device bytes released.
         """
-        if self._away is None:
+        if self._emptied is None:
             storages = _storages(self._tensors(), self._device)
             if self._host is not None:
                 self._host.write([_bytes(storage) for storage in storages])
             _wait(self._device)
-            self._away = [(storage, storage.nbytes()) for storage in storages]
+            self._emptied = [(storage, storage.nbytes()) for storage in storages]
             for storage in storages:
                 storage.resize_(0)
-        return sum(size for _, size in self._away)
+        return sum(size for _, size in self._emptied)
 
     def onload(self) -> None:
-        """Fills the storages again; without effect where they are full."""
-        if self._away is None:
+        """Fill the storages again; no effect if they are full."""
+        if self._emptied is None:
             return
-        for storage, size in self._away:
+        for storage, size in self._emptied:
             storage.resize_(size)
-        contents = [_bytes(storage) for storage, _ in self._away]
+        contents = [_bytes(storage) for storage, _ in self._emptied]
         if self._host is None:
             for content in contents:
                 content.zero_()
         else:
             self._host.read(contents)
         _wait(self._device)
-        self._away = None
+        self._emptied = None
 
 
-class Residence:
-    """What of an engine is on its device, part by part.
+class OffloadManager:
+    """Offloads the parts of an engine between phases and onloads them on demand.
 
     Args:
         chunks: Megatron's modules, wrapped for data parallelism if there is an optimizer.
-        optimizer: None for a model that only computes.
-        parts: those of :data:`PARTS` that leave between phases.
-        device: of the engine.
+        optimizer: None for inference.
+        parts: members of :data:`PARTS` to offload between phases.
+        device: device of the engine.
         chunk_bytes: see :data:`CHUNK_BYTES`.
     """
 
@@ -156,34 +157,34 @@ class Residence:
         }
 
     @property
-    def away(self) -> tuple[str, ...]:
-        """Parts that are not on the device now."""
-        return tuple(part for part, offloader in self._offloaders.items() if offloader.is_away)
+    def offloaded(self) -> tuple[str, ...]:
+        """Parts that are in host memory now."""
+        return tuple(part for part, offloader in self._offloaders.items() if offloader.is_offloaded)
 
-    def need(self, *parts: str) -> None:
-        """Brings parts back to the device, where they are away."""
+    def onload(self, *parts: str) -> None:
+        """Bring parts back to the device, if they are offloaded."""
         for part in parts:
-            if part in self._offloaders and self._offloaders[part].is_away:
+            if part in self._offloaders and self._offloaders[part].is_offloaded:
                 with span(f"onload {part}", "copy"):
                     self._offloaders[part].onload()
 
-    def rest(self) -> dict[str, int]:
-        """Ends a phase: the parts that are to leave do so.
+    def offload(self) -> dict[str, int]:
+        """Offload the configured parts at the end of a phase.
 
         Returns:
-            Bytes of each of them, now free on the device.
+            Released device bytes of each part.
         """
-        if GRAD in self._offloaders and not self._offloaders[GRAD].is_away and self._optimizer is not None:
+        if GRAD in self._offloaders and not self._offloaders[GRAD].is_offloaded and self._optimizer is not None:
             self._optimizer.zero_grad()  # main parameters' gradients are views of the buffers
-        # Last come the weights: what the optimizer shares with them is told apart by their storages.
-        freed = {part: self._leave(part) for part in reversed(PARTS) if part in self._offloaders}
+        # Weights go last: the optimizer's state is recognized by not sharing their storages.
+        freed = {part: self._offload_part(part) for part in reversed(PARTS) if part in self._offloaders}
         if freed and self._device.type == "cuda":
             torch.cuda.empty_cache()
         return freed
 
-    def _leave(self, part: str) -> int:
-        """Has a part leave the device; returns the bytes that it had there."""
-        if self._offloaders[part].is_away:
+    def _offload_part(self, part: str) -> int:
+        """Offload one part; returns its device bytes."""
+        if self._offloaders[part].is_offloaded:
             return self._offloaders[part].offload()
         with span(f"offload {part}", "copy"):
             return self._offloaders[part].offload()
@@ -201,37 +202,37 @@ def _grads(chunks: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _optimizer_state(chunks: Iterable[Any], optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Main parameters and Adam's state, without what lies in the memory of weights or gradients."""
+    """Main parameters and Adam's state, without tensors in the memory of weights or gradients."""
     if optimizer is None:
         return
     chunks = list(chunks)
-    other = {tensor.untyped_storage()._cdata for tensor in (*_params(chunks), *_grads(chunks))}
+    model_storages = {tensor.untyped_storage()._cdata for tensor in (*_params(chunks), *_grads(chunks))}
     for part in optimizer.megatron.chained_optimizers:
         inner = getattr(part, "optimizer", None)
-        if inner is None:  # of a stage without parameters of this kind
+        if inner is None:  # the stage has no parameters of this type
             continue
         params = [param for group in inner.param_groups for param in group["params"]]
         states = [value for state in inner.state.values() for value in state.values()]
         for tensor in (*params, *states):
-            if isinstance(tensor, Tensor) and tensor.dim() and tensor.untyped_storage()._cdata not in other:
+            if isinstance(tensor, Tensor) and tensor.dim() and tensor.untyped_storage()._cdata not in model_storages:
                 yield tensor.detach()
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """Each storage on the device once, though views share it; without those that numpy points into, which must stay."""
-    found: dict[int, torch.UntypedStorage] = {}
+    """Distinct storages on the device, without those that numpy points into, which cannot be resized."""
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor.device.type == device.type:
-            found.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
-    return [storage for storage in found.values() if storage.resizable()]
+            storages.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
+    return [storage for storage in storages.values() if storage.resizable()]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """A storage as a flat tensor of bytes."""
+    """View a storage as a flat byte tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device is done: with copies, and with whatever still reads what is to be freed."""
+    """Wait for the device: for copies, and for kernels that still read memory to be released."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

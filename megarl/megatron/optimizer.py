@@ -1,8 +1,12 @@
-"""Adam over Megatron's distributed optimizer, with clipping, a learning-rate schedule and steps that are skipped."""
+"""Adam on Megatron's distributed optimizer: clipping, learning-rate schedule, skipped steps, and its state for
+checkpoints.
+
+The state functions below depend on the optimizer layout of a Megatron release; nothing else does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,9 +14,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from torch import Tensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
 
 from megarl.algorithms import LearningRateSchedule, learning_rate
+from megarl.base.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+"""Float32 weights that the optimizer keeps in addition to half-precision ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +45,12 @@ class OptimizerOptions(LearningRateSchedule):
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did; the same on every rank.
+    """Result of one optimizer step; the same on every rank.
 
     Attributes:
         grad_norm: global norm of the gradient before clipping.
-        lr: learning rate that was, or would have been, used.
-        skipped: the loss or the gradient was not finite, and neither weights nor schedule moved.
+        lr: learning rate of the step.
+        skipped: the loss or the gradient was not finite; neither weights nor schedule changed.
     """
 
     grad_norm: float
@@ -49,7 +59,7 @@ class StepResult(NamedTuple):
 
 
 class Optimizer:
-    """Megarl's view of Megatron's optimizer.
+    """Wrapper of Megatron's optimizer.
 
     Args:
         chunks: the stage's modules, wrapped for data parallelism.
@@ -58,8 +68,8 @@ class Optimizer:
 
     Attributes:
         megatron: Megatron's optimizer, for checkpoints.
-        steps: optimizer steps taken; the whole state of the schedule.
-        skipped_in_a_row: optimizer steps skipped since the last one taken.
+        steps: number of optimizer steps; the whole state of the schedule.
+        skipped_in_a_row: consecutive skipped steps.
     """
 
     def __init__(self, chunks: Sequence[Any], options: OptimizerOptions, dtype: torch.dtype) -> None:
@@ -83,24 +93,24 @@ class Optimizer:
 
     @property
     def next_lr(self) -> float:
-        """Learning rate of the step to come."""
+        """Learning rate of the next step."""
         return learning_rate(self.steps, self.options)
 
     def zero_grad(self) -> None:
-        """Drops the gradients that the last step used."""
+        """Drop the gradients of the last step."""
         self.megatron.zero_grad()
 
     def weights_changed(self) -> None:
-        """Takes over weights that were set from outside, as after loading a model."""
+        """Copy weights that were set from outside, such as after loading a model, into the optimizer."""
         self.megatron.reload_model_params()
 
     def step(self, loss: Tensor) -> StepResult:
-        """Clips and applies the gradients.
+        """Clip and apply the gradients.
 
-        The step is skipped on every rank if any rank saw a loss or a gradient that is not finite.
+        Skips the step on every rank if a loss or gradient of any rank is not finite.
 
         Args:
-            loss: this rank's, a scalar; only whether it is finite matters.
+            loss: this rank's loss, a scalar; only its finiteness is used.
         """
         lr = self.next_lr
         self.megatron.prepare_grads()
@@ -109,7 +119,7 @@ class Optimizer:
             self.skipped_in_a_row += 1
             return StepResult(grad_norm, lr, True)
         for group in self.megatron.param_groups:
-            # Megatron leaves both to a scheduler of its own; the multiplier is 0 for norms and biases.
+            # Megatron's scheduler would set both; the multiplier is 0 for norms and biases.
             group["lr"] = lr
             group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
         if self.options.clip_grad > 0:
@@ -126,3 +136,112 @@ def _finite_on_all_ranks(values: Tensor) -> bool:
     finite = values.isfinite().all().float()
     dist.all_reduce(finite, dist.ReduceOp.MIN)
     return bool(finite.item())
+
+
+class StateShard(NamedTuple):
+    """This rank's part of one parameter's optimizer state.
+
+    Attributes:
+        start: first element of the flattened local parameter.
+        stop: one after the last.
+        tensors: flat, by kind (:data:`MOMENTS`, :data:`MASTER`); views of the optimizer's memory.
+    """
+
+    start: int
+    stop: int
+    tensors: dict[str, Tensor]
+
+
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Whether each data-parallel rank holds a part of the state; otherwise each holds all of it."""
+    return any(isinstance(part, DistributedOptimizer) for part in optimizer.megatron.chained_optimizers)
+
+
+def state_shards(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, StateShard]:
+    """Optimizer state by parameter name; without parameters of which this rank holds no state.
+
+    Creates state that does not exist before the first step: zeros, as the first step would.
+
+    Args:
+        optimizer: the optimizer of this rank.
+        params: the model's parameters, by name.
+    """
+    shards = {}
+    for name, param in params.items():
+        for part in optimizer.megatron.chained_optimizers:
+            main_range = _main_weights(part, param)
+            if main_range is None:
+                continue
+            main, start, stop = main_range
+            state = _state(part.optimizer, main)
+            tensors = {kind: state[kind].view(-1) for kind in MOMENTS}
+            if main.dtype != param.dtype:
+                tensors[MASTER] = main.detach().view(-1)
+            shards[name] = StateShard(start, stop, tensors)
+    return shards
+
+
+def check_steps(optimizer: Optimizer) -> None:
+    """Check that every parameter has the one step count that a checkpoint stores.
+
+    Raises:
+        CheckpointError: Adam's step count differs from the schedule's.
+    """
+    counts = set()
+    for part in optimizer.megatron.chained_optimizers:
+        counts |= {int(state["step"]) for state in part.optimizer.state.values() if "step" in state}
+        counts |= {int(group["step"]) for group in part.optimizer.param_groups if group["params"] and "step" in group}
+    if counts - {optimizer.steps}:
+        raise CheckpointError(f"the optimizer took {optimizer.steps} steps, but Adam counts {sorted(counts)}")
+
+
+def set_steps(optimizer: Optimizer, steps: int) -> None:
+    """Set the step count of Adam and the schedule; every parameter gets a separate tensor.
+
+    Args:
+        optimizer: its state exists (:func:`state_shards`).
+        steps: optimizer steps.
+    """
+    optimizer.steps = steps
+    for part in optimizer.megatron.chained_optimizers:
+        if _counts_by_group(part.optimizer):
+            for group in part.optimizer.param_groups:
+                group["step"] = steps
+        else:
+            for state in part.optimizer.state.values():
+                state["step"] = torch.full_like(state["step"], steps)
+
+
+def _main_weights(part: Any, param: nn.Parameter) -> tuple[Tensor, int, int] | None:
+    """The tensor that Adam updates for ``param``, and its range of the flattened parameter."""
+    if isinstance(part, DistributedOptimizer):
+        if param not in part.model_param_group_index_map:
+            return None
+        group, index = part.model_param_group_index_map[param]
+        owned = part._get_model_param_range_map(param)["param"]
+        return part.optimizer.param_groups[group]["params"][index], owned.start, owned.end
+    main = getattr(param, "main_param", None)
+    main = param if main is None else main
+    if not any(main is held for held in _params(part.optimizer)):
+        return None
+    return main, 0, param.numel()
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _state(optimizer: torch.optim.Optimizer, main: Tensor) -> dict[str, Any]:
+    state: dict[str, Any] = optimizer.state[main]
+    for kind in MOMENTS:
+        if kind not in state:
+            state[kind] = torch.zeros_like(main, memory_format=torch.preserve_format).detach()
+    if "step" not in state and not _counts_by_group(optimizer):
+        state["step"] = torch.tensor(0.0)
+    return state
+
+
+def _counts_by_group(optimizer: torch.optim.Optimizer) -> bool:
+    """The fused Adam of Transformer Engine and Apex counts steps by parameter group; torch's counts by parameter."""
+    return not isinstance(optimizer, torch.optim.Adam)

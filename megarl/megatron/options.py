@@ -1,4 +1,4 @@
-"""How a role's model is held: number format, what is kept of it, what is overlapped."""
+"""Options of the engine: number format, recomputation, overlap of communication, offload."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megarl.megatron.optimizer import OptimizerOptions
 
 @dataclass(frozen=True)
 class RecomputeOptions:
-    """Activations that the backward computes again instead of keeping them.
+    """Activation recomputation in the backward pass.
 
     Attributes:
         granularity: ``full`` (whole layers) or ``selective`` (``modules`` of each layer).
         method: with ``full``, ``uniform`` (groups of ``num_layers`` layers) or ``block`` (the first ``num_layers``
             layers of each chunk).
         num_layers: see ``method``.
-        modules: with ``selective``, Megatron's names of what is computed again.
+        modules: with ``selective``, Megatron's names of the recomputed modules.
     """
 
     granularity: str = "full"
@@ -31,13 +31,12 @@ class RecomputeOptions:
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """Communication between data-parallel ranks that runs beside the computation.
+    """Overlap of data-parallel communication with computation.
 
     Attributes:
-        grad_reduce: sum gradients while the backward still runs.
-        param_gather: gather the weights that a step changed while the next forward already runs; needs the
-            distributed optimizer.
-        bucket_size: parameters per communication; None = as many as Megatron thinks best.
+        grad_reduce: sum gradients during the backward pass.
+        param_gather: gather updated weights during the next forward pass; needs the distributed optimizer.
+        bucket_size: parameters per communication; None = Megatron's default.
     """
 
     grad_reduce: bool = False
@@ -46,18 +45,18 @@ class OverlapOptions:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """How a model is held.
+class MegatronOptions:
+    """Options of an engine.
 
     Attributes:
         dtype: of weights and activations; with bfloat16 weights and gradients are also kept in float32.
         sequence_parallel: split activations over tensor-parallel ranks by sequence too.
         value_head: a scalar head (a critic) in place of the output layer.
-        optimizer: None for a model that only computes.
-        recompute: None = every activation is kept.
-        overlap: communication beside computation; without effect without optimizer.
-        offload: what leaves the device between phases (see :data:`megarl.megatron.offload.PARTS`).
-        transformer: further fields of Megatron's ``TransformerConfig``, in place of megarl's choice.
+        optimizer: None for inference.
+        recompute: None = keep every activation.
+        overlap: communication overlap; no effect without optimizer.
+        offload: parts that leave the device between phases (see :data:`megarl.megatron.offload.PARTS`).
+        transformer: further fields of Megatron's ``TransformerConfig``, which override megarl's choice.
     """
 
     dtype: torch.dtype = torch.float32

@@ -1,4 +1,4 @@
-"""What a model says of the response tokens of a micro-batch, from what its last layer says on this rank."""
+"""Outputs of a model for the response tokens of a micro-batch: log-probs, entropies, values, pooled hidden states."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.context_parallel import gather_outputs
-from megarl.megatron.full_kl import REF_HIDDEN, vocab_parallel_kl
-from megarl.megatron.logprobs import vocab_parallel_log_probs
+from megarl.megatron.context_parallel import MicroBatchPart, gather_outputs
+from megarl.megatron.logprobs import REF_HIDDEN, vocab_parallel_kl, vocab_parallel_log_probs
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.megatron.runtime import Runtime
-from megarl.megatron.zigzag import MicroBatchPart
+
+POOLED = "pooled"
+"""Column of a micro-batch: 1 = the mean includes the hidden state of this response token, 0 = it does not."""
 
 
 @dataclass(frozen=True)
 class PolicyOutputs:
-    """What a language model says of the response tokens of a micro-batch, row after row.
+    """Outputs of a language model for the response tokens of a micro-batch, row after row.
 
     Attributes:
-        log_probs: ``[response tokens]`` float32, at the temperature asked for.
-        entropy: of the distribution each token was drawn from, in nats, ``[response tokens]``; None if not asked for.
-        leads: whether no other token is likelier, ``[response tokens]`` bool.
-        ref_kl: exact KL to the reference's distribution, in nats, ``[response tokens]``; None if not asked for.
+        log_probs: ``[response tokens]`` float32, at the requested temperature.
+        entropy: entropy of each token's distribution, in nats, ``[response tokens]``; None if not requested.
+        leads: whether no other token has a higher probability, ``[response tokens]`` bool.
+        ref_kl: exact KL to the reference's distribution, in nats, ``[response tokens]``; None if not requested.
     """
 
     log_probs: Tensor
@@ -35,10 +38,10 @@ class PolicyOutputs:
 
 @dataclass(frozen=True)
 class ValueOutputs:
-    """What a critic says of a micro-batch.
+    """Outputs of a critic for a micro-batch.
 
     Attributes:
-        values: of the state before each response token, ``[response tokens]`` float32, row after row.
+        values: values of the state before each response token, ``[response tokens]`` float32, row after row.
     """
 
     values: Tensor
@@ -48,13 +51,13 @@ Outputs = PolicyOutputs | ValueOutputs
 
 
 class OutputOptions(NamedTuple):
-    """What a language model's outputs are taken with; a critic's need none of it.
+    """Requested outputs of a language model; a critic has no options.
 
     Attributes:
-        temperature: what logits are divided by.
+        temperature: divisor of the logits.
         with_entropy: also compute the entropies.
-        ref_head: the reference's output layer, to compute the exact KL to it; the micro-batches have a column
-            :data:`~megarl.megatron.full_kl.REF_HIDDEN` then. Read on the last stage.
+        ref_head: the reference's output layer, to compute the exact KL to it. The micro-batches must then have a column
+            :data:`~megarl.megatron.logprobs.REF_HIDDEN`. Used on the last stage.
     """
 
     temperature: float = 1.0
@@ -66,7 +69,7 @@ DEFAULT_OUTPUTS = OutputOptions()
 
 
 def value_outputs(output: Tensor, part: MicroBatchPart, runtime: Runtime) -> ValueOutputs:
-    """Values of the whole micro-batch from this rank's part; communicates."""
+    """Gather the values of the whole micro-batch from this rank's part; communicates."""
     return ValueOutputs(gather_outputs(output, part, runtime.cp_group))
 
 
@@ -78,15 +81,15 @@ def policy_outputs(
     vocab_size: int,
     runtime: Runtime,
 ) -> PolicyOutputs:
-    """Outputs of the whole micro-batch from this rank's logits; communicates.
+    """Compute the outputs of the whole micro-batch from this rank's logits; communicates.
 
     Args:
-        logits: ``[own response tokens, padded vocabulary / tensor-parallel size]``.
-        part: what this rank computed of the micro-batch.
-        micro_batch: the whole of it, on the device of the logits.
-        options: what is asked for.
+        logits: ``[this rank's response tokens, padded vocabulary / tensor-parallel size]``.
+        part: this rank's part of the micro-batch.
+        micro_batch: the whole micro-batch, on the device of the logits.
+        options: requested outputs.
         vocab_size: real size of the vocabulary.
-        runtime: this rank's place.
+        runtime: this rank's process groups.
     """
     whole = partial(gather_outputs, part=part, group=runtime.cp_group)
     log_probs, entropy, leads = vocab_parallel_log_probs(
@@ -99,10 +102,35 @@ def policy_outputs(
     )
     kl = None
     if options.ref_head is not None:
-        ref_logits = micro_batch.columns[REF_HIDDEN][part.own].to(options.ref_head.dtype) @ options.ref_head.T
+        ref_logits = micro_batch.columns[REF_HIDDEN][part.local_indices].to(options.ref_head.dtype) @ options.ref_head.T
         kl = whole(
             vocab_parallel_kl(
                 logits, ref_logits, vocab_size=vocab_size, temperature=options.temperature, group=runtime.tp_group
             )
         )
     return PolicyOutputs(whole(log_probs), None if entropy is None else whole(entropy), whole(leads.float()) > 0, kl)
+
+
+def mean_of_rows(
+    hidden: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, group: dist.ProcessGroup
+) -> Tensor:
+    """Mean hidden state over the tokens marked by :data:`POOLED`, row by row, summed in float32; communicates.
+
+    Args:
+        hidden: ``[this rank's response tokens, hidden]``.
+        part: this rank's part of the micro-batch.
+        micro_batch: the whole micro-batch, on the device of ``hidden``.
+        group: the context-parallel ranks.
+
+    Returns:
+        ``[rows, hidden]`` float32, the same on every rank of the group; zeros for a row without marked tokens.
+    """
+    marked = micro_batch.columns[POOLED].float()
+    lengths = torch.tensor(micro_batch.response_lengths, device=hidden.device)
+    rows = torch.arange(len(lengths), device=hidden.device).repeat_interleave(lengths)
+    counts = marked.new_zeros(len(lengths)).index_add(0, rows, marked)
+    sums = marked.new_zeros(len(lengths), hidden.shape[1])
+    sums.index_add_(0, rows[part.local_indices], hidden.float() * marked[part.local_indices, None])
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    return sums / counts.clamp(min=1)[:, None]

@@ -1,8 +1,8 @@
-"""Packed micro-batches: sequences laid end to end, with the bookkeeping that finds the response tokens again.
+"""Packed micro-batches: sequences laid end to end, with the positions of the response tokens.
 
-Every response token is predicted at the position before it; its representation stands at its own. A micro-batch knows
+Every response token is predicted at the position before it; its representation is at its position. A micro-batch knows
 those positions, so that outputs come back as one flat tensor over response tokens, row after row, and split by
-``response_lengths``. Where whole sequences are judged instead, each row has one output, at its last token.
+``response_lengths``. For models that score whole sequences, each row has one output, at its last token.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megarl.errors import DataError
+from megarl.base.errors import DataError
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Where the tokens of whole sequences are, when a prompt that several of them begin with is stored once.
+    """Mapping between stored tokens and whole sequences, if a prompt of several sequences is stored once.
 
     Attributes:
         spread: ``[tokens of whole sequences]`` int64, index among the stored tokens of each token of each sequence.
-        kept: ``[stored tokens]`` int64, for each of them one of its places among the whole sequences.
+        kept: ``[stored tokens]`` int64, index of each among the whole sequences (one of them if shared).
     """
 
     spread: Tensor
     kept: Tensor
 
     def to(self, device: torch.device) -> SharedPrompts:
-        """The same on ``device``."""
+        """Move the tensors to ``device``."""
         return SharedPrompts(self.spread.to(device), self.kept.to(device))
 
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """Some rows of a batch without a padding token.
+    """Some rows of a batch without padding.
 
-    Sequences are stored in order of length, so that those of equal length lie together (the CPU's attention computes
-    each such run at once). Whatever a caller sees, ``response_lengths``, outputs and ``columns``, is in the order in
-    which the rows were given.
+    Sequences are stored in order of length, so that sequences of equal length are neighbours (the CPU's attention
+    computes each such run in one call). ``response_lengths``, outputs and ``columns`` are in the order of the rows
+    passed in.
 
     Attributes:
         tokens: ``[tokens]`` int64, all sequences, prompt and response; a shared prompt once.
         lengths: tokens of each whole sequence, in stored order.
-        read_at: ``[response tokens]`` int64, for each response token the index in ``tokens`` at which its output is
-            read: of the one before it, which predicts it, or of the token itself. Of rows that are judged at their end
-            ``[rows]``, the index of their last tokens.
-        targets: ``[response tokens]`` int64, the response tokens themselves; at the end ``[rows]``, the last tokens.
-        response_lengths: response tokens of each row; 1 for each that is judged at its end.
-        columns: what a loss needs besides: any number of ``[response tokens, ...]`` tensors by name.
-        shared: where whole sequences are in ``tokens``; None if they lie there end to end.
+        read_at: ``[response tokens]`` int64, index in ``tokens`` of each response token's output: of the token before
+            it, which predicts it, or of the token itself. For rows with one output ``[rows]``, the index of their last
+            tokens.
+        targets: ``[response tokens]`` int64, the response tokens; for rows with one output ``[rows]``, the last tokens.
+        response_lengths: response tokens of each row; 1 for rows with one output.
+        columns: further inputs of the loss: ``[response tokens, ...]`` tensors by name.
+        shared: mapping between ``tokens`` and whole sequences; None if ``tokens`` has whole sequences end to end.
     """
 
     tokens: Tensor
@@ -72,19 +72,18 @@ class PackedMicroBatch:
         at_tokens: bool = False,
         at_end: bool = False,
     ) -> PackedMicroBatch:
-        """Packs rows.
+        """Pack rows.
 
         Args:
             rows: prompt and response token ids of each row, 1-D; a response may be empty, a prompt may not.
             columns: tensors over the response tokens of all rows, one row after the other.
-            share_prompts: store a prompt that several rows have once. Every token of it has the same hidden states in
-                each of them, so only attention tells the rows apart.
-            at_tokens: read outputs at the response tokens themselves instead of before them.
+            share_prompts: store a prompt of several rows once. Each of its tokens has the same hidden states in all of
+                them; only attention distinguishes the rows.
+            at_tokens: read outputs at the response tokens instead of one position before them.
             at_end: one output per row, at its last token, in place of those of the response tokens.
 
         Raises:
-            DataError: there is no row, a prompt is empty, or a column has another number of entries than there are
-                outputs.
+            DataError: there is no row, a prompt is empty, or a column's length differs from the number of outputs.
         """
         if not rows:
             raise DataError("a micro-batch needs at least one row")
@@ -111,20 +110,21 @@ class PackedMicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed, prompts included."""
+        """Number of computed tokens, prompts included."""
         return len(self.tokens)
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens predicted."""
+        """Number of predicted tokens."""
         return len(self.targets)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Cuts ``values [response tokens, ...]`` into one tensor per row."""
-        return values.split(self.response_lengths)
+        """Split ``values [response tokens, ...]`` into one tensor per row."""
+        parts: tuple[Tensor, ...] = values.split(self.response_lengths)
+        return parts
 
     def to(self, device: torch.device) -> PackedMicroBatch:
-        """The same with its tensors on ``device``."""
+        """Move the tensors to ``device``."""
         return replace(
             self,
             tokens=self.tokens.to(device),
@@ -136,7 +136,7 @@ class PackedMicroBatch:
 
 
 def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """``start, start + 1, ..., start + length - 1`` for each pair, one after the other, int64."""
+    """Concatenate ``start, start + 1, ..., start + length - 1`` over all pairs, int64."""
     counts = torch.tensor(lengths, dtype=torch.int64)
     before = torch.tensor(starts, dtype=torch.int64) - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum())) + before.repeat_interleave(counts)
@@ -144,12 +144,12 @@ def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Store:
-    """Where the parts of each row are laid: family behind family, a family's prompt before its responses.
+    """Storage positions of each row's parts: group after group, a group's prompt before its responses.
 
     Attributes:
         prompts: tokens of each row's prompt.
         responses: tokens of each row's response.
-        order: rows by the length of their sequence, in which whole sequences lie.
+        order: rows by the length of their sequence, the order of whole sequences.
         families: rows with one prompt, in the order of their first.
         prompt_at: index of the first prompt token of each row.
         response_at: index of its first response token.
@@ -164,29 +164,29 @@ class _Store:
 
     @classmethod
     def of(cls, prompts: Sequence[Tensor], responses: Sequence[int], share: bool) -> _Store:
-        """Lays rows out; each is a family of its own unless they ``share`` prompts."""
+        """Assign positions to rows; each row is a separate family unless they ``share`` prompts."""
         lengths = [len(prompt) for prompt in prompts]
         order = sorted(range(len(lengths)), key=lambda row: lengths[row] + responses[row])
-        found: dict[bytes | int, list[int]] = {}
+        families: dict[bytes | int, list[int]] = {}
         for row in order:
-            found.setdefault(prompts[row].numpy().tobytes() if share else row, []).append(row)
+            families.setdefault(prompts[row].numpy().tobytes() if share else row, []).append(row)
         prompt_at, response_at, offset = [0] * len(lengths), [0] * len(lengths), 0
-        for family in found.values():
+        for family in families.values():
             begin = offset
             offset += lengths[family[0]]
             for row in family:
                 prompt_at[row], response_at[row] = begin, offset
                 offset += responses[row]
-        return cls(lengths, responses, order, list(found.values()), prompt_at, response_at)
+        return cls(lengths, responses, order, list(families.values()), prompt_at, response_at)
 
     def length(self, row: int) -> int:
         """Tokens of a whole sequence."""
         return self.prompts[row] + self.responses[row]
 
     def predictors(self) -> Tensor:
-        """For each response token, row after row, the index of the one before it.
+        """For each response token, row after row, the index of the token that predicts it.
 
-        The last token of a prompt predicts the first of a response, which need not lie behind it.
+        The last token of a prompt predicts the first of a response, which may be stored elsewhere.
         """
         starts, lengths = [], []
         for prompt, response, prompt_at, response_at in zip(
@@ -198,16 +198,16 @@ class _Store:
         return ranges(starts, lengths)
 
     def responses_themselves(self) -> Tensor:
-        """The index of each response token, row after row."""
+        """Index of each response token, row after row."""
         return ranges(self.response_at, self.responses)
 
     def ends(self) -> Tensor:
-        """The index of the last token of each row."""
+        """Index of the last token of each row."""
         pairs = zip(self.prompts, self.responses, self.prompt_at, self.response_at, strict=True)
         return torch.tensor([(at + n if n else prompt_at + prompt) - 1 for prompt, n, prompt_at, at in pairs])
 
     def shared(self) -> SharedPrompts:
-        """The way from stored tokens to whole sequences and back."""
+        """Mapping between stored tokens and whole sequences."""
         spread = ranges(
             [at for row in self.order for at in (self.prompt_at[row], self.response_at[row])],
             [length for row in self.order for length in (self.prompts[row], self.responses[row])],

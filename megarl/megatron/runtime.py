@@ -1,24 +1,29 @@
-"""Joins a process to its role's process group. The one place that chooses gloo and CPU, or NCCL and CUDA."""
+"""Process groups of a role: gloo on CPU or NCCL on CUDA, and collective steps of all ranks.
+
+The only module that chooses backend and device.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from megarl.errors import ConfigError, ResourceError
+from megarl.base.errors import CheckpointError, ConfigError, ResourceError
 from megarl.megatron import cuda_on_cpu
-from megarl.megatron.host_memory import keep_freed_memory
 from megarl.models import ParallelLayout, RankCoordinate
 
-# What Megatron makes torch and itself say in every run and nobody can act on. That GPU libraries are absent is told
-# file by file on import; spec.py logs once what is used instead.
+# Warnings of Megatron that appear in every run and need no action. It warns of missing GPU libraries file by file;
+# MegatronEngine.describe() reports the kernels in use once.
 for _message in (
     r"(Transformer Engine|Apex)\b.*",
     r"The \.grad attribute of a Tensor that is not a leaf",
@@ -26,30 +31,37 @@ for _message in (
 ):
     warnings.filterwarnings("ignore", message=_message)
 
-with cuda_on_cpu.uncompiled():
+with cuda_on_cpu.lean_import():
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401
+    from megatron.core.optimizer import distrib_optimizer  # noqa: F401
 
 logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
+# Names and largest value as in glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+_MOST = 2**31 - 1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """One process's place in its role.
+    """One process's rank, device and process groups.
 
     Attributes:
         layout: parallel sizes of the role.
         rank: rank in the role.
-        device: where tensors of this process live.
-        tp_group: the ranks that share each layer with this one.
-        pp_group: the pipeline that this rank is a stage of.
-        dp_group: the ranks that hold the same weights as this one and see other data.
-        cp_group: the ranks that share each sequence with this one.
-        dp_cp_group: the ranks that hold the same weights as this one, whatever they see.
-        ep_group: the ranks that divide the experts with this one.
-        etp_group: the ranks that share each expert with this one.
-        edp_group: the ranks that hold the same experts as this one.
+        device: device of this process's tensors.
+        tp_group: tensor-parallel ranks, which share each layer with this one.
+        pp_group: the pipeline of this rank's stage.
+        dp_group: data-parallel ranks: same weights, other rows.
+        cp_group: context-parallel ranks, which share each sequence with this one.
+        dp_cp_group: all ranks with the same weights.
+        ep_group: expert-parallel ranks, which divide the experts with this one.
+        etp_group: expert-tensor-parallel ranks, which share each expert with this one.
+        edp_group: ranks with the same experts.
     """
 
     layout: ParallelLayout
@@ -91,7 +103,7 @@ def init_runtime(
     seed: int = 1,
     timeout_s: float = 600.0,
 ) -> Runtime:
-    """Joins the process group of a role and sets Megatron's parallel state; once per process.
+    """Join the process group of a role and set Megatron's parallel state; once per process.
 
     Args:
         layout: parallel sizes of the role.
@@ -99,26 +111,26 @@ def init_runtime(
         world_size: number of processes that will join.
         master_addr: host of rank 0.
         master_port: free port there; rank 0 listens on it.
-        device: ``cpu``, ``cuda`` or ``auto`` (CUDA where there is one).
-        seed: seed of the role; tensor-parallel ranks and stages derive theirs from it as Megatron does.
-        timeout_s: seconds after which a collective that some rank does not join fails.
+        device: ``cpu``, ``cuda`` or ``auto`` (CUDA if available).
+        seed: seed of the role; tensor-parallel ranks and stages derive theirs from it like Megatron.
+        timeout_s: seconds after which an incomplete collective fails.
 
     Raises:
         ConfigError: the layout does not have ``world_size`` processes, or ``device`` is unknown.
-        ResourceError: CUDA is asked for and there is none.
+        ResourceError: CUDA is requested and not available.
     """
     if layout.world_size != world_size:
         raise ConfigError(
             f"layout {layout.describe()} has {layout.world_size} processes, but {world_size} were started"
         )
-    chosen = _choose_device(device, rank)
-    # Lets Megatron overlap its collectives with matrix products; read when CUDA starts.
+    torch_device = _choose_device(device, rank)
+    # Lets Megatron overlap collectives with matrix products; CUDA reads it at its start.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
         backend = "nccl"
     else:
-        # More threads than processes' cores make small matrices slower, not faster.
+        # More threads than cores per process slow small matrices down.
         torch.set_num_threads(1)
         keep_freed_memory()
         cuda_on_cpu.install()
@@ -143,11 +155,11 @@ def init_runtime(
         stage_seed = seed + 100 * layout.coordinate(rank).pp  # as Megatron's own training script does
         torch.manual_seed(stage_seed)
         tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
-    logger.info("rank %d of %d: %s on %s with %s", rank, world_size, layout.describe(), chosen, backend)
+    logger.info("rank %d of %d: %s on %s with %s", rank, world_size, layout.describe(), torch_device, backend)
     return Runtime(
         layout,
         rank,
-        chosen,
+        torch_device,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
@@ -160,7 +172,7 @@ def init_runtime(
 
 
 def shutdown_runtime() -> None:
-    """Leaves the process group; another layout may be joined after it."""
+    """Leave the process group; the process may join another layout afterwards."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -177,3 +189,73 @@ def _choose_device(device: str, rank: int) -> torch.device:
     if device == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def keep_freed_memory() -> bool:
+    """Keep the memory of freed tensors of up to 32 MiB in the process (glibc's ``mallopt``).
+
+    Activations are allocated and freed with every micro-batch; by default the system zeroes their pages each time. The
+    process's resident memory stays near its peak.
+
+    Returns:
+        Whether the allocator is glibc's; another one is left unchanged.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    accepted = [mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), mallopt(_M_TRIM_THRESHOLD, _MOST)]
+    return all(accepted)
+
+
+def all_ranks_or_raise(runtime: Runtime, action: Callable[[], _T], doing: str) -> _T:
+    """Run ``action`` on every rank; if it raises on any rank, raise on all. Communicates.
+
+    Args:
+        runtime: this rank's process groups.
+        action: must not communicate.
+        doing: description of the action, for the message.
+
+    Raises:
+        CheckpointError: on every rank, if the action raised on any; names the rank and the reason.
+    """
+    failure, result = None, None
+    try:
+        result = action()
+    except CheckpointError as error:
+        failure = str(error)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    failures: list[str | None] = [None] * runtime.layout.world_size
+    dist.all_gather_object(failures, failure)
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise CheckpointError(f"{doing} failed on rank {rank}: {text}")
+    return cast(_T, result)  # no failure: the action has returned
+
+
+def gather_apply_scatter(runtime: Runtime, value: Any, action: Callable[[list[Any]], Sequence[_T]], doing: str) -> _T:
+    """Gather a value of every rank on rank 0, apply ``action``, and scatter its results; communicates.
+
+    Args:
+        runtime: this rank's process groups.
+        value: this rank's value.
+        action: maps the values, by rank, to the results, by rank; runs on rank 0.
+        doing: description of the action, for the message.
+
+    Raises:
+        CheckpointError: on every rank, if ``action`` raised.
+    """
+    size = runtime.layout.world_size
+    values: list[Any] | None = [None] * size if runtime.rank == 0 else None
+    dist.gather_object(value, values, dst=0)
+    results: list[Any] = [None] * size
+
+    def run() -> None:
+        if values is not None:
+            results[:] = action(values)
+
+    all_ranks_or_raise(runtime, run, doing)
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, results if runtime.rank == 0 else None, src=0)
+    part: _T = received[0]
+    return part

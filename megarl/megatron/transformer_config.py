@@ -1,4 +1,4 @@
-"""From a model's shape and a layout to Megatron's ``TransformerConfig``."""
+"""Translation of a model's shape and a layout into Megatron's ``TransformerConfig``."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.megatron.moe import expert_settings
-from megarl.megatron.options import EngineOptions, RecomputeOptions
-from megarl.megatron.versions import fill_gaps, known_arguments
+from megarl.megatron.options import MegatronOptions, RecomputeOptions
+from megarl.megatron.versions import patch_megatron_gaps, supported_arguments
 from megarl.models import ModelConfig, ParallelLayout
 from megarl.models.rope import attention_factor, softmax_scale
 
 
 def build_transformer_config(
-    model: ModelConfig, layout: ParallelLayout, options: EngineOptions, *, fused: bool
+    model: ModelConfig, layout: ParallelLayout, options: MegatronOptions, *, fused: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of a decoder.
+    """Build Megatron's configuration of a decoder.
 
     Args:
         model: the model.
         layout: the role's layout; it must fit the model (:func:`megarl.models.check_layout`).
-        options: number format, sequence parallelism, recomputation, fields that the user sets.
+        options: number format, sequence parallelism, recomputation, user-set fields.
         fused: use Transformer Engine's fused kernels.
 
     Raises:
         TypeError: ``options.transformer`` names a field that the installed Megatron-Core does not have.
     """
-    fill_gaps()
+    patch_megatron_gaps()
     arguments = {
         **_shape(model),
         **_division(model.num_layers, layout, options.sequence_parallel),
@@ -41,11 +41,11 @@ def build_transformer_config(
         **expert_settings(model, layout, fused=fused),
     }
     arguments = {name: value for name, value in arguments.items() if name not in options.transformer}
-    return TransformerConfig(**known_arguments(TransformerConfig, arguments), **_chosen(options.transformer))
+    return TransformerConfig(**supported_arguments(TransformerConfig, arguments), **_chosen(options.transformer))
 
 
 def _chosen(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user sets, a choice between Megatron's attention backends by its name."""
+    """User-set fields, with an attention backend's name replaced by its enum member."""
     return {name: AttnBackend[value] if name == "attention_backend" else value for name, value in fields.items()}
 
 
@@ -67,13 +67,13 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
-        # Yarn's factor on both queries and keys comes to the same; latent attention sets its own.
+        # Equivalent to Yarn's factor on both queries and keys; latent attention sets a separate factor.
         "softmax_scale": softmax_scale(model) * attention_factor(model) ** 2,
     }
 
 
 def _division(num_layers: int, layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]:
-    """What of the model this process computes, and how it talks to the others."""
+    """Parallel sizes and pipeline layout."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -81,7 +81,7 @@ def _division(num_layers: int, layout: ParallelLayout, sequence_parallel: bool) 
         "pipeline_model_parallel_layout": _pipeline(layout.chunk_sizes(num_layers)) if layout.pp > 1 else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": sequence_parallel and layout.tp > 1,
-        # Every micro-batch has its own number of tokens; Megatron asks for this dispatcher then, even without experts.
+        # Micro-batches differ in their number of tokens; Megatron then requires this dispatcher, even without experts.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
@@ -90,7 +90,7 @@ def _division(num_layers: int, layout: ParallelLayout, sequence_parallel: bool) 
 
 
 def _pipeline(chunks: list[int]) -> list[list[str]]:
-    """Megarl's cut of the layers in Megatron's words: what each chunk holds, in the order of the pipeline."""
+    """The layers of each chunk in Megatron's terms, in the order of the pipeline."""
     pipeline = [["decoder"] * size for size in chunks]
     return [["embedding", *pipeline[0]], *pipeline[1:-1], [*pipeline[-1], "loss"]]
 
@@ -100,18 +100,18 @@ def _execution(dtype: torch.dtype, fused: bool) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Weights are always loaded, so they are only allocated. Initialisation itself must stay on: with it Megatron
-        # marks which parameters are split, without which their gradients would be left out of the norm.
+        # Weights are always loaded, so they are only allocated. Initialization must stay on: it also marks the split
+        # parameters, and Megatron would omit the gradients of unmarked ones from the norm.
         "init_method": _leave_unset,
         "output_layer_init_method": _leave_unset,
         "embedding_init_method": _leave_unset,
-        # Losses come normalised by global counts, so gradients are summed and never divided.
+        # Losses are already normalized by global counts, so gradients are summed and never divided.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": fused,
         "bias_activation_fusion": fused,
-        "use_te_activation_func": not fused,  # Megatron's name for taking the activation from the layer specification
+        "use_te_activation_func": not fused,  # Megatron's name for an activation from the layer specification
         "bias_dropout_fusion": fused,
         "apply_rope_fusion": fused,
         "cuda_graph_scope": [],

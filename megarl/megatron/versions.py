@@ -1,4 +1,4 @@
-"""What differs between the Megatron-Core releases that megarl runs with, 0.16 and 0.19; nothing else knows of it."""
+"""Differences between the supported Megatron-Core releases, 0.16 and 0.19; no other module knows of them."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 
-def known_arguments(config: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``arguments`` that a configuration class of the installed release has.
+def supported_arguments(config: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the ``arguments`` that a configuration class of the installed release does not have.
 
-    A field that the release does not have is left out where it is empty, so off; nothing else is.
+    Only an empty value, which turns a feature off, may be dropped.
 
     Args:
         config: a dataclass of Megatron's.
         arguments: values by field name.
 
     Raises:
-        TypeError: a field that is gone is asked for with a value that means something; names it.
+        TypeError: a missing field has a non-empty value; names it.
     """
     fields = {field.name for field in dataclasses.fields(config)}
-    gone = {name for name, value in arguments.items() if name not in fields and value}
-    if gone:
-        raise TypeError(f"{config.__name__} of this Megatron-Core has no {sorted(gone)}")
+    unsupported = {name for name, value in arguments.items() if name not in fields and value}
+    if unsupported:
+        raise TypeError(f"{config.__name__} of this Megatron-Core has no {sorted(unsupported)}")
     return {name: value for name, value in arguments.items() if name in fields}
 
 
 def submodules_of(spec: Any) -> Any:
-    """The parts of a module's specification, to look at or exchange.
+    """Submodules of a module's specification, to read or replace.
 
-    Later releases write a module and its parts as a ``functools.partial`` where earlier ones have a ``ModuleSpec``.
+    Later releases write a module and its submodules as a ``functools.partial``, earlier ones as a ``ModuleSpec``.
     """
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 class _NoFP8:
-    """Stands in for Transformer Engine's state of 8-bit formats where there is none."""
+    """Replaces Transformer Engine's state of 8-bit formats if it is not installed."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
         return False
 
 
-def fill_gaps() -> None:
-    """Puts in place what recomputing norms (``recompute_modules=[layernorm]``) needs; once per process.
+def patch_megatron_gaps() -> None:
+    """Patch the functions that recomputing norms (``recompute_modules=[layernorm]``) needs; once per process.
 
-    Megatron asks Transformer Engine for 8-bit formats there, installed or not. Later releases, besides, compile an
-    extension that lets two tensors share memory, which a CPU takes longer for than it ever saves: a copy does too.
+    Megatron calls Transformer Engine's 8-bit functions there, installed or not. Later releases also compile an
+    extension that lets two tensors share memory. On a CPU the compilation costs more than it saves, so a copy replaces
+    it.
     """
     if not random.HAVE_TE:
         for name, substitute in (
@@ -66,8 +67,8 @@ def fill_gaps() -> None:
 
 
 @torch.no_grad()
-def _fill(emptied: Tensor, again: Tensor) -> None:
-    """Gives a tensor whose memory was released the contents of ``again``; whatever views it has see them, too."""
+def _fill(emptied: Tensor, recomputed: Tensor) -> None:
+    """Restore the contents of a tensor whose memory was released; views of it see them too."""
     memory = emptied.untyped_storage()
-    memory.resize_(again.untyped_storage().size())
-    memory.copy_(again.untyped_storage())
+    memory.resize_(recomputed.untyped_storage().size())
+    memory.copy_(recomputed.untyped_storage())

@@ -1,4 +1,4 @@
-"""A rank's weights under their global names: reading them from Hugging Face, exporting them, exchanging them."""
+"""A rank's weights by global name: import from Hugging Face, export, and swapping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from megarl.errors import ModelError
+from megarl.base.errors import ModelError
 from megarl.megatron.runtime import Runtime
 from megarl.models import LocalParam, ParallelLayout, WeightMap, canonical_name
 from megarl.models.hf_checkpoint import HFReader, load_local
@@ -27,7 +27,7 @@ def global_names(module: GPTModel, first_expert: int = 0) -> dict[str, nn.Parame
 
     Args:
         module: the chunk; it numbers its layers, and the rank's experts, from 0.
-        first_expert: number, among all experts of a layer, of the first that this rank holds.
+        first_expert: index of this rank's first expert among all experts of a layer.
     """
     names = {}
     layers = [f"decoder.layers.{layer.layer_number - 1}" for layer in module.decoder.layers]
@@ -45,10 +45,10 @@ class RankWeights:
 
     Args:
         chunks: the stage's model.
-        weight_map: how its parameters come about from Hugging Face tensors.
-        runtime: the rank's place.
-        settle: called before weights are read or set: makes them those of the last step, which may take
-            communication that all data-parallel ranks join.
+        weight_map: maps parameters to Hugging Face tensors.
+        runtime: the rank's process groups.
+        settle: called before weights are read or set: updates them to those of the last step. May communicate with all
+            data-parallel ranks.
     """
 
     def __init__(
@@ -63,29 +63,29 @@ class RankWeights:
         self._settle = settle
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by their names in the weight map."""
+        """Parameters by their names in the weight map."""
         self._settle()
         return dict(self._params)
 
     def named(self) -> dict[str, Tensor]:
-        """The weights themselves, not copies, detached from autograd."""
+        """Weights (not copies), detached from autograd."""
         self._settle()
         return {name: param.detach() for name, param in self._params.items()}
 
     @torch.no_grad()
     def load_hf(self, path: str | Path) -> None:
-        """Reads this rank's slices of a model folder.
+        """Load this rank's shard of a model folder.
 
-        A value head that the folder lacks keeps what it is.
+        A value head that the folder lacks is left unchanged.
 
         Raises:
             ModelError: a tensor is missing or has another shape than the model's.
         """
         self._settle()
         reader = HFReader(path)
-        wanted = self._map.megatron_params(self._runtime.layout, self._runtime.rank)
+        local_params = self._map.megatron_params(self._runtime.layout, self._runtime.rank)
         loaded = set()
-        for name, tensor in load_local(reader, wanted, self._dtype, VALUE_HEAD, self._map.is_float32):
+        for name, tensor in load_local(reader, local_params, self._dtype, VALUE_HEAD, self._map.is_float32):
             param = self._params.get(name)
             if param is None or param.shape != tensor.shape:
                 has = "no such parameter" if param is None else f"shape {list(param.shape)}"
@@ -98,25 +98,25 @@ class RankWeights:
             raise ModelError(f"weight map has no entry for the model's parameters {sorted(absent)}")
 
     def export(self, consume: Callable[[LocalParam, Tensor], None]) -> None:
-        """Brings every part of the model to rank 0, one at a time; all ranks call this together.
+        """Send every part of the model to rank 0, one at a time; all ranks must call this.
 
         Args:
-            consume: called on rank 0 with each part and its values on the CPU. The parts of one parameter
-                follow one another, so that whole tensors can be written early.
+            consume: called on rank 0 with each part and its values on the CPU. The parts of one parameter are
+                consecutive, so that whole tensors can be written early.
         """
         self._settle()
         for owner, param in self._export_order():
             if self._runtime.rank == 0:
-                mine = owner == 0
-                part = self._params[param.name].detach() if mine else self._empty(param)
-                if not mine:
+                is_local = owner == 0
+                part = self._params[param.name].detach() if is_local else self._empty(param)
+                if not is_local:
                     dist.recv(part, src=owner)
                 consume(param, part.cpu())
             elif self._runtime.rank == owner:
                 dist.send(self._params[param.name].detach().contiguous(), dst=0)
 
     def to_host(self) -> dict[str, Tensor]:
-        """A copy in host memory."""
+        """Copy the weights to host memory."""
         self._settle()
         return {
             name: param.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -125,7 +125,7 @@ class RankWeights:
 
     @contextlib.contextmanager
     def swapped(self, snapshot: Mapping[str, Tensor]) -> Iterator[None]:
-        """Scope in which the model has the weights of ``snapshot``; afterwards its own again, bit for bit.
+        """Scope in which the model has the weights of ``snapshot``; restores the previous weights bit for bit.
 
         The optimizer must not step within it.
 
@@ -134,12 +134,12 @@ class RankWeights:
         """
         if set(snapshot) != set(self._params):
             raise KeyError(f"snapshot holds other parameters: {sorted(set(snapshot) ^ set(self._params))}")
-        own = self.to_host()
+        previous = self.to_host()
         self._set(snapshot)
         try:
             yield
         finally:
-            self._set(own)
+            self._set(previous)
 
     @torch.no_grad()
     def _set(self, values: Mapping[str, Tensor]) -> None:

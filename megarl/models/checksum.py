@@ -1,4 +1,4 @@
-"""Checksums of tensors, by which two processes compare weights without sending them."""
+"""Checksums of tensors: two processes compare weights without sending them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PIECE_BYTES = 2**20
 def tensor_checksum(tensor: Tensor) -> str:
     """BLAKE2b (128 bits, hexadecimal) of a tensor's dtype, shape and bytes.
 
-    Equal for equal bits wherever the tensor lies and whatever its strides: a NaN equals itself, 0.0 differs from -0.0.
+    Equal for equal bits, on any device and with any strides: a NaN equals itself, 0.0 differs from -0.0.
     """
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     for part in data.split(_PIECE_BYTES):
-        # A copy, because torch lets no one free or resize memory of which there ever was a numpy array.
+        # a copy: torch cannot free or resize memory that was ever exposed as a numpy array
         digest.update(part.clone().numpy().data)
     return digest.hexdigest()
 
@@ -27,25 +27,25 @@ def tensor_checksum(tensor: Tensor) -> str:
 _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _COLUMN_BITS = 20
 _COLUMNS = 2**16
-"""Columns that are summed at a time: 16-bit numbers times 20-bit weights then stay below 2**52, exact in float64."""
+"""Columns per sum: 16-bit numbers times 20-bit weights then stay below 2**52, exact in float64."""
 _CHUNK = 2**18
-"""Numbers that are widened to float64 at a time, which fit a core's cache."""
+"""Numbers per conversion to float64; they fit a core's cache."""
 
 
 def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype | None = None) -> int:
-    """A checksum of a rectangle of a larger tensor that adds up: for rectangles that tile it, to that of the whole.
+    """Additive checksum of a rectangle of a larger tensor; checksums of tiles add up to the checksum of the tensor.
 
-    Every 16-bit word of the rectangle's bits is multiplied by a weight that depends on its place in the larger tensor,
-    and the products are summed modulo 2**64. So two layouts of one tensor can be compared by one number per shard, and
-    a value that is wrong or in a wrong place is seen. It runs on the tensor's own device, exactly, in any order.
+    Every 16-bit word of the rectangle is multiplied by a weight that depends on its position in the larger tensor, and
+    the products are summed modulo 2**64. One number per shard then compares two layouts of a tensor and detects wrong
+    and misplaced values. The sum runs on the tensor's device, exactly, in any order.
 
     Args:
-        tensor: the rectangle, of a number format of 2 or 4 bytes; any strides.
+        tensor: the rectangle, of a dtype of 2 or 4 bytes; any strides.
         start: its offset in the larger tensor, a number per dimension.
-        dtype: number format to convert to first; None: the tensor's own.
+        dtype: dtype to convert to first; None = no conversion.
 
     Returns:
-        At least 0, below 2**64.
+        A number in [0, 2**64).
     """
     if not tensor.numel():
         return 0
@@ -65,7 +65,7 @@ def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype 
 
 
 def _row_weights(shape: Sequence[int], start: Sequence[int], device: torch.device) -> Tensor:
-    """A weight per row: the product of one for its place in each dimension but the last."""
+    """A weight per row: the product of the weights of its index in each dimension except the last."""
     weights = torch.ones(1, dtype=torch.int64, device=device)
     for axis, (count, first) in enumerate(zip(shape, start, strict=True)):
         weights = torch.outer(
@@ -75,7 +75,7 @@ def _row_weights(shape: Sequence[int], start: Sequence[int], device: torch.devic
 
 
 def _mixed(index: Tensor, axis: int) -> Tensor:
-    """Numbers that look random, of whole numbers; SplitMix64 in wrapping arithmetic."""
+    """Hash integers with SplitMix64 in wrapping arithmetic."""
     mixed = (index + 1 + (axis << 32)) * _ODD[0]
     mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * _ODD[1]
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * _ODD[2]

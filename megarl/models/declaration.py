@@ -1,32 +1,31 @@
-"""How a model family declares its parameters: data, from which both directions of every weight conversion follow.
+"""Parameter declarations of model families: data that defines both directions of every weight conversion.
 
-A :class:`Declaration` names one parameter three times: in Megatron, in the rollout engine (fused, SGLang's names),
-and as the Hugging Face tensors it is made of. Names may hold ``{layer}``, the global number of the decoder layer, and
-``{expert}``, the number of a routed expert among all of its layer.
+A :class:`Declaration` names one parameter in Megatron, in the rollout engine (fused, SGLang's names), and as Hugging
+Face tensors. Names may contain ``{layer}``, the global number of the decoder layer, and ``{expert}``, the number of a
+routed expert within its layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from megarl.models.hf_config import ModelConfig
+from megarl.models.model_config import ModelConfig
 
 
 class Split(Enum):
-    """How a parameter is divided over tensor-parallel ranks; an expert's over the expert-tensor-parallel ones."""
+    """Split of a parameter over tensor-parallel ranks (of an expert: expert-tensor-parallel ranks)."""
 
-    REPLICATED = "every rank holds the whole"
-    COLUMN = "dimension 0 of each Hugging Face tensor is divided; a rank stacks its shards one under the other"
-    GROUPED = "as COLUMN in the engine; in Megatron a rank stacks q, k, v of each of its key-value groups in turn"
+    REPLICATED = "every rank holds the complete parameter"
+    COLUMN = "dimension 0 of each Hugging Face tensor is divided; a rank stacks its shards along it"
+    GROUPED = "as COLUMN in the engine; in Megatron a rank stacks q, k, v of each of its key-value groups"
     ROW = "dimension 1 is divided"
     VOCAB = "dimension 0 is padded, then divided"
 
 
-class Home(Enum):
-    """Which pipeline stages hold a parameter."""
+class PipelineStage(Enum):
+    """Pipeline stage that holds a parameter."""
 
     FIRST = "first stage"
     LAYER = "the stage of its decoder layer"
@@ -34,41 +33,47 @@ class Home(Enum):
 
 
 class HFTensor(NamedTuple):
-    """One Hugging Face tensor: its name, and its shape as names that :func:`dimension_sizes` resolves."""
+    """A Hugging Face tensor: its name, and its shape as dimension names (see :func:`dimension_sizes`)."""
 
     name: str
     dims: tuple[str, ...]
 
 
 class Declaration(NamedTuple):
-    """One parameter: its names, the Hugging Face tensors it is made of, how it is split and where it lives.
+    """One parameter: its names, its Hugging Face tensors, its tensor-parallel split and its pipeline stage.
 
-    ``rollout`` is None where the engine has no such parameter. ``tied_copy`` marks a second copy of a tensor that
-    another declaration owns: present only where the owner lives on another pipeline stage, and never exported.
-    ``when`` tells whether a decoder layer of a model has the parameter; None = each has it. ``float32`` marks what is
-    kept in float32 whatever the number format of the weights, in files too, and is never trained.
+    A Megatron name with ``{expert}`` declares one parameter per expert. Experts are divided over the expert-parallel
+    ranks in contiguous blocks. The engine stacks all experts of a layer in one tensor with the expert as dimension 0.
 
-    A declaration whose Megatron name holds ``{expert}`` is of one expert. The experts are divided over the
-    expert-parallel ranks, neighbours together; the engine stacks all of a layer in one tensor, expert first.
+    Attributes:
+        megatron: name in Megatron.
+        rollout: name in the rollout engine; None if the engine has no such parameter.
+        hf: the Hugging Face tensors.
+        split: tensor-parallel split.
+        stage: pipeline stage.
+        tied_copy: a second copy of a tensor of another declaration. It exists only if the original is on another
+            pipeline stage, and is never exported.
+        when: whether a decoder layer of a model has the parameter; None = every layer has it.
+        float32: float32 in every weight dtype, in files too, and never trained.
     """
 
     megatron: str
     rollout: str | None
     hf: tuple[HFTensor, ...]
     split: Split
-    home: Home = Home.LAYER
+    stage: PipelineStage = PipelineStage.LAYER
     tied_copy: bool = False
     when: Callable[[ModelConfig, int], bool] | None = None
     float32: bool = False
 
     @property
     def is_expert(self) -> bool:
-        """Whether this is a parameter of one routed expert."""
+        """Whether this is a parameter of a routed expert."""
         return "{expert}" in self.megatron
 
 
 def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
-    """Number of elements behind each dimension name that a declaration may use."""
+    """Size of each dimension name that a declaration may use."""
     sizes = {
         "hidden": config.hidden_size,
         "q": config.num_attention_heads * config.head_dim,
@@ -93,22 +98,22 @@ def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
 
 
 def in_dense_layers(config: ModelConfig, layer: int) -> bool:
-    """For ``when``: layers without experts."""
+    """Select layers without experts (for ``when``)."""
     return not config.has_experts(layer)
 
 
 def in_expert_layers(config: ModelConfig, layer: int) -> bool:
-    """For ``when``: layers with experts."""
+    """Select layers with experts (for ``when``)."""
     return config.has_experts(layer)
 
 
 def with_query_latent(config: ModelConfig, layer: int) -> bool:
-    """For ``when``: queries come from a latent."""
+    """Select models with queries from a latent (for ``when``)."""
     return config.latent is not None and config.latent.q_lora_rank > 0
 
 
 def without_query_latent(config: ModelConfig, layer: int) -> bool:
-    """For ``when``: queries are projected directly."""
+    """Select models with directly projected queries (for ``when``)."""
     return not with_query_latent(config, layer)
 
 
@@ -124,13 +129,13 @@ def layer_parameter(
     when: Callable[[ModelConfig, int], bool] | None = None,
     float32: bool = False,
 ) -> Declaration:
-    """A parameter of a decoder layer; the names are those within it.
+    """Declare a parameter of a decoder layer by its names within the layer.
 
     Args:
         megatron: name after ``decoder.layers.{layer}.``.
         rollout: the engine's name after ``model.layers.{layer}.``.
-        hf: the Hugging Face tensors, names after ``model.layers.{layer}.``, each with its dimensions by name.
-        split: how it is divided.
+        hf: the Hugging Face tensors: names after ``model.layers.{layer}.`` with dimension names.
+        split: tensor-parallel split.
         when: see :class:`Declaration`.
         float32: see :class:`Declaration`.
     """
@@ -140,13 +145,13 @@ def layer_parameter(
 
 
 def experts_of(block: str, gate: str, up: str, down: str) -> tuple[Declaration, Declaration, Declaration]:
-    """Router and routed experts of a layer.
+    """Declare router and routed experts of a layer.
 
     Args:
-        block: the Hugging Face module that holds ``gate`` and ``experts``, such as ``mlp``.
-        gate: Hugging Face's name of an expert's gate projection, such as ``gate_proj``.
-        up: of its up projection.
-        down: of its down projection.
+        block: the Hugging Face module of ``gate`` and ``experts``, such as ``mlp``.
+        gate: Hugging Face name of an expert's gate projection, such as ``gate_proj``.
+        up: Hugging Face name of the up projection.
+        down: Hugging Face name of the down projection.
     """
     router = layer_parameter(
         "mlp.router.weight",
@@ -173,7 +178,7 @@ def experts_of(block: str, gate: str, up: str, down: str) -> tuple[Declaration, 
 
 
 def shared_experts_of(block: str) -> tuple[Declaration, Declaration]:
-    """Experts that every token of a layer goes to, taken together; ``block`` is the Hugging Face module."""
+    """Declare the shared experts of a layer as one MLP; ``block`` is the Hugging Face module."""
     shape = ("shared_ffn", "hidden")
     gate_up = layer_parameter(
         "mlp.shared_experts.linear_fc1.weight",
@@ -313,26 +318,28 @@ EMBEDDING = Declaration(
     "model.embed_tokens.weight",
     (_EMBEDDING_TENSOR,),
     Split.VOCAB,
-    Home.FIRST,
+    PipelineStage.FIRST,
 )
 FINAL_NORM = Declaration(
     "decoder.final_layernorm.weight",
     "model.norm.weight",
     (HFTensor("model.norm.weight", ("hidden",)),),
     Split.REPLICATED,
-    Home.LAST,
+    PipelineStage.LAST,
 )
 LM_HEAD = Declaration(
     "output_layer.weight",
     "lm_head.weight",
     (HFTensor("lm_head.weight", ("vocab", "hidden")),),
     Split.VOCAB,
-    Home.LAST,
+    PipelineStage.LAST,
 )
-TIED_LM_HEAD = Declaration("output_layer.weight", None, (_EMBEDDING_TENSOR,), Split.VOCAB, Home.LAST, tied_copy=True)
+TIED_LM_HEAD = Declaration(
+    "output_layer.weight", None, (_EMBEDDING_TENSOR,), Split.VOCAB, PipelineStage.LAST, tied_copy=True
+)
 VALUE_HEAD = Declaration(
-    "output_layer.weight", None, (HFTensor("score.weight", ("one", "hidden")),), Split.REPLICATED, Home.LAST
+    "output_layer.weight", None, (HFTensor("score.weight", ("one", "hidden")),), Split.REPLICATED, PipelineStage.LAST
 )
 VALUE_HEAD_BIAS = Declaration(
-    "output_layer.bias", None, (HFTensor("score.bias", ("one",)),), Split.REPLICATED, Home.LAST
+    "output_layer.bias", None, (HFTensor("score.bias", ("one",)),), Split.REPLICATED, PipelineStage.LAST
 )

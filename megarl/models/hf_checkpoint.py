@@ -1,4 +1,4 @@
-"""Reads Hugging Face weights straight into local shards."""
+"""Read Hugging Face weights directly into local shards."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megarl.errors import ModelError
-from megarl.models.hf_config import ModelConfig
+from megarl.base.errors import ModelError
 from megarl.models.hf_folder import check_model_folder
+from megarl.models.model_config import ModelConfig
 from megarl.models.partition import LocalParam, Piece
 
 
 class HFReader:
-    """Reads rectangles of the tensors of a model folder.
+    """Reader of rectangles of the tensors of a model folder.
 
-    The folder is checked first (:func:`megarl.models.hf_folder.check_model_folder`), so a wrong one is refused before
-    any weight is read. Shards are memory-mapped: only the bytes of the rectangles asked for are read.
+    The folder is checked first (:func:`megarl.models.hf_folder.check_model_folder`). Shards are memory-mapped: only the
+    bytes of the requested rectangles are read.
 
     Raises:
-        ModelError: the folder is not whole; names the missing shard or tensor, or the wrong shape.
+        ModelError: the folder is incomplete; names the missing shard or tensor, or the wrong shape.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -32,14 +32,14 @@ class HFReader:
 
     @property
     def config(self) -> ModelConfig:
-        """The folder's model."""
+        """Config of the model."""
         return self.folder.config
 
     def __contains__(self, hf_name: str) -> bool:
         return hf_name in self.folder.tensors
 
     def read(self, piece: Piece) -> Tensor:
-        """The elements of a rectangle, in the dtype of the file.
+        """Read the elements of a rectangle, in the dtype of the file.
 
         Raises:
             ModelError: the tensor is not in the folder, or is smaller than the rectangle.
@@ -56,7 +56,8 @@ class HFReader:
             if entry.file not in self._open:
                 self._open[entry.file] = safe_open(str(entry.file), framework="pt", device="cpu")
             view = self._open[entry.file].get_slice(entry.stored_as or piece.hf_name)
-            return view[tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))]
+            values: Tensor = view[tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))]
+            return values
         except SafetensorError as error:
             raise ModelError(f"{entry.file}: cannot read tensor '{piece.hf_name}': {error}") from None
 
@@ -68,18 +69,18 @@ def load_local(
     optional: Collection[str] = (),
     float32: Callable[[str], bool] = lambda hf_name: False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Reads one rank's parameters; nothing that belongs to another rank is read.
+    """Read the parameters of one rank, and only those.
 
     Args:
         reader: the model folder.
-        params: what the rank holds, from :meth:`WeightMap.megatron_params` or :meth:`WeightMap.rollout_params`.
-        dtype: dtype of the tensors returned.
-        optional: Hugging Face tensors that may be absent (``score.weight`` of a critic made from a language model);
-            a parameter made of them is then left out.
-        float32: tells by Hugging Face name which tensors are float32 instead (:meth:`WeightMap.is_float32`).
+        params: the rank's parameters, from :meth:`WeightMap.megatron_params` or :meth:`WeightMap.rollout_params`.
+        dtype: dtype of the returned tensors.
+        optional: Hugging Face tensors that may be absent (``score.weight`` of a critic initialized from a language
+            model); their parameters are then skipped.
+        float32: whether the tensor of a Hugging Face name is float32 instead (:meth:`WeightMap.is_float32`).
 
     Yields:
-        Name and tensor on the CPU, vocabulary padding filled with zeros.
+        Name and tensor on the CPU, with zeros as vocabulary padding.
 
     Raises:
         ModelError: a tensor that is not optional is missing or too small.
@@ -96,5 +97,5 @@ def load_local(
 
 
 def region(tensor: Tensor, at: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """View of the rectangle of extent ``shape`` that begins at offset ``at`` of ``tensor``."""
+    """View the rectangle of extent ``shape`` at offset ``at`` of ``tensor``."""
     return tensor[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]

@@ -1,18 +1,16 @@
-"""The family-neutral view of a Hugging Face ``config.json``."""
+"""Read a Hugging Face ``config.json`` into a family-neutral :class:`ModelConfig`, and check layouts against it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError, ModelError
-from megarl.models.layout import ParallelLayout
-from megarl.models.pipeline_fit import check_pipeline
+from megarl.base.errors import ConfigError, ModelError
+from megarl.models.layout import ParallelLayout, check_pipeline
+from megarl.models.model_config import Experts, ModelConfig
 from megarl.models.registry import count, family_of, known_architectures, refuse_settings
-from megarl.models.traits import Experts, Latent
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -20,101 +18,19 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-"""Kinds of rotary scaling, and the numbers that each needs."""
-
-VALUE_MODELS = ("ForSequenceClassification", "ForTokenClassification")
-"""How the architecture names of models with a scalar head end; those of the latter kind have a bias on it."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a decoder-only model; counts and widths in elements."""
-
-    architecture: str
-    """Name in ``architectures``, such as ``Qwen2ForCausalLM``."""
-    family: str
-    """Name of the family that declares its parameters, such as ``qwen2``."""
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    """Width of one head's query and key; not always ``hidden_size / num_attention_heads``."""
-    vocab_size: int
-    """Rows of the embedding, before any padding."""
-    max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    """None for plain rotary embeddings, else the scaling's parameters with its kind under ``rope_type``."""
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    """The output layer is the embedding itself."""
-    qkv_bias: bool
-    qk_norm: bool
-    raw: dict[str, Any] = field(repr=False, compare=False)
-    """The whole ``config.json``, written back unchanged on export."""
-    experts: Experts | None = None
-    """Mixture-of-experts layers; None for a dense model."""
-    latent: Latent | None = None
-    """Multi-head latent attention; None for plain attention."""
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a decoder layer, by its global number, has experts in place of its dense part."""
-        return self.experts is not None and self.experts.layers[layer]
-
-    @property
-    def base_architecture(self) -> str:
-        """The architecture's name without its head, such as ``Qwen2``."""
-        for kind in ("ForCausalLM", *VALUE_MODELS):
-            if self.architecture.endswith(kind):
-                return self.architecture.removesuffix(kind)
-        return self.architecture
-
-    @property
-    def is_value_model(self) -> bool:
-        """Whether the folder holds a scalar head (``score.weight``) in place of the output layer."""
-        return self.architecture.endswith(VALUE_MODELS)
-
-    @property
-    def has_head_bias(self) -> bool:
-        """Whether the scalar head has a bias (``score.bias``): transformers' heads of token classification do."""
-        return self.architecture.endswith(VALUE_MODELS[1]) and bool(self.raw.get("token_classification_bias", True))
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The token with which the model's sequences are filled up, where ``config.json`` names one."""
-        token = self.raw.get("pad_token_id")
-        return token if isinstance(token, int) and token >= 0 else None
-
-    def as_reward_model(self, pad_token_id: int | None = None) -> ModelConfig:
-        """The same decoder with a scalar head, as transformers' model of sequence classification with one label.
-
-        A model that has a scalar head already remains what it is.
-
-        Args:
-            pad_token_id: what ``config.json`` is to name as padding where it names none; transformers scores several
-                sequences at once only where it does.
-        """
-        if self.is_value_model:
-            return self
-        architecture = self.base_architecture + VALUE_MODELS[0]
-        raw = {**self.raw, "architectures": [architecture]}
-        if self.pad_token_id is None:
-            raw["pad_token_id"] = pad_token_id
-        return replace(self, architecture=architecture, raw=raw)
+"""Kinds of rotary scaling with their required numbers."""
 
 
 def read_model_config(path: str | Path, *, may_be_bare: bool = False) -> ModelConfig:
-    """Reads ``config.json`` of a model folder.
+    """Read ``config.json`` of a model folder.
 
     Args:
         path: the folder.
-        may_be_bare: take a model without any head, such as ``Qwen2Model``, for a language model.
+        may_be_bare: accept a model without any head, such as ``Qwen2Model``, as a language model.
 
     Raises:
         ModelError: the folder or the file is missing or malformed, the architecture has no weight map, or the file
-            asks for something that megarl does not compute.
+            requests a variant that megarl does not compute.
     """
     raw = _read_json(Path(path))
     try:
@@ -124,7 +40,7 @@ def read_model_config(path: str | Path, *, may_be_bare: bool = False) -> ModelCo
 
 
 def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> ModelConfig:
-    """The neutral view of an already parsed ``config.json``; raises as :func:`read_model_config` does."""
+    """Translate a parsed ``config.json`` into a :class:`ModelConfig`; errors as in :func:`read_model_config`."""
     architectures = raw.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         raise ModelError(
@@ -163,15 +79,15 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
 
 
 def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
-    """Checks that a layout can hold a model.
+    """Check that a parallel layout fits a model.
 
     Args:
         config: the model.
         layout: the role's layout.
-        field: the config group that the layout came from, such as ``actor_rollout_ref.actor.megatron``.
+        field: the config group of the layout, such as ``actor_rollout_ref.actor.megatron``.
 
     Raises:
-        ConfigError: a parallel size does not divide what it splits; names the key, its value and the valid choices.
+        ConfigError: a parallel size does not divide the model; names the key, its value and the valid choices.
     """
     divided_by_tp = {
         "num_attention_heads": config.num_attention_heads,
@@ -193,7 +109,7 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> Non
 
 
 def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
-    """The part of :func:`check_layout` about experts: which ranks of a stage share one, and which divide them."""
+    """Check expert parallelism: expert and expert-tensor parallel sizes against the experts and the stage's ranks."""
     ep, etp, ranks = (
         f"{field}.expert_model_parallel_size",
         f"{field}.expert_tensor_parallel_size",
@@ -257,7 +173,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _checked(experts: Experts | None) -> Experts | None:
-    """The experts, if a token can choose as many as it is to; None where no layer has any."""
+    """Check that the groups contain enough experts per token; return None if no layer has experts."""
     if experts is None or not any(experts.layers):
         return None
     if experts.count % experts.groups or experts.groups_per_token > experts.groups:
@@ -280,7 +196,7 @@ def _checked(experts: Experts | None) -> Experts | None:
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling; transformers 5 keeps both in ``rope_parameters``, earlier versions in two fields."""
+    """Read rotary base and scaling: ``rope_parameters`` in transformers 5, two fields in earlier versions."""
     parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None)
     theta = raw.get("rope_theta", 10000.0) if theta is None else theta
@@ -296,7 +212,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if kind == "default":
         return float(theta), None
     if kind != "linear":
-        # A length of its own beside the scaling comes first, as in transformers.
+        # a top-level original length takes precedence, as in transformers
         length = raw.get("original_max_position_embeddings")
         if length is not None or parameters.get("original_max_position_embeddings") is None:
             parameters["original_max_position_embeddings"] = length or raw.get("max_position_embeddings")

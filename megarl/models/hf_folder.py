@@ -1,4 +1,4 @@
-"""What is in a Hugging Face model folder, read from headers alone: no torch, no weights."""
+"""Check a Hugging Face model folder by its file headers, without torch or weights; read its end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.errors import ModelError
-from megarl.models.hf_config import VALUE_MODELS, ModelConfig, read_model_config
+from megarl.base.errors import ModelError
+from megarl.models.hf_config import read_model_config
+from megarl.models.model_config import VALUE_MODELS, ModelConfig
 from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEAD, SCORE, SCORE_BIAS = "lm_head.weight", "score.weight", "score.bias"
 HEADS = (HEAD, SCORE, SCORE_BIAS)
-"""What stands behind the last norm, in one kind of model or another."""
-OTHER_HEADS = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
-"""Other names that checkpoints have for the scalar head, and the ones under which it is known here."""
+"""Tensors after the last norm, over all kinds of models."""
+_HEAD_ALIASES = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
+"""Alternative names of the scalar head in checkpoints, with the names of the weight map."""
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor is stored, and what its shard's header says of it."""
+    """Location and header entry of a stored tensor."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """Safetensors' name, such as ``BF16``."""
+    """Safetensors' dtype name, such as ``BF16``."""
     stored_as: str = ""
-    """The tensor's name in the file, where it is another."""
+    """The tensor's name in the file, if it differs."""
     offset: int = 0
     """First byte of its elements in the file."""
 
@@ -45,16 +46,16 @@ class ModelFolder:
 
 
 def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> ModelFolder:
-    """Checks that a folder holds a whole model: config, every shard, every tensor of the right shape.
+    """Check that a folder contains a complete model: config, every shard, every tensor of the right shape.
 
-    Reads JSON headers only, so it is quick for any model and fit for a check before anything starts.
+    It reads JSON headers only, which is fast for any model size.
 
     Args:
         path: the folder.
         may_lack_head: the output layer, or the scalar head of a value model, may be absent.
 
     Raises:
-        ModelError: names what is missing, truncated or of the wrong shape.
+        ModelError: a file or tensor is missing, truncated or of the wrong shape; names it.
     """
     folder = Path(path)
     config = read_model_config(folder, may_be_bare=may_lack_head)
@@ -72,15 +73,15 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
 
 
 def _known_heads(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors with a scalar head under the names that the weight map has for it."""
-    for other, known in OTHER_HEADS.items():
-        if other in tensors and known not in tensors:
-            tensors[known] = tensors.pop(other)._replace(stored_as=other)
+    """Rename a scalar head to the names of the weight map."""
+    for alias, name in _HEAD_ALIASES.items():
+        if alias in tensors and name not in tensors:
+            tensors[name] = tensors.pop(alias)._replace(stored_as=alias)
     return tensors
 
 
 def _check_scalar_head(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> None:
-    """Refuses a head of several labels, and a bias that the architecture has no place for."""
+    """Reject a head with several labels, and a bias that the architecture does not have."""
     entry = tensors[SCORE]
     if entry.shape[:1] != (1,) and entry.shape[1:] == (config.hidden_size,):
         raise ModelError(
@@ -91,9 +92,9 @@ def _check_scalar_head(tensors: Mapping[str, TensorEntry], config: ModelConfig) 
     if SCORE_BIAS in tensors and config.is_value_model and not config.has_head_bias:
         bias = tensors[SCORE_BIAS]
         raise ModelError(
-            f"{bias.file}: tensor '{bias.stored_as or SCORE_BIAS}' would be left out: the head of "
-            f"{config.architecture} has no bias, here and in transformers; remove it (it shifts all scores alike), or "
-            f"name the architecture {config.base_architecture}{VALUE_MODELS[1]}"
+            f"{bias.file}: tensor '{bias.stored_as or SCORE_BIAS}' would be dropped: the head of "
+            f"{config.architecture} has no bias, here and in transformers; remove it (it shifts all scores equally) "
+            f"or name the architecture {config.base_architecture}{VALUE_MODELS[1]}"
         )
 
 
@@ -110,30 +111,30 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
         if not (folder / SINGLE_FILE).is_file():
             raise ModelError(f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
         return _read_header(folder / SINGLE_FILE)
-    placed = _read_index(index)
+    file_of = _read_index(index)
     shards: dict[str, dict[str, TensorEntry]] = {}
-    for file in dict.fromkeys(placed.values()):
+    for file in dict.fromkeys(file_of.values()):
         if not (folder / file).is_file():
             raise ModelError(f"model folder {folder} lacks shard '{file}', which {INDEX_FILE} names")
         shards[file] = _read_header(folder / file)
-    for name, file in placed.items():
+    for name, file in file_of.items():
         if name not in shards[file]:
             raise ModelError(f"{folder / file} lacks tensor '{name}', which {INDEX_FILE} places there")
-    return {name: shards[file][name] for name, file in placed.items()}
+    return {name: shards[file][name] for name, file in file_of.items()}
 
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ModelError(f"{index} is not a safetensors index: {error!r}") from None
-    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
-    return placed
+    return file_of
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """Header of a safetensors file: eight bytes with its length, little-endian, then JSON, then the data."""
+    """Read the header of a safetensors file: its length in eight little-endian bytes, then JSON, then the data."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -153,3 +154,35 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     if size != 8 + length + end:
         raise ModelError(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
     return entries
+
+
+def eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """End-of-sequence tokens of a model folder, from ``generation_config.json`` or else from ``config.json``.
+
+    Raises:
+        ModelError: the folder contains no model, or a file is not valid JSON.
+    """
+    return _generation_eos(Path(folder)) or eos_in(read_model_config(folder).raw)
+
+
+def all_eos_token_ids(folder: str | Path) -> frozenset[int]:
+    """End-of-sequence tokens of both files; SGLang ends a sequence at any of them."""
+    return frozenset(eos_in(read_model_config(folder).raw) + _generation_eos(Path(folder)))
+
+
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return ()
+    try:
+        return eos_in(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from None
+
+
+def eos_in(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read the setting ``eos_token_id``: one token, several or none."""
+    eos = settings.get("eos_token_id")
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)

@@ -1,4 +1,7 @@
-"""Writes a Hugging Face model folder from pieces that arrive in any order from any rank."""
+"""Write a Hugging Face model folder: ``config.json``, tokenizer files, and weights from pieces in any order.
+
+:class:`HFWriter` streams the weights of an export; the other functions write the files next to the weights.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,107 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.errors import CheckpointError
-from megarl.files import flush_path
-from megarl.models.companions import copy_companions
-from megarl.models.exported_config import exported_config, needs_head_bias
+from megarl.base.atomic_write import replace_folder, restore_replaced_folder
+from megarl.base.errors import CheckpointError
+from megarl.base.files import flush_path
 from megarl.models.hf_checkpoint import region
-from megarl.models.hf_config import ModelConfig
-from megarl.models.hf_folder import INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE
+from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE
+from megarl.models.model_config import VALUE_MODELS, ModelConfig
 from megarl.models.partition import LocalParam, Piece
-from megarl.replacing import put_in_place, restore_replaced
+from megarl.models.registry import known_architectures
+
+COPIED_FILES = (
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files copied from the source folder of a model; weights and config are written separately."""
+
+_CAUSAL, _BARE = "ForCausalLM", "Model"
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the files of :data:`COPIED_FILES` from ``source``, including folders of chat templates.
+
+    Raises:
+        OSError: reading or writing failed.
+    """
+    for pattern in COPIED_FILES:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+            elif path.is_dir():
+                shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+
+
+def write_companions(folder: Path, config: Mapping[str, Any], copy_from: str | Path | None) -> set[str]:
+    """Write config and tokenizer into a checkpoint, so that it can be converted without the original model.
+
+    Args:
+        folder: the folder; its parent exists.
+        config: content of ``config.json``.
+        copy_from: folder from which the tokenizer files are copied; None = no copies.
+
+    Returns:
+        Paths of its files, relative to its parent, flushed to disk.
+
+    Raises:
+        OSError: reading or writing failed.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if copy_from is not None and Path(copy_from).is_dir():
+        copy_companions(Path(copy_from), folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in [*files, folder]:
+        flush_path(path)
+    return {path.relative_to(folder.parent).as_posix() for path in files}
+
+
+def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Build the ``config.json`` of exported weights, with the architecture that loads them.
+
+    A language model that got a scalar head becomes a token classification model with one label, the usual form of a
+    critic, or a sequence classification model if the family has no token classification. A model that already had a
+    scalar head keeps its architecture. Weights without any head become the bare model.
+
+    Args:
+        config: config of the loaded model.
+        tensors: names of the written tensors.
+        dtype: dtype of most elements; None if no tensor is written.
+    """
+    raw = dict(config.raw)
+    if "num_nextn_predict_layers" in raw:
+        raw["num_nextn_predict_layers"] = 0  # multi-token prediction layers are not exported
+    if SCORE not in tensors:
+        complete = config.tie_word_embeddings or HEAD in tensors
+        raw["architectures"] = [config.base_architecture + (_CAUSAL if complete else _BARE)]
+    elif HEAD not in tensors:
+        if not config.is_value_model:
+            raw["architectures"] = [_with_scalar_head(config)]
+        raw["id2label"], raw["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+    # transformers 4 reads torch_dtype, transformers 5 either.
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    return raw
+
+
+def needs_head_bias(exported: dict[str, Any]) -> bool:
+    """Whether the architecture of an exported config has a bias on its scalar head."""
+    architecture: str = exported["architectures"][0]
+    return architecture.endswith(VALUE_MODELS[1]) and bool(exported.get("token_classification_bias", True))
+
+
+def _with_scalar_head(config: ModelConfig) -> str:
+    names = [config.base_architecture + kind for kind in reversed(VALUE_MODELS)]
+    return next((name for name in names if name in known_architectures()), names[-1])
 
 
 class _Assembly:
-    """A Hugging Face tensor of which some rectangles have arrived."""
+    """A Hugging Face tensor that is assembled from rectangles."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.tensor = torch.empty(shape, dtype=dtype)
@@ -35,11 +126,10 @@ class _Assembly:
         self._arrived: list[Piece] = []
 
     def add(self, piece: Piece, values: Tensor) -> None:
-        """Copies a rectangle in; CheckpointError where it overlaps an earlier one."""
-        for other in self._arrived:
-            if all(
-                a < d and c < b for a, b, c, d in zip(piece.start, piece.stop, other.start, other.stop, strict=True)
-            ):
+        """Copy a rectangle into the tensor; raise CheckpointError if it overlaps an earlier one."""
+        for earlier in self._arrived:
+            bounds = zip(piece.start, piece.stop, earlier.start, earlier.stop, strict=True)
+            if all(a < d and c < b for a, b, c, d in bounds):
                 raise CheckpointError(
                     f"tensor '{piece.hf_name}': elements {list(piece.start)} to {list(piece.stop)} arrived twice"
                 )
@@ -49,27 +139,27 @@ class _Assembly:
 
 
 class HFWriter:
-    """Streams an export: a shard file is written, and its memory freed, as soon as its tensors are whole.
+    """Stream an export: write a shard file, and free its memory, as soon as its tensors are complete.
 
-    A value head that was put on a language model is written as a model of token classification, its bias zero
-    (:func:`~megarl.models.exported_config.exported_config`).
+    A value head on a language model is exported as a token classification model with a zero bias (see
+    :func:`exported_config`).
 
-    A context manager. Everything goes to a hidden folder beside ``path``, which is renamed when the block ends well
-    and removed when it does not; so ``path`` is never half written.
+    A context manager. All files go to a hidden folder next to ``path``. It is renamed to ``path`` if the block succeeds
+    and removed if it fails, so ``path`` is never incomplete.
 
     Args:
-        path: folder to make.
-        config: the model; its ``config.json`` is written back, with the dtype that the weights really have and the
-            architecture that loads them.
+        path: folder to create.
+        config: the model; its ``config.json`` is written with the dtype of the weights and the architecture that loads
+            them.
         shapes: the tensors to write, from :meth:`WeightMap.hf_shapes`.
-        float32: those of them that are float32 whatever the others are.
-        max_shard_bytes: size above which another shard file is begun.
-        copy_from: folder whose tokenizer, chat template and generation config are copied; None copies nothing.
-        overwrite: replace ``path`` where it exists; a reader finds the old folder or the new one.
+        float32: names of the tensors that are float32 in every weight dtype.
+        max_shard_bytes: size limit of a shard file.
+        copy_from: folder from which tokenizer, chat template and generation config are copied; None = no copies.
+        overwrite: replace an existing ``path``; a reader sees the old folder or the new one.
 
     Raises:
-        CheckpointError: ``path`` exists and ``overwrite`` is off; and at the end of the block, where an element of a
-            tensor never arrived.
+        CheckpointError: ``path`` exists and ``overwrite`` is off; at the end of the block, if an element of a tensor
+            is missing.
     """
 
     def __init__(
@@ -98,11 +188,11 @@ class HFWriter:
         self._folder = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
         self._dtype: torch.dtype | None = None
         self._shard_of: dict[str, int] = {}
-        self._unwritten: list[set[str]] = []  # by shard, the tensors that are not whole yet
+        self._unwritten: list[set[str]] = []  # by shard, the incomplete tensors
         self._assemblies: dict[str, _Assembly] = {}
 
     def __enter__(self) -> HFWriter:
-        restore_replaced(self.path)
+        restore_replaced_folder(self.path)
         if self.path.exists() and not self._overwrite:
             raise CheckpointError(f"{self.path} exists already; remove it or choose another folder for the export")
         self._folder.mkdir(parents=True)
@@ -118,7 +208,7 @@ class HFWriter:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, param: LocalParam, tensor: Tensor) -> None:
-        """Adds all pieces of a local parameter (:meth:`WeightMap.export_params`); raises as :meth:`add_piece`."""
+        """Add all pieces of a local parameter (:meth:`WeightMap.export_params`); errors as in :meth:`add_piece`."""
         if tuple(tensor.shape) != param.shape:
             raise CheckpointError(
                 f"parameter '{param.name}' has shape {list(tensor.shape)}, expected {list(param.shape)}"
@@ -127,15 +217,15 @@ class HFWriter:
             self.add_piece(piece, region(tensor, piece.at, piece.shape))
 
     def add_piece(self, piece: Piece, values: Tensor) -> None:
-        """Adds one rectangle, on any device.
+        """Add one rectangle, on any device.
 
         Raises:
-            CheckpointError: the tensor is not part of the model, the rectangle lies outside it or is not of the
-                values' shape, the dtype differs from what came before, or an element arrived before.
+            CheckpointError: the tensor is not part of the model, the rectangle lies outside it or differs from the
+                values' shape, the dtype differs from earlier tensors, or an element arrived before.
         """
         shape = self._shapes.get(piece.hf_name)
         if shape is None:
-            raise CheckpointError(f"tensor '{piece.hf_name}' is not part of the model that is exported")
+            raise CheckpointError(f"tensor '{piece.hf_name}' is not part of the exported model")
         inside = len(shape) == len(piece.stop) and all(b <= n for b, n in zip(piece.stop, shape, strict=True))
         if not inside or tuple(values.shape) != piece.shape:
             raise CheckpointError(
@@ -164,7 +254,7 @@ class HFWriter:
             raise CheckpointError(f"tensor '{name}' arrived as {dtype}, the tensors before it as {self._dtype}")
 
     def _assign_shards(self, element_bytes: int) -> None:
-        """Tensors to shards in checkpoint order, known before the first is written: file names carry the count."""
+        """Assign tensors to shards in checkpoint order; file names contain the number of shards."""
         used = 0
         for name, shape in self._shapes.items():
             nbytes = prod(shape) * element_bytes
@@ -179,8 +269,8 @@ class HFWriter:
         shard = self._shard_of[name]
         self._unwritten[shard].remove(name)
         if not self._unwritten[shard]:
-            mine = [n for n, s in self._shard_of.items() if s == shard]
-            tensors = {n: self._assemblies.pop(n).tensor for n in mine}
+            names = [n for n, s in self._shard_of.items() if s == shard]
+            tensors = {n: self._assemblies.pop(n).tensor for n in names}
             save_file(tensors, str(self._folder / self._file_name(shard)), metadata={"format": "pt"})
 
     def _file_name(self, shard: int) -> str:
@@ -193,7 +283,7 @@ class HFWriter:
         missing = [name for names in self._unwritten for name in sorted(names)] if self._unwritten else [*self._shapes]
         if missing:
             raise CheckpointError(
-                f"export to {self.path}: {len(missing)} tensors are not whole, the first is '{missing[0]}'"
+                f"export to {self.path}: {len(missing)} tensors are incomplete, the first is '{missing[0]}'"
             )
         if len(self._unwritten) > 1:
             self._write_index()
@@ -202,15 +292,15 @@ class HFWriter:
             copy_companions(self._copy_from, self._folder)
         for path in [*self._folder.rglob("*"), self._folder]:
             flush_path(path)
-        put_in_place(self._folder, self.path)
+        replace_folder(self._folder, self.path)
 
     def _write_index(self) -> None:
         assert self._dtype is not None
         total = sum(
             prod(shape) * (4 if name in self._float32 else self._dtype.itemsize) for name, shape in self._shapes.items()
         )
-        placed = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
-        self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": placed})
+        file_of = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
+        self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": file_of})
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         (self._folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

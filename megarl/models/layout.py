@@ -1,9 +1,12 @@
-"""How one role's model is spread over its processes."""
+"""Parallel layout of a role: tensor, pipeline, context, expert and data parallel sizes, and the pipeline's layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from megarl.base.errors import ConfigError
 
 
 class RankCoordinate(NamedTuple):
@@ -16,7 +19,7 @@ class RankCoordinate(NamedTuple):
 
 
 class ExpertCoordinate(NamedTuple):
-    """Position of one process among those that share a stage's experts."""
+    """Position of one process among the processes that share a stage's experts."""
 
     etp: int
     ep: int
@@ -24,24 +27,24 @@ class ExpertCoordinate(NamedTuple):
 
 
 class ParallelLayout(NamedTuple):
-    """Parallel sizes of one role, and how its pipeline cuts the layers.
+    """Parallel sizes of one role, and the split of its layers over the pipeline.
 
     Ranks are numbered in Megatron's default order ``tp-cp-ep-dp-pp``: tensor parallel fastest, pipeline slowest. The
-    experts of a mixture-of-experts layer are laid over the same ranks of a stage anew: ``etp`` ranks share an expert,
-    ``ep`` such groups divide the experts, and what is left are replicas.
+    experts of a mixture-of-experts layer divide the same ranks of a stage in another way: ``etp`` ranks share an
+    expert, ``ep`` such groups divide the experts, and the remaining factor counts expert replicas.
 
     Attributes:
         tp: ranks that share each layer.
         pp: pipeline stages.
-        dp: ranks that see different data.
+        dp: ranks that process different data.
         cp: ranks that share each sequence.
         ep: groups of ranks that divide the experts.
-        etp: ranks that share each expert; 0 = as ``tp``.
+        etp: ranks that share each expert; 0 = same as ``tp``.
         vpp: chunks of layers per stage (interleaved schedule).
-        first_stage_layers: layers of the first stage; None = as the others.
-        last_stage_layers: layers of the last stage; None = as the others.
-        embedding_as_layer: the embedding takes the place of one layer in the even split.
-        loss_as_layer: likewise the output layer and the loss.
+        first_stage_layers: layers of the first stage; None = even split.
+        last_stage_layers: layers of the last stage; None = even split.
+        embedding_as_layer: the embedding counts as one layer in the even split.
+        loss_as_layer: the output layer and the loss count as one layer in the even split.
     """
 
     tp: int = 1
@@ -63,7 +66,7 @@ class ParallelLayout(NamedTuple):
 
     @property
     def ranks_per_stage(self) -> int:
-        """Number of processes that hold some part of the same layers."""
+        """Number of processes of one pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
@@ -77,7 +80,7 @@ class ParallelLayout(NamedTuple):
         return self.ranks_per_stage // (self.expert_tp * self.ep)
 
     def coordinate(self, rank: int) -> RankCoordinate:
-        """Coordinate of a rank.
+        """Return the coordinate of a rank.
 
         Raises:
             IndexError: the rank is outside ``[0, world_size)``.
@@ -89,7 +92,7 @@ class ParallelLayout(NamedTuple):
         return RankCoordinate(tp, dp, pp, cp)
 
     def expert_coordinate(self, rank: int) -> ExpertCoordinate:
-        """Coordinate of a rank among the experts of its stage.
+        """Return the coordinate of a rank among the experts of its stage.
 
         Raises:
             IndexError: the rank is outside ``[0, world_size)``.
@@ -100,11 +103,11 @@ class ParallelLayout(NamedTuple):
         return ExpertCoordinate(etp, ep, edp)
 
     def rank(self, *, tp: int = 0, dp: int = 0, pp: int = 0, cp: int = 0) -> int:
-        """Rank at a coordinate; the inverse of :meth:`coordinate`."""
+        """Return the rank at a coordinate; the inverse of :meth:`coordinate`."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def chunk_sizes(self, num_layers: int) -> list[int]:
-        """Layers of every chunk of the pipeline, in the order in which a sequence passes through them.
+        """Layers of every pipeline chunk, in the order of the forward pass.
 
         Chunk ``c`` is the ``c // pp``-th chunk of stage ``c % pp``.
 
@@ -129,11 +132,11 @@ class ParallelLayout(NamedTuple):
         return range(ends[index] - sizes[index], ends[index])
 
     def stage_layers(self, num_layers: int, pp_rank: int) -> list[int]:
-        """Global numbers of all decoder layers that a pipeline stage holds, chunk after chunk."""
+        """Global numbers of all decoder layers of a pipeline stage, chunk by chunk."""
         return [layer for chunk in range(self.vpp) for layer in self.layers(num_layers, pp_rank, chunk)]
 
     def describe(self) -> str:
-        """Short form for logs, such as ``TP2 PP1 DP4``; sizes beyond these three only where they differ from 1."""
+        """Short form for logs, such as ``TP2 PP1 DP4``; further sizes only if they differ from 1."""
         parts = [f"TP{self.tp}", f"PP{self.pp}", f"DP{self.dp}"]
         parts += [f"{name}{size}" for name, size in (("CP", self.cp), ("EP", self.ep), ("VPP", self.vpp)) if size > 1]
         if self.expert_tp != self.tp:
@@ -141,10 +144,10 @@ class ParallelLayout(NamedTuple):
         return " ".join(parts)
 
     def _stage_totals(self, num_layers: int) -> list[int]:
-        """Layers of every stage, embedding and loss counted where they are to be.
+        """Layers of every stage, with embedding and loss counted as configured.
 
         Raises:
-            ValueError: what the first and the last stage leave does not divide over the others.
+            ValueError: the layers outside the first and the last stage do not divide over the other stages.
         """
         first, last = self.first_stage_layers, self.last_stage_layers
         fixed = [size for size in (first, last) if size is not None]
@@ -158,3 +161,68 @@ class ParallelLayout(NamedTuple):
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} outside layout {self.describe()} of {self.world_size} processes")
+
+
+def check_pipeline(num_layers: int, layout: ParallelLayout, field: str) -> None:
+    """Check that the decoder layers divide over pipeline stages and chunks.
+
+    The error names the most specific key that alone can repair the layout.
+
+    Args:
+        num_layers: decoder layers of the model.
+        layout: the role's layout.
+        field: the config group of the layout.
+
+    Raises:
+        ConfigError: the layers do not divide; names the key, its value and all valid values.
+    """
+    if fits_pipeline(num_layers, layout):
+        return
+    sizes: tuple[int | None, ...] = tuple(range(1, num_layers + 1))
+    specific: list[tuple[str, str, Any, tuple[int | None, ...]]] = [
+        ("vpp", "virtual_pipeline_model_parallel_size", 1, sizes),
+        ("first_stage_layers", "num_layers_in_first_pipeline_stage", None, (None, *sizes)),
+        ("last_stage_layers", "num_layers_in_last_pipeline_stage", None, (None, *sizes)),
+    ]
+    for name, key, default, candidates in specific:
+        value = getattr(layout, name)
+        valid = _valid_values(num_layers, layout, name, candidates)
+        if value != default and valid:
+            raise ConfigError(
+                f"{field}.{key}={value} does not divide {_layer_count(num_layers, layout)} over "
+                f"pipeline_model_parallel_size={layout.pp}; valid for this model: {_listed(valid)}"
+            )
+    stages = range(1, num_layers + layout.embedding_as_layer + layout.loss_as_layer + 1)
+    even = layout._replace(vpp=1, first_stage_layers=None, last_stage_layers=None)
+    valid = _valid_values(num_layers, layout, "pp", stages) or _valid_values(num_layers, even, "pp", stages)
+    problem = "exceeds" if layout.pp > stages[-1] else "does not divide"
+    raise ConfigError(
+        f"{field}.pipeline_model_parallel_size={layout.pp} {problem} {_layer_count(num_layers, layout)}; "
+        f"valid for this model: {_listed(valid)}"
+    )
+
+
+def fits_pipeline(num_layers: int, layout: ParallelLayout) -> bool:
+    """Whether the layers divide over stages and chunks, and no chunk between the first and the last is empty."""
+    if min(layout.pp, layout.vpp) < 1 or (layout.vpp > 1 and layout.pp == 1):
+        return False
+    try:
+        sizes = layout.chunk_sizes(num_layers)
+    except ValueError:
+        return False
+    return sizes[0] + layout.embedding_as_layer > 0 < sizes[-1] + layout.loss_as_layer and all(sizes[1:-1])
+
+
+def _valid_values(num_layers: int, layout: ParallelLayout, name: str, candidates: Iterable[Any]) -> list[int | None]:
+    changes: list[dict[str, Any]] = [{name: value} for value in candidates]
+    return [change[name] for change in changes if fits_pipeline(num_layers, layout._replace(**change))]
+
+
+def _layer_count(num_layers: int, layout: ParallelLayout) -> str:
+    counted = [word for word, on in (("embedding", layout.embedding_as_layer), ("loss", layout.loss_as_layer)) if on]
+    more = f" (and {' and '.join(counted)}, each as one layer)" if counted else ""
+    return f"the model's num_hidden_layers={num_layers}{more}"
+
+
+def _listed(values: list[int | None]) -> str:
+    return ", ".join("null" if value is None else str(value) for value in values)

@@ -1,4 +1,4 @@
-"""Geometry of shards: which rectangles of Hugging Face tensors make up one rank's piece of a parameter."""
+"""Shard geometry: the rectangles of Hugging Face tensors that make up one rank's shard of a parameter."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """The rectangle ``[start, stop)`` of a Hugging Face tensor, found at offset ``at`` of the local tensor.
+    """The rectangle ``[start, stop)`` of a Hugging Face tensor, stored at offset ``at`` of the local tensor.
 
-    A local tensor that stacks several Hugging Face tensors has a dimension more, which comes first: ``at`` then has one
-    more number than ``start``, and the rectangle is one element thick there.
+    A local tensor that stacks several Hugging Face tensors has an additional first dimension. ``at`` then has one more
+    number than ``start``, and the rectangle has size 1 in that dimension.
     """
 
     hf_name: str
@@ -30,15 +30,15 @@ class Piece(NamedTuple):
 
 
 class LocalParam(NamedTuple):
-    """One rank's part of a parameter. Elements that no piece covers are vocabulary padding and hold zeros."""
+    """One rank's shard of a parameter. Elements outside all pieces are vocabulary padding and contain zeros."""
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
 
-class Rows(NamedTuple):
-    """Rows ``[start, stop)`` of a Hugging Face tensor of the given shape."""
+class RowRange(NamedTuple):
+    """Rows ``[start, stop)`` of a Hugging Face tensor."""
 
     hf_name: str
     shape: tuple[int, ...]
@@ -53,8 +53,8 @@ class FullTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def stack_rows(name: str, parts: Iterable[Rows]) -> LocalParam:
-    """Row ranges laid one under the other."""
+def stack_rows(name: str, parts: Iterable[RowRange]) -> LocalParam:
+    """Concatenate row ranges along dimension 0."""
     pieces: list[Piece] = []
     height = 0
     rest: tuple[int, ...] = ()
@@ -67,26 +67,29 @@ def stack_rows(name: str, parts: Iterable[Rows]) -> LocalParam:
 
 
 def replicated(name: str, tensors: Sequence[FullTensor]) -> LocalParam:
-    """The whole, on every rank."""
-    return stack_rows(name, [Rows(t.name, t.shape, 0, t.shape[0]) for t in tensors])
+    """Replicate complete tensors, concatenated along dimension 0."""
+    return stack_rows(name, [RowRange(t.name, t.shape, 0, t.shape[0]) for t in tensors])
 
 
 def column_shard(name: str, tensors: Sequence[FullTensor], tp: int, tp_rank: int) -> LocalParam:
-    """This rank's rows of each tensor, one tensor after the other (gate then up; q, k, v in the engine)."""
+    """Concatenate this rank's rows of each tensor (gate, then up; q, k, v in the engine)."""
     return stack_rows(name, [_shard(t, tp, tp_rank) for t in tensors])
 
 
 def grouped_shard(name: str, tensors: Sequence[FullTensor], groups: int, tp: int, tp_rank: int) -> LocalParam:
-    """Megatron's ``linear_qkv``: for each key-value group of this rank its query heads, its key, its value."""
+    """Shard Megatron's ``linear_qkv``: query heads, key and value of each key-value group of this rank."""
     per_rank = groups // tp
     mine = range(tp_rank * per_rank, (tp_rank + 1) * per_rank)
     return stack_rows(name, [_shard(t, groups, group) for group in mine for t in tensors])
 
 
 def heads_shard(name: str, tensors: Sequence[FullTensor], groups: int, tp: int, tp_rank: int) -> LocalParam:
-    """The engine's ``qkv_proj``: this rank's query heads, then its keys, then its values.
+    """Shard the engine's ``qkv_proj``: this rank's query heads, then its keys, then its values.
 
-    Where there are more ranks than key-value heads, neighbouring ranks hold the same one.
+    With more ranks than key-value heads, neighbouring ranks hold the same key-value head.
+
+    Raises:
+        ValueError: neither the key-value heads divide over the ranks nor the ranks over the heads.
     """
     if max(groups, tp) % min(groups, tp):
         raise ValueError(f"'{name}': {groups} key-value heads do not divide over {tp} ranks, nor the ranks over them")
@@ -97,7 +100,7 @@ def heads_shard(name: str, tensors: Sequence[FullTensor], groups: int, tp: int, 
 
 
 def row_shard(name: str, tensor: FullTensor, tp: int, tp_rank: int) -> LocalParam:
-    """This rank's columns of ``tensor``, the inputs of a row-parallel layer."""
+    """Shard the columns of ``tensor``, the inputs of a row-parallel layer."""
     rows, columns = tensor.shape
     width = _divide(tensor, columns, tp)
     piece = Piece(tensor.name, (0, tp_rank * width), (rows, (tp_rank + 1) * width), (0, 0))
@@ -105,24 +108,24 @@ def row_shard(name: str, tensor: FullTensor, tp: int, tp_rank: int) -> LocalPara
 
 
 def vocab_shard(name: str, tensor: FullTensor, padded: int, tp: int, tp_rank: int) -> LocalParam:
-    """This rank's rows of a tensor padded with zero rows to ``padded`` rows at its end."""
+    """Shard the rows of a tensor that is padded with zero rows to ``padded`` rows."""
     vocab, *rest = tensor.shape
     height = padded // tp
     start = min(tp_rank * height, vocab)
     stop = min((tp_rank + 1) * height, vocab)
-    pieces = stack_rows(name, [Rows(tensor.name, tensor.shape, start, stop)]).pieces if stop > start else ()
+    pieces = stack_rows(name, [RowRange(tensor.name, tensor.shape, start, stop)]).pieces if stop > start else ()
     return LocalParam(name, (height, *rest), pieces)
 
 
 def stacked(name: str, params: Sequence[LocalParam]) -> LocalParam:
-    """Parameters of equal shape one behind the other, along a new first dimension."""
+    """Stack parameters of equal shape along a new first dimension."""
     pieces = [piece._replace(at=(n, *piece.at)) for n, param in enumerate(params) for piece in param.pieces]
     return LocalParam(name, (len(params), *params[0].shape), tuple(pieces))
 
 
-def _shard(tensor: FullTensor, parts: int, index: int) -> Rows:
+def _shard(tensor: FullTensor, parts: int, index: int) -> RowRange:
     height = _divide(tensor, tensor.shape[0], parts)
-    return Rows(tensor.name, tensor.shape, index * height, (index + 1) * height)
+    return RowRange(tensor.name, tensor.shape, index * height, (index + 1) * height)
 
 
 def _divide(tensor: FullTensor, size: int, parts: int) -> int:

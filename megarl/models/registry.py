@@ -1,75 +1,73 @@
-"""Which model families exist: a decorator and a dict from Hugging Face architecture names."""
+"""Registry of model families by Hugging Face architecture name, and helpers that read their ``config.json``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from megarl.errors import ModelError
-from megarl.models.traits import Traits
-
-if TYPE_CHECKING:
-    from megarl.models.declaration import Declaration
+from megarl.base.errors import ModelError
+from megarl.base.registry import Registry
+from megarl.models.declaration import Declaration
+from megarl.models.model_config import Traits
 
 
 class Family(Protocol):
-    """A model family; its module holds declarations only."""
+    """A model family; its module contains declarations only."""
 
     name: str
     layer: tuple[Declaration, ...]
-    """Parameters of a decoder layer, in the order in which Megatron holds them; each says which layers have it."""
+    """Parameters of a decoder layer, in Megatron's order; a declaration's ``when`` selects its layers."""
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
-        """Traits of a ``config.json``.
+        """Read the traits from a ``config.json``.
 
         Raises:
-            ModelError: the file asks for a variant that has no weight map.
+            ModelError: the file requests a variant that has no weight map.
         """
 
 
-_FAMILIES: dict[str, Family] = {}
+FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
 
 
 def register_family(*architectures: str) -> Callable[[type], type]:
-    """Class decorator: makes a family answer to these names in the ``architectures`` field of ``config.json``."""
+    """Return a class decorator that registers a family under names of the ``architectures`` field of ``config.json``.
+
+    A later registration replaces an earlier one.
+    """
 
     def register(family: type) -> type:
-        """Registers the class and returns it."""
         for architecture in architectures:
-            _FAMILIES[architecture] = family()
+            FAMILIES[architecture] = family()
         return family
 
     return register
 
 
 def known_architectures() -> list[str]:
-    """Architecture names that have a weight map, sorted."""
-    import megarl.models.families  # noqa: F401  (its modules register themselves; they import this one)
-
-    return sorted(_FAMILIES)
+    """Sorted names of the architectures that have a weight map."""
+    return list(FAMILIES)
 
 
 def family_of(architecture: str) -> Family:
-    """The family of an architecture.
+    """Return the family of an architecture.
 
     Raises:
-        ModelError: no family answers to the name; the known ones are listed.
+        ModelError: no family has this architecture; the message lists the known ones.
     """
-    known = known_architectures()
-    if architecture not in _FAMILIES:
+    if architecture not in FAMILIES:
         raise ModelError(
-            f"architecture '{architecture}' has no weight map; known ones: {', '.join(known)}; a family of your own is "
-            "declared in a file that external_lib names (docs/add_a_model.md)"
+            f"architecture '{architecture}' has no weight map; known ones: {', '.join(FAMILIES)}; declare a custom "
+            "family in a file and name it in external_lib (docs/add_a_model.md)"
         )
-    return _FAMILIES[architecture]
+    return FAMILIES[architecture]
 
 
 def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
-    """Refuses settings that would change what the model computes in a way its family does not declare.
+    """Reject settings that change the computation in a way that the family does not declare.
 
     Args:
-        raw: the whole ``config.json``.
-        **supported: for each field the only value that is supported; an absent or null field passes.
+        raw: the complete ``config.json``.
+        **supported: the only supported value of each field; an absent or null field passes.
 
     Raises:
         ModelError: a field has another value.
@@ -80,16 +78,16 @@ def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
 
 
 def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number from ``config.json``.
+    """Read an integer from ``config.json``.
 
     Args:
-        raw: the whole file.
+        raw: the complete file.
         name: the field.
         default: value of an absent or null field; None = the field is required.
-        least: smallest value allowed.
+        least: smallest allowed value.
 
     Raises:
-        ModelError: the field is missing, not a whole number, or too small.
+        ModelError: the field is missing, not an integer, or too small.
     """
     value = raw.get(name)
     if value is None:
@@ -101,11 +99,11 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
 
 
 def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) -> None:
-    """Refuses attention that does not reach back to the beginning of the longest sequence.
+    """Reject sliding-window attention that is shorter than the longest sequence.
 
     Args:
-        raw: the whole ``config.json``.
-        default: the window of a file that does not say.
+        raw: the complete ``config.json``.
+        default: the window if the file does not contain one.
 
     Raises:
         ModelError: the window is shorter than ``max_position_embeddings``.
@@ -114,6 +112,6 @@ def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) ->
     if window is not None and window < raw.get("max_position_embeddings", 0):
         raise ModelError(
             f"config.json: sliding_window={window!r} is less than max_position_embeddings="
-            f"{raw['max_position_embeddings']}, and attention over a window is not supported; if no sequence is "
+            f"{raw['max_position_embeddings']}, and sliding-window attention is not supported; if no sequence is "
             f"longer than {window!r}, set max_position_embeddings to it: the model then computes the same"
         )

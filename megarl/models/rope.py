@@ -1,6 +1,6 @@
-"""Frequencies of rotary position embeddings (https://arxiv.org/abs/2104.09864), and how scaling bends them.
+"""Frequencies of rotary position embeddings (https://arxiv.org/abs/2104.09864) with linear, Llama 3 and YaRN scaling.
 
-Everything is in float32 and in transformers' order of operations: one rounding more is visible at large positions.
+All computation is in float32 and in transformers' order of operations: an extra rounding is visible at large positions.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.models.hf_config import ModelConfig
+from megarl.models.model_config import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each rotated pair, float32 ``[rotated dimensions / 2]``.
 
-    ``linear`` scaling divides all frequencies by ``factor``. ``llama3`` divides low ones and medium ones in part, as in
-    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py (``apply_scaling``). ``yarn`` likewise,
-    with a ramp over the pairs themselves (https://arxiv.org/abs/2309.00071).
+    ``linear`` scaling divides all frequencies by ``factor``. ``llama3`` divides low frequencies, and partly medium
+    ones, as in https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py (``apply_scaling``).
+    ``yarn`` does the same with a ramp over the pairs (https://arxiv.org/abs/2309.00071).
     """
     width = config.latent.rope_dim if config.latent is not None else config.head_dim
-    wavelengths = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    wavelengths: Tensor = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     scaling = config.rope_scaling
     if scaling is None:
         return 1.0 / wavelengths
     match scaling["rope_type"]:
         case "linear":
-            return (1.0 / wavelengths) / scaling["factor"]
+            return (1.0 / wavelengths) / float(scaling["factor"])
         case "llama3":
             return _llama3(1.0 / wavelengths, scaling)
         case _:
@@ -37,7 +37,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """Factor on rotated queries and on rotated keys: 1 except with ``yarn``, where attention is sharpened."""
+    """Factor on rotated queries and keys: 1, except that ``yarn`` sharpens attention."""
     scaling = config.rope_scaling
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
@@ -50,8 +50,8 @@ def attention_factor(config: ModelConfig) -> float:
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """What products of queries and keys are multiplied by, beside :func:`attention_factor`."""
-    scale = config.head_dim**-0.5
+    """Scale of the query-key products, in addition to :func:`attention_factor`."""
+    scale: float = config.head_dim**-0.5
     scaling = config.rope_scaling
     if config.latent is not None and scaling is not None and scaling.get("mscale_all_dim"):
         scale *= _sharpening(scaling["factor"], scaling["mscale_all_dim"]) ** 2
@@ -73,7 +73,7 @@ def _yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tens
     pairs, length = len(wavelengths), scaling["original_max_position_embeddings"]
 
     def pair_that_turns(times: float) -> float:
-        """The pair that makes so many turns over the original length, as a real number."""
+        """Fractional index of the pair that makes ``times`` turns over the original length."""
         return 2 * pairs * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     first = pair_that_turns(scaling.get("beta_fast") or 32)
@@ -83,4 +83,5 @@ def _yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tens
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first if last != first else 0.001
     keep = 1 - ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
-    return 1.0 / (scaling["factor"] * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+    frequencies: Tensor = 1.0 / (scaling["factor"] * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+    return frequencies

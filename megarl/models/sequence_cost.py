@@ -1,19 +1,19 @@
-"""What a sequence costs a model: work per token, and work per pair of tokens in attention."""
+"""Compute cost of a sequence: operations per token, and per pair of tokens in attention."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megarl.models.hf_config import ModelConfig
+from megarl.models.model_config import ModelConfig
 
 
 class SequenceCost(NamedTuple):
     """Cost of a sequence of ``n`` tokens: ``linear * n + quadratic * n**2``.
 
     Attributes:
-        linear: per token.
-        quadratic: per pair of tokens.
+        linear: cost per token.
+        quadratic: cost per pair of tokens.
     """
 
     linear: float = 1.0
@@ -31,17 +31,17 @@ TOKENS = SequenceCost()
 def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceCost:
     """Floating-point operations of a forward pass over one sequence; a backward pass has twice as many.
 
-    ``linear = 2 * weights``, where the weights are those of the matrices that a token is multiplied with: in every
-    layer the projections of attention and the three matrices of the gated MLP (of mixtures of experts the router and
-    the experts that a token goes to), and the output layer. For plain attention and a dense MLP that is
+    ``linear = 2 * weights`` counts the weight matrices that a token passes: in every layer the attention projections
+    and the three matrices of the gated MLP (or the router and the token's experts), and the output layer. For plain
+    attention and a dense MLP that is
     ``layers * hidden * (2 * (heads + kv_heads) * head_dim + 3 * ffn) + hidden * vocabulary``.
-    ``quadratic = layers * heads * (head_dim + value_dim)``: a query's products with the keys up to its own, half of all
-    pairs, and with as many values, two operations per element. Embedding, norms and softmax are left out. How a layout
-    divides the work does not matter here: it divides that of all sequences alike.
+    ``quadratic = layers * heads * (head_dim + value_dim)`` counts a query's products with the keys up to its position,
+    half of all pairs, and with as many values, two operations per element. Embedding, norms and softmax are not
+    counted. A layout divides the work of all sequences equally and does not change the comparison.
 
     Args:
         config: the model.
-        value_head: a scalar head stands in place of the output layer.
+        value_head: the model has a scalar head instead of the output layer.
     """
     layers = (layer_cost(config, layer) for layer in range(config.num_layers))
     linear, quadratic = (sum(column) for column in zip(*layers, head_cost(config, value_head=value_head), strict=True))
@@ -56,12 +56,12 @@ def layer_cost(config: ModelConfig, layer: int) -> SequenceCost:
 
 
 def head_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceCost:
-    """The same of the output layer, or of a scalar head in its place."""
+    """Floating-point operations of the output layer, or of a scalar head."""
     return SequenceCost(2.0 * config.hidden_size * (1 if value_head else config.vocab_size))
 
 
 def _attention_weights(config: ModelConfig) -> int:
-    """Of one layer."""
+    """Attention weights of one layer."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
     if latent is None:
         return hidden * config.head_dim * 2 * (heads + config.num_key_value_heads)
@@ -72,7 +72,7 @@ def _attention_weights(config: ModelConfig) -> int:
 
 
 def _mlp_weights(config: ModelConfig, layer: int) -> int:
-    """Of one layer, as far as one token meets them."""
+    """MLP weights of one layer that one token passes."""
     experts = config.experts
     if experts is None or not config.has_experts(layer):
         return 3 * config.hidden_size * config.ffn_hidden_size

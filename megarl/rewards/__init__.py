@@ -1,4 +1,10 @@
-"""What answers are worth: reward functions, the processes that they run in, and the manager that scores a batch."""
+"""Rewards: reward functions, the process pool that calls them, and the manager that scores a batch.
+
+- ``registry``: reward functions by name, file, dotted path or data source. ``rules``: the built-in functions.
+- ``calling``, ``outcome``: calls of a function, and their results. ``pool``: processes with time limits and retries.
+- ``scorer``: weighted sum of several functions. ``manager``: scores a batch. ``shaping``: length rewards.
+- ``sandbox``: runs generated programs. ``http``: requests to judges and sandboxes.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +13,20 @@ from typing import TYPE_CHECKING
 from megarl.rewards.calling import FunctionSpec, InfrastructureFailure
 from megarl.rewards.registry import custom_reward_spec, load_reward_function, register_reward
 from megarl.rewards.rules import AGENT_RESULT, agent_score, exact_integer, search_exact_match
-from megarl.rewards.scorer import Part, Scorer, in_driver
+from megarl.rewards.scorer import Scorer, ScoreTerm, in_driver
 
 if TYPE_CHECKING:
-    from megarl.rewards.manager import FailurePolicy, RewardManager, Scored, Shaping
+    from megarl.rewards.manager import FailurePolicy, RewardManager, Scored
 
 __all__ = [
     "AGENT_RESULT",
     "FailurePolicy",
     "FunctionSpec",
     "InfrastructureFailure",
-    "Part",
     "RewardManager",
+    "ScoreTerm",
     "Scored",
     "Scorer",
-    "Shaping",
     "agent_score",
     "custom_reward_spec",
     "exact_integer",
@@ -33,8 +38,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # on first use, so that a reward function can be checked and called where nothing imports torch
-    if name not in ("FailurePolicy", "RewardManager", "Scored", "Shaping"):
+    # Lazy, so that reward functions can be checked and called without importing torch.
+    if name not in ("FailurePolicy", "RewardManager", "Scored"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megarl.rewards import manager
 

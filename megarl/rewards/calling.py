@@ -1,4 +1,4 @@
-"""Calls reward functions and turns whatever happens into outcomes, in the driver or in a process of the pool.
+"""Calls of reward functions, in the driver or in a process of the pool; every failure becomes an outcome.
 
 Imports no torch.
 """
@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megarl.errors import RewardError
-from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, TIMEOUT, Outcome, failed, read_result
+from megarl.base.errors import RewardError
+from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, TIMEOUT, Outcome, failed_outcome, read_result
 from megarl.rewards.registry import (
     ARGUMENTS,
     BATCH_ARGUMENTS,
     PROMPT,
     PROMPTS,
     WARM_UPS,
+    FunctionTraits,
     RewardFunction,
-    Traits,
     check_signature,
     load_reward_function,
 )
 
-Tell = Callable[[int, Outcome], None]
-"""Takes an outcome with its place among the tasks."""
+Report = Callable[[int, Outcome], None]
+"""Receives the outcome of a task and the task's index."""
 
 CONNECTION_ERRORS = frozenset(
     {
@@ -40,16 +40,15 @@ CONNECTION_ERRORS = frozenset(
         "openai.InternalServerError",
     }
 )
-"""What clients of services raise where a service is at fault, which derives from neither ConnectionError nor
-TimeoutError."""
+"""Exceptions of client libraries for a failed service that derive from neither ConnectionError nor TimeoutError."""
 
 
 class InfrastructureFailure(Exception):
-    """A score cannot be computed for reasons that are not the sample's: reward functions may raise it."""
+    """A score cannot be computed because a service failed, not because of the sample; reward functions may raise it."""
 
 
-class Task(NamedTuple):
-    """One sample, as a reward function is told of it."""
+class RewardTask(NamedTuple):
+    """The arguments of a reward function for one sample."""
 
     data_source: str
     solution_str: str
@@ -60,13 +59,13 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A reward function by its name, so that another process can load it.
+    """Name and call options of a reward function, sent to the processes that load it.
 
     Attributes:
-        spec: as :func:`load_reward_function` reads it.
-        kwargs: what it is given beside its arguments.
-        timeout_s: wall seconds that one call may take; None = no limit.
-        max_concurrency: calls of a coroutine function under way at a time, per process.
+        spec: argument of :func:`load_reward_function`.
+        kwargs: extra keyword arguments of every call.
+        timeout_s: wall seconds per call; None = no limit.
+        max_concurrency: maximum number of concurrent calls of a coroutine function, per process.
     """
 
     spec: str
@@ -75,10 +74,10 @@ class FunctionSpec:
     max_concurrency: int = 16
 
     def load(self) -> LoadedFunction:
-        """The function, ready to be called.
+        """Import the function and run its warm-up.
 
         Raises:
-            RewardError: it cannot be loaded or called.
+            RewardError: the function cannot be imported, or has the wrong signature.
         """
         loaded = LoadedFunction(load_reward_function(self.spec, self.kwargs), self)
         if self.spec in WARM_UPS:
@@ -90,32 +89,32 @@ class LoadedFunction:
     """A reward function with its extra arguments.
 
     Raises:
-        RewardError: it cannot be called as a reward function.
+        RewardError: the function has the wrong signature.
     """
 
     def __init__(self, fn: RewardFunction, spec: FunctionSpec | None = None) -> None:
         self.fn = fn
         self.spec = spec or FunctionSpec(getattr(fn, "__name__", repr(fn)))
-        self.traits: Traits = check_signature(fn, self.spec.spec, self.spec.kwargs)
+        self.traits: FunctionTraits = check_signature(fn, self.spec.spec, self.spec.kwargs)
 
-    def run(self, tasks: Sequence[Task], tell: Tell) -> None:
-        """Tell the outcome of each task as soon as it is known; a coroutine function has its own time limit here."""
+    def run(self, tasks: Sequence[RewardTask], report: Report) -> None:
+        """Call the function for each task and report each outcome; enforces the time limit of coroutine functions."""
         if self.traits.batch:
-            for place, outcome in enumerate(self._call_batch(tasks)):
-                tell(place, outcome)
+            for index, outcome in enumerate(self._call_batch(tasks)):
+                report(index, outcome)
         elif self.traits.is_async:
-            asyncio.run(self._await_all(tasks, tell))
+            asyncio.run(self._await_all(tasks, report))
         else:
-            for place, task in enumerate(tasks):
-                tell(place, self._call(task))
+            for index, task in enumerate(tasks):
+                report(index, self._call(task))
 
-    def _call(self, task: Task) -> Outcome:
+    def _call(self, task: RewardTask) -> Outcome:
         try:
             return read_result(self.fn(**self._arguments(task)))
-        except (Exception, SystemExit) as error:  # a function that calls exit() must not end the run in silence
-            return failure_of(error)
+        except (Exception, SystemExit) as error:  # exit() in a function must not end the run silently
+            return exception_outcome(error)
 
-    def _call_batch(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+    def _call_batch(self, tasks: Sequence[RewardTask]) -> Iterator[Outcome]:
         columns = dict(zip(BATCH_ARGUMENTS, map(list, zip(*(task[:4] for task in tasks), strict=True)), strict=True))
         if self.traits.wants_prompt:
             columns[PROMPTS] = [task.prompt_str for task in tasks]
@@ -124,55 +123,55 @@ class LoadedFunction:
             if len(results) != len(tasks):
                 raise RewardError(f"the function returned {len(results)} results for a batch of {len(tasks)}")
         except (Exception, SystemExit) as error:
-            yield from [failure_of(error)] * len(tasks)
+            yield from [exception_outcome(error)] * len(tasks)
             return
         for result in results:
             try:
                 yield read_result(result)
             except Exception as error:
-                yield failure_of(error)
+                yield exception_outcome(error)
 
-    async def _await_all(self, tasks: Sequence[Task], tell: Tell) -> None:
-        gate = asyncio.Semaphore(self.spec.max_concurrency)
+    async def _await_all(self, tasks: Sequence[RewardTask], report: Report) -> None:
+        slots = asyncio.Semaphore(self.spec.max_concurrency)
 
-        async def one(place: int, task: Task) -> None:
-            async with gate:
-                tell(place, await self._await(task))
+        async def call(index: int, task: RewardTask) -> None:
+            async with slots:
+                report(index, await self._await(task))
 
-        await asyncio.gather(*(one(place, task) for place, task in enumerate(tasks)))
+        await asyncio.gather(*(call(index, task) for index, task in enumerate(tasks)))
 
-    async def _await(self, task: Task) -> Outcome:
+    async def _await(self, task: RewardTask) -> Outcome:
         limit = asyncio.timeout(self.spec.timeout_s)
         try:
             async with limit:
                 return read_result(await self.fn(**self._arguments(task)))
         except (Exception, SystemExit) as error:
-            return timed_out(self.spec) if limit.expired() else failure_of(error)
+            return timeout_outcome(self.spec) if limit.expired() else exception_outcome(error)
 
-    def _arguments(self, task: Task) -> dict[str, Any]:
+    def _arguments(self, task: RewardTask) -> dict[str, Any]:
         arguments = dict(zip(ARGUMENTS, task[:4], strict=True))
         if self.traits.wants_prompt:
             arguments[PROMPT] = task.prompt_str
         return {**arguments, **self.spec.kwargs}
 
 
-def timed_out(spec: FunctionSpec) -> Outcome:
-    """The outcome of a sample that took too long."""
-    return failed(TIMEOUT, f"{spec.spec} took longer than its {spec.timeout_s:g} s")
+def timeout_outcome(spec: FunctionSpec) -> Outcome:
+    """Return the outcome of a call that took too long."""
+    return failed_outcome(TIMEOUT, f"{spec.spec} took longer than its {spec.timeout_s:g} s")
 
 
-def failure_of(error: BaseException) -> Outcome:
-    """The outcome of a sample whose function raised, with the place where it did."""
+def exception_outcome(error: BaseException) -> Outcome:
+    """Return the outcome of a call that raised, with file and line."""
     cause = str(error)
     if not isinstance(error, RewardError | InfrastructureFailure):
         frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        cause = f"{type(error).__name__}: {error}{place}"
-    return failed(INFRASTRUCTURE if is_infrastructure(error) else BAD_SAMPLE, cause)
+        position = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        cause = f"{type(error).__name__}: {error}{position}"
+    return failed_outcome(INFRASTRUCTURE if is_infrastructure(error) else BAD_SAMPLE, cause)
 
 
 def is_infrastructure(error: BaseException) -> bool:
-    """Whether an exception says that a service could not be asked, rather than that a sample is bad."""
+    """Whether an exception means a failed service or connection, as opposed to a bad sample."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code >= 500 or error.code in (408, 429)
     if isinstance(error, InfrastructureFailure | ConnectionError | TimeoutError | urllib.error.URLError):

@@ -1,4 +1,4 @@
-"""Asks services of rewards, and tells a service at fault from a bad sample. Imports no torch."""
+"""HTTP requests of reward functions; distinguishes a failed service from a bad sample. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 from megarl.rewards.calling import InfrastructureFailure
 
-_OF_THE_SAMPLE = (400, 413, 422)
-"""The request itself is refused, such as one that is too long; anything else that is no success is the service's."""
-_SHOWN = 300
+_SAMPLE_STATUSES = (400, 413, 422)
+"""The service refuses this request, for example because it is too long; any other error status is the service's."""
+_EXCERPT = 300
 
 
 async def post_json(
     url: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """What a service answers to a request, read as JSON. It is asked once: whoever calls decides about more.
+    """Send one POST request and return the JSON of the response; the caller decides about retries.
 
     Raises:
-        InfrastructureFailure: it cannot be reached, is not done in time, says that it cannot, or answers no JSON.
-        ValueError: it refuses this request.
+        InfrastructureFailure: the service is unreachable, too slow, failed, or returned no JSON.
+        ValueError: the service refuses this request.
     """
-    import aiohttp  # slow, and only processes that ask a service need it
+    import aiohttp  # a slow import, needed only by processes that call a service
 
     limit = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -35,9 +35,9 @@ async def post_json(
         cause = f"{type(error).__name__}: {error}".rstrip(": ")
         raise InfrastructureFailure(f"{url} did not answer within {timeout_s:g} s ({cause})") from error
     if response.status != 200:
-        said = f"{url} answered with status {response.status}: {content[:_SHOWN].decode(errors='replace')}"
-        raise ValueError(said) if response.status in _OF_THE_SAMPLE else InfrastructureFailure(said)
+        text = f"{url} answered with status {response.status}: {content[:_EXCERPT].decode(errors='replace')}"
+        raise ValueError(text) if response.status in _SAMPLE_STATUSES else InfrastructureFailure(text)
     try:
         return json.loads(content)
     except ValueError as error:
-        raise InfrastructureFailure(f"{url} answered no JSON but {content[:_SHOWN]!r}") from error
+        raise InfrastructureFailure(f"{url} answered no JSON but {content[:_EXCERPT]!r}") from error

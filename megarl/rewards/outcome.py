@@ -1,4 +1,4 @@
-"""What a reward function returned: the score, and what it wants recorded beside it. Imports no torch."""
+"""Outcomes of reward functions: the score and the extra fields, or the kind of failure. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.errors import RewardError
+from megarl.base.errors import RewardError
 
 if TYPE_CHECKING:
     import numpy as np
 
 BAD_SAMPLE, TIMEOUT, INFRASTRUCTURE, CONVERSATION = "bad_sample", "timeout", "infrastructure", "conversation"
-"""Why a row has no score: its reward raised or was no number; took too long; could not be computed for reasons that
-are not the sample's; its conversation had failed before."""
+"""Kinds of failure: the function raised or returned no number; it took too long; a service or process failed; the
+conversation of the agent loop had failed."""
 LARGEST = 3.4028234663852886e38
-"""Largest number of float32, in which scores are kept."""
+"""Largest float32 number, since scores are stored as float32."""
 _LARGEST_INT = 2**63 - 1
 
 
 class Outcome(NamedTuple):
-    """One row's score and other fields, or in ``failure`` why there is none, and of which ``kind`` that is."""
+    """Score and extra fields of one row; for a row without a score the cause (``failure``) and its ``kind``."""
 
     score: float
     extras: dict[str, Any]
@@ -29,22 +29,23 @@ class Outcome(NamedTuple):
     kind: str | None = None
 
 
-def failed(kind: str, failure: str) -> Outcome:
-    """The outcome of a row without a score."""
+def failed_outcome(kind: str, failure: str) -> Outcome:
+    """Return the outcome of a row without a score."""
     return Outcome(0.0, {}, failure, kind)
 
 
 def read_result(result: Any) -> Outcome:
-    """Split what a reward function returned into the score and the rest, as plain data.
+    """Split the result of a reward function into the score and the extra fields, as plain data.
 
     Raises:
-        RewardError: there is no score in it, or it is not a number that float32 can hold.
+        RewardError: the result has no score, or the score is no finite float32 number.
     """
     score, extras = result, {}
     if isinstance(result, Mapping):
         if "score" not in result:
             raise RewardError(f"the function returned a mapping without 'score'; it has {sorted(map(str, result))}")
-        score, extras = result["score"], {str(name): plain(value) for name, value in result.items() if name != "score"}
+        score = result["score"]
+        extras = {str(name): to_json_value(value) for name, value in result.items() if name != "score"}
     number = as_number(score)
     if number is None or not abs(number) <= LARGEST:  # also False for NaN
         raise RewardError(f"the function returned {score!r:.200}; it must return a finite number, or one under 'score'")
@@ -52,8 +53,8 @@ def read_result(result: Any) -> Outcome:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float if it is one number of Python, numpy or torch, else None."""
-    if hasattr(value, "shape") and hasattr(value, "item"):  # an array, a tensor, or a scalar of theirs
+    """Convert one number of Python, numpy or torch to a float; None for any other value."""
+    if hasattr(value, "shape") and hasattr(value, "item"):  # an array, a tensor, or one of their scalars
         value = value.item() if math.prod(value.shape) == 1 else None
     if not isinstance(value, numbers.Real):
         return None
@@ -63,43 +64,43 @@ def as_number(value: Any) -> float | None:
         return math.inf
 
 
-def plain(value: Any) -> Any:
-    """The value as JSON could hold it: None, truth values, numbers, texts, and lists and mappings of them.
+def to_json_value(value: Any) -> Any:
+    """Convert a value to JSON data: None, booleans, numbers, strings, and lists and mappings of them.
 
-    Arrays and tensors become lists; whatever else there is, its text.
+    Arrays and tensors become lists; any other object becomes its string.
     """
     if value is None or isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
         return value if abs(value) <= _LARGEST_INT else str(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(entry) for name, entry in value.items()}
+        return {str(name): to_json_value(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(entry) for entry in value]
+        return [to_json_value(entry) for entry in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_json_value(value.tolist())
     return str(value)
 
 
 def collect_extras(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Metrics and columns of the fields beside the score.
+    """Convert the extra fields of all rows to metrics and columns.
 
     Returns:
-        ``reward_extra/<name>/mean`` over the rows that have a finite number there, and ``reward_extra_<name>``, an
-        object array ``[rows]`` with None where a row has no such field.
+        ``reward_extra/<name>/mean`` over the rows with a finite number, and ``reward_extra_<name>``, an object array
+        ``[rows]`` with None for rows without the field.
     """
     metrics: dict[str, float] = {}
     columns: dict[str, np.ndarray] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         columns[f"reward_extra_{name}"] = column = object_column([row.get(name) for row in rows])
-        found = [value for value in map(as_number, column) if value is not None and math.isfinite(value)]
-        if found:
-            metrics[f"reward_extra/{name}/mean"] = sum(found) / len(found)
+        values = [value for value in map(as_number, column) if value is not None and math.isfinite(value)]
+        if values:
+            metrics[f"reward_extra/{name}/mean"] = sum(values) / len(values)
     return metrics, columns
 
 
 def object_column(values: Sequence[Any]) -> np.ndarray:
-    """Values as an object array ``[rows]``, whatever they are."""
+    """Return values of any type as an object array ``[rows]``."""
     import numpy as np
 
     column = np.empty(len(values), dtype=object)

@@ -1,42 +1,70 @@
-"""Reward functions by name, by file, or by dotted path; imports no torch.
+"""Reward functions by name, file, dotted path, or data source; imports no torch.
 
-A function of samples is called as ``fn(data_source=..., solution_str=..., ground_truth=..., extra_info=...)`` and
-returns a number, or a mapping with the number under ``score`` and whatever else is to be recorded; it may be a
-coroutine function. A function of batches is called as ``fn(data_sources=..., solution_strs=..., ground_truths=...,
-extra_infos=...)`` with lists, and returns as many results. One that has a parameter ``prompt_str`` (``prompt_strs``)
-is told the prompt too.
+A sample function is called as ``fn(data_source=..., solution_str=..., ground_truth=..., extra_info=...)``. It returns a
+number, or a mapping with the number under ``score`` and extra fields to record; it may be a coroutine function. A batch
+function is called as ``fn(data_sources=..., solution_strs=..., ground_truths=..., extra_infos=...)`` with lists and
+returns one result per sample. A function with a parameter ``prompt_str`` (``prompt_strs``) also gets the prompt.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from megarl.errors import ConfigError, RewardFunctionError
-from megarl.own_module import functions_of, locate
+from megarl.base.errors import ConfigError, RewardFunctionError
+from megarl.base.registry import Registry
+from megarl.base.user_code import load_user_function
 
 RewardFunction = Callable[..., Any]
 
-REWARDS: dict[str, RewardFunction] = {}
+REWARDS: Registry[RewardFunction] = Registry(
+    "reward_function",
+    loader=lambda spec, key: load_user_function(spec, "reward function"),
+    error=RewardFunctionError,
+    hint="or write path.py:function or package.module.function",
+)
 ISOLATED: set[str] = set()
-"""Registered names of functions that interpret what the policy wrote, and so must run outside of the driver."""
+"""Registered names of functions that interpret generated text and must not run in the driver."""
 WARM_UPS: dict[str, Callable[[], None]] = {}
-"""By registered name: what a process does once before it scores, such as slow imports."""
+"""Calls that a process makes once before it scores, such as slow imports, by registered name."""
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 PROMPT, PROMPTS = "prompt_str", "prompt_strs"
-_WAYS = "path.py:function or package.module.function"
+
+_SEARCH_R1_SOURCES = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+
+DATA_SOURCES: Mapping[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "aime*": "math_dapo",
+    "numina_*": "math",
+    "hiyouga/geometry3k": "math",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "searchR1_*": "search_em",
+    **dict.fromkeys(_SEARCH_R1_SOURCES, "search_em"),
+    "arithmetic": "arithmetic",
+    "facts": "search_em",
+}
+"""Reward function by data source (a name or a pattern), for the datasets of verl and Search-R1."""
 
 
-class Traits(NamedTuple):
-    """How a reward function is called.
+class FunctionTraits(NamedTuple):
+    """Calling convention of a reward function.
 
     Attributes:
-        batch: with lists, once for many samples.
-        is_async: it is a coroutine function.
-        wants_prompt: it has a parameter for the prompt.
+        batch: called with lists, once for many samples.
+        is_async: a coroutine function.
+        wants_prompt: has a parameter for the prompt.
     """
 
     batch: bool = False
@@ -47,23 +75,19 @@ class Traits(NamedTuple):
 def register_reward(
     name: str, *, isolated: bool = False, warm_up: Callable[[], None] | None = None
 ) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator that makes a reward function known under a name.
+    """Return a decorator that registers a reward function under a name.
 
     Args:
-        name: in configurations.
-        isolated: it interprets what the policy wrote, and must run outside of the driver.
-        warm_up: called once in a process that will call the function.
+        name: name in configurations.
+        isolated: the function interprets generated text and must not run in the driver.
+        warm_up: called once in each process before the function.
 
     Raises:
-        RewardFunctionError: the name belongs to another function.
+        RewardFunctionError: another function has the name.
     """
 
     def register(fn: RewardFunction) -> RewardFunction:
-        if REWARDS.get(name, fn) is not fn:
-            raise RewardFunctionError(
-                f"reward {name!r} is registered already, by {REWARDS[name].__module__}; choose another name"
-            )
-        REWARDS[name] = fn
+        REWARDS.register(name)(fn)
         if isolated:
             ISOLATED.add(name)
         if warm_up is not None:
@@ -74,44 +98,33 @@ def register_reward(
 
 
 def custom_reward_spec(path: str, name: str) -> str:
-    """The spec for :func:`load_reward_function` of verl's ``custom_reward_function.path`` and ``.name``."""
+    """Return the spec of verl's ``custom_reward_function.path`` and ``.name`` for :func:`load_reward_function`."""
     return f"{path}:{name}"
 
 
 def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The reward function that a spec names, imported and checked to be callable as megarl calls it.
+    """Import the reward function of a spec and check its signature.
 
     Args:
         spec: a registered name, ``path.py:function``, or ``package.module.function``.
-        kwargs: what it is given beside its arguments.
+        kwargs: extra keyword arguments of every call.
 
     Raises:
-        RewardFunctionError: there is no such name, file, module or function, importing it fails, or it does not take
-            the arguments of a reward function.
+        RewardFunctionError: the name, file, module or function is missing, importing it fails, or the signature does
+            not fit.
     """
-    if spec in REWARDS:
-        fn = REWARDS[spec]
-        check_signature(fn, spec, kwargs)
-        return fn
-    if not set(spec) & set(":."):
-        near = difflib.get_close_matches(spec, REWARDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RewardFunctionError(f"there is no reward {spec!r}; {hint}known are {sorted(REWARDS)}; or give {_WAYS}")
     try:
-        module, name = locate(spec, "reward function", "function")
+        fn = REWARDS.find(spec)
+    except RewardFunctionError:
+        raise
     except ConfigError as error:
         raise RewardFunctionError(str(error)) from error
-    found = getattr(module, name, None)
-    if found is None:
-        raise RewardFunctionError(
-            f"reward function {spec!r}: it has no {name!r}; its functions are {functions_of(module)}"
-        )
-    check_signature(found, spec, kwargs)
-    return found
+    check_signature(fn, spec, kwargs)
+    return fn
 
 
-def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None) -> Traits:
-    """Check that something can be called as a reward function, and say how.
+def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None) -> FunctionTraits:
+    """Check that a reward function takes the arguments of a call, and return its calling convention.
 
     Raises:
         RewardFunctionError: it is not callable, or does not take the keyword arguments.
@@ -122,13 +135,13 @@ def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None)
     try:
         signature = inspect.signature(fn)
     except ValueError:  # some built-ins have none
-        return Traits(is_async=is_async)
+        return FunctionTraits(is_async=is_async)
     batch = BATCH_ARGUMENTS[0] in signature.parameters
     names, prompt = (BATCH_ARGUMENTS, PROMPTS) if batch else (ARGUMENTS, PROMPT)
     wants_prompt = prompt in signature.parameters
-    given = dict.fromkeys([*names, *([prompt] if wants_prompt else []), *(kwargs or {})])
+    arguments = dict.fromkeys([*names, *([prompt] if wants_prompt else []), *(kwargs or {})])
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError as error:
         raise RewardFunctionError(
             f"reward function {spec!r} has the signature {signature} ({error}); it is called with the keyword "
@@ -138,4 +151,37 @@ def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None)
         raise RewardFunctionError(
             f"reward function {spec!r} takes a batch and is a coroutine function; it can be one of both"
         )
-    return Traits(batch, is_async, wants_prompt)
+    return FunctionTraits(batch, is_async, wants_prompt)
+
+
+class SourceMap:
+    """Maps data sources to reward functions.
+
+    Args:
+        custom: functions by data source or pattern; they take precedence over :data:`DATA_SOURCES`.
+    """
+
+    def __init__(self, custom: Mapping[str, str]) -> None:
+        self.patterns = [*custom.items(), *DATA_SOURCES.items()]
+        self._cache: dict[str, str] = {}
+
+    def find(self, data_source: str) -> str:
+        """Return the spec of the reward function of a data source.
+
+        Raises:
+            RewardFunctionError: no function is known for it; the message lists the known data sources.
+        """
+        if data_source not in self._cache:
+            matching = [spec for pattern, spec in self.patterns if fnmatchcase(data_source, pattern)]
+            if not matching:
+                sources = ", ".join(sorted(dict(self.patterns)))
+                raise RewardFunctionError(
+                    f"no reward function is known for data_source={data_source!r}; known are {sources}. Name one under "
+                    "reward_model.data_sources, for all data in reward_model.name, or in custom_reward_function.path"
+                )
+            self._cache[data_source] = matching[0]
+        return self._cache[data_source]
+
+    def specs(self) -> list[str]:
+        """Return the specs of all functions in the map."""
+        return list(dict.fromkeys(spec for _, spec in self.patterns))

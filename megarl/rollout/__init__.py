@@ -1,6 +1,7 @@
-"""Rollout: the engine contract, and engines that fulfil it.
+"""Rollout: the engine contract, the engines, and the router over their replicas.
 
-``interface`` is the contract, ``registry`` finds an engine by name, ``embedded`` is the one in plain torch.
+``interface`` is the contract, ``registry`` creates engines by name, ``embedded`` is the engine in plain torch, and
+``sglang`` runs SGLang. ``router`` sends requests to replicas in the order of ``load_board``.
 """
 
 from megarl.rollout.interface import (

@@ -1,13 +1,14 @@
-"""What every rollout engine promises: token ids in, token ids and log-probs out, weights replaced in place.
+"""The contract of rollout engines: token ids in, token ids and log-probs out, weights replaced in place.
 
-Life of an engine's weights: an engine starts stale (it has none) and serves nothing until they are whole. They come
-from a model folder (:meth:`RolloutEngine.load_hf`) or in a session, ``begin_update(version)``, any number of
-``update_weights(slabs, rank)``, ``end_update(version)``: the engine is stale from the first call on, and serves again
-only if the last finds every element of every parameter written exactly once. A session that fails is begun anew. An
-engine of several tensor-parallel ranks is given the shard of each, as ``WeightMap.rollout_params(tp, rank)`` has it.
+Life of the weights: a new engine is stale. It has no weights and refuses requests. Weights come from a model folder
+(:meth:`RolloutEngine.load_hf`) or from a weight update: ``begin_update(version)``, any number of
+``update_weights(slices, rank)``, ``end_update(version)``. The engine is stale from ``begin_update`` on. It serves again
+if ``end_update`` finds every element of every parameter written exactly once. After a failure the update starts again.
+An engine with several tensor-parallel ranks receives the shard of each, as ``WeightMap.rollout_params(tp, rank)``
+defines it.
 
-Life of a request: :meth:`RolloutEngine.submit` hands it in, :meth:`RolloutEngine.poll` gives its completion, once, when
-it has ended; others may come and go meanwhile. :meth:`RolloutEngine.generate` is both for a whole list.
+Life of a request: :meth:`RolloutEngine.submit` adds it, and :meth:`RolloutEngine.poll` returns its completion once,
+when it has ended. Requests may be added at any time. :meth:`RolloutEngine.generate` does both for a list.
 """
 
 from __future__ import annotations
@@ -19,43 +20,43 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from megarl.errors import MegarlError, WeightSyncError, WorkerLost
+from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
-Slab: TypeAlias = "tuple[str, Sequence[int], Tensor] | tuple[str, Tensor]"
-"""Parameter name, offset of the rectangle inside the parameter (absent: the whole parameter), its values."""
+TensorSlice: TypeAlias = "tuple[str, Sequence[int], Tensor] | tuple[str, Tensor]"
+"""Parameter name, offset within the parameter (absent: the whole parameter), values."""
 
 POLL_S = 3600.0
-"""Seconds that :meth:`RolloutEngine.generate` waits for a completion before it asks again."""
+"""Seconds that one poll of :meth:`RolloutEngine.generate` waits for a completion."""
 
 NO_VERSION = -1
 """``weight_version`` of a stale engine."""
 
 
 class RolloutError(MegarlError):
-    """A request that the engine cannot serve, or a generation that went wrong."""
+    """A request that the engine cannot serve, or a failed generation."""
 
 
 class EngineLost(RolloutError, WorkerLost):
-    """Processes of the engine's own have ended or do not answer: it serves nothing any more."""
+    """Processes of the engine have ended or do not answer; the engine serves nothing any more."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """Sampling parameters of one request.
 
     Attributes:
-        max_new_tokens: most tokens to generate, the stop token included.
-        temperature: divides the logits; 0 takes the most likely token (ties: the lowest id).
-        top_p: sample from the fewest most likely tokens that hold this mass, after ``top_k``; 1 keeps all.
-        top_k: sample from this many most likely tokens; -1 keeps all.
-        stop_token_ids: generation ends after any of these, besides the engine's end-of-sequence tokens.
-        stop: generation ends after the token by which the decoded answer contains any of these strings; that token
-            stays, whatever else it decodes to.
-        ignore_eos: nothing stops generation but ``max_new_tokens``.
+        max_new_tokens: maximum number of generated tokens, including the stop token.
+        temperature: divides the logits; 0 = greedy (ties: the lowest id).
+        top_p: sample from the smallest set of tokens with this total probability, after ``top_k``; 1 = all.
+        top_k: sample from the ``top_k`` most likely tokens; -1 = all.
+        stop_token_ids: generation stops after any of these, in addition to the engine's end-of-sequence tokens.
+        stop: generation stops after the token that completes any of these strings in the decoded response. The whole
+            token is kept.
+        ignore_eos: only ``max_new_tokens`` stops generation.
     """
 
     max_new_tokens: int
@@ -82,11 +83,11 @@ class Request:
     """One sequence to generate; the n samples of a prompt are n requests with different seeds.
 
     Attributes:
-        request_id: the caller's name for it, given back in the completion; no two requests under way share it.
+        request_id: the caller's id, repeated in the completion; unique among running requests.
         prompt_ids: at least one token id, without padding.
-        params: how to sample.
-        seed: source of the request's random numbers. The same prompt, parameters, seed and weights give the same
-            tokens, whatever else is in the batch (up to floating-point rounding of the logits).
+        params: sampling parameters.
+        seed: seed of the request's random numbers. The same prompt, parameters, seed and weights give the same tokens
+            in any batch, up to floating-point rounding of the logits.
     """
 
     request_id: str
@@ -97,17 +98,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of one request.
+    """Result of one request.
 
     Attributes:
-        request_id: as in the request.
-        token_ids: generated tokens, the stop token included.
-        log_probs: one per token, natural logarithm, under the distribution at the request's temperature over the
-            whole vocabulary, before ``top_k`` and ``top_p``; a greedy request's are at temperature 1.
-        finish_reason: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``abort`` if the engine was
-            told to give up: then the tokens are those it had by then, perhaps none.
-        weight_version: version of the weights that generated it, the oldest if there were several.
-        weight_versions: one per token if they differ; empty if all are ``weight_version``.
+        request_id: id of the request.
+        token_ids: generated tokens, including the stop token.
+        log_probs: natural log-prob of each token at the request's temperature over the whole vocabulary, before
+            ``top_k`` and ``top_p``; at temperature 1 for greedy requests.
+        finish_reason: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``abort`` after
+            :meth:`RolloutEngine.abort`, with the tokens generated so far, possibly none.
+        weight_version: version of the weights that generated it; the oldest if there were several.
+        weight_versions: version of each token if they differ; empty if all equal ``weight_version``.
     """
 
     request_id: str
@@ -120,13 +121,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """State of an engine; ``ready`` says whether it would serve a request now.
+    """State of an engine.
 
     Attributes:
-        ready: not stale, nothing asleep, not shut down.
+        ready: whether it would serve a request now: not stale, awake, not shut down.
         stale: its weights are absent or incomplete.
-        weight_version: version of its weights, -1 while it is stale.
-        asleep: tags that :meth:`RolloutEngine.sleep` put away.
+        weight_version: version of its weights; -1 while stale.
+        asleep: tags that are asleep.
     """
 
     ready: bool
@@ -137,15 +138,15 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What every engine is built with, besides the model.
+    """Options of every engine.
 
     Attributes:
-        dtype: number format of weights and activations, ``float32`` or ``bfloat16``.
+        dtype: dtype of weights and activations, ``float32`` or ``bfloat16``.
         device: ``cpu``, ``cuda`` or ``cuda:<n>``.
         tensor_parallel_size: devices that hold one copy of the weights.
-        max_num_seqs: sequences generated at a time; more requests wait in a queue.
-        max_model_len: most tokens of prompt and answer together; None = the model's ``max_position_embeddings``.
-        eos_token_ids: tokens that end every sequence; None = those of the model folder.
+        max_num_seqs: maximum number of running sequences; further requests wait in a queue.
+        max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
+        eos_token_ids: tokens that end every sequence; None = the model folder's.
     """
 
     dtype: str = "float32"
@@ -156,7 +157,7 @@ class EngineOptions:
     eos_token_ids: tuple[int, ...] | None = None
 
     def device_of(self, rank: int) -> str:
-        """Where a tensor-parallel rank computes: ranks have consecutive devices, from ``device`` on."""
+        """Return the device of a tensor-parallel rank: consecutive devices, starting with ``device``."""
         kind, _, first = self.device.partition(":")
         return kind if kind == "cpu" else f"{kind}:{int(first or 0) + rank}"
 
@@ -167,66 +168,68 @@ class RolloutEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def weight_version(self) -> int:
-        """Version of the weights that :meth:`generate` uses; -1 while the engine is stale."""
+        """Version of the current weights; -1 while the engine is stale."""
 
     @property
     @abc.abstractmethod
     def stale(self) -> bool:
-        """Whether the weights are absent or incomplete, so that nothing is served."""
+        """Whether the weights are absent or incomplete, so that requests are refused."""
 
     @abc.abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes requests in; returns without waiting for them. All are taken, or none.
+        """Add requests without waiting for them: all, or none on an error.
 
         Raises:
             WeightSyncError: the engine is stale.
-            RolloutError: a request cannot be served, its id is under way, or something is asleep.
+            RolloutError: a request cannot be served, its id is already running, or the engine is asleep.
         """
 
     @abc.abstractmethod
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Completions of requests that have ended and were not given before, in any order.
+        """Return the completions of requests that have ended since the last call, in any order.
 
-        An engine without processes of its own computes here, and only here.
+        An engine without processes computes in this call only.
 
         Args:
-            timeout_s: wait for the first completion about so long (an engine may finish a step that it began); 0 takes
-                what is there. Nothing under way: returns at once.
+            timeout_s: approximate maximum wait for the first completion (a started step is finished); 0 = do not wait.
+                Without running requests the call returns at once.
 
         Raises:
-            RolloutError: the model gave non-finite numbers; the requests under way are lost.
+            RolloutError: the model's outputs are not finite; the running requests are lost.
         """
 
     @abc.abstractmethod
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Gives up requests: :meth:`poll` brings what they have, ``finish_reason="abort"``. Unknown ids are ignored."""
+        """Abort requests: :meth:`poll` returns their tokens so far with ``finish_reason="abort"``. Unknown ids are
+        ignored.
+        """
 
-    def _names_with(self, requests: Sequence[Request], under_way: Iterable[str]) -> set[str]:
-        """Names of the requests under way and of new ones, for :meth:`submit`.
+    def _names_with(self, requests: Sequence[Request], running: Iterable[str]) -> set[str]:
+        """Return the ids of running and new requests, for :meth:`submit`.
 
         Raises:
             WeightSyncError: the engine is stale.
-            RolloutError: two have one name.
+            RolloutError: two requests have one id.
         """
         if self.stale:
             raise WeightSyncError(
-                "the engine's weights are absent or incomplete; it serves nothing until they are whole"
+                "the engine's weights are absent or incomplete; it serves requests after a whole weight sync"
             )
-        names = set(under_way)
+        names = set(running)
         for request in requests:
             if request.request_id in names:
-                raise RolloutError(f"request '{request.request_id}' is under way already: ids must differ")
+                raise RolloutError(f"request '{request.request_id}' is running already: ids must differ")
             names.add(request.request_id)
         return names
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generates every request to its end. Nothing else may be under way.
+        """Generate all requests to their end. No other request may be running.
 
         Returns:
             Completions in the order of the requests.
 
         Raises:
-            WeightSyncError, RolloutError: as :meth:`submit` and :meth:`poll`.
+            WeightSyncError, RolloutError: see :meth:`submit` and :meth:`poll`.
         """
         self.submit(requests)
         done: dict[str, Completion] = {}
@@ -236,70 +239,118 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def load_hf(self, path: str, version: int = 0) -> None:
-        """Replaces all weights by those of a Hugging Face folder.
+        """Load all weights from a Hugging Face folder.
 
         Raises:
-            ModelError: the folder is incomplete or of another model.
+            ModelError: the folder is incomplete or holds another model.
         """
 
     @abc.abstractmethod
     def begin_update(self, version: int) -> None:
-        """Opens a session that replaces all weights; the engine is stale until it ends. Drops an unfinished session.
+        """Begin a weight update; the engine is stale until it ends. An unfinished update is dropped.
 
         Raises:
-            WeightSyncError: ``version`` is negative, the weights are asleep, or requests are under way.
+            WeightSyncError: ``version`` is negative, the weights are asleep, or requests are running.
         """
 
     @abc.abstractmethod
-    def update_weights(self, slabs: Iterable[Slab], rank: int = 0) -> None:
-        """Writes one bucket into the shard of a tensor-parallel rank, in place.
+    def update_weights(self, slices: Iterable[TensorSlice], rank: int = 0) -> None:
+        """Write one bucket into the shard of a tensor-parallel rank, in place.
 
-        Each slab is checked before it is written, then written before the next is drawn from the iterable. The
-        tensors are not kept: their memory may be reused as soon as the call returns.
+        Each slice is checked and written before the next one is drawn from the iterable. The tensors may be overwritten
+        as soon as the call returns.
 
         Raises:
-            WeightSyncError: no session is open, there is no such rank, or a slab has an unknown name, does not fit its
-                parameter, or overlaps what the session already wrote. The session is then lost.
+            WeightSyncError: no update is open, the rank does not exist, or a slice has an unknown name, does not fit
+                its parameter, or overlaps an earlier slice. The update is then lost.
         """
 
     @abc.abstractmethod
     def end_update(self, version: int) -> None:
-        """Closes the session.
+        """End the weight update.
 
         Raises:
-            WeightSyncError: some element was not written, or ``version`` is not the session's; the engine stays stale.
+            WeightSyncError: an element is missing, or ``version`` is not the update's; the engine stays stale.
         """
 
     @abc.abstractmethod
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
-        """Frees what the tags name: ``kv_cache``; ``weights`` (the engine is stale until a whole new session)."""
+        """Free the memory of these tags: ``kv_cache``, or ``weights`` (stale until a new update)."""
 
     @abc.abstractmethod
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
-        """Makes what :meth:`sleep` freed usable again; weights come back empty."""
+        """Allocate the memory that :meth:`sleep` freed; weights come back empty."""
 
     @abc.abstractmethod
     def health(self) -> EngineHealth:
-        """State of the engine; never raises."""
+        """Return the state of the engine; never raises."""
 
     @abc.abstractmethod
     def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """A rank's parameters as held, by name: to be read, for verification; valid until weights change.
+        """Return a rank's parameters by name, read-only, for verification; valid until the weights change.
 
-        During a session they are what was written by then.
+        During an update they contain all slices written so far.
         """
 
     @abc.abstractmethod
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """Digest of each of a rank's parameters as held, by :func:`megarl.models.checksum.tensor_checksum`."""
+        """Return a digest of each of a rank's parameters, by :func:`megarl.models.checksum.tensor_checksum`."""
 
     def fingerprint(self) -> tuple[str, ...]:
-        """By rank, a digest of all that it holds, by means of the engine's own; equal as long as nothing changes.
+        """Return a digest of all weights by rank, computed by the engine; equal as long as nothing changes.
 
-        Empty: the engine has no such means.
+        Empty if the engine cannot compute one.
         """
         return ()
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Frees everything; the engine serves nothing afterwards. May be called twice."""
+        """Free everything; the engine serves nothing afterwards. May be called twice."""
+
+
+def check_tags(tags: Iterable[Tag]) -> set[Tag]:
+    """Return sleep tags as a set.
+
+    Raises:
+        RolloutError: a tag is unknown.
+    """
+    chosen = set(tags)
+    unknown = chosen - set(TAGS)
+    if unknown:
+        raise RolloutError(f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}")
+    return chosen
+
+
+def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Check that token ids are in the vocabulary.
+
+    Args:
+        source: name of the ids, for the error.
+        ids: token ids.
+        vocab_size: number of tokens in the vocabulary.
+
+    Raises:
+        RolloutError: an id is outside of it.
+    """
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise RolloutError(f"{source}: {outside[0]} is no token id, the vocabulary has {vocab_size}")
+
+
+def check_request(request: Request, max_model_len: int, vocab_size: int) -> None:
+    """Check length and token ids of a request.
+
+    Raises:
+        RolloutError: the prompt is empty, prompt and response exceed ``max_model_len``, or a token id is outside the
+            vocabulary.
+    """
+    name, prompt, limit = f"request '{request.request_id}'", request.prompt_ids, request.params.max_new_tokens
+    if not len(prompt):
+        raise RolloutError(f"{name}: the prompt is empty, expected at least one token id")
+    if len(prompt) + limit > max_model_len:
+        raise RolloutError(
+            f"{name}: a prompt of {len(prompt)} and max_new_tokens={limit} exceed the engine's "
+            f"max_model_len={max_model_len}"
+        )
+    check_token_ids(f"{name}: prompt_ids", prompt, vocab_size)
+    check_token_ids(f"{name}: stop_token_ids", request.params.stop_token_ids, vocab_size)

@@ -1,38 +1,106 @@
-"""Which replica is to answer which request: the one with least to do, the same for requests that share a prefix.
+"""Load balancing of requests over replicas: the least loaded replica first, prefix affinity, longest request first.
 
-A pure data structure; :mod:`megarl.rollout.router` does what it says.
+Response lengths differ by orders of magnitude between prompts, but little between samples of one prompt. Therefore the
+first finished sample of a prompt predicts the length of the rest. Until then its length so far does: for heavy-tailed
+lengths the expected total is about twice the elapsed part.
+
+Pure data structures; :mod:`megarl.rollout.router` acts on them.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from megarl.rollout.expectation import Expectation
+SURVIVAL = 2.0
+"""Expected length of a response, relative to its length so far."""
 
-# A replica that knows a request's prefix is taken unless another has this much less to do: computing a prefix again
-# costs less than waiting.
+
+@dataclass
+class _LengthStatistics:
+    """Statistics of the requests that share a key."""
+
+    started_at: float
+    finished: int = 0
+    tokens: int = 0
+
+
+class LengthEstimator:
+    """Estimates response lengths by key; requests with one key have similar lengths.
+
+    Args:
+        clock: time in seconds; estimates the length so far of unfinished responses.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._groups: dict[str, _LengthStatistics] = {}
+        self._finished = self._tokens = 0
+        self._seconds = 0.0
+
+    def start(self, key: str) -> float:
+        """Record that a replica got a request of this key; return the time."""
+        now = self._clock()
+        self._groups.setdefault(key, _LengthStatistics(now))
+        return now
+
+    def finish(self, key: str, started_at: float, tokens: int) -> None:
+        """Record the length of a finished response and its start time."""
+        group = self._groups[key]
+        group.finished += 1
+        group.tokens += tokens
+        self._finished += 1
+        self._tokens += tokens
+        self._seconds += self._clock() - started_at
+
+    def expected_tokens(self, key: str, prior: float | None = None) -> float | None:
+        """Return the expected response length of a key in tokens; None if unknown.
+
+        Args:
+            key: key of the request.
+            prior: a-priori expectation, used until the first response of the key has finished.
+        """
+        group = self._groups.get(key)
+        if group is not None and group.finished:
+            return group.tokens / group.finished
+        if prior is not None or group is None or not self._seconds:
+            return prior
+        return SURVIVAL * (self._clock() - group.started_at) * self._tokens / self._seconds
+
+    def started(self, key: str) -> bool:
+        """Whether a replica has got any request of this key."""
+        return key in self._groups
+
+    @property
+    def mean(self) -> float | None:
+        """Mean length of all finished responses; None before the first."""
+        return self._tokens / self._finished if self._finished else None
+
+
+# Prefix affinity: a replica with the cached prefix is chosen unless another one has this much less load. Recomputing a
+# prefix costs less than waiting.
 AFFINITY = 0.25
 
 
 @dataclass(eq=False)
-class Ticket:
-    """A request on its way.
+class PendingRequest:
+    """A request waiting in the queue or running at a replica.
 
     Attributes:
-        request: whatever is to be answered.
-        key: requests of one key share a prefix.
-        most: tokens that the answer may have.
-        expected: tokens that it was thought to have; None = nobody knows.
-        prompt: what computing its prompt costs, in tokens of an answer.
-        moves: replicas that were lost while they had it.
-        payload: the caller's own.
-        cost: tokens that it counts for, once a replica has it.
-        begun_at: when a replica was given it.
+        request: the request itself.
+        key: requests with one key share a prefix.
+        most: maximum response tokens.
+        expected: expected response tokens; None = unknown.
+        prompt: cost of the prompt, in response tokens.
+        moves: number of replicas that were lost with this request.
+        payload: data of the caller.
+        cost: estimated tokens, set when a replica gets it.
+        started_at: time when a replica got it.
     """
 
     request: Any
@@ -43,21 +111,21 @@ class Ticket:
     moves: int = 0
     payload: Any = None
     cost: float = 0.0
-    begun_at: float = 0.0
+    started_at: float = 0.0
 
 
 class _Group(NamedTuple):
-    """Requests of one key, to be given out together, and the cost of each."""
+    """Requests of one key that are dispatched together, and the cost of each."""
 
     key: str
-    tickets: list[Ticket]
+    entries: list[PendingRequest]
     cost: float
 
 
 @dataclass
 class _Replica:
     capacity: int
-    held: set[Ticket] = field(default_factory=set)
+    held: set[PendingRequest] = field(default_factory=set)
     load: float = 0.0
 
     @property
@@ -66,134 +134,134 @@ class _Replica:
 
 
 class LoadBoard:
-    """Who has what, and what waits.
+    """Running requests of each replica, and the queue of waiting ones.
 
-    Every replica has at most ``capacity`` requests; the rest waits here, so that whoever is done first takes the
-    next: no replica is idle while anything waits. Of what waits the longest goes first, since a long answer begun last
-    would be waited for by all; where nothing is known of a key, one request of it goes before all others, to tell.
+    A replica has at most ``capacity`` requests. The rest waits here, and the next free replica takes it. So no replica
+    is idle while requests wait. The longest expected requests go first, since a long response started last would delay
+    the whole batch. Before them goes one probe request of each key with unknown length.
 
     Args:
-        capacity: most requests of each replica.
-        lengths: what is known of answers; empty = nothing yet.
+        capacity: maximum requests of each replica.
+        lengths: length estimator; None = a new one.
     """
 
-    def __init__(self, capacity: Sequence[int], lengths: Expectation | None = None) -> None:
+    def __init__(self, capacity: Sequence[int], lengths: LengthEstimator | None = None) -> None:
         self._replicas = {number: _Replica(size) for number, size in enumerate(capacity)}
-        self._lengths = lengths or Expectation()
-        self._home: dict[str, int] = {}
-        self._waiting: dict[str, list[Ticket]] = {}
+        self._lengths = lengths or LengthEstimator()
+        self._prefix_replica: dict[str, int] = {}
+        self._waiting: dict[str, list[PendingRequest]] = {}
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas that are there."""
+        """Numbers of the live replicas."""
         return tuple(self._replicas)
 
     @property
     def waiting(self) -> int:
-        """Requests that no replica has."""
+        """Number of waiting requests."""
         return sum(map(len, self._waiting.values()))
 
-    def held(self, replica: int) -> set[Ticket]:
-        """Requests that a replica has."""
+    def held(self, replica: int) -> set[PendingRequest]:
+        """Return the running requests of a replica."""
         return self._replicas[replica].held
 
-    def add(self, tickets: Iterable[Ticket]) -> None:
-        """New requests; they wait until :meth:`place`."""
-        for ticket in tickets:
-            self._waiting.setdefault(ticket.key, []).append(ticket)
+    def add(self, entries: Iterable[PendingRequest]) -> None:
+        """Add new requests to the queue; :meth:`dispatch` dispatches them."""
+        for entry in entries:
+            self._waiting.setdefault(entry.key, []).append(entry)
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """A request that waits is not wanted any more; one that does not wait stays where it is."""
-        if ticket in self._waiting.get(ticket.key, ()):
-            self._take([ticket])
+    def withdraw(self, entry: PendingRequest) -> None:
+        """Remove a request from the queue; a no-op if it is not waiting."""
+        if entry in self._waiting.get(entry.key, ()):
+            self._dequeue([entry])
 
-    def place(self) -> dict[int, list[Ticket]]:
-        """Gives out what waits, as far as there is room: ``{replica: its new requests}``."""
-        placed: dict[int, list[Ticket]] = defaultdict(list)
+    def dispatch(self) -> dict[int, list[PendingRequest]]:
+        """Dispatch waiting requests as far as replicas have room; return ``{replica: its new requests}``."""
+        dispatched: dict[int, list[PendingRequest]] = defaultdict(list)
         room = sum(replica.free for replica in self._replicas.values())
-        for key, tickets, cost in self._next_groups(room):
-            while tickets and room:
-                number = self._choose(key, cost * len(tickets))
-                fitting = tickets[: self._replicas[number].free]
-                self._take(fitting)
-                self._give(number, key, fitting, cost)
-                placed[number] += fitting
-                tickets = tickets[len(fitting) :]
+        for key, entries, cost in self._next_groups(room):
+            while entries and room:
+                number = self._choose(key, cost * len(entries))
+                fitting = entries[: self._replicas[number].free]
+                self._dequeue(fitting)
+                self._start(number, key, fitting, cost)
+                dispatched[number] += fitting
+                entries = entries[len(fitting) :]
                 room -= len(fitting)
-        return dict(placed)
+        return dict(dispatched)
 
-    def release(self, replica: int, ticket: Ticket, tokens: int | None = None) -> None:
-        """A replica has answered a request.
+    def release(self, replica: int, entry: PendingRequest, tokens: int | None = None) -> None:
+        """Record that a replica has finished a request.
 
         Args:
-            replica: which.
-            ticket: the request's.
-            tokens: length of the answer; None where it was cut short.
+            replica: number of the replica.
+            entry: the request.
+            tokens: length of the response; None = aborted.
         """
-        place = self._replicas[replica]
-        place.held.remove(ticket)
-        place.load = place.load - ticket.cost if place.held else 0.0
+        state = self._replicas[replica]
+        state.held.remove(entry)
+        state.load = state.load - entry.cost if state.held else 0.0
         if tokens is not None:
-            self._lengths.end(ticket.key, ticket.begun_at, tokens)
+            self._lengths.finish(entry.key, entry.started_at, tokens)
 
-    def lose(self, replica: int) -> list[Ticket]:
-        """A replica is gone; returns what it had, which waits again only if it is added."""
-        tickets = sorted(self._replicas.pop(replica).held, key=lambda ticket: -ticket.cost)
-        self._home = {key: home for key, home in self._home.items() if home != replica}
-        for ticket in tickets:
-            ticket.moves += 1
-        return tickets
+    def lose(self, replica: int) -> list[PendingRequest]:
+        """Remove a lost replica; return its requests, which wait again only after :meth:`add`."""
+        entries = sorted(self._replicas.pop(replica).held, key=lambda entry: -entry.cost)
+        self._prefix_replica = {key: number for key, number in self._prefix_replica.items() if number != replica}
+        for entry in entries:
+            entry.moves += 1
+        return entries
 
     def _next_groups(self, room: int) -> list[_Group]:
-        """What is to be given out next, in this order; enough for the room, perhaps more."""
+        """Return the next groups to dispatch, in order; at least enough for the room."""
         probes = self._probes(room) if self.waiting > room else []
-        taken = {probe.tickets[0] for probe in probes}
+        taken = {probe.entries[0] for probe in probes}
         if len(probes) == room:
             return probes
         groups = (
-            _Group(key, others, self._cost(tickets[0]))
-            for key, tickets in self._waiting.items()
-            if (others := [ticket for ticket in tickets if ticket not in taken])
+            _Group(key, rest, self._cost(entries[0]))
+            for key, entries in self._waiting.items()
+            if (rest := [entry for entry in entries if entry not in taken])
         )
         return probes + heapq.nlargest(room, groups, key=lambda group: group.cost)
 
     def _probes(self, room: int) -> list[_Group]:
-        """A request of each group of which nothing is known."""
+        """Return one request of each key with unknown length."""
         unknown = (
-            tickets[0]
-            for key, tickets in self._waiting.items()
-            if not self._lengths.begun(key) and self._lengths.tokens(key, tickets[0].expected) is None
+            entries[0]
+            for key, entries in self._waiting.items()
+            if not self._lengths.started(key) and self._lengths.expected_tokens(key, entries[0].expected) is None
         )
-        return [_Group(ticket.key, [ticket], self._cost(ticket)) for ticket in islice(unknown, room)]
+        return [_Group(entry.key, [entry], self._cost(entry)) for entry in islice(unknown, room)]
 
-    def _cost(self, ticket: Ticket) -> float:
-        """Tokens that a request counts for."""
-        tokens = self._lengths.tokens(ticket.key, ticket.expected)
+    def _cost(self, entry: PendingRequest) -> float:
+        """Return the cost of a request in tokens."""
+        tokens = self._lengths.expected_tokens(entry.key, entry.expected)
         if tokens is None:
             tokens = self._lengths.mean
-        return min(ticket.most if tokens is None else tokens, ticket.most) + ticket.prompt
+        return min(entry.most if tokens is None else tokens, entry.most) + entry.prompt
 
     def _choose(self, key: str, cost: float) -> int:
-        """The replica for a group that costs so much; there is room somewhere."""
+        """Return the replica for a group of this cost; at least one has room."""
         free = {number: replica.load for number, replica in self._replicas.items() if replica.free > 0}
         least = min(free, key=lambda number: (free[number], number))
-        home = self._home.get(key)
-        if home in free and free[home] <= (1 + AFFINITY) * free[least] + cost:
-            return home
+        cached = self._prefix_replica.get(key)
+        if cached in free and free[cached] <= (1 + AFFINITY) * free[least] + cost:
+            return cached
         return least
 
-    def _take(self, tickets: Iterable[Ticket]) -> None:
-        """These do not wait any more."""
-        for ticket in tickets:
-            group = self._waiting[ticket.key]
-            group.remove(ticket)
+    def _dequeue(self, entries: Iterable[PendingRequest]) -> None:
+        """Remove requests from the queue."""
+        for entry in entries:
+            group = self._waiting[entry.key]
+            group.remove(entry)
             if not group:
-                del self._waiting[ticket.key]
+                del self._waiting[entry.key]
 
-    def _give(self, number: int, key: str, tickets: Sequence[Ticket], cost: float) -> None:
-        replica, now = self._replicas[number], self._lengths.begin(key)
-        for ticket in tickets:
-            ticket.cost, ticket.begun_at = cost, now
-        replica.held.update(tickets)
-        replica.load += cost * len(tickets)
-        self._home[key] = number
+    def _start(self, number: int, key: str, entries: Sequence[PendingRequest], cost: float) -> None:
+        replica, now = self._replicas[number], self._lengths.start(key)
+        for entry in entries:
+            entry.cost, entry.started_at = cost, now
+        replica.held.update(entries)
+        replica.load += cost * len(entries)
+        self._prefix_replica[key] = number

@@ -1,83 +1,83 @@
-"""Which rollout engines exist: a decorator and a dict."""
+"""The registry of rollout engines: engines by name, their model checks, and their construction."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from megarl.errors import ConfigError
+from megarl.base.registry import Registry
 from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions, RolloutEngine
 
 EngineFactory = Callable[[str, EngineOptions], RolloutEngine]
+"""Builds an engine from a model folder and options."""
+
 ModelCheck = Callable[[ModelConfig, EngineOptions], None]
-"""Raises ModelError for a model that an engine does not run with these options."""
+"""Raises ModelError for a model that an engine does not support with these options."""
+
 _Factory = TypeVar("_Factory", bound=EngineFactory)
 
-_FACTORIES: dict[str, EngineFactory] = {}
-_CHECKS: dict[str, ModelCheck] = {}
-# Imported on demand: an engine's own dependencies are needed only by those who use it.
-_BUILT_IN = {"embedded": "megarl.rollout.embedded.engine", "sglang": "megarl.rollout.sglang.engine"}
+
+class EngineEntry(NamedTuple):
+    """A registered engine; ``check`` is None if the engine checks the model when it is built."""
+
+    create: EngineFactory
+    check: ModelCheck | None
+
+
+# Imported on first use: only the users of an engine need its dependencies.
+ENGINES: Registry[EngineEntry] = Registry(
+    "rollout.name", lazy={"embedded": "megarl.rollout.embedded.engine", "sglang": "megarl.rollout.sglang.engine"}
+)
 
 
 def register_engine(name: str, check: ModelCheck | None = None) -> Callable[[_Factory], _Factory]:
-    """Decorator: makes ``create_engine(name, ...)`` call a function of (model folder, options).
+    """Return a decorator that registers a function of (model folder, options) as an engine.
 
     Args:
-        name: of the engine.
-        check: tells which models it runs; None = it says so itself when it is built.
+        name: name of the engine in the config.
+        check: raises ModelError for unsupported models; None = the engine checks the model when it is built.
     """
 
     def register(factory: _Factory) -> _Factory:
-        _FACTORIES[name] = factory
-        if check is not None:
-            _CHECKS[name] = check
+        ENGINES.register(name)(EngineEntry(factory, check))
         return factory
 
     return register
 
 
 def known_engines() -> list[str]:
-    """Names that :func:`create_engine` accepts, sorted."""
-    return sorted({*_FACTORIES, *_BUILT_IN})
+    """Return the names of all engines, sorted."""
+    return list(ENGINES)
 
 
 def create_engine(name: str, model_path: str, options: EngineOptions | None = None) -> RolloutEngine:
-    """Builds an engine for the model in a folder; it is stale, no weight is read.
+    """Build an engine for the model in a folder; it is stale and no weight is read.
 
     Args:
         name: a registered engine.
         model_path: Hugging Face folder; only its configuration is read.
-        options: default :class:`EngineOptions`.
+        options: options of the engine; None = the defaults of :class:`EngineOptions`.
 
     Raises:
-        ConfigError: unknown name (the known ones are listed), or an option that the engine refuses.
+        ConfigError: the name is unknown (lists the known ones), or the engine refuses an option.
         ModelError: the folder has no usable ``config.json``.
     """
-    return _find(name)(model_path, options or EngineOptions())
+    return ENGINES[name].create(model_path, options or EngineOptions())
 
 
 def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) -> None:
-    """Makes sure, before anything starts, that an engine runs a model.
+    """Check that an engine supports a model, before anything starts.
 
     Args:
         name: a registered engine.
-        model: the model.
-        options: that the engine is to be built with.
+        model: config of the model.
+        options: options of the engine.
 
     Raises:
-        ConfigError: unknown name (the known ones are listed).
-        ModelError: the engine does not run such a model; says why.
+        ConfigError: the name is unknown (lists the known ones).
+        ModelError: the engine does not support the model; gives the reason.
     """
-    _find(name)
-    if name in _CHECKS:
-        _CHECKS[name](model, options)
-
-
-def _find(name: str) -> EngineFactory:
-    if name not in _FACTORIES and name in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[name])
-    if name not in _FACTORIES:
-        raise ConfigError(f"rollout engine '{name}' is unknown; known ones: {', '.join(known_engines())}")
-    return _FACTORIES[name]
+    check = ENGINES[name].check
+    if check is not None:
+        check(model, options)

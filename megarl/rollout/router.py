@@ -1,33 +1,39 @@
-"""One door to many replicas: requests go where there is least to do, and on to others when a replica is lost."""
+"""The router: sends requests to the least loaded replica, and moves them to another one if a replica is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
-from megarl.errors import MegarlError, StepImpossible
-from megarl.rollout.interface import Completion, Request, RolloutError, SamplingParams
-from megarl.rollout.load_board import LoadBoard, Ticket
-from megarl.rollout.marks import RequestMarks
+from megarl.base.errors import MegarlError, StepImpossible
+from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
+from megarl.rollout.load_board import LoadBoard, PendingRequest
+from megarl.tracing import TRACER, counter, past_span
 
+# Several requests often end together, and each report costs as much as a decoding step of a small model.
+LINGER_S = 0.02
 logger = logging.getLogger(__name__)
 
-# How long a replica may work before it reports and takes new requests. A report costs a few milliseconds.
+# Seconds between reports of a replica, with which it takes new requests. A report costs a few milliseconds.
 SLICE_S = 0.1
-# A request that so many replicas were lost with is likely to be why.
+
+# A request that this many replicas were lost with is probably the cause.
 MOST_MOVES = 2
-# A prompt's token is computed beside thousands of others, an answer's alone.
+
+# Cost of a prompt token relative to a response token: prompt tokens are computed thousands at a time.
 PROMPT_TOKEN_COST = 0.1
 
 
 class ReplicaLost(RolloutError):
-    """A replica's process is gone, or does not answer."""
+    """A replica's process has ended or does not answer."""
 
 
 class NoReplicaLeft(RolloutError, StepImpossible):
@@ -35,36 +41,67 @@ class NoReplicaLeft(RolloutError, StepImpossible):
 
 
 class RequestGivenUp(MegarlError):
-    """Replicas were lost with a request again and again; others can be answered."""
+    """Several replicas were lost with one request; other requests can still be served."""
 
 
 class Replica(Protocol):
-    """A replica as the router sees it."""
+    """A replica as seen by the router."""
 
     async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
-        """Hands in new requests, gives some up, lets the engine work, and brings what has ended.
+        """Submit new requests, abort others, let the engine work, and return completions.
 
         Args:
-            requests: new ones.
-            aborted: ids of those to give up.
-            slice_s: comes back after about so long, earlier if something has ended or nothing is under way.
+            requests: new requests.
+            aborted: ids of requests to abort.
+            slice_s: approximate duration; the call returns earlier if a request has ended or none is running.
 
         Raises:
-            ReplicaLost: it is gone; its requests are to be answered by others.
-            Exception: anything else is the requests' or the model's fault, and would happen elsewhere, too.
+            ReplicaLost: the replica is lost; other replicas take over its requests.
+            Exception: any other error is caused by a request or the model and would occur on another replica too.
         """
 
 
+def exchange_requests(
+    engine: RolloutEngine, requests: Sequence[Request], aborted: Sequence[str], slice_s: float
+) -> list[Completion]:
+    """Exchange requests and completions with an engine; see :meth:`Replica.exchange`."""
+    engine.submit(requests)
+    engine.abort(aborted)
+    done = engine.poll(slice_s)
+    deadline = time.monotonic() + LINGER_S
+    while done and (remaining := deadline - time.monotonic()) > 0:
+        late = engine.poll(remaining)
+        if not late:
+            break
+        done += late
+    return done
+
+
+class EngineReplica:
+    """A replica in this process: an engine behind the router's interface.
+
+    Args:
+        engine: the engine, used by no one else meanwhile.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
+        """See :meth:`megarl.rollout.router.Replica.exchange`."""
+        return await asyncio.to_thread(exchange_requests, self._engine, requests, aborted, slice_s)
+
+
 @dataclass
-class Traffic:
-    """What a router has seen.
+class RouterStats:
+    """Statistics of a router.
 
     Attributes:
-        lost: replicas that were lost, and why.
-        moved: requests that went on to another replica.
-        busy_s: seconds that each replica had something to do.
-        idle_while_waiting_s: seconds that replicas had nothing to do while requests waited, over all replicas.
-        seconds: since the router was opened, until it was closed.
+        lost: reasons by lost replica.
+        moved: requests that were moved to another replica.
+        busy_s: busy seconds of each replica.
+        idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
+        seconds: seconds between opening and closing the router.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -74,7 +111,7 @@ class Traffic:
     seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/*``: utilization of replicas, losses and moved requests."""
+        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and moved requests."""
         shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else [0.0]
         return {
             "rollout/replica_utilization/mean": sum(shares) / len(shares),
@@ -85,16 +122,63 @@ class Traffic:
         }
 
 
-class Router:
-    """Answers requests by replicas, each of which it asks by a task of its own; used as ``async with``.
+class RequestSpans:
+    """Timeline of requests at replicas: a span per request, counters of busy slots and of the queue.
 
-    What is lost is not answered twice: a replica that is given up is not listened to any more. When the block is left,
-    replicas have nothing under way: what nobody waits for any more is given up.
+    Without a recording timeline it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[int, str], tuple[int, int]] = {}
+        self._free: dict[int, list[int]] = defaultdict(list)
+        self._lanes: dict[int, int] = defaultdict(int)
+
+    def started(self, replica: int, requests: Iterable[str]) -> None:
+        """Record that a replica got requests."""
+        if TRACER.recording:
+            now = time.monotonic_ns()
+            for request in requests:
+                self._started[replica, request] = (now, self._take_lane(replica))
+
+    def finished(self, replica: int, request: str, prompt: int, tokens: int | None) -> None:
+        """Record that a replica finished a request, or lost or aborted it (``tokens`` None)."""
+        started = self._started.pop((replica, request), None)
+        if started is not None:
+            start, lane = started
+            heapq.heappush(self._free[replica], lane)
+            name = f"replica {replica} place {lane}"
+            past_span("request", "rollout", start, name, request=request, prompt_tokens=prompt, tokens=tokens)
+
+    def lost(self, replica: int) -> None:
+        """Record that a replica is lost with its requests."""
+        for number, request in [key for key in self._started if key[0] == replica]:
+            self.finished(number, request, 0, None)
+
+    def count(self, board: LoadBoard) -> None:
+        """Record the number of running requests of each replica, and of waiting ones."""
+        if TRACER.recording:
+            for replica in board.replicas:
+                counter(f"replica {replica} requests", busy=len(board.held(replica)))
+            counter("requests waiting", waiting=board.waiting)
+
+    def _take_lane(self, replica: int) -> int:
+        """Return the lowest free lane, so that spans do not overlap."""
+        if self._free[replica]:
+            return heapq.heappop(self._free[replica])
+        self._lanes[replica] += 1
+        return self._lanes[replica] - 1
+
+
+class Router:
+    """Serves requests with replicas, one task per replica; used as ``async with``.
+
+    A lost replica is ignored from then on, so no request is answered twice. On leaving the block no replica has running
+    requests: requests without a waiting caller are aborted.
 
     Args:
-        replicas: who answers.
-        capacity: requests that a replica has at a time; the rest waits for whoever is done first.
-        timeout_s: a replica that reports so much later than it should is lost.
+        replicas: the replicas.
+        capacity: maximum running requests of a replica; further requests wait for the next free replica.
+        timeout_s: a replica that reports this many seconds late counts as lost.
     """
 
     def __init__(self, replicas: Sequence[Replica], capacity: int, timeout_s: float) -> None:
@@ -103,16 +187,16 @@ class Router:
         self._inbox: list[list[Request]] = [[] for _ in self._replicas]
         self._aborted: list[list[str]] = [[] for _ in self._replicas]
         self._calls = [asyncio.Event() for _ in self._replicas]
-        self._tickets: dict[str, Ticket] = {}
-        self._arrived: list[Ticket] = []
+        self._entries: dict[str, PendingRequest] = {}
+        self._arrived: list[PendingRequest] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._count = 0
         self._since = time.perf_counter()
-        self.traffic = Traffic(busy_s=dict.fromkeys(range(len(self._replicas)), 0.0))
+        self.stats = RouterStats(busy_s=dict.fromkeys(range(len(self._replicas)), 0.0))
         self._opened = self._since
-        self._marks = RequestMarks()
+        self._spans = RequestSpans()
 
     async def __aenter__(self) -> Self:
         self._opened = self._since = time.perf_counter()
@@ -127,7 +211,7 @@ class Router:
                 await self._drain()
         finally:
             self._account()
-            self.traffic.seconds = time.perf_counter() - self._opened
+            self.stats.seconds = time.perf_counter() - self._opened
             for pump in self._pumps:
                 pump.cancel()
             await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -141,26 +225,26 @@ class Router:
         key: str = "",
         expected_tokens: float | None = None,
     ) -> Completion:
-        """One answer. A caller that is cancelled gives its request up.
+        """Generate one response. Cancelling the call aborts the request.
 
         Args:
-            prompt_ids: what to continue.
-            params: how.
-            seed: source of its random numbers.
-            key: requests of one key share a prefix; empty: it is like no other.
-            expected_tokens: how long the answer is likely to be; None = nobody knows.
+            prompt_ids: token ids of the prompt.
+            params: sampling parameters.
+            seed: seed of the request.
+            key: requests with one key share a prefix; empty = no shared prefix.
+            expected_tokens: expected length of the response; None = unknown.
 
         Raises:
             NoReplicaLeft: all replicas are lost.
-            RequestGivenUp: replicas were lost with this request again and again.
-            Exception: what an engine raised.
+            RequestGivenUp: several replicas were lost with this request.
+            Exception: an error of the engine.
         """
         if self._failure is not None:
             raise self._failure
         self._count += 1
         name = f"{self._count}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(
+        entry = PendingRequest(
             Request(name, prompt_ids, params, seed),
             key or name,
             params.max_new_tokens,
@@ -168,46 +252,46 @@ class Router:
             PROMPT_TOKEN_COST * len(prompt_ids),
             payload=future,
         )
-        self._tickets[name] = ticket
+        self._entries[name] = entry
         if not self._arrived:
-            # After all that arrive in this turn of the event loop, to see which of them is the longest.
-            asyncio.get_running_loop().call_soon(self._let_in)
-        self._arrived.append(ticket)
+            # Admit all requests of this event loop iteration together, so that the longest of them goes first.
+            asyncio.get_running_loop().call_soon(self._admit)
+        self._arrived.append(entry)
         try:
             return await future
         except asyncio.CancelledError:
-            self._give_up(ticket)
+            self._abort(entry)
             raise
 
     async def _drain(self) -> None:
-        """Waits until replicas have given up what callers have."""
+        """Wait until the replicas have aborted all cancelled requests."""
         while self._failure is None and any(self._board.held(number) for number in self._board.replicas):
             self._changed.clear()
             await self._changed.wait()
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         arrived, self._arrived = self._arrived, []
         self._account()
         self._board.add(arrived)
-        self._hand_out()
+        self._dispatch()
 
-    def _hand_out(self) -> None:
-        for number, tickets in self._board.place().items():
-            self._inbox[number] += [ticket.request for ticket in tickets]
+    def _dispatch(self) -> None:
+        for number, entries in self._board.dispatch().items():
+            self._inbox[number] += [entry.request for entry in entries]
             self._calls[number].set()
-            self._marks.given(number, (ticket.request.request_id for ticket in tickets))
-        self._marks.count(self._board)
+            self._spans.started(number, (entry.request.request_id for entry in entries))
+        self._spans.count(self._board)
 
-    def _give_up(self, ticket: Ticket) -> None:
-        if ticket in self._arrived:
-            self._arrived.remove(ticket)
-        self._board.withdraw(ticket)
+    def _abort(self, entry: PendingRequest) -> None:
+        if entry in self._arrived:
+            self._arrived.remove(entry)
+        self._board.withdraw(entry)
         for number in self._board.replicas:
-            if ticket in self._board.held(number):
-                self._aborted[number].append(ticket.request.request_id)
+            if entry in self._board.held(number):
+                self._aborted[number].append(entry.request.request_id)
 
     async def _pump(self, number: int) -> None:
-        """Exchanges with one replica until it is lost."""
+        """Exchange with one replica until it is lost."""
         try:
             while True:
                 if not self._board.held(number):
@@ -233,51 +317,51 @@ class Router:
             return
         self._account()
         for completion in completions:
-            ticket = self._tickets.pop(completion.request_id)
+            entry = self._entries.pop(completion.request_id)
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)
-            self._board.release(number, ticket, tokens)
-            self._marks.ended(number, completion.request_id, len(ticket.request.prompt_ids), tokens)
+            self._board.release(number, entry, tokens)
+            self._spans.finished(number, completion.request_id, len(entry.request.prompt_ids), tokens)
             with contextlib.suppress(asyncio.InvalidStateError):  # cancelled by its caller
-                ticket.payload.set_result(completion)
-        self._hand_out()
+                entry.payload.set_result(completion)
+        self._dispatch()
         self._changed.set()
 
     def _lose(self, number: int, reason: str) -> None:
         self._account()
-        tickets = self._board.lose(number)
-        self._marks.lost(number)
+        entries = self._board.lose(number)
+        self._spans.lost(number)
         self._inbox[number] = []
-        self.traffic.lost[number] = reason
-        self.traffic.moved += len(tickets)
-        logger.warning("rollout replica %d is lost, %d requests go to others: %s", number, len(tickets), reason)
+        self.stats.lost[number] = reason
+        self.stats.moved += len(entries)
+        logger.warning("rollout replica %d is lost, %d requests go to others: %s", number, len(entries), reason)
         if not self._board.replicas:
             self._fail(NoReplicaLeft(f"all {len(self._replicas)} rollout replicas are lost; the last: {reason}"))
             return
-        for ticket in [ticket for ticket in tickets if ticket.moves > MOST_MOVES]:
-            tickets.remove(ticket)
-            del self._tickets[ticket.request.request_id]
-            ticket.payload.set_exception(
-                RequestGivenUp(f"{ticket.moves} rollout replicas were lost while they had this request; last: {reason}")
+        for entry in [entry for entry in entries if entry.moves > MOST_MOVES]:
+            entries.remove(entry)
+            del self._entries[entry.request.request_id]
+            entry.payload.set_exception(
+                RequestGivenUp(f"{entry.moves} rollout replicas were lost while they had this request; last: {reason}")
             )
-        self._board.add(ticket for ticket in tickets if not ticket.payload.done())
-        self._hand_out()
+        self._board.add(entry for entry in entries if not entry.payload.done())
+        self._dispatch()
         self._changed.set()
 
     def _fail(self, error: Exception) -> None:
-        """Nothing can be answered any more."""
+        """Fail all requests with this error."""
         self._failure = error
         self._changed.set()
-        for ticket in self._tickets.values():
-            if not ticket.payload.done():
-                ticket.payload.set_exception(error)
-        self._tickets = {}
+        for entry in self._entries.values():
+            if not entry.payload.done():
+                entry.payload.set_exception(error)
+        self._entries = {}
 
     def _account(self) -> None:
-        """Books the time since the last change."""
+        """Account for the time since the last change."""
         now = time.perf_counter()
         passed, self._since = now - self._since, now
         for number in self._board.replicas:
             if self._board.held(number):
-                self.traffic.busy_s[number] += passed
+                self.stats.busy_s[number] += passed
             elif self._board.waiting:
-                self.traffic.idle_while_waiting_s += passed
+                self.stats.idle_while_waiting_s += passed

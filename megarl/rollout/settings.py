@@ -1,23 +1,21 @@
-"""From the configuration of rollout to the options of an engine."""
+"""Options of a rollout engine from the rollout section of the config."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megarl.config import RolloutConfig
-from megarl.config.engines import SGLangConfig
 from megarl.rollout.interface import EngineOptions
+from megarl.rollout.sglang.options import SGLangOptions
 
 MEGABYTE = 2**20
 
 
 def engine_options(rollout: RolloutConfig, device: str, replica: int = 0) -> EngineOptions:
-    """What the engine that ``rollout.name`` chooses is built with.
+    """Return the options of the engine ``rollout.name``.
 
     Args:
-        rollout: the section.
-        device: of the replica's first rank.
-        replica: its number, by which it has its server where they were started by somebody else.
+        rollout: rollout section of the config.
+        device: device of the replica's first rank.
+        replica: number of the replica; selects its server if the config has ``urls``.
     """
     common = EngineOptions(
         dtype=rollout.dtype,
@@ -25,20 +23,9 @@ def engine_options(rollout: RolloutConfig, device: str, replica: int = 0) -> Eng
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         max_num_seqs=rollout.max_num_seqs,
     )
-    return _sglang(common, rollout.engine_kwargs.sglang, replica) if rollout.name == "sglang" else common
-
-
-def takes_stop_strings(rollout: RolloutConfig, model_path: str) -> bool:
-    """Whether the engine knows stop strings, for which it has to decode what it generates."""
-    sglang: SGLangConfig = rollout.engine_kwargs.sglang
-    if rollout.name == "sglang" and sglang.stop_strings is not None:
-        return sglang.stop_strings
-    return (Path(model_path) / "tokenizer_config.json").is_file()
-
-
-def _sglang(common: EngineOptions, sglang: SGLangConfig, replica: int) -> EngineOptions:
-    from megarl.rollout.sglang.options import SGLangOptions
-
+    if rollout.name != "sglang":
+        return common
+    sglang = rollout.engine_kwargs.sglang
     return SGLangOptions(
         **vars(common),
         mode=sglang.mode,

@@ -1,22 +1,28 @@
-"""Weight sync: a pure reshard plan, transports, and the manager that runs the plan.
+"""Weight sync: the reshard plan, the transports, and the manager that executes the plan.
 
-Tensors move in :mod:`sender`, :mod:`receiver` and :mod:`transports`; what is exported here needs no torch.
+Tensors are moved in :mod:`sender`, :mod:`receiver` and :mod:`transports`. The exports of this package need no torch.
 """
 
-from megarl.sharding.coverage import check_coverage
-from megarl.sharding.manager import Pending, ShardingManager, SyncOptions, SyncSource, SyncTarget
-from megarl.sharding.parts import PlanPart, receiver_parts, replica_parts, sender_parts
-from megarl.sharding.placement import Placement, RolloutLayout, Slot
-from megarl.sharding.places import ProcessPlace, Routes
-from megarl.sharding.plan import Bucket, Move, ReshardPlan, build_plan
+from megarl.sharding.manager import PendingResult, ShardingManager, SyncOptions, SyncSource, SyncTarget
+from megarl.sharding.placement import Placement, ProcessLocation, RolloutLayout, Routes, Slot
+from megarl.sharding.plan import (
+    Bucket,
+    RankPlan,
+    ReshardPlan,
+    TransferOp,
+    build_plan,
+    receiver_plans,
+    replica_plans,
+    sender_plans,
+)
+from megarl.sharding.verification import check_coverage
 
 __all__ = [
     "Bucket",
-    "Move",
-    "Pending",
+    "PendingResult",
     "Placement",
-    "PlanPart",
-    "ProcessPlace",
+    "ProcessLocation",
+    "RankPlan",
     "ReshardPlan",
     "RolloutLayout",
     "Routes",
@@ -25,9 +31,10 @@ __all__ = [
     "SyncOptions",
     "SyncSource",
     "SyncTarget",
+    "TransferOp",
     "build_plan",
     "check_coverage",
-    "receiver_parts",
-    "replica_parts",
-    "sender_parts",
+    "receiver_plans",
+    "replica_plans",
+    "sender_plans",
 ]

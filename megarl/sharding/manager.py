@@ -1,4 +1,4 @@
-"""Runs a reshard plan: the trainer's weights into every rollout engine, and the device from hand to hand."""
+"""The sharding manager: runs weight syncs and passes shared devices between trainer and rollout engines."""
 
 from __future__ import annotations
 
@@ -9,79 +9,83 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.sharding.plan import ReshardPlan
-from megarl.sharding.verification import check_shares
+from megarl.sharding.verification import compare_checksums
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""What an engine can put away, by the names of the engine contract."""
+"""Sleep tags of the engine contract."""
 
 
-class Pending(Protocol):
-    """Something under way in other processes."""
+class PendingResult(Protocol):
+    """A call running in other processes."""
 
     def result(self, timeout_s: float | None = None, /) -> Any:
-        """Waits for it; raises what it raised, or that it takes longer than so many seconds."""
+        """Wait for the call and return its result; raise its error, or a timeout error after ``timeout_s`` seconds."""
 
 
 class SyncSource(Protocol):
-    """All training ranks together."""
+    """All training ranks together: the sending side of a weight sync."""
 
-    def make_room(self) -> Pending:
-        """Gives back, on shared devices, what a sync does not need and the configuration lets go."""
+    def make_room(self) -> PendingResult:
+        """Free device memory on shared devices, as far as the sync does not need it and the config allows it."""
 
-    def open_transfer(self, session: int) -> Pending:
-        """Gets ready to send; meets the target where ``session`` is new."""
+    def open_transfer(self, session: int) -> PendingResult:
+        """Prepare to send; join the target's process group for a new ``session``."""
 
-    def export_bucket(self, index: int) -> Pending:
-        """Starts packing bucket ``index`` on every rank; the result is meant for the target, by whatever way."""
+    def export_bucket(self, index: int) -> PendingResult:
+        """Start packing bucket ``index`` on every rank; the result is an argument of ``import_bucket``."""
 
     def release_bucket(self, index: int) -> object:
-        """The target has read bucket ``index``; not waited for. Harmless where nothing was packed."""
+        """Free the buffers of bucket ``index``, which the target has read. Not waited for; a no-op if nothing was
+        packed.
+        """
 
-    def checksums(self) -> Pending:
-        """By rank, :data:`~megarl.sharding.verification.Shares` that together count each element once."""
+    def checksums(self) -> PendingResult:
+        """Return :data:`~megarl.sharding.verification.PartialChecksums` by rank, which count each element once in
+        total.
+        """
 
-    def close_transfer(self, completed: bool) -> Pending:
-        """Nothing more is sent; weights that are not to stay leave the device. Peak bytes by rank."""
+    def close_transfer(self, completed: bool) -> PendingResult:
+        """End the sync; offload the weights if configured. The result is the peak bytes by rank."""
 
 
 class SyncTarget(Protocol):
-    """All rollout ranks together."""
+    """All rollout ranks together: the receiving side of a weight sync."""
 
-    def sleep(self, tags: tuple[str, ...]) -> Pending:
-        """Frees what the tags name on every engine."""
+    def sleep(self, tags: tuple[str, ...]) -> PendingResult:
+        """Free the memory of these tags on every engine."""
 
-    def wake(self, tags: tuple[str, ...]) -> Pending:
-        """Makes what was freed usable again."""
+    def wake(self, tags: tuple[str, ...]) -> PendingResult:
+        """Allocate the memory of these tags again."""
 
-    def begin_update(self, version: int) -> Pending:
-        """Makes every engine stale: it serves nothing until ``end_update``."""
+    def begin_update(self, version: int) -> PendingResult:
+        """Make every engine stale: it refuses requests until ``end_update``."""
 
-    def open_transfer(self, session: int) -> Pending:
-        """Gets ready to receive; meets the source where ``session`` is new."""
+    def open_transfer(self, session: int) -> PendingResult:
+        """Prepare to receive; join the source's process group for a new ``session``."""
 
-    def import_bucket(self, index: int, exported: Any) -> Pending:
-        """Writes what the source's ``export_bucket`` returned, waiting for it where needed."""
+    def import_bucket(self, index: int, exported: Any) -> PendingResult:
+        """Write the result of the source's ``export_bucket`` into the engines, after waiting for it if needed."""
 
-    def checksums(self) -> Pending:
-        """By rank, :data:`~megarl.sharding.verification.Shares` of what the engine holds."""
+    def checksums(self) -> PendingResult:
+        """Return :data:`~megarl.sharding.verification.PartialChecksums` of the engines' weights by rank."""
 
-    def close_transfer(self, completed: bool) -> Pending:
-        """Nothing more is received. Peak bytes by rank."""
+    def close_transfer(self, completed: bool) -> PendingResult:
+        """End the sync. The result is the peak bytes by rank."""
 
-    def end_update(self, version: int) -> Pending:
-        """Makes every engine serve the new weights; raises where one has not received all of them."""
+    def end_update(self, version: int) -> PendingResult:
+        """Make every engine serve the new weights; raises if an engine misses any."""
 
 
 class SyncOptions(NamedTuple):
-    """How syncs are run.
+    """Options of weight syncs.
 
     Attributes:
-        verify_freq: compare checksums at the first sync and at every so many after it; 0: never.
-        free_engine: engines give their memory to the trainer while they have nothing to do.
+        verify_freq: compare checksums at the first sync and at every ``verify_freq``-th one after it; 0 = never.
+        free_engine: engines free their memory for the trainer while they are idle.
         replica_size: rollout ranks of one replica.
-        timeout_s: most seconds that any part of a sync may take; None: as long as it takes.
+        timeout_s: maximum seconds of each stage of a sync; None = no limit.
     """
 
     verify_freq: int = 0
@@ -91,17 +95,17 @@ class SyncOptions(NamedTuple):
 
 
 class ShardingManager:
-    """Keeps the rollout engines' weights equal to the trainer's, and says who has the devices.
+    """Runs weight syncs from the trainer to the rollout engines, and passes shared devices between them.
 
     Args:
-        plan: which rectangles go where.
+        plan: reshard plan.
         source: the training ranks.
         target: the rollout ranks.
-        options: what of it is to be done.
-        version: weight version that the engines have now; each sync adds one.
+        options: options of the syncs.
+        version: current weight version of the engines; each sync adds one.
 
     Attributes:
-        in_sync: whether all engines serve the weights of the last sync: there was one, and none was freed since.
+        in_sync: whether all engines serve the weights of the last sync, and none was freed since then.
     """
 
     def __init__(
@@ -116,39 +120,39 @@ class ShardingManager:
         self.version = version
         self.options = options or SyncOptions()
         self._source, self._target = source, target
-        self._session = 0  # a new one after a failure, whose messages may still be under way
+        self._session = 0  # a new one after a failure, since old messages may still be in flight
         self._completed = 0
         self.in_sync = False
         self._stage = ""
         self._verify_seconds: float | None = None
 
     def free_engines(self) -> None:
-        """Before training: engines put weights and cache away, where they are to; they serve nothing until a sync."""
+        """Put the engines to sleep before training, if configured; they serve nothing until the next sync."""
         if self.options.free_engine:
             self._target.sleep((WEIGHTS, KV_CACHE)).result(self.options.timeout_s)
             self.in_sync = False
 
     def sync_weights(self) -> dict[str, float]:
-        """Copies all weights. While the target imports one bucket, the source exports the next.
+        """Copy all weights into the engines. The source exports the next bucket while the target imports one.
 
-        On a shared device at no time more is held than the weights of both sides and two buckets: the trainer gives
-        way before the engine's weights wake, and takes its weights away before the cache wakes.
+        A shared device never holds more than the weights of both sides and two buckets. The trainer frees its memory
+        before the engine's weights wake, and offloads its weights before the KV cache wakes.
 
         Returns:
-            ``weight_sync/seconds``, ``weight_sync/bytes`` (over all ranks), ``weight_sync/buckets``,
-            ``weight_sync/peak_mb`` (besides weights, of the process that holds most) and ``weight_sync/gb_per_s``;
-            ``weight_sync/verified``, 1 where checksums were compared, else 0, and where they were
-            ``weight_sync/verify_seconds``.
+            ``weight_sync/seconds``; ``weight_sync/bytes`` over all ranks; ``weight_sync/buckets``;
+            ``weight_sync/peak_mb``, the largest extra memory of a process besides weights, without SGLang's staging
+            buffers; ``weight_sync/gb_per_s``; ``weight_sync/verified``, 1 after a checksum comparison, else 0; and,
+            after a comparison, ``weight_sync/verify_seconds``.
 
         Raises:
-            WeightSyncError: anything failed. The engines stay stale and the version is what it was; a later call
+            WeightSyncError: a stage failed. The engines stay stale and the version does not change; the next call
                 starts again from the first bucket.
         """
         started, version = time.perf_counter(), self.version + 1
         try:
             peak = self._run(version)
         except BaseException as error:
-            self._give_up(version)
+            self._abort(version)
             if not isinstance(error, Exception):
                 raise
             raise WeightSyncError(
@@ -159,26 +163,26 @@ class ShardingManager:
         return self._metrics(time.perf_counter() - started, peak)
 
     def _run(self, version: int) -> int:
-        """One sync; returns the peak bytes of the process that held most."""
+        """Run one sync; return the peak bytes of the process with the largest extra memory."""
         source, target, session = self._source, self._target, self._session
-        self._do("make_room", source.make_room)
+        self._run_stage("make_room", source.make_room)
         if self.options.free_engine:
-            self._do("wake weights", partial(target.wake, (WEIGHTS,)))
-        self._do("begin_update", partial(target.begin_update, version))
-        self._do("open_transfer", partial(source.open_transfer, session), partial(target.open_transfer, session))
-        self._move_buckets()
+            self._run_stage("wake weights", partial(target.wake, (WEIGHTS,)))
+        self._run_stage("begin_update", partial(target.begin_update, version))
+        self._run_stage("open_transfer", partial(source.open_transfer, session), partial(target.open_transfer, session))
+        self._transfer_buckets()
         self._verify_seconds = self._verify() if self._verification_due() else None
-        # The target first: it lets go of the source's memory.
-        peaks = [self._do("close_transfer", partial(end.close_transfer, True))[0] for end in (target, source)]
+        # The target first: it releases the source's memory.
+        peaks = [self._run_stage("close_transfer", partial(end.close_transfer, True))[0] for end in (target, source)]
         if self.options.free_engine:
-            self._do("wake kv_cache", partial(target.wake, (KV_CACHE,)))
-        self._do("end_update", partial(target.end_update, version))
+            self._run_stage("wake kv_cache", partial(target.wake, (KV_CACHE,)))
+        self._run_stage("end_update", partial(target.end_update, version))
         return max(itertools.chain(*peaks), default=0)
 
-    def _move_buckets(self) -> None:
-        """At any time two buckets are on the way, so that neither side waits for this process's orders."""
+    def _transfer_buckets(self) -> None:
+        """Transfer all buckets. Two buckets are in flight at any time, so that neither side waits for this process."""
         count = len(self.plan.buckets)
-        imported: list[Pending] = []
+        imported: list[PendingResult] = []
         for index in range(count):
             for ahead in range(len(imported), min(index + 2, count)):
                 self._stage = f"bucket {ahead + 1} of {count}"
@@ -187,23 +191,23 @@ class ShardingManager:
             imported[index].result(self.options.timeout_s)
             self._source.release_bucket(index)
 
-    def _give_up(self, version: int) -> None:
-        """Has both sides drop the sync, and engines that had already ended it be stale again; waits for nothing."""
+    def _abort(self, version: int) -> None:
+        """Abort the sync on both sides and make all engines stale, without waiting."""
         self._session += 1
         ends: list[SyncSource | SyncTarget] = [self._target, self._source]
         for start in (
             *(partial(end.close_transfer, False) for end in ends),
             partial(self._target.begin_update, version),
         ):
-            # What matters now is the failure, not whether its clean-up worked as well.
+            # The original failure matters, not errors of the clean-up.
             with contextlib.suppress(Exception):
                 start()
 
     def _verify(self) -> float:
-        """Compares what both sides hold; returns the seconds that it took."""
+        """Compare the checksums of both sides; return the duration in seconds."""
         started = time.perf_counter()
-        trainer, rollout = self._do("verification", self._source.checksums, self._target.checksums)
-        check_shares(trainer, rollout, self.options.replica_size)
+        trainer, rollout = self._run_stage("verification", self._source.checksums, self._target.checksums)
+        compare_checksums(trainer, rollout, self.options.replica_size)
         return time.perf_counter() - started
 
     def _verification_due(self) -> bool:
@@ -221,7 +225,7 @@ class ShardingManager:
             **({} if verify_seconds is None else {"weight_sync/verify_seconds": verify_seconds}),
         }
 
-    def _do(self, stage: str, *starts: Callable[[], Pending]) -> list[Any]:
-        """Starts things side by side and waits for all; names what is being done, for the error."""
+    def _run_stage(self, stage: str, *starts: Callable[[], PendingResult]) -> list[Any]:
+        """Start calls in parallel and wait for all; errors name the stage."""
         self._stage = stage
         return [pending.result(self.options.timeout_s) for pending in [start() for start in starts]]

@@ -1,17 +1,28 @@
-"""Where the two ends of a sync are: the rollout engine's layout, and on which node and device every rank lives."""
+"""Layout of the rollout ranks, placement of both roles on nodes and devices, and the transport between two ranks."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megarl.base.errors import ConfigError
+
+AUTO, INLINE, SHARED_MEMORY, GLOO, CUDA_IPC, NCCL = "auto", "inline", "shared_memory", "gloo", "cuda_ipc", "nccl"
+TRANSPORTS = (INLINE, SHARED_MEMORY, GLOO, CUDA_IPC, NCCL)
+PROCESS_GROUP_TRANSPORTS = (GLOO, NCCL)
+"""Transports that need a process group of training and rollout ranks."""
+
+CPU = "cpu"
+
 
 class RolloutLayout(NamedTuple):
-    """Parallel sizes of the rollout role. Replica ``r`` has ranks ``r * tp`` to ``r * tp + tp - 1``.
+    """Parallel sizes of the rollout role. Replica ``r`` has the ranks ``r * tp`` to ``r * tp + tp - 1``.
 
-    Expert parallelism lives inside the tensor-parallel ranks of a replica, as in SGLang: the experts of a layer are
-    divided over ``ep`` groups of ``tp / ep`` neighbouring ranks, and each expert is split over the ranks of its group.
+    Expert parallelism is inside the tensor-parallel ranks of a replica, as in SGLang. The experts of a layer are
+    divided over ``ep`` groups of ``tp / ep`` neighboring ranks, and each expert is split over the ranks of its group.
 
     Attributes:
         tp: ranks of one replica.
@@ -29,12 +40,12 @@ class RolloutLayout(NamedTuple):
         return self.tp * self.replicas
 
     def describe(self) -> str:
-        """Short form for logs, such as ``16 x TP8``."""
+        """Return a short form for logs, such as ``16 x TP8``."""
         return f"{self.replicas} x TP{self.tp}" + (f" EP{self.ep}" if self.ep > 1 else "")
 
 
 class Slot(NamedTuple):
-    """Where a process lives: a node, and a device of it."""
+    """A node and one of its devices."""
 
     node: int
     device: int
@@ -42,7 +53,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every rank of both roles lives. Ranks in equal slots share a device and reach each other's memory.
+    """Node and device of every rank. Ranks in equal slots share a device and can read each other's memory.
 
     Attributes:
         train: slot of each training rank.
@@ -54,7 +65,7 @@ class Placement:
 
     @classmethod
     def of_devices(cls, train: Sequence[int], rollout: Sequence[int], devices_per_node: int) -> Placement:
-        """Placement of ranks on devices that are numbered node by node.
+        """Return the placement of ranks on devices that are numbered node by node.
 
         Args:
             train: device of each training rank.
@@ -62,3 +73,108 @@ class Placement:
             devices_per_node: devices of every node.
         """
         return cls(*(tuple(Slot(*divmod(d, devices_per_node)) for d in devices) for devices in (train, rollout)))
+
+
+class ProcessLocation(NamedTuple):
+    """Node and device of a process.
+
+    Attributes:
+        node: equal for processes that can open each other's shared memory (same kernel and process namespace).
+        device: ``cpu``, or the UUID of the GPU that the process computes on.
+        visible: UUIDs of all GPUs visible to the process.
+    """
+
+    node: str
+    device: str = CPU
+    visible: tuple[str, ...] = ()
+
+
+def current_location(device: str = CPU) -> ProcessLocation:
+    """Return the location of this process.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``cuda:<n>``.
+    """
+    if not device.startswith("cuda"):
+        return ProcessLocation(_node())
+    import torch
+
+    uuids = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
+    index = torch.device(device).index
+    return ProcessLocation(_node(), uuids[torch.cuda.current_device() if index is None else index], uuids)
+
+
+def _node() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def choose_transport(source: ProcessLocation, target: ProcessLocation) -> str:
+    """Choose the fastest transport: GPU memory if the target sees the GPU, then shared memory, then the network."""
+    both_gpu = CPU not in (source.device, target.device)
+    if source.node == target.node:
+        return CUDA_IPC if both_gpu and source.device in target.visible else SHARED_MEMORY
+    return NCCL if both_gpu else GLOO
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The transport between each training rank and each rollout rank.
+
+    Attributes:
+        train: locations of the training ranks.
+        rollout: locations of the rollout ranks.
+        transport: one of :data:`TRANSPORTS` for all pairs, or ``auto``.
+    """
+
+    train: Sequence[ProcessLocation]
+    rollout: Sequence[ProcessLocation]
+    transport: str = AUTO
+
+    def needs_rendezvous(self) -> bool:
+        """Whether some processes may have to join a process group."""
+        nodes = {location.node for location in (*self.train, *self.rollout)}
+        return self.transport in PROCESS_GROUP_TRANSPORTS or (self.transport == AUTO and len(nodes) > 1)
+
+    def placement(self) -> Placement:
+        """Return the placement for the plan, which prefers near senders. Processes on a CPU never share a device."""
+        nodes: dict[str, int] = {}
+        devices: dict[str, int] = {}
+        slots = []
+        for number, location in enumerate((*self.train, *self.rollout)):
+            device = location.device if location.device != CPU else f"process {number}"
+            slots.append(Slot(nodes.setdefault(location.node, len(nodes)), devices.setdefault(device, len(devices))))
+        return Placement(tuple(slots[: len(self.train)]), tuple(slots[len(self.train) :]))
+
+    def between(self, train_rank: int, rollout_rank: int) -> str:
+        """Return the name of the transport from a training rank to a rollout rank.
+
+        Raises:
+            ConfigError: the configured transport cannot connect these two ranks.
+        """
+        source, target = self.train[train_rank], self.rollout[rollout_rank]
+        if self.transport == AUTO:
+            return choose_transport(source, target)
+        problem = _problem(self.transport, source, target)
+        if problem:
+            raise ConfigError(
+                f"sync.transport={self.transport}: {problem} (actor rank {train_rank}, rollout rank {rollout_rank}); "
+                "use 'auto', which chooses the best transport for each pair of processes"
+            )
+        return self.transport
+
+
+def _problem(transport: str, source: ProcessLocation, target: ProcessLocation) -> str:
+    """Return the reason why a transport cannot connect two locations; empty if it can."""
+    if transport in (SHARED_MEMORY, CUDA_IPC) and source.node != target.node:
+        return "the processes are on different nodes or in different containers"
+    if transport in (CUDA_IPC, NCCL) and CPU in (source.device, target.device):
+        return "it connects GPUs, and a process computes on the CPU"
+    if transport == CUDA_IPC and source.device not in target.visible:
+        return "the rollout process does not see the actor's GPU"
+    if transport == NCCL and source.device == target.device:
+        return "NCCL does not connect two processes that share a GPU"
+    return ""

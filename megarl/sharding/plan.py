@@ -1,33 +1,45 @@
-"""The reshard plan: which training rank sends which rectangle of which parameter to which rollout rank, in which order.
+"""The reshard plan: which training rank sends which slice to which rollout rank, and in which bucket.
 
-A pure function of the weight map, both layouts and where the ranks live. No layout is special, nothing is gathered, no
-rank receives an element that is not its own, and vocabulary padding is never sent. The plan is columns of numbers, one
-row per rectangle of a replica and one per parcel and replica; :class:`Move` objects are made for one rank at a time.
+The plan is a pure function of the weight map, both layouts and the placement of the ranks. It needs no process. It
+covers every pair of layouts, gathers nothing, and sends no vocabulary padding. Every rank receives only its shard.
+
+Terms of this package, from the model to the wire:
+
+- *shard*: the part of a parameter that one rank holds.
+- *overlap*: the intersection of a training shard and a rollout shard, shared by all layers and experts.
+- *transfer op* (:class:`TransferOp`): one overlap in one layer, from one training rank to one rollout rank.
+- *transfer*: consecutive ops with the same destination and the same possible senders; the unit of scheduling.
+- *bucket* (:class:`Bucket`): the ops of one round, bounded in bytes per rank.
+- *message* (:class:`megarl.sharding.sender.Message`): the bytes that one rank sends to one rank in a bucket.
+- *tensor slice*: a received op: parameter name, offset, values.
+
+A plan stores columns of numbers: one row per op of a replica, and one entry per transfer and replica. The
+:class:`TransferOp` objects are created for one rank at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megarl.models import ParallelLayout, WeightMap
-from megarl.models.shard_pattern import ShardPattern
-from megarl.sharding.choice import choose_sources
-from megarl.sharding.parcels import FLOAT32_BYTES, Column, Index, Numbers, ParcelTable, compact, replica_parcels
+from megarl.models.weight_map import ShardPattern
 from megarl.sharding.placement import Placement, RolloutLayout
-from megarl.sharding.schedule import schedule_buckets
+from megarl.sharding.schedule import choose_sources, schedule_buckets
+from megarl.sharding.transfers import FLOAT32_BYTES, Column, Index, Numbers, TransferTable, compact, replica_transfers
 
-_PARCELS_PER_BUCKET = 16  # more would fill the buckets better, and make the plan larger
+_TRANSFERS_PER_BUCKET = 16  # more transfers fill the buckets better but make the plan larger
 
 
-class Move(NamedTuple):
-    """One rectangle of ``shape`` elements: from an offset in a training shard to an offset in a rollout shard.
+class TransferOp(NamedTuple):
+    """Copy ``shape`` elements from an offset in a training shard to an offset in a rollout shard.
 
-    Where the rollout shard stacks several tensors (a layer's experts), ``dst_start`` and ``shape`` have one number more
-    than ``src_start``, which comes first, and the rectangle is one element thick there.
+    A rollout shard may stack several tensors, such as the experts of a layer. Then ``dst_start`` and ``shape`` have one
+    more leading dimension than ``src_start``, of extent 1.
     """
 
     src_rank: int
@@ -40,36 +52,36 @@ class Move(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Moves that travel together, and how many bytes the whole bucket is over all ranks."""
+    """The transfer ops of one round, and the size of the whole bucket over all ranks."""
 
-    moves: tuple[Move, ...]
+    ops: tuple[TransferOp, ...]
     nbytes: int
 
 
 class BucketSize(NamedTuple):
-    """How many bytes a bucket is over all ranks."""
+    """Size of a bucket in bytes, over all ranks."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """All moves of one sync, in buckets to be applied in order; made by :func:`build_plan`.
+    """All transfer ops of one weight sync, in buckets to apply in order. :func:`build_plan` creates it.
 
-    In no bucket does a rank send, or receive, more than the bucket size that the plan was built with.
+    In a bucket no rank sends or receives more than the bucket size of the plan.
 
     Attributes:
-        rollout: layout of the ranks that receive.
-        table: what one replica receives; every replica receives the same.
-        source: ``[replicas, parcels]``, the training rank that sends a parcel to a replica.
-        bucket: ``[replicas, parcels]``, the bucket in which it does.
+        rollout: layout of the receiving ranks.
+        table: transfers into one replica; every replica receives the same ones.
+        source: ``[replicas, transfers]``, the training rank that sends a transfer to a replica.
+        bucket: ``[replicas, transfers]``, the bucket of that transfer.
         buckets: size of each bucket.
-        first_copy_rank: training ranks from here on hold the copy of a tied parameter, under the copy's name.
-        float32_params: names, at both ends, of parameters that travel in float32 whatever the format of the others.
+        first_copy_rank: first training rank that holds the copy of a tied parameter, under the copy's name.
+        float32_params: names, at both ends, of parameters that are always sent in float32.
     """
 
     rollout: RolloutLayout
-    table: ParcelTable
+    table: TransferTable
     source: Column
     bucket: Column
     buckets: tuple[BucketSize, ...]
@@ -78,101 +90,80 @@ class ReshardPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes moved by one sync, over all ranks."""
+        """Bytes of one sync, over all ranks."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def sent_by(self, rank: int) -> list[Bucket]:
-        """What a training rank sends: one entry per bucket, with this rank's moves, ``nbytes`` being of all ranks.
+        """Return the sends of a training rank: one entry per bucket, with the size of the whole bucket.
 
-        The moves between two ranks are in the same order here and in :meth:`received_by`.
+        The ops between two ranks have the same order here and in :meth:`received_by`.
         """
         return self._buckets_of(*np.nonzero(self.source == rank))
 
     def received_by(self, rank: int) -> list[Bucket]:
-        """What a rollout rank receives; as :meth:`sent_by`."""
+        """Return the receives of a rollout rank; see :meth:`sent_by`."""
         replica, target = divmod(rank, self.rollout.tp)
-        parcels = np.flatnonzero(self.table.target == target)
-        return self._buckets_of(np.full_like(parcels, replica), parcels)
+        transfers = np.flatnonzero(self.table.target == target)
+        return self._buckets_of(np.full_like(transfers, replica), transfers)
 
     def pair_nbytes(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Training ranks, rollout ranks, and the bytes that pass between them in one sync: three equal columns."""
+        """Return the bytes per pair of ranks in one sync: columns of training ranks, rollout ranks and bytes."""
         world = self.rollout.world_size
         pair, at = np.unique(self.source.astype(np.int64) * world + self._destination(), return_inverse=True)
-        nbytes = np.bincount(at.ravel(), np.broadcast_to(self.table.parcel_nbytes, self.source.shape).ravel())
+        nbytes = np.bincount(at.ravel(), np.broadcast_to(self.table.transfer_nbytes, self.source.shape).ravel())
         return pair // world, pair % world, nbytes.astype(np.int64)
 
     def _destination(self) -> Numbers:
         return np.arange(self.rollout.replicas)[:, None] * self.rollout.tp + self.table.target
 
-    def _buckets_of(self, replicas: Numbers, parcels: Numbers) -> list[Bucket]:
-        """Buckets of these parcels only; both columns ascend."""
-        return buckets_of(self, replicas, parcels, self.source[replicas, parcels], self.bucket[replicas, parcels])
-
-
-class _Geometry(Protocol):
-    """What moves are made of."""
-
-    @property
-    def table(self) -> ParcelTable: ...
-    @property
-    def rollout(self) -> RolloutLayout: ...
-    @property
-    def first_copy_rank(self) -> int: ...
-    @property
-    def buckets(self) -> tuple[BucketSize, ...]: ...
-
-
-def buckets_of(
-    plan: _Geometry, replicas: Column | Numbers, parcels: Column | Numbers, sources: Column, buckets: Column
-) -> list[Bucket]:
-    """The moves of some parcels, given as four equal columns, by bucket.
-
-    Args:
-        plan: theirs.
-        replicas: to which replica.
-        parcels: numbers in the plan's table.
-        sources: from which training rank.
-        buckets: in which bucket.
-    """
-    moves: list[list[Move]] = [[] for _ in plan.buckets]
-    maker = _MoveMaker(plan.table, plan.rollout, plan.first_copy_rank)
-    columns = (column.tolist() for column in (replicas, parcels, sources, buckets))
-    for replica, parcel, source, bucket in zip(*columns, strict=True):
-        moves[bucket].extend(maker.moves(parcel, source, replica))
-    return [Bucket(tuple(own), size.nbytes) for own, size in zip(moves, plan.buckets, strict=True)]
+    def _buckets_of(self, replicas: Numbers, transfers: Numbers) -> list[Bucket]:
+        """Return the buckets with these transfers only; both columns ascend."""
+        return buckets_of(self, replicas, transfers, self.source[replicas, transfers], self.bucket[replicas, transfers])
 
 
 @dataclass(frozen=True, eq=False)
-class _MoveMaker:
-    """Turns rows of numbers into moves."""
+class RankPlan:
+    """The part of a reshard plan that one rank needs, small enough to send; a drop-in for :class:`ReshardPlan`.
 
-    table: ParcelTable
+    Attributes:
+        rank: training rank if it ``sends``, else rollout rank.
+        sends: whether the rank is a sender.
+        rollout: layout of the receiving ranks.
+        table: the transfers of this rank only.
+        replica: ``[entries]``, receiving replica.
+        transfer: ``[entries]``, row number in the table.
+        source: ``[entries]``, sending training rank.
+        bucket: ``[entries]``, bucket number.
+        buckets: size of each bucket, over all ranks.
+        first_copy_rank: see :class:`ReshardPlan`.
+        float32_params: see :class:`ReshardPlan`.
+    """
+
+    rank: int
+    sends: bool
     rollout: RolloutLayout
+    table: TransferTable
+    replica: Column
+    transfer: Column
+    source: Column
+    bucket: Column
+    buckets: tuple[BucketSize, ...]
     first_copy_rank: int
+    float32_params: frozenset[str]
 
-    def moves(self, parcel: int, source: int, replica: int) -> Iterator[Move]:
-        """The moves of one parcel to one replica."""
-        table = self.table
-        rank = replica * self.rollout.tp + int(table.target[parcel])
-        rows = slice(*table.first_row[parcel : parcel + 2].tolist())
-        columns = (table.rectangle[rows], table.layer[rows], table.expert[rows])
-        for number, layer, expert in zip(*(column.tolist() for column in columns), strict=True):
-            rectangle = table.rectangles[number]
-            pattern = table.patterns[rectangle.pattern]
-            src_name = pattern.copy if pattern.copy and source >= self.first_copy_rank else pattern.megatron
-            dst_start, shape = rectangle.dst_start, rectangle.shape
-            if pattern.experts:
-                dst_start = (expert % (pattern.experts // self.rollout.ep), *dst_start)
-                shape = (1, *shape)
-            yield Move(
-                source,
-                src_name.format(layer=layer, expert=expert),
-                rank,
-                pattern.rollout.format(layer=layer),
-                rectangle.src_start,
-                dst_start,
-                shape,
-            )
+    def sent_by(self, rank: int) -> list[Bucket]:
+        """See :meth:`ReshardPlan.sent_by`; raises ValueError for another rank."""
+        return self._buckets(rank, sends=True)
+
+    def received_by(self, rank: int) -> list[Bucket]:
+        """See :meth:`ReshardPlan.received_by`; raises ValueError for another rank."""
+        return self._buckets(rank, sends=False)
+
+    def _buckets(self, rank: int, sends: bool) -> list[Bucket]:
+        if (rank, sends) != (self.rank, self.sends):
+            mine, requested = _rank_name(self.rank, self.sends), _rank_name(rank, sends)
+            raise ValueError(f"this is the plan of {mine}, not of {requested}")
+        return buckets_of(self, self.replica, self.transfer, self.source, self.bucket)
 
 
 def build_plan(
@@ -183,31 +174,33 @@ def build_plan(
     element_bytes: int,
     placement: Placement | None = None,
 ) -> ReshardPlan:
-    """Plans the sync of one model.
+    """Plan the weight sync of one model.
+
+    Among ranks that hold the same elements (replicas, unsplit parameters, tied copies) the nearest one sends. Equally
+    near ranks share the bytes evenly.
 
     Args:
-        weight_map: the model.
-        train: layout of the ranks that send.
-        rollout: layout of the ranks that receive.
-        bucket_bytes: the most that one rank may send, and the most that one may receive, in one bucket.
-        element_bytes: size of one element on the wire; of parameters that are kept in float32 it is 4 whatever this.
-        placement: where every rank lives; None: all on one node, no two on one device.
+        weight_map: weight map of the model.
+        train: layout of the sending ranks.
+        rollout: layout of the receiving ranks.
+        bucket_bytes: maximum bytes that one rank sends, and that one rank receives, in one bucket.
+        element_bytes: size of a sent element; parameters kept in float32 always take 4 bytes.
+        placement: node and device of every rank; None = all on one node, each on its own device.
 
     Returns:
-        The plan; the same arguments give the same plan in every process. Among ranks that hold the same elements
-        (replicas, unsplit parameters, tied copies) the nearest sends, and equally near ones divide the bytes.
+        The plan. The same arguments give the same plan in every process.
 
     Raises:
-        ValueError: ``bucket_bytes`` does not hold one element, the model does not divide over a layout, or the
-            placement is one of other layouts.
+        ValueError: ``bucket_bytes`` is smaller than one element, the model does not divide over a layout, or the
+            placement has another number of ranks.
     """
     patterns = tuple(weight_map.patterns(train, rollout.tp, rollout.ep))
     largest = max(element_bytes, *(FLOAT32_BYTES * pattern.float32 for pattern in patterns))
     if bucket_bytes < largest:
         raise ValueError(f"bucket_bytes={bucket_bytes} must hold at least one element of {largest} bytes")
-    table = replica_parcels(patterns, train, rollout, bucket_bytes // _PARCELS_PER_BUCKET, element_bytes)
+    table = replica_transfers(patterns, train, rollout, bucket_bytes // _TRANSFERS_PER_BUCKET, element_bytes)
     source = choose_sources(table, rollout, train.world_size, placement)
-    shape, nbytes = source.shape, np.broadcast_to(table.parcel_nbytes, source.shape).ravel()
+    shape, nbytes = source.shape, np.broadcast_to(table.transfer_nbytes, source.shape).ravel()
     destination = (np.arange(rollout.replicas, dtype=np.int32)[:, None] * rollout.tp + table.target).ravel()
     bucket = schedule_buckets(source.ravel(), destination, nbytes, bucket_bytes)
     sizes = np.bincount(bucket, nbytes).astype(np.int64).tolist()
@@ -222,6 +215,133 @@ def build_plan(
     )
 
 
+def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:
+    """Yield the plan of each training rank.
+
+    Args:
+        plan: the whole plan.
+        ranks: number of training ranks, including ranks that send nothing.
+    """
+    source, bucket = plan.source.ravel(), plan.bucket.ravel()
+    order = np.argsort(source, kind="stable")
+    bounds = np.searchsorted(source[order], np.arange(ranks + 1))
+    for rank in range(ranks):
+        entries = order[bounds[rank] : bounds[rank + 1]]
+        replica, transfer = np.divmod(entries, plan.source.shape[1])
+        transfers, transfer = np.unique(transfer, return_inverse=True)
+        columns = (replica, transfer, source[entries], bucket[entries])
+        yield _rank_plan(plan, rank, True, plan.table.select(transfers), columns)
+
+
+def receiver_plans(plan: ReshardPlan) -> Iterator[RankPlan]:
+    """Yield the plan of each rollout rank."""
+    target_transfers = [np.flatnonzero(plan.table.target == target) for target in range(plan.rollout.tp)]
+    tables = [plan.table.select(transfers) for transfers in target_transfers]
+    for rank in range(plan.rollout.world_size):
+        replica, target = divmod(rank, plan.rollout.tp)
+        transfers = target_transfers[target]
+        columns = (
+            np.full(len(transfers), replica),
+            np.arange(len(transfers)),
+            plan.source[replica, transfers],
+            plan.bucket[replica, transfers],
+        )
+        yield _rank_plan(plan, rank, False, tables[target], columns)
+
+
+def replica_plans(plan: ReshardPlan) -> Iterator[tuple[RankPlan, ...]]:
+    """Yield the plans of each replica's ranks."""
+    plans = receiver_plans(plan)
+    for _ in range(plan.rollout.replicas):
+        yield tuple(itertools.islice(plans, plan.rollout.tp))
+
+
+def buckets_of(
+    plan: ReshardPlan | RankPlan,
+    replicas: Column | Numbers,
+    transfers: Column | Numbers,
+    sources: Column,
+    buckets: Column,
+) -> list[Bucket]:
+    """Return the ops of some transfers by bucket; the columns have one entry per transfer.
+
+    Args:
+        plan: the plan of the transfers.
+        replicas: receiving replica.
+        transfers: row numbers in the plan's table.
+        sources: sending training rank.
+        buckets: bucket number.
+    """
+    ops: list[list[TransferOp]] = [[] for _ in plan.buckets]
+    builder = _OpBuilder(plan.table, plan.rollout, plan.first_copy_rank)
+    columns = (column.tolist() for column in (replicas, transfers, sources, buckets))
+    for replica, transfer, source, bucket in zip(*columns, strict=True):
+        ops[bucket].extend(builder.ops(transfer, source, replica))
+    return [Bucket(tuple(bucket_ops), size.nbytes) for bucket_ops, size in zip(ops, plan.buckets, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _OpBuilder:
+    table: TransferTable
+    rollout: RolloutLayout
+    first_copy_rank: int
+
+    def ops(self, transfer: int, source: int, replica: int) -> Iterator[TransferOp]:
+        table = self.table
+        rank = replica * self.rollout.tp + int(table.target[transfer])
+        rows = slice(*table.first_row[transfer : transfer + 2].tolist())
+        columns = (table.overlap[rows], table.layer[rows], table.expert[rows])
+        for number, layer, expert in zip(*(column.tolist() for column in columns), strict=True):
+            overlap = table.overlaps[number]
+            pattern = table.patterns[overlap.pattern]
+            src_name = pattern.copy if pattern.copy and source >= self.first_copy_rank else pattern.megatron
+            dst_start, shape = overlap.dst_start, overlap.shape
+            if pattern.experts:
+                dst_start = (expert % (pattern.experts // self.rollout.ep), *dst_start)
+                shape = (1, *shape)
+            yield TransferOp(
+                source,
+                src_name.format(layer=layer, expert=expert),
+                rank,
+                pattern.rollout.format(layer=layer),
+                overlap.src_start,
+                dst_start,
+                shape,
+            )
+
+
 def _float32_params(patterns: tuple[ShardPattern, ...]) -> frozenset[str]:
-    kept = [pattern for pattern in patterns if pattern.float32]
-    return frozenset(name.format(layer=layer) for p in kept for layer in p.layers for name in (p.megatron, p.rollout))
+    return frozenset(
+        name.format(layer=layer)
+        for pattern in patterns
+        if pattern.float32
+        for layer in pattern.layers
+        for name in (pattern.megatron, pattern.rollout)
+    )
+
+
+def _rank_plan(
+    plan: ReshardPlan,
+    rank: int,
+    sends: bool,
+    table: TransferTable,
+    columns: tuple[Numbers, Numbers, Column, Column],
+) -> RankPlan:
+    replica, transfer = (compact(column.astype(np.int32)) for column in columns[:2])
+    return RankPlan(
+        rank=rank,
+        sends=sends,
+        rollout=plan.rollout,
+        table=table,
+        replica=replica,
+        transfer=transfer,
+        source=columns[2],
+        bucket=columns[3],
+        buckets=plan.buckets,
+        first_copy_rank=plan.first_copy_rank,
+        float32_params=plan.float32_params,
+    )
+
+
+def _rank_name(rank: int, sends: bool) -> str:
+    return f"{'training' if sends else 'rollout'} rank {rank}"

@@ -1,31 +1,193 @@
-"""Which bucket each parcel travels in: all pairs of ranks at an even pace, and no rank above the bucket size."""
+"""Scheduling of transfers: the sending rank of each, and the bucket of each.
+
+:func:`choose_sources` picks the nearest holder and balances the bytes among equally near ones. :func:`schedule_buckets`
+spreads the traffic of every pair of ranks evenly over the buckets and keeps every rank below the bucket size.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.sharding.parcels import Column, Numbers, compact
+from megarl.sharding.placement import Placement, RolloutLayout, Slot
+from megarl.sharding.transfers import Column, Numbers, TransferTable, compact
 
 _GOLDEN = (5**0.5 - 1) / 2
-_LOOK_AHEAD = 1.3  # parcels looked at per bucket, relative to those that an ideal bucket holds
+_LOOK_AHEAD = 1.3  # transfers looked at per bucket, relative to those that an ideal bucket holds
+
+
+def choose_sources(
+    table: TransferTable, rollout: RolloutLayout, num_sources: int, placement: Placement | None
+) -> NDArray[np.int32]:
+    """Choose the training rank that sends each transfer to each replica.
+
+    A holder on the receiver's device comes first, then one on its node, then any. Among equally near holders the bytes
+    are divided evenly, in whole transfers. Each holder serves neighboring receivers, so that few pairs of ranks
+    communicate.
+
+    Returns:
+        ``[replicas, transfers]``, training ranks.
+
+    Raises:
+        ValueError: the placement has another number of ranks than the layouts.
+    """
+    runs = _Runs.of(table, rollout.replicas)
+    locations = _Locations.of(table, rollout, num_sources, placement)
+    key = locations.nearest(runs.holders, runs.destination(rollout))
+    return _divide(table, runs, key, locations)
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """Runs of a replica's transfers between the same ranks; equal for all replicas."""
+
+    first: Numbers  # [runs], first transfer
+    transfer_run: Numbers  # [transfers]
+    holders: Column  # [runs]
+    target: Column  # [runs]
+    nbytes: Numbers  # [runs]
+    replicas: int
+
+    @classmethod
+    def of(cls, table: TransferTable, replicas: int) -> _Runs:
+        begins = np.ones(len(table.target), dtype=bool)
+        begins[1:] = (np.diff(table.target) != 0) | (np.diff(table.holders) != 0)
+        first = np.flatnonzero(begins)
+        nbytes = np.add.reduceat(table.transfer_nbytes, first)
+        return cls(first, np.cumsum(begins) - 1, table.holders[first], table.target[first], nbytes, replicas)
+
+    def destination(self, rollout: RolloutLayout) -> Numbers:
+        """``[replicas, runs]``, the receiving rollout rank."""
+        return np.arange(self.replicas)[:, None] * rollout.tp + self.target
+
+
+@dataclass(frozen=True, eq=False)
+class _Locations:
+    """The holders of each set at each location: a device, a node, or anywhere.
+
+    A key is one set of holders at one location: ``location * sets + set``. Location 0 is anywhere; the nodes follow,
+    then the devices.
+    """
+
+    sets: int
+    keys: Numbers  # ascending; with ranks: every holder of every set, at each of its three locations
+    ranks: Numbers
+    device_of: Numbers  # [rollout ranks], location number
+    node_of: Numbers
+
+    @classmethod
+    def of(
+        cls, table: TransferTable, rollout: RolloutLayout, num_sources: int, placement: Placement | None
+    ) -> _Locations:
+        train_locations, rollout_locations = _location_numbers(placement, num_sources, rollout.world_size)
+        sets = len(table.holder_sets)
+        number = np.repeat(np.arange(sets), [len(ranks) for ranks in table.holder_sets])
+        ranks = np.concatenate(table.holder_sets)
+        keys = np.concatenate([location[ranks] * sets + number for location in train_locations])
+        ranks = np.tile(ranks, len(train_locations))
+        order = np.lexsort((ranks, keys))
+        return cls(sets, keys[order], ranks[order], *rollout_locations)
+
+    def nearest(self, holders: Column, destination: Numbers) -> Numbers:
+        """Return the key of the nearest location with a holder, for each receiver."""
+        key = np.broadcast_to(holders.astype(np.int64), destination.shape)
+        for location in (self.node_of, self.device_of):
+            near = location[destination] * self.sets + holders
+            at = np.searchsorted(self.keys, near).clip(max=len(self.keys) - 1)
+            key = np.where(self.keys[at] == near, near, key)
+        return key
+
+    def candidates(self, key: int) -> Numbers:
+        return self.ranks[slice(*np.searchsorted(self.keys, (key, key + 1)))]
+
+
+def _location_numbers(
+    placement: Placement | None, num_sources: int, num_receivers: int
+) -> tuple[list[Numbers], tuple[Numbers, Numbers]]:
+    """Return location numbers of training ranks (anywhere, node, device) and of rollout ranks (device, node)."""
+    if placement is None:
+        unknown = np.full(num_receivers, -1)
+        return [np.zeros(num_sources, dtype=np.int64)], (unknown, unknown)
+    for role, role_slots, ranks in (
+        ("train", placement.train, num_sources),
+        ("rollout", placement.rollout, num_receivers),
+    ):
+        if len(role_slots) != ranks:
+            raise ValueError(f"placement.{role} has slots of {len(role_slots)} ranks, the layout has {ranks} ranks")
+    slots: list[Slot] = [*placement.train, *placement.rollout]
+    _, node = np.unique([slot.node for slot in slots], return_inverse=True)
+    _, device = np.unique(np.asarray(slots, dtype=np.int64), axis=0, return_inverse=True)
+    node, device = node.ravel() + 1, device.ravel() + node.max() + 2
+    cut = num_sources
+    return [np.zeros(cut, dtype=np.int64), node[:cut], device[:cut]], (device[cut:], node[cut:])
+
+
+def _divide(table: TransferTable, runs: _Runs, key: Numbers, locations: _Locations) -> NDArray[np.int32]:
+    """Divide the bytes of each key among its candidates, and return the sender of each transfer."""
+    order = np.argsort(key, axis=None, kind="stable")  # within a key: receiver by receiver
+    nbytes = np.broadcast_to(runs.nbytes, key.shape).ravel()[order]
+    begin = np.empty(key.size, dtype=np.int64)
+    begin[order] = np.cumsum(nbytes) - nbytes
+    unique, first = np.unique(key.ravel()[order], return_index=True)
+    starts, total = begin[order[first]], np.add.reduceat(nbytes, first)
+    ends, ranks = _shares(unique, starts, total, locations)
+    # The candidate whose share contains the middle of a transfer sends it.
+    within = np.cumsum(table.transfer_nbytes) - table.transfer_nbytes // 2
+    within -= (np.cumsum(runs.nbytes) - runs.nbytes)[runs.transfer_run]
+    middle = begin.reshape(key.shape)[:, runs.transfer_run]
+    middle += within
+    senders: NDArray[np.int32] = ranks[np.searchsorted(ends, middle - 1, side="right").clip(max=len(ranks) - 1)]
+    return senders
+
+
+def _shares(
+    keys: Numbers, starts: Numbers, total: Numbers, locations: _Locations
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Return the end of each candidate's share in the sequence of all bytes, and the candidate's rank.
+
+    The keys follow each other in that sequence.
+    """
+    load = np.zeros(int(locations.ranks.max()) + 1)
+    candidates = [locations.candidates(key) for key in keys]
+    ends: list[NDArray[np.float64]] = [np.empty(0)] * len(keys)
+    # Keys with the fewest candidates first: keys with more candidates even out the load afterwards.
+    for position in np.argsort([len(ranks) for ranks in candidates], kind="stable"):
+        ranks = candidates[position]
+        share = _level(load[ranks], float(total[position])) if len(ranks) > 1 else np.array([float(total[position])])
+        load[ranks] += share
+        # Rounding must not extend a share into the next key, whose candidates hold other elements.
+        ends[position] = starts[position] + np.minimum(np.cumsum(share), total[position])
+        ends[position][-1] = starts[position] + total[position]
+    return np.concatenate(ends), np.concatenate(candidates).astype(np.int32)
+
+
+def _level(load: NDArray[np.float64], amount: float) -> NDArray[np.float64]:
+    """Return the bytes to add to each rank, ``amount`` in total, so that all increased ranks end at one load."""
+    rising = np.sort(load)
+    # With the k lowest ranks filled to one level, that level is (amount + their loads) / k.
+    levels = (amount + np.cumsum(rising)) / np.arange(1, len(load) + 1)
+    level = levels[np.flatnonzero(levels >= rising)[-1]]
+    added: NDArray[np.float64] = np.maximum(level - load, 0.0)
+    return added
 
 
 def schedule_buckets(source: Column, destination: Column, nbytes: Numbers, bucket_bytes: int) -> NDArray[np.int32]:
-    """Numbers the bucket of each parcel.
+    """Assign a bucket number to each transfer.
 
-    The ideal plan sends in each of ``n`` buckets one ``n``-th of what is between every two ranks: then every rank is
-    as busy in each bucket as in any other, and ``n`` is as small as the busiest rank allows. Parcels are ordered by the
-    time at which they would then be under way, and buckets filled in that order.
+    The ideal schedule of ``n`` buckets sends one ``n``-th of the bytes between every two ranks in each bucket. Then
+    every rank is equally busy in all buckets, and ``n`` is as small as the busiest rank allows. Transfers are ordered
+    by their time in the ideal schedule, and the buckets are filled in this order.
 
     Args:
-        source: ``[parcels]``, training rank.
-        destination: ``[parcels]``, rollout rank; ascending.
-        nbytes: ``[parcels]``, each at most ``bucket_bytes``.
-        bucket_bytes: the most that a rank sends, and the most that one receives, in one bucket.
+        source: ``[transfers]``, training rank.
+        destination: ``[transfers]``, rollout rank; ascending.
+        nbytes: ``[transfers]``, each at most ``bucket_bytes``.
+        bucket_bytes: maximum bytes that a rank sends, and that a rank receives, in one bucket.
 
     Returns:
-        ``[parcels]``; the numbers begin at 0 and none is left out.
+        ``[transfers]``, bucket numbers from 0 on without gaps.
     """
     source, destination = compact(source), compact(destination)
     bucket = np.zeros(len(source), dtype=np.int32)
@@ -38,8 +200,8 @@ def schedule_buckets(source: Column, destination: Column, nbytes: Numbers, bucke
         waiting = np.concatenate([waiting, order[following : following + more]])
         following += more
         sizes = nbytes[waiting]
-        # The first that waits always fits. A parcel for which only the other rank has no room is counted here as if it
-        # were taken; what a rank's bucket could have held instead comes in the next.
+        # The first waiting transfer always fits. A transfer that fits only one of its two ranks still counts as taken
+        # at that rank; the transfers that could have replaced it go to the next bucket.
         taken = _fits(source[waiting], sizes, bucket_bytes) & _fits(destination[waiting], sizes, bucket_bytes)
         bucket[waiting[taken]] = number
         waiting = waiting[~taken]
@@ -48,7 +210,7 @@ def schedule_buckets(source: Column, destination: Column, nbytes: Numbers, bucke
 
 
 def _ideal_times(source: Column, destination: Column, nbytes: Numbers) -> NDArray[np.uint16]:
-    """When the middle of each parcel is under way, in units of 1 / 65536, if all pairs of ranks send evenly."""
+    """Return the time of each transfer's middle in the ideal schedule, in units of 1 / 65536."""
     order = np.argsort(source, kind="stable")  # receivers ascend already
     begins = np.ones(len(order), dtype=bool)
     begins[1:] = (np.diff(source[order]) != 0) | (np.diff(destination[order]) != 0)
@@ -58,16 +220,16 @@ def _ideal_times(source: Column, destination: Column, nbytes: Numbers) -> NDArra
     middle = np.cumsum(sizes) - sizes / 2
     middle -= (np.cumsum(total) - total)[of_pair]
     middle /= total[of_pair]
-    # Pairs with few parcels would all be under way at the same few times: each begins at a time of its own.
+    # Pairs with few transfers would share the same few times, so each pair gets an offset.
     middle += (np.arange(len(first)) * _GOLDEN % 1.0)[of_pair]
     middle *= 2**16
     times = np.empty(len(order), dtype=np.uint16)
-    times[order] = middle.astype(np.int64).astype(np.uint16)  # a time after the end is one after the beginning
+    times[order] = middle.astype(np.int64).astype(np.uint16)  # times wrap around at the end
     return times
 
 
 def _fits(rank: Column, nbytes: Numbers, limit: int) -> NDArray[np.bool_]:
-    """Whether each parcel and all of the same rank before it are at most ``limit`` bytes."""
+    """Whether each transfer, with all earlier ones of the same rank, is within ``limit`` bytes."""
     order = np.argsort(rank, kind="stable")
     sizes = nbytes[order]
     begins = np.ones(len(order), dtype=bool)

@@ -1,64 +1,99 @@
-"""The sending side of a sync: one training rank exports its part of each bucket."""
+"""Sending side of a weight sync: a training rank packs its transfer ops of each bucket into messages."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.errors import WeightSyncError
-from megarl.sharding.links import Links
-from megarl.sharding.parts import PlanPart
-from megarl.sharding.plan import Bucket, Move, ReshardPlan
-from megarl.sharding.transports import Buffer, MemoryKind, Region, buffer_pool
-from megarl.sharding.wire import Packing, packing_of
+from megarl.base.errors import WeightSyncError
+from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp
+from megarl.sharding.transports import Buffer, BufferSlice, MemoryKind, buffer_pool
+from megarl.sharding.transports.interface import PeerTransports
 
 ALIGNMENT = 64
-"""Packings of a bucket begin at multiples of this many bytes."""
+"""Alignment in bytes of the messages within a buffer."""
 
 
-class Shipment(NamedTuple):
-    """What one training rank sends one rollout rank in one bucket."""
+class MessageLayout(NamedTuple):
+    """Byte layout of a message: the ops between two ranks in a bucket, in packing order.
+
+    Float32 ops come first. Then every element is aligned to its size, without padding bytes.
+    """
+
+    ops: tuple[TransferOp, ...]
+    dtypes: tuple[torch.dtype, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each op."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return sum(self.sizes)
+
+    def views(self, data: Tensor) -> list[Tensor]:
+        """Return a view of each op's values in the flat bytes ``data`` of a message."""
+        parts = zip(self.ops, self.dtypes, data.split(self.sizes), strict=True)
+        return [part.view(dtype).view(op.shape) for op, dtype, part in parts]
+
+
+def message_layout(ops: Sequence[TransferOp], dtype: torch.dtype, float32_params: Collection[str]) -> MessageLayout:
+    """Return the layout of the message between two ranks; sender and receiver compute the same one.
+
+    Args:
+        ops: ops between the two ranks, in the plan's order.
+        dtype: dtype of the sent weights.
+        float32_params: names of parameters that are always sent in float32.
+    """
+    ordered = sorted(ops, key=lambda op: op.dst_param not in float32_params)
+    dtypes = [torch.float32 if op.dst_param in float32_params else dtype for op in ordered]
+    sizes = [prod(op.shape) * kind.itemsize for op, kind in zip(ordered, dtypes, strict=True)]
+    return MessageLayout(tuple(ordered), tuple(dtypes), tuple(sizes))
+
+
+class Message(NamedTuple):
+    """The message of one training rank to one rollout rank in one bucket."""
 
     src_rank: int
     dst_rank: int
-    payload: Any
-    """The transport's; what it stands for may be read until the bucket is released."""
+    handle: Any
+    """Handle of the transport, valid until the bucket is released."""
 
 
 class _Outgoing(NamedTuple):
-    """A packing, who it is for, and where it lies in the bucket's buffer."""
+    """A message layout, its receiver, and its offset in the bucket's buffer."""
 
     dst_rank: int
-    packing: Packing
+    layout: MessageLayout
     start: int
 
 
 class BucketSender:
-    """A training rank's side of every sync: packs into one of two buffers while the other is being read.
+    """The sending side of one training rank; packs into one of two buffers while the receivers read the other.
 
     Args:
-        plan: the plan, or this rank's part of it.
-        rank: the training rank.
-        params: called at each export for the parameters by the weight map's names, on any device.
-        links: the ways to the rollout ranks.
-        dtype: number format of the engines' weights, in which these are sent.
-        device: on which this process computes.
+        plan: the whole plan, or the plan of this rank.
+        rank: training rank.
+        params: returns the parameters by their names in the weight map, on any device; called at each export.
+        peers: transports to the rollout ranks.
+        dtype: dtype of the engines' weights, in which the weights are sent.
+        device: device of this process; None = CPU.
     """
 
     def __init__(
         self,
-        plan: ReshardPlan | PlanPart,
+        plan: ReshardPlan | RankPlan,
         rank: int,
         params: Callable[[], Mapping[str, Tensor]],
-        links: Links,
+        peers: PeerTransports,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
-        self._rank, self._params, self._links = rank, params, links
+        self._rank, self._params, self._peers = rank, params, peers
         buckets = plan.sent_by(rank)
         layouts = [self._arrange(bucket, dtype, plan.float32_params) for bucket in buckets]
         self._buckets = [outgoing for outgoing, _ in layouts]
@@ -66,109 +101,109 @@ class BucketSender:
         for _, sizes in layouts:
             for kind, size in sizes.items():
                 largest[kind] = max(largest[kind], size)
-        where = device or torch.device("cpu")
-        self.pools = {t.memory: buffer_pool(t.memory, largest[t.memory], where) for t in links.transports.values()}
-        self._exported: dict[int, list[Shipment]] = {}
+        device = device or torch.device("cpu")
+        self.pools = {t.memory: buffer_pool(t.memory, largest[t.memory], device) for t in peers.transports.values()}
+        self._exported: dict[int, list[Message]] = {}
         self._buffers: dict[int, dict[MemoryKind, Buffer]] = {}
 
     def open(self, session: int) -> None:
-        """Gets ready for a sync; waits for the other processes where ``session`` is new.
+        """Prepare for a sync; wait for the other processes of a new ``session``.
 
         Raises:
-            WeightSyncError: a process did not come.
+            WeightSyncError: a process did not join.
         """
-        self._links.open(session)
+        self._peers.open(session)
 
-    def export_bucket(self, index: int) -> dict[int, Shipment]:
-        """Packs bucket ``index``.
+    def export_bucket(self, index: int) -> dict[int, Message]:
+        """Pack bucket ``index``.
 
         Returns:
-            By rollout rank; a rank that receives nothing is absent.
+            Messages by rollout rank; ranks that receive nothing are absent.
 
         Raises:
-            WeightSyncError: a parameter is missing or too small, there is no memory, or two buckets are out already.
-                Nothing of this one stays packed.
+            WeightSyncError: a parameter is missing or too small, memory is exhausted, or two buckets are still in use.
+                The bucket's buffers are free again.
         """
         params = self._params()
         self._exported[index], self._buffers[index] = [], {}
         try:
             with torch.no_grad():
                 for outgoing in self._buckets[index]:
-                    self._exported[index].append(self._ship(index, outgoing, params))
+                    self._exported[index].append(self._send(index, outgoing, params))
         except BaseException:
-            self._forget(index)
+            self._free_buffers(index)
             raise
-        return {shipment.dst_rank: shipment for shipment in self._exported[index]}
+        return {message.dst_rank: message for message in self._exported[index]}
 
     def release_bucket(self, index: int) -> None:
-        """The receivers have read bucket ``index``: its buffer may be used again. Harmless where there is none."""
-        for shipment in self._exported.get(index, ()):
-            self._links.to(shipment.dst_rank).finish(shipment.payload)
-        self._forget(index)
+        """Free the buffers of bucket ``index`` after the receivers have read it; a no-op for an unknown bucket."""
+        for message in self._exported.get(index, ()):
+            self._peers.to(message.dst_rank).finish(message.handle)
+        self._free_buffers(index)
 
     def close(self, completed: bool) -> int:
-        """Ends a sync, and after a failure drops what is still packed.
+        """End a sync; after a failure free all buffers in use.
 
         Returns:
-            The most bytes that this process held for it at once, besides its weights.
+            Peak bytes of this process for the sync, besides its weights.
         """
         for index in list(self._exported):
-            self._forget(index)
-        self._links.end(completed)
+            self._free_buffers(index)
+        self._peers.end(completed)
         if "device" in self.pools:
             self.pools["device"].close()
-        return sum(pool.peak_bytes for pool in self.pools.values()) + self._links.peak_bytes
+        return sum(pool.peak_bytes for pool in self.pools.values()) + self._peers.peak_bytes
 
     def _arrange(
         self, bucket: Bucket, dtype: torch.dtype, float32_params: frozenset[str]
     ) -> tuple[list[_Outgoing], dict[MemoryKind, int]]:
-        """A bucket's packings with their places, and bytes by kind of memory."""
-        moves: dict[int, list[Move]] = defaultdict(list)
-        for move in bucket.moves:
-            moves[move.dst_rank].append(move)
+        """Return the message layouts of a bucket with their offsets, and the bytes by kind of memory."""
+        ops: dict[int, list[TransferOp]] = defaultdict(list)
+        for op in bucket.ops:
+            ops[op.dst_rank].append(op)
         outgoing, used = [], dict[MemoryKind, int]()
-        for dst_rank, group in moves.items():
-            packing, kind = packing_of(group, dtype, float32_params), self._links.to(dst_rank).memory
+        for dst_rank, group in ops.items():
+            layout, kind = message_layout(group, dtype, float32_params), self._peers.to(dst_rank).memory
             start = -(-used.get(kind, 0) // ALIGNMENT) * ALIGNMENT
-            used[kind] = start + packing.nbytes
-            outgoing.append(_Outgoing(dst_rank, packing, start))
+            used[kind] = start + layout.nbytes
+            outgoing.append(_Outgoing(dst_rank, layout, start))
         return outgoing, used
 
-    def _ship(self, index: int, outgoing: _Outgoing, params: Mapping[str, Tensor]) -> Shipment:
-        transport, buffers = self._links.to(outgoing.dst_rank), self._buffers[index]
+    def _send(self, index: int, outgoing: _Outgoing, params: Mapping[str, Tensor]) -> Message:
+        transport, buffers = self._peers.to(outgoing.dst_rank), self._buffers[index]
         if transport.memory not in buffers:
             buffers[transport.memory] = self.pools[transport.memory].take()
-        packing, start = outgoing.packing, outgoing.start
-        region = Region(buffers[transport.memory], start, start + packing.nbytes)
-        for move, packed in zip(packing.moves, packing.views(region.data), strict=True):
-            packed.copy_(cut(params, move))
-        return Shipment(self._rank, outgoing.dst_rank, transport.send(region, outgoing.dst_rank, index))
+        layout, start = outgoing.layout, outgoing.start
+        buffer_slice = BufferSlice(buffers[transport.memory], start, start + layout.nbytes)
+        for op, packed in zip(layout.ops, layout.views(buffer_slice.data), strict=True):
+            packed.copy_(source_slice(params, op))
+        return Message(self._rank, outgoing.dst_rank, transport.send(buffer_slice, outgoing.dst_rank, index))
 
-    def _forget(self, index: int) -> None:
+    def _free_buffers(self, index: int) -> None:
         self._exported.pop(index, None)
         for kind, buffer in self._buffers.pop(index, {}).items():
             self.pools[kind].give_back(buffer)
 
 
-def cut(params: Mapping[str, Tensor], move: Move) -> Tensor:
-    """What a move takes from a training rank's parameters; not a copy.
+def source_slice(params: Mapping[str, Tensor], op: TransferOp) -> Tensor:
+    """Return the view of a training rank's parameter that a transfer op reads.
 
     Raises:
         WeightSyncError: the parameter is missing or too small.
     """
-    tensor = params.get(move.src_param)
+    tensor = params.get(op.src_param)
     if tensor is None:
-        raise WeightSyncError(f"training rank {move.src_rank} has no parameter '{move.src_param}', the plan needs it")
-    shape = move.shape[len(move.shape) - len(move.src_start) :]
-    part = tensor[tuple(slice(a, a + n) for a, n in zip(move.src_start, shape, strict=True))]
+        raise WeightSyncError(f"training rank {op.src_rank} has no parameter '{op.src_param}', the plan needs it")
+    shape = op.shape[len(op.shape) - len(op.src_start) :]
+    part = tensor[tuple(slice(a, a + n) for a, n in zip(op.src_start, shape, strict=True))]
     if tuple(part.shape) != shape:
         raise WeightSyncError(
-            f"parameter '{move.src_param}' of training rank {move.src_rank} has shape {list(tensor.shape)}, "
-            f"the plan reads {list(shape)} elements at {list(move.src_start)}"
+            f"parameter '{op.src_param}' of training rank {op.src_rank} has shape {list(tensor.shape)}, "
+            f"the plan reads {list(shape)} elements at {list(op.src_start)}"
         )
     return part
 
 
-def destinations(buckets: Sequence[Bucket]) -> set[int]:
-    """The rollout ranks that a training rank's buckets go to."""
-    return {move.dst_rank for bucket in buckets for move in bucket.moves}
+def destination_ranks(buckets: Sequence[Bucket]) -> set[int]:
+    """Return the rollout ranks that a training rank sends to."""
+    return {op.dst_rank for bucket in buckets for op in bucket.ops}

@@ -1,7 +1,8 @@
-"""Proof that engines hold the trainer's weights: checksums of every Hugging Face tensor, taken at both ends.
+"""Checks of a weight sync: coverage of the plan, and checksums of every Hugging Face tensor at both ends.
 
-They are taken of what the model and the engine hold, each by its own list of rectangles, and so they do not depend on
-the plan, the buckets or the transports that they are to check.
+The coverage check proves that a plan writes every element exactly once. The checksums prove that the engines hold the
+trainer's weights. Each end computes them from its tensors and its list of pieces, independent of plan, buckets and
+transports.
 """
 
 from __future__ import annotations
@@ -11,55 +12,118 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.errors import WeightSyncError
+import numpy as np
+
+from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam
+from megarl.sharding.plan import RankPlan, ReshardPlan
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, stop
 
-class Share(NamedTuple):
-    """What one process holds of a Hugging Face tensor."""
+
+def check_coverage(plan: ReshardPlan | RankPlan, params: Mapping[int, Sequence[LocalParam]]) -> None:
+    """Check that a plan writes every element of the receiving parameters exactly once.
+
+    Args:
+        plan: the plan.
+        params: parameters by rollout rank. Ranks that are absent are not checked, so each rank may check itself.
+
+    Raises:
+        WeightSyncError: an element is written twice or never, vocabulary padding is written, or the plan writes a
+            parameter that the rank does not hold. Names the parameter, the rank and the first wrong elements.
+    """
+    for rank, held in params.items():
+        written: dict[str, list[Box]] = defaultdict(list)
+        for bucket in plan.received_by(rank):
+            for op in bucket.ops:
+                stop = tuple(a + n for a, n in zip(op.dst_start, op.shape, strict=True))
+                written[op.dst_param].append((op.dst_start, stop))
+        for param in held:
+            _check_param(rank, param, written.pop(param.name, []))
+        for name in written:
+            raise WeightSyncError(f"the plan writes parameter '{name}' to rollout rank {rank}, which does not hold it")
+
+
+def _check_param(rank: int, param: LocalParam, written: list[Box]) -> None:
+    expected = [
+        (piece.at, tuple(a + n for a, n in zip(piece.at, piece.local_shape, strict=True))) for piece in param.pieces
+    ]
+    if sorted(expected) == sorted(written):
+        return
+    # On the grid spanned by all boundaries every box consists of whole cells, so counting cells counts elements.
+    boxes = [*expected, *written, ((0,) * len(param.shape), param.shape)]
+    edges = [sorted({box[end][axis] for box in boxes for end in (0, 1)}) for axis in range(len(param.shape))]
+    wrong = np.argwhere(_count(written, edges) != _count(expected, edges))
+    if len(wrong) == 0:
+        return
+    cell = tuple(int(i) for i in wrong[0])
+    start = [axis[i] for axis, i in zip(edges, cell, strict=True)]
+    stop = [axis[i + 1] for axis, i in zip(edges, cell, strict=True)]
+    times = int(_count(written, edges)[cell])
+    expected_times = int(_count(expected, edges)[cell])
+    raise WeightSyncError(
+        f"the plan writes elements {start} to {stop} of parameter '{param.name}' on rollout rank {rank} "
+        f"{times} times instead of {expected_times}"
+    )
+
+
+def _count(boxes: Iterable[Box], edges: list[list[int]]) -> np.ndarray:
+    """Count the boxes that cover each cell of the grid."""
+    counts = np.zeros([len(axis) - 1 for axis in edges], dtype=np.int32)
+    position = [{edge: i for i, edge in enumerate(axis)} for axis in edges]
+    for start, stop in boxes:
+        cells = tuple(slice(p[a], p[b]) for p, a, b in zip(position, start, stop, strict=True))
+        counts[cells] += 1
+    return counts
+
+
+class PartialChecksum(NamedTuple):
+    """Checksum and number of the elements that one process holds of a Hugging Face tensor."""
 
     checksum: int
     """Sum of :func:`megarl.models.checksum.rectangle_checksum` modulo 2**64."""
     elements: int
 
-    def plus(self, other: Share) -> Share:
-        """Of both together."""
-        return Share((self.checksum + other.checksum) % 2**64, self.elements + other.elements)
+    def plus(self, other: PartialChecksum) -> PartialChecksum:
+        """Return the checksum of both parts together."""
+        return PartialChecksum((self.checksum + other.checksum) % 2**64, self.elements + other.elements)
 
 
-NOTHING = Share(0, 0)
-Shares = Mapping[str, Share]
+NO_ELEMENTS = PartialChecksum(0, 0)
+
+
+PartialChecksums = Mapping[str, PartialChecksum]
 """By Hugging Face name."""
 
 
-def shares_of(
+def partial_checksums(
     params: Iterable[LocalParam],
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
     float32_params: Collection[str],
     convert: bool,
-) -> dict[str, Share]:
-    """What a process holds.
+) -> dict[str, PartialChecksum]:
+    """Compute the checksums of one process's parameters.
 
     Args:
-        params: its parameters.
+        params: parameters of the process.
         tensors: their values by name.
-        dtype: number format in which the weights are sent.
-        float32_params: names of parameters that are sent in float32 whatever ``dtype``.
-        convert: convert to what is sent first, as a sender does; otherwise another number format is an error.
+        dtype: dtype of the sent weights.
+        float32_params: names of parameters that are always sent in float32.
+        convert: convert to the sent dtype first, as a sender does; otherwise another dtype is an error.
 
     Raises:
-        WeightSyncError: an engine holds another number format than was sent, so that checksums say nothing.
+        WeightSyncError: an engine holds another dtype than the sent one, so that checksums cannot be compared.
     """
     import torch
 
     from megarl.models.checksum import rectangle_checksum
 
-    shares: dict[str, Share] = defaultdict(lambda: NOTHING)
+    checksums: dict[str, PartialChecksum] = defaultdict(lambda: NO_ELEMENTS)
     for param in params:
         tensor, sent = tensors[param.name], torch.float32 if param.name in float32_params else dtype
         if tensor.dtype != sent and not convert:
@@ -70,49 +134,51 @@ def shares_of(
         for piece in param.pieces:
             box = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))
             checksum = rectangle_checksum(tensor[box].reshape(piece.shape), piece.start, sent)
-            shares[piece.hf_name] = shares[piece.hf_name].plus(Share(checksum, prod(piece.shape)))
-    return dict(shares)
+            checksums[piece.hf_name] = checksums[piece.hf_name].plus(PartialChecksum(checksum, prod(piece.shape)))
+    return dict(checksums)
 
 
-def check_shares(trainer: Sequence[Shares], rollout: Sequence[Shares], replica_size: int) -> None:
-    """Compares what all rollout ranks hold with the trainer's.
+def compare_checksums(
+    trainer: Sequence[PartialChecksums], rollout: Sequence[PartialChecksums], replica_size: int
+) -> None:
+    """Compare the checksums of all rollout ranks with the trainer's.
 
     Args:
-        trainer: of ranks that together hold each element exactly once.
-        rollout: of every rollout rank, by rank.
-        replica_size: ranks of one replica; within it, ranks may hold the same elements.
+        trainer: checksums of ranks that together hold each element exactly once.
+        rollout: checksums by rollout rank.
+        replica_size: ranks of one replica; several of them may hold the same elements.
 
     Raises:
-        WeightSyncError: a tensor differs or is not held whole; names the first and the replica.
+        WeightSyncError: a tensor differs or is incomplete; names the first one and the replica.
     """
     expected = _sum(trainer)
     for replica in range(len(rollout) // replica_size):
         first = replica * replica_size
         held = _sum(rollout[first : first + replica_size])
-        where = f"rollout replica {replica} (rank {first}" + (
+        owner = f"rollout replica {replica} (rank {first}" + (
             ")" if replica_size == 1 else f" to {first + replica_size - 1})"
         )
-        for name, share in expected.items():
-            _check(name, share, held.get(name, NOTHING), where)
+        for name, partial in expected.items():
+            _check(name, partial, held.get(name, NO_ELEMENTS), owner)
         unknown = held.keys() - expected.keys()
         if unknown:
-            raise WeightSyncError(f"{where} holds '{min(unknown)}', which the actor does not")
+            raise WeightSyncError(f"{owner} holds '{min(unknown)}', which the actor does not")
 
 
-def _check(name: str, expected: Share, held: Share, where: str) -> None:
+def _check(name: str, expected: PartialChecksum, held: PartialChecksum, owner: str) -> None:
     copies, rest = divmod(held.elements, expected.elements)
     if rest or not copies:
         raise WeightSyncError(
-            f"{where} holds {held.elements} elements of '{name}', the actor {expected.elements}: neither all of them "
+            f"{owner} holds {held.elements} elements of '{name}', the actor {expected.elements}: neither all of them "
             "nor the same number of copies of each"
         )
     if held.checksum != expected.checksum * copies % 2**64:
-        raise WeightSyncError(f"'{name}' of {where} differs from the actor's, by checksum")
+        raise WeightSyncError(f"'{name}' of {owner} differs from the actor's, by checksum")
 
 
-def _sum(shares: Sequence[Shares]) -> dict[str, Share]:
-    total: dict[str, Share] = defaultdict(lambda: NOTHING)
-    for one in shares:
-        for name, share in one.items():
-            total[name] = total[name].plus(share)
+def _sum(checksums: Sequence[PartialChecksums]) -> dict[str, PartialChecksum]:
+    total: dict[str, PartialChecksum] = defaultdict(lambda: NO_ELEMENTS)
+    for rank_checksums in checksums:
+        for name, partial in rank_checksums.items():
+            total[name] = total[name].plus(partial)
     return total

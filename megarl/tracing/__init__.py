@@ -1,9 +1,9 @@
-"""What a run's processes do and when: the timeline, profilers, and who waits for whom when a run stalls."""
+"""Observation of a run's processes: timeline, profilers, and stall diagnosis (which rank waits for which)."""
 
 from megarl.tracing.collectives import watch_collectives
-from megarl.tracing.options import ProfileOptions, RoleProfile, TracingOptions
-from megarl.tracing.start import unwatch_process, watch_process
+from megarl.tracing.profilers import ProfileOptions, RoleProfile
 from megarl.tracing.tracer import PHASE, TRACER, Event, counter, past_span, span
+from megarl.tracing.watch import TracingOptions, unwatch_process, watch_process
 
 __all__ = [
     "PHASE",

@@ -1,8 +1,9 @@
-"""What a process is doing, in memory that others can read while it hangs, is stopped, or holds Python's lock.
+"""The board of a process: its open spans and collectives, in memory that other processes can read.
 
-A board is an anonymous file of a few kilobytes. Its process writes into it through a mapping, which costs less than a
-microsecond; whoever runs as the same user on the same machine reads it under ``/proc/<pid>/fd``. It goes with its
-process. Nothing is locked: a reader may see a slot while it is written, and shows it as it is.
+A reader needs no cooperation: the process may hang, be stopped, or hold the GIL. A board is an anonymous file of a few
+kilobytes. Its process writes through a memory mapping, in less than a microsecond. Any process of the same user on the
+same machine reads it under ``/proc/<pid>/fd``. It disappears with its process. There is no lock: a reader may see a
+slot during a write.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 BOARD, STACKS = "megarl-board", "megarl-stacks"
-"""Names of a process's anonymous files."""
+"""Names of the anonymous files of a process."""
 _SLOT = struct.Struct("<qH118s")
 _COUNT = struct.Struct("<qH118s")
 _DEPTH = struct.Struct("<H")
@@ -23,11 +25,12 @@ SPANS, GROUPS = 30, 31
 _SPANS_AT = 128
 _GROUPS_AT = _SPANS_AT + SPANS * _SLOT.size
 SIZE = _GROUPS_AT + GROUPS * _COUNT.size
+_LISTED_RANKS = 8
 
 
 @dataclass(frozen=True)
 class OpenSpan:
-    """Something under way: its name, and since when on the machine's monotonic clock."""
+    """An open span: name and start on the machine's monotonic clock."""
 
     name: str
     since_ns: int
@@ -35,12 +38,12 @@ class OpenSpan:
 
 @dataclass(frozen=True)
 class GroupCount:
-    """How far a process is in the collectives of one group.
+    """Progress of a process in the collectives of one group.
 
     Attributes:
-        group: its name and ranks, the same on all of them, such as ``tensor-model-parallel [0, 1]``.
-        issued: collectives that this process has begun.
-        last: name of the last one.
+        group: name and ranks, identical on all its ranks, such as ``tensor-model-parallel [0, 1]``.
+        issued: number of collectives that this process has issued.
+        last: name of the last collective.
     """
 
     group: str
@@ -50,7 +53,7 @@ class GroupCount:
 
 @dataclass(frozen=True)
 class BoardContent:
-    """What a board shows: spans from the outermost to the innermost, and counts by group."""
+    """Content of a board: open spans, outermost first, and collective counts by group."""
 
     spans: Sequence[OpenSpan] = ()
     groups: Mapping[str, GroupCount] | None = None
@@ -62,7 +65,7 @@ class BoardContent:
 
 
 class Board:
-    """This process's own; Linux only."""
+    """The board of this process; Linux only."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create(BOARD)
@@ -72,7 +75,7 @@ class Board:
         self._groups: dict[str, int] = {}
 
     def push(self, name: str, since_ns: int) -> None:
-        """Something begins inside of what is under way."""
+        """Add a span inside the open spans."""
         if self._depth < SPANS:
             text = name.encode()[:118]
             _SLOT.pack_into(self._memory, _SPANS_AT + self._depth * _SLOT.size, since_ns, len(text), text)
@@ -80,29 +83,29 @@ class Board:
         _DEPTH.pack_into(self._memory, 0, min(self._depth, SPANS))
 
     def pop(self) -> None:
-        """The innermost has ended."""
+        """Remove the innermost span."""
         self._depth -= 1
         _DEPTH.pack_into(self._memory, 0, min(self._depth, SPANS))
 
     def issue(self, group: str, name: str, count: int) -> None:
-        """The collective ``name``, the ``count``-th of its group, begins; groups beyond :data:`GROUPS` are left out."""
+        """Record the ``count``-th collective of a group; groups beyond :data:`GROUPS` are ignored."""
         slot = self._groups.setdefault(group, len(self._groups))
         if slot < GROUPS:
             text = f"{group}|{name}".encode()[:118]
             _COUNT.pack_into(self._memory, _GROUPS_AT + slot * _COUNT.size, count, len(text), text)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory.close()
         os.close(self._fd)
 
 
 def find_file(pid: int, name: str) -> Path | None:
-    """A process's anonymous file by its name, up to a colon in it; None where it has none, or is gone."""
-    beginnings = (f"/memfd:{name} ", f"/memfd:{name}:")
+    """Find an anonymous file of a process by the part of its name before a colon; None if there is none."""
+    prefixes = (f"/memfd:{name} ", f"/memfd:{name}:")
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(entry).startswith(beginnings):
+            if os.readlink(entry).startswith(prefixes):
                 return entry
     except OSError:
         pass
@@ -110,7 +113,7 @@ def find_file(pid: int, name: str) -> Path | None:
 
 
 def read_board(pid: int) -> BoardContent | None:
-    """What the board of a process on this machine shows; None where it has none, or is gone."""
+    """Read the board of a process on this machine; None if there is none."""
     file = find_file(pid, BOARD)
     if file is None:
         return None
@@ -130,3 +133,19 @@ def read_board(pid: int) -> BoardContent | None:
         if issued:
             groups[group] = GroupCount(group, issued, last)
     return BoardContent(spans, groups)
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Format the ranks of a group: ``[0, 2]``, or ``[0:64:8]`` for many ranks at equal distances."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) > _LISTED_RANKS and len(steps) == 1 and (step := steps.pop()) > 0:
+        return f"[{ranks[0]}:{ranks[-1] + 1}:{step}]"
+    return f"[{', '.join(map(str, ranks))}]"
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Parse the text of :func:`describe_ranks`."""
+    inside = text.strip("[]")
+    if ":" in inside:
+        return tuple(range(*map(int, inside.split(":"))))
+    return tuple(int(rank) for rank in inside.split(",") if rank.strip())

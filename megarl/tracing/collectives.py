@@ -1,9 +1,11 @@
-"""Shows on a process's board which collective of which group it waits in, and how many it has begun of each.
+"""Instrumentation of ``torch.distributed``: the board shows the current collective and the counts per group.
 
-Every collective goes through a method of ``torch.distributed.ProcessGroup``, and every wait for one through
-``Work.wait``, from wherever their callers have imported the functions; there they are seen. Ranks of a group begin its
-collectives in one order, so that the one that has begun fewer than its peers is the one they wait for: this holds for
-NCCL too, where a process goes on after it has begun one.
+All collectives go through methods of ``ProcessGroup``, and all waits through ``Work.wait``, so these are wrapped. The
+ranks of a group issue its collectives in the same order. So the rank with the lowest count is the one that the others
+wait for. This holds for NCCL too, where a process continues after it issues a collective.
+
+PyTorch's Flight Recorder covers NCCL only and is read after an abort. The wrappers cover gloo as well, and their counts
+are readable while the process hangs.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from megarl.tracing.ranks import describe_ranks
+from megarl.tracing.board import describe_ranks
 from megarl.tracing.tracer import TRACER
 
-_TOGETHER = (
+_COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier"),
     *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
     *("all_gather_single", "all_gather_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     "reduce_scatter_tensor_coalesced",
 )
-_BETWEEN_TWO = ("send", "recv", "recv_anysource")
+_POINT_TO_POINT = ("send", "recv", "recv_anysource")
 SHORTEST_WAIT_NS = 50_000
-"""Shorter waits are not in the timeline."""
-_MOST_UNDER_WAY = 64
+"""Shorter waits are omitted from the timeline."""
+_MOST_PENDING = 64
 _SHOWN = {
     "_allgather_base": "all_gather",
     "allgather": "all_gather",
@@ -40,17 +42,17 @@ _SHOWN = {
 
 
 class CollectiveWatch:
-    """Counts collectives by group and knows what each wait is for."""
+    """Counts collectives by group, and maps each wait to its collective."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = defaultdict(int)
         self._labels: dict[str, str] = {}
-        self._works: deque[tuple[int, str]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._works: deque[tuple[int, str]] = deque(maxlen=_MOST_PENDING)
 
     def issue(self, group: Any, name: str, args: tuple[Any, ...]) -> str:
-        """A call begins; returns what is shown of it."""
+        """Count a call; return its description."""
         label = self.label(group)
-        if name in _BETWEEN_TWO:
+        if name in _POINT_TO_POINT:
             peer = f" {args[1]}" if name != "recv_anysource" and len(args) > 1 else ""
             return f"{name}{peer} of {label}"
         self._counts[label] += 1
@@ -58,16 +60,16 @@ class CollectiveWatch:
             TRACER.board.issue(label, name, self._counts[label])
         return f"{name} #{self._counts[label]} of {label}"
 
-    def under_way(self, work: Any, shown: str) -> None:
-        """A call has returned something to wait for."""
+    def add_work(self, work: Any, shown: str) -> None:
+        """Remember the description of a call's work handle."""
         self._works.append((id(work), shown))
 
-    def waits_for(self, work: Any) -> str:
-        """What is shown of a wait."""
+    def describe_wait(self, work: Any) -> str:
+        """Return the description of a work handle."""
         return next((shown for key, shown in reversed(self._works) if key == id(work)), "communication")
 
     def label(self, group: Any) -> str:
-        """A group's name and ranks."""
+        """Return name and ranks of a group."""
         name = group.group_name
         if name not in self._labels:
             from torch.distributed import get_process_group_ranks
@@ -79,7 +81,7 @@ class CollectiveWatch:
 
 
 def watch_collectives() -> None:
-    """From here on this process's collectives are seen; once, and only where ``torch.distributed`` is imported."""
+    """Instrument the collectives of this process, once; a no-op if ``torch.distributed`` is not imported."""
     if "torch.distributed" not in sys.modules:
         return
     from torch.distributed import ProcessGroup, Work
@@ -87,10 +89,10 @@ def watch_collectives() -> None:
     if hasattr(Work.wait, "__megarl__"):
         return
     watch = CollectiveWatch()
-    for method in (*_TOGETHER, *_BETWEEN_TWO):
+    for method in (*_COLLECTIVES, *_POINT_TO_POINT):
         if hasattr(ProcessGroup, method):
             setattr(ProcessGroup, method, _counted(watch, method, getattr(ProcessGroup, method)))
-    setattr(Work, "wait", _waited(watch, Work.wait))  # noqa: B010 -- a type of C++, whose methods have no setter
+    setattr(Work, "wait", _waited(watch, Work.wait))  # noqa: B010 -- a C++ type without attribute setters
 
 
 def _counted(watch: CollectiveWatch, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,9 +103,9 @@ def _counted(watch: CollectiveWatch, method: str, original: Callable[..., Any]) 
         if not TRACER.active:
             return original(group, *args, **kwargs)
         shown = watch.issue(group, name, args)
-        # Some wait inside, as a barrier that is monitored.
+        # Some calls wait inside, such as monitored_barrier.
         work = _in_span(shown, functools.partial(original, group, *args, **kwargs))
-        watch.under_way(work, shown)
+        watch.add_work(work, shown)
         return work
 
     return begin
@@ -114,14 +116,14 @@ def _waited(watch: CollectiveWatch, original: Callable[..., Any]) -> Callable[..
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         if not TRACER.active:
             return original(work, *args, **kwargs)
-        return _in_span(watch.waits_for(work), functools.partial(original, work, *args, **kwargs))
+        return _in_span(watch.describe_wait(work), functools.partial(original, work, *args, **kwargs))
 
     wait.__megarl__ = True  # type: ignore[attr-defined]
     return wait
 
 
 def _in_span(shown: str, call: Callable[[], Any]) -> Any:
-    """Calls, and keeps the span if it was long."""
+    """Make a call within a span; short spans are dropped."""
     name = shown.partition(" ")[0]
     start = TRACER.enter(name, "communication", shown)
     try:

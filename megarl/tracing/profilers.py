@@ -1,33 +1,66 @@
-"""Profilers of one process: torch's, snapshots of CUDA's memory, and ranges that nsys captures."""
+"""Profilers of a process: ``torch.profiler``, CUDA memory snapshots, and capture ranges of Nsight Systems."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.tracing.options import ProfileOptions
 from megarl.tracing.tracer import TRACER
 
 
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Options of a profiler; see the config section ``global_profiler``.
+
+    Attributes:
+        tool: ``torch``, ``torch_memory`` or ``nsys``.
+        folder: output folder, on the node of the process.
+        discrete: write a file per verb instead of per step.
+        contents: for ``torch``, the recorded data: ``cpu``, ``cuda``, ``memory``, ``shapes``, ``stack``.
+        max_entries: for ``torch_memory``, the number of recorded allocations.
+        nsight: for ``nsys``, options of ``nsys profile``, by name without dashes.
+    """
+
+    tool: str
+    folder: str
+    discrete: bool = False
+    contents: tuple[str, ...] = ("cpu", "cuda")
+    max_entries: int = 100_000
+    nsight: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoleProfile:
+    """Profiler options of a role, and its profiled ranks; empty = all ranks."""
+
+    options: ProfileOptions
+    ranks: tuple[int, ...] = ()
+
+    def of(self, rank: int) -> ProfileOptions | None:
+        """Return the options of a rank; None = no profiler."""
+        return self.options if not self.ranks or rank in self.ranks else None
+
+
 class Profiler(Protocol):
-    """Records from ``start`` to ``stop``."""
+    """A profiler, which records from ``start`` to ``stop``."""
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
 
     def stop(self, path: Path) -> None:
-        """End, and write what was recorded; ``path`` lacks its ending."""
+        """Stop recording and write the result; ``path`` has no suffix."""
 
 
 class TorchProfiler:
-    """Operators on CPU and GPU with ``torch.profiler``; writes a Chrome trace, packed."""
+    """Records CPU and GPU operators with ``torch.profiler``; writes a compressed Chrome trace."""
 
     def __init__(self, options: ProfileOptions) -> None:
         self._contents = set(options.contents)
         self._profile: Any = None
 
     def start(self) -> None:
-        """As the protocol says."""
+        """Start recording."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -43,26 +76,26 @@ class TorchProfiler:
         self._profile.__enter__()
 
     def stop(self, path: Path) -> None:
-        """As the protocol says."""
+        """Stop and write the trace."""
         self._profile.__exit__(None, None, None)
         self._profile.export_chrome_trace(f"{path}.json.gz")
         self._profile = None
 
 
 class MemoryProfiler:
-    """Allocations of CUDA's memory, with their stacks; writes a snapshot for https://pytorch.org/memory_viz."""
+    """Records CUDA memory allocations with their stacks; writes a snapshot for https://pytorch.org/memory_viz."""
 
     def __init__(self, options: ProfileOptions) -> None:
         self._entries = options.max_entries
 
     def start(self) -> None:
-        """As the protocol says."""
+        """Start recording."""
         import torch
 
         torch.cuda.memory._record_memory_history(max_entries=self._entries)
 
     def stop(self, path: Path) -> None:
-        """As the protocol says."""
+        """Stop and write the snapshot."""
         import torch
 
         torch.cuda.memory._dump_snapshot(f"{path}.pickle")
@@ -70,23 +103,23 @@ class MemoryProfiler:
 
 
 class NsysRanges:
-    """Tells ``nsys``, under which the process was started, when to capture, and marks spans by NVTX ranges.
+    """Starts and stops the capture of ``nsys``, and marks spans as NVTX ranges.
 
-    The files are nsys's own, in the folder of Ray's logs.
+    The process must run under ``nsys``, which writes its files into the folder of Ray's logs.
     """
 
     def __init__(self, options: ProfileOptions) -> None:
         pass
 
     def start(self) -> None:
-        """As the protocol says."""
+        """Start recording."""
         import torch
 
         torch.cuda.profiler.start()
         TRACER.watcher = _mark
 
     def stop(self, path: Path) -> None:
-        """As the protocol says; nothing is written here."""
+        """Stop the capture; ``nsys`` writes the file."""
         import torch
 
         TRACER.watcher = None
@@ -94,7 +127,7 @@ class NsysRanges:
 
 
 def _mark(name: str | None) -> None:
-    """Begins an NVTX range, or with None ends the innermost."""
+    """Begin an NVTX range; None ends the innermost range."""
     import torch
 
     if name is None:
@@ -104,15 +137,15 @@ def _mark(name: str | None) -> None:
 
 
 TOOLS: dict[str, Any] = {"torch": TorchProfiler, "torch_memory": MemoryProfiler, "nsys": NsysRanges}
-"""By the names of ``global_profiler.tool``."""
+"""Profiler classes by the values of ``global_profiler.tool``."""
 
 
 class ProfiledProcess:
-    """A process's profiler, from step to step.
+    """The profiler of a process over the steps of a run.
 
     Args:
-        options: which, and where files go; None = none.
-        name: of the process, with which its files begin.
+        options: profiler options; None = no profiler.
+        name: name of the process; start of its file names.
     """
 
     def __init__(self, options: ProfileOptions | None, name: str) -> None:
@@ -122,7 +155,7 @@ class ProfiledProcess:
         self._running = False
 
     def record(self, label: str) -> None:
-        """From here on what is recorded is ``label``, a step or some; empty: nothing is."""
+        """Record under ``label`` (one or more steps) from now on; empty = stop recording."""
         if self._options is None:
             return
         if self._running:
@@ -132,12 +165,12 @@ class ProfiledProcess:
             self._start()
 
     def begin_verb(self) -> None:
-        """A verb begins."""
+        """Start recording a verb, with a file per verb."""
         if self._label and self._options is not None and self._options.discrete:
             self._start()
 
     def end_verb(self, verb: str) -> None:
-        """A verb has ended."""
+        """Stop recording a verb, with a file per verb."""
         if self._running and self._options is not None and self._options.discrete:
             self._stop(f"{self._label}-{verb}")
 
@@ -153,7 +186,7 @@ class ProfiledProcess:
         folder = Path(self._options.folder)
         folder.mkdir(parents=True, exist_ok=True)
         path, number = folder / f"{self._name}-{label}", 1
-        while any(folder.glob(f"{path.name}.*")):  # a verb that is called several times in a step
+        while any(folder.glob(f"{path.name}.*")):  # a verb may be called several times in a step
             number += 1
             path = folder / f"{self._name}-{label}-{number}"
         self._profiler.stop(path)

@@ -1,32 +1,80 @@
-"""Python stacks and states of processes on this machine, whatever they hang in.
+"""Python stacks of processes on this machine: the writer in a watched process, and the reader outside.
 
-A process that never offered to tell its stacks (:mod:`megarl.tracing.stack_writer`) is asked for none: the signal would
-end it.
+A watched process writes its stacks into an anonymous file on request, in one of two ways. A thread waits at a pipe and
+writes the stacks of the other threads while it holds the GIL. If the GIL is never released, :data:`SIGNAL` makes
+``faulthandler`` write them, in C and without the GIL. The signal is the last resort: it reads the frames of running
+threads, and a thread that returns at the wrong moment crashes the process. A process that does not serve its stacks is
+not signaled, which would kill it.
+
+``py-spy dump`` gives the same stacks without preparation, but needs ptrace rights, which containers rarely grant.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import os
 import re
+import signal
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from megarl.tracing.board import STACKS, BoardContent, find_file, read_board
-from megarl.tracing.stack_writer import SIGNAL
 
+SIGNAL = signal.SIGUSR2
 LONGEST_ANSWER_S = 2.0
-"""For a process to tell its stacks, in each of the two ways."""
+"""Seconds for a process to write its stacks, for each of the two ways."""
 _SETTLED_S = 0.05
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _STATES = {"R": "running", "S": "sleeping", "D": "in the kernel", "T": "stopped", "t": "traced", "Z": "dead"}
 DEAD, STOPPED = "dead", "stopped"
 
 
+def serve_stacks() -> None:
+    """Write the stacks of this process on request from now on; once per process, Linux only."""
+    if find_file(os.getpid(), STACKS) is not None or not sys.platform.startswith("linux"):
+        return
+    receiver, sender = os.pipe()
+    # The file's name has the descriptor of the pipe that a reader writes to.
+    handle = os.memfd_create(f"{STACKS}:{sender}")
+    # A reader truncates the file before its request, so writes must append.
+    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_APPEND)
+    faulthandler.register(SIGNAL, file=handle, all_threads=True, chain=False)
+    threading.Thread(target=_answer, args=(receiver, handle), name="stacks", daemon=True).start()
+
+
+def _answer(receiver: int, handle: int) -> None:
+    while os.read(receiver, 4096):
+        os.write(handle, "\n".join(_stacks()).encode())
+
+
+def _stacks() -> Iterator[str]:
+    """Yield the lines that ``faulthandler`` would write, with thread names."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    writer, main = threading.get_ident(), threading.main_thread().ident
+    for ident, frame in sys._current_frames().items():
+        if ident != writer:
+            kind, name = ("Current thread" if ident == main else "Thread"), names.get(ident, "")
+            yield f"{kind} 0x{ident:016x}{f' [{name}]' if name else ''} (most recent call first):"
+            yield from _lines(frame)
+            yield ""
+
+
+def _lines(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        code = frame.f_code
+        yield f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}'
+        frame = frame.f_back
+
+
 @dataclass(frozen=True)
 class Frame:
-    """A line of a stack."""
+    """A frame of a Python stack."""
 
     file: str
     line: int
@@ -39,17 +87,17 @@ class Frame:
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """What a process does, as seen from outside.
+    """State of a process, as observed from outside.
 
     Attributes:
-        pid: its number.
+        pid: process ID.
         state: ``running``, ``sleeping``, ``in the kernel``, ``stopped``, ``dead``.
-        board: what it shows; None where it shows nothing.
-        stacks: of all its threads, as text; empty where it told none.
-        frames: of its main thread, the innermost first.
-        taken_ns: when, on its machine's monotonic clock.
-        command: of a process without a role, its command line.
-        children: processes that it has started, and that have no role.
+        board: content of its board; None = no board.
+        stacks: stacks of all its threads, as text; empty if it wrote none.
+        frames: frames of its main thread, innermost first.
+        taken_ns: time of the observation on the machine's monotonic clock.
+        command: command line of a process without a role.
+        children: child processes without a role.
     """
 
     pid: int
@@ -63,30 +111,30 @@ class ProcessReport:
 
 
 def take_reports(pids: Sequence[int], children_of: Sequence[int] | None = None) -> list[ProcessReport]:
-    """What processes of this machine do; all are asked at once.
+    """Observe processes of this machine; all requests are sent before the first reply is awaited.
 
     Args:
-        pids: of the processes.
-        children_of: those whose children are told of; None = all.
+        pids: process IDs.
+        children_of: processes whose children are included; None = all.
     """
-    asked = {pid: file for pid in pids if (file := _asked(pid)) is not None}
-    told = _told(asked)
-    told |= _told({pid: file for pid, file in asked.items() if not told[pid] and _signalled(pid)})
+    files = {pid: file for pid in pids if (file := _request_stacks(pid)) is not None}
+    stacks = _read_stacks(files)
+    stacks |= _read_stacks({pid: file for pid, file in files.items() if not stacks[pid] and _send_signal(pid)})
     parents = pids if children_of is None else children_of
-    return [_report(pid, told.get(pid, ""), pid in parents) for pid in pids]
+    return [_report(pid, stacks.get(pid, ""), pid in parents) for pid in pids]
 
 
-def _asked(pid: int) -> Path | None:
-    """The file into which a process writes its stacks, having been asked to; None where it cannot, or never would."""
+def _request_stacks(pid: int) -> Path | None:
+    """Request the stacks of a process; return the file for them, or None if the process cannot write."""
     file = find_file(pid, STACKS)
     if file is None or process_state(pid) in (DEAD, STOPPED):
         return None
     try:
-        rope = re.match(rf"/memfd:{STACKS}:(\d+)", os.readlink(file))
-        if rope is None:
+        sender = re.match(rf"/memfd:{STACKS}:(\d+)", os.readlink(file))
+        if sender is None:
             return None
         os.truncate(file, 0)
-        handle = os.open(file.with_name(rope[1]), os.O_WRONLY | os.O_NONBLOCK)
+        handle = os.open(file.with_name(sender[1]), os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(handle, b"?")
         finally:
@@ -96,14 +144,14 @@ def _asked(pid: int) -> Path | None:
     return file
 
 
-def _told(files: Mapping[int, Path]) -> dict[int, str]:
-    """What processes have written, by their numbers; empty texts of those that have not in time."""
+def _read_stacks(files: Mapping[int, Path]) -> dict[int, str]:
+    """Read the stacks of processes by process ID; empty for a process that did not write in time."""
     deadline = time.monotonic() + LONGEST_ANSWER_S
     return {pid: _settled_text(file, deadline) for pid, file in files.items()}
 
 
-def _signalled(pid: int) -> bool:
-    """Asks a process whose threads cannot run by the signal, unless it would end it."""
+def _send_signal(pid: int) -> bool:
+    """Send :data:`SIGNAL` to a process whose threads cannot run, unless the signal would kill it."""
     if not _catches(pid):
         return False
     try:
@@ -114,7 +162,7 @@ def _signalled(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """What the system says of a process."""
+    """Return the state of a process, as the kernel reports it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -123,15 +171,15 @@ def process_state(pid: int) -> str:
 
 
 def main_frames(stacks: str) -> tuple[Frame, ...]:
-    """The frames of the main thread, innermost first."""
+    """Parse the frames of the main thread, innermost first."""
     _, _, rest = stacks.partition("Current thread ")
-    found = []
+    frames = []
     for line in rest.splitlines()[1:]:
         match = _FRAME.match(line)
         if match is None:
             break
-        found.append(Frame(match["file"], int(match["line"]), match["function"]))
-    return tuple(found)
+        frames.append(Frame(match["file"], int(match["line"]), match["function"]))
+    return tuple(frames)
 
 
 def _report(pid: int, stacks: str, with_children: bool) -> ProcessReport:
@@ -147,7 +195,7 @@ def _child(pid: int) -> ProcessReport:
 
 
 def _settled_text(file: Path, deadline: float) -> str:
-    """What a file holds once nothing is added any more."""
+    """Read a file once its content is complete."""
     text = ""
     while time.monotonic() < deadline:
         try:
@@ -162,7 +210,7 @@ def _settled_text(file: Path, deadline: float) -> str:
 
 
 def _catches(pid: int) -> bool:
-    """Whether a process has a handler for :data:`SIGNAL`."""
+    """Whether a process handles :data:`SIGNAL`."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -172,14 +220,14 @@ def _catches(pid: int) -> bool:
 
 
 def child_pids(pid: int) -> list[int]:
-    """Processes that a process has started and not yet waited for."""
-    found: list[int] = []
+    """Return the child processes of a process."""
+    children: list[int] = []
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
+            children += map(int, (task / "children").read_text().split())
     except OSError:
         pass
-    return found
+    return children
 
 
 def _command(pid: int) -> str:

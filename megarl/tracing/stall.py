@@ -1,4 +1,4 @@
-"""Who waits for whom in a run that does not move: from what all processes show, to a text that names the culprit."""
+"""Stall diagnosis: find the process that the others wait for, from the boards and stacks of all processes."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.tracing.ranks import parse_ranks
+from megarl.tracing.board import parse_ranks
 from megarl.tracing.stacks import DEAD, STOPPED, Frame, ProcessReport
 
 _WAIT = re.compile(r"^(?P<call>\w+(?: \d+| #(?P<number>\d+))?) of (?P<group>.+ (?P<ranks>\[[\d, :]*\]))$")
-_NO_ANSWER = "no answer"
+_NO_REPLY = "no reply"
 _KNOWN_FRAMES = (
     ("megarl/rollout/sglang/http.py", "waits for the engine's HTTP server"),
-    ("urllib/request.py", "waits for an HTTP answer"),
-    ("http/client.py", "waits for an HTTP answer"),
+    ("urllib/request.py", "waits for an HTTP reply"),
+    ("http/client.py", "waits for an HTTP reply"),
     ("ssl.py", "waits for a network connection"),
     ("torch/distributed/rendezvous.py", "waits for its peers to join"),
     ("torch/distributed/distributed_c10d.py", "waits in torch.distributed"),
     ("megatron/core/pipeline_parallel/p2p_communication.py", "waits for another pipeline stage"),
     ("ray/_private/worker.py", "waits for Ray"),
-    ("subprocess.py", "waits for a process that it started"),
+    ("subprocess.py", "waits for a child process"),
 )
+_MAIN_LOOP = "main_loop"  # of ray/_private/worker.py: the outer frame of every worker
 _INNER = re.compile(r"/(?:threading|selectors|socket|queue|functools|contextlib|asyncio/\w+)\.py$|^<")
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """A process of the run with what was seen of it.
+class ObservedProcess:
+    """A process of the run with its observed state.
 
     Attributes:
-        role: name of its role; ``driver`` or ``reward process`` for those without one.
-        rank: within the role.
+        role: name of its role; ``driver`` and ``reward process`` for processes without a role.
+        rank: rank within the role.
         host: address of its node.
-        report: what it does.
+        report: its observed state.
     """
 
     role: str
@@ -50,23 +51,23 @@ class Seen:
 
     @property
     def file_name(self) -> str:
-        """Of the text with its stacks."""
+        """Name of the file with its stacks."""
         return f"{self.role.replace(' ', '_')}-{self.rank}.txt"
 
     @property
     def spans(self) -> list[str]:
-        """What is under way in it, from the outermost to the innermost."""
+        """Names of its open spans, outermost first."""
         return [span.name for span in self.report.board.spans] if self.report.board else []
 
     @property
-    def is_unable(self) -> bool:
-        """Whether it cannot go on by itself."""
-        return self.report.state in (DEAD, STOPPED, _NO_ANSWER)
+    def is_stuck(self) -> bool:
+        """Whether it is dead, stopped, or on a node that does not reply."""
+        return self.report.state in (DEAD, STOPPED, _NO_REPLY)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A process in a collective."""
+    """The collective that a process waits in."""
 
     call: str
     number: int | None
@@ -74,14 +75,14 @@ class Wait:
     ranks: tuple[int, ...]
 
 
-def unreachable(pid: int) -> ProcessReport:
-    """Of a process on a node that does not answer."""
-    return ProcessReport(pid, _NO_ANSWER)
+def unreachable_process(pid: int) -> ProcessReport:
+    """Report of a process on a node that does not reply."""
+    return ProcessReport(pid, _NO_REPLY)
 
 
-def wait_of(seen: Seen) -> Wait | None:
-    """The collective that a process is in."""
-    for name in reversed(seen.spans):
+def current_wait(process: ObservedProcess) -> Wait | None:
+    """Return the collective that a process waits in, or None."""
+    for name in reversed(process.spans):
         match = _WAIT.match(name)
         if match:
             number = int(match["number"]) if match["number"] else None
@@ -89,117 +90,124 @@ def wait_of(seen: Seen) -> Wait | None:
     return None
 
 
-def explain(processes: Sequence[Seen]) -> str:
-    """What each process does, those first that keep others waiting; a line each."""
-    waits = {seen: wait for seen in processes if (wait := wait_of(seen)) and not seen.is_unable}
-    awaited = _awaited(processes, waits)
-    culprits = [seen for seen in processes if seen.is_unable or (seen in awaited and seen not in waits)]
-    lines = [f"{seen.name} {doing(seen)}{_kept(awaited.get(seen, []))}" for seen in culprits]
-    crossed = [seen for seen in awaited if seen in waits] if not culprits else []
-    lines += [
-        f"{seen.name} waits in {waits[seen].call} of {waits[seen].group}{_kept(awaited[seen])}: "
-        "the ranks call collectives in different orders"
-        for seen in crossed
+def explain_stall(processes: Sequence[ObservedProcess]) -> str:
+    """Describe the activity of each process, one line each, culprits first."""
+    waits = {process: wait for process in processes if (wait := current_wait(process)) and not process.is_stuck}
+    awaited = _waiters(processes, waits)
+    culprits = [process for process in processes if process.is_stuck or (process in awaited and process not in waits)]
+    lines = [
+        f"{process.name} {describe_activity(process)}{_describe_waiters(awaited.get(process, []))}"
+        for process in culprits
     ]
-    rest = [seen for seen in processes if seen not in culprits and seen not in crossed]
-    lines += _waiting(waits, rest)
-    at_work = [seen for seen in rest if seen not in waits and seen.spans and seen.role != "driver"]
-    lines += [f"{seen.name} {doing(seen)}" for seen in at_work]
-    lines += [f"{seen.name} {doing(seen)}" for seen in rest if seen.role == "driver"]
-    idle = [seen.name for seen in rest if not seen.spans and seen.role != "driver"]
+    crossed = [process for process in awaited if process in waits] if not culprits else []
+    lines += [
+        f"{process.name} waits in {waits[process].call} of {waits[process].group}"
+        f"{_describe_waiters(awaited[process])}: the ranks call collectives in different orders"
+        for process in crossed
+    ]
+    rest = [process for process in processes if process not in culprits and process not in crossed]
+    lines += _waiting_lines(waits, rest)
+    at_work = [process for process in rest if process not in waits and process.spans and process.role != "driver"]
+    lines += [f"{process.name} {describe_activity(process)}" for process in at_work]
+    lines += [f"{process.name} {describe_activity(process)}" for process in rest if process.role == "driver"]
+    idle = [process.name for process in rest if not process.spans and process.role != "driver"]
     return "\n".join([*lines, *([f"idle: {', '.join(idle)}"] if idle else [])])
 
 
-def doing(seen: Seen) -> str:
-    """What one process does, in words that follow its name."""
-    report, spans = seen.report, seen.spans
-    where = f" in {' > '.join(spans)}" if spans else ""
+def describe_activity(process: ObservedProcess) -> str:
+    """Describe the activity of a process, as text that follows its name."""
+    report, spans = process.report, process.spans
+    inside = f" in {' > '.join(spans)}" if spans else ""
     if report.state == DEAD:
         return f"(pid {report.pid}) is gone"
-    if report.state == _NO_ANSWER:
-        return f"(pid {report.pid}): its node {seen.host} does not answer"
+    if report.state == _NO_REPLY:
+        return f"(pid {report.pid}): its node {process.host} does not reply"
     if report.state == STOPPED:
-        return f"(pid {report.pid} on {seen.host}) is stopped{where}; `kill -CONT {report.pid}` there lets it go on"
+        return f"(pid {report.pid} on {process.host}) is stopped{inside}; `kill -CONT {report.pid}` there resumes it"
     stuck = [child for child in report.children if child.state in (STOPPED, DEAD)]
     of_children = "".join(f"; its process {child.pid} is {child.state}: {child.command}" for child in stuck)
-    return f"is{where or ' between verbs'}, {place(report.frames)}{of_children}"
+    return f"is{inside or ' between verbs'}, {describe_frames(report.frames)}{of_children}"
 
 
-def place(frames: Sequence[Frame]) -> str:
-    """Where a stack stands, from its innermost frame that says something."""
+def describe_frames(frames: Sequence[Frame]) -> str:
+    """Describe the location of a stack by its innermost informative frame."""
     if not frames:
-        return "and told no stack"
-    known = next((words for frame in frames[:6] for file, words in _KNOWN_FRAMES if frame.file.endswith(file)), "")
+        return "without a stack"
+    inner_frames = [frame for frame in frames[:6] if frame.function != _MAIN_LOOP]
+    wait = next((words for frame in inner_frames for file, words in _KNOWN_FRAMES if frame.file.endswith(file)), "")
     outer = next((frame for frame in frames if not _INNER.search(frame.file)), frames[0])
     inner = "" if outer is frames[0] else f"{frames[0].function} < "
-    return f"{known + ' ' if known else ''}at {inner}{outer}"
+    return f"{wait + ' ' if wait else ''}at {inner}{outer}"
 
 
-def render(seen: Seen) -> str:
-    """All that is known of a process, as text."""
-    report = seen.report
-    lines = [f"{seen.name}, pid {report.pid} on {seen.host}: {report.state}", ""]
+def render_process(process: ObservedProcess) -> str:
+    """Format the observed state of a process as text."""
+    report = process.report
+    lines = [f"{process.name}, pid {report.pid} on {process.host}: {report.state}", ""]
     if report.board is not None:
         for depth, span in enumerate(report.board.spans):
             lines.append(f"{'  ' * depth}{span.name}  since {(report.taken_ns - span.since_ns) / 1e9:.1f} s")
         lines += [
-            f"collectives of {group}: {count.issued} begun, the last {count.last}"
+            f"collectives of {group}: {count.issued} issued, the last {count.last}"
             for group, count in report.board.counts.items()
         ]
     lines += [f"child {child.pid}: {child.state}: {child.command}" for child in report.children]
-    return "\n".join([*lines, "", report.stacks or "no stacks: the process is gone, stopped, or does not tell"]) + "\n"
+    stacks = report.stacks or "no stacks: the process is gone or stopped, or does not serve its stacks"
+    return "\n".join([*lines, "", stacks]) + "\n"
 
 
-def write_stall(folder: Path, summary: str, processes: Iterable[Seen]) -> None:
-    """Write the summary, and a text for each process, to a new folder."""
+def write_stall(folder: Path, summary: str, processes: Iterable[ObservedProcess]) -> None:
+    """Write the summary and a file per process into a new folder."""
     folder.mkdir(parents=True)
-    for seen in processes:
-        (folder / seen.file_name).write_text(render(seen))
+    for process in processes:
+        (folder / process.file_name).write_text(render_process(process))
     (folder / "summary.txt").write_text(summary + "\n")
 
 
-def _awaited(processes: Sequence[Seen], waits: Mapping[Seen, Wait]) -> dict[Seen, list[Seen]]:
-    """By process, those that wait for it: members of their collective's group who are not in it."""
-    by_place = {(seen.role, seen.rank): seen for seen in processes}
-    found: dict[Seen, list[Seen]] = defaultdict(list)
+def _waiters(
+    processes: Sequence[ObservedProcess], waits: Mapping[ObservedProcess, Wait]
+) -> dict[ObservedProcess, list[ObservedProcess]]:
+    """Map each awaited process to its waiters: it is in the group of their collective, but has not issued it."""
+    by_rank = {(process.role, process.rank): process for process in processes}
+    waiters: dict[ObservedProcess, list[ObservedProcess]] = defaultdict(list)
     for waiting, wait in waits.items():
         for rank in wait.ranks:
-            other = by_place.get((waiting.role, rank))
-            if other is not None and other is not waiting and not _is_there(other, wait, waits):
-                found[other].append(waiting)
-    return found
+            member = by_rank.get((waiting.role, rank))
+            if member is not None and member is not waiting and not _has_issued(member, wait, waits):
+                waiters[member].append(waiting)
+    return waiters
 
 
-def _is_there(other: Seen, wait: Wait, waits: Mapping[Seen, Wait]) -> bool:
-    """Whether a member has begun the collective too: it is in it, or, as under NCCL, has gone on."""
-    own = waits.get(other)
-    if own is not None and own.group == wait.group:
-        return own.number is None or wait.number is None or own.number >= wait.number
-    if wait.number is None or other.report.board is None:
+def _has_issued(member: ObservedProcess, wait: Wait, waits: Mapping[ObservedProcess, Wait]) -> bool:
+    """Whether a member of the group has issued the collective: it is in it, or has passed it (NCCL)."""
+    its_wait = waits.get(member)
+    if its_wait is not None and its_wait.group == wait.group:
+        return its_wait.number is None or wait.number is None or its_wait.number >= wait.number
+    if wait.number is None or member.report.board is None:
         return False
-    count = other.report.board.counts.get(wait.group)
+    count = member.report.board.counts.get(wait.group)
     return count is not None and count.issued >= wait.number
 
 
-def _kept(waiting: Sequence[Seen]) -> str:
-    """Whom a culprit keeps waiting."""
+def _describe_waiters(waiting: Sequence[ObservedProcess]) -> str:
+    """Describe the waiters of a culprit."""
     if not waiting:
         return ""
-    wait = wait_of(waiting[0])
-    ranks = ", ".join(str(seen.rank) for seen in waiting)
+    wait = current_wait(waiting[0])
+    ranks = ", ".join(str(process.rank) for process in waiting)
     return f"; {waiting[0].role} rank{'s' * (len(waiting) > 1)} {ranks} wait{'s' * (len(waiting) == 1)} for it" + (
         f" in {wait.call} of {wait.group}" if wait else ""
     )
 
 
-def _waiting(waits: Mapping[Seen, Wait], rest: Sequence[Seen]) -> list[str]:
-    """A line for those who wait in the same collective."""
-    together: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for seen in rest:
-        if seen in waits:
-            together[seen.role, waits[seen].call, waits[seen].group].append(seen.rank)
+def _waiting_lines(waits: Mapping[ObservedProcess, Wait], rest: Sequence[ObservedProcess]) -> list[str]:
+    """Format a line per collective with the ranks that wait in it."""
+    ranks_of: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for process in rest:
+        if process in waits:
+            ranks_of[process.role, waits[process].call, waits[process].group].append(process.rank)
     return [
         f"{role} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {call} of "
         f"{group}"
-        for (role, call, group), ranks in together.items()
+        for (role, call, group), ranks in ranks_of.items()
     ]

@@ -1,7 +1,7 @@
-"""The timeline as a file that https://ui.perfetto.dev and ``chrome://tracing`` open.
+"""The timeline file, for https://ui.perfetto.dev and ``chrome://tracing``, and the clock offsets of its machines.
 
-It is an array of events in Chrome's trace format, one a line. The closing bracket comes when the run ends; both
-viewers, and :func:`read_trace`, do without it, so that the file of a run that was killed can be read as far as it goes.
+The file is an array of events in Chrome's trace format, one per line. The closing bracket is written at the end of the
+run. The viewers and :func:`read_trace` accept a file without it, such as that of a killed run.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 from megarl.tracing.tracer import Event
 
-FILE_NAME = "trace.json"
+TRACE_FILE = "trace.json"
 
 
 class TraceFile:
-    """Writes a timeline, process by process.
+    """Writes a timeline file.
 
     Args:
-        path: file to make; its folder is made, too.
-        origin_ns: moment of this machine's monotonic clock from which times are counted.
+        path: the file; its folder is created.
+        origin_ns: time on this machine's monotonic clock that becomes time 0 of the file.
     """
 
     def __init__(self, path: Path, origin_ns: int) -> None:
@@ -44,19 +44,19 @@ class TraceFile:
         self.close()
 
     def name_process(self, process: int, name: str, labels: str = "") -> None:
-        """A process's row: its number in the file, which also orders the rows, and what is written there."""
+        """Write name and labels of a process; its number in the file also orders the rows."""
         self._line({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
         self._line({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}})
         if labels:
             self._line({"ph": "M", "name": "process_labels", "pid": process, "args": {"labels": labels}})
 
     def write(self, process: int, events: Iterable[Event], offset_ns: int = 0) -> None:
-        """Add a process's events.
+        """Write the events of a process.
 
         Args:
-            process: its number in the file.
-            events: in any order.
-            offset_ns: how far its clock is ahead of this machine's.
+            process: number of the process in the file.
+            events: events in any order.
+            offset_ns: offset of its clock from this machine's clock.
         """
         for event in events:
             start = (event.start_ns - offset_ns - self._origin_ns) / 1000
@@ -73,7 +73,7 @@ class TraceFile:
             self._line(line)
 
     def flush(self) -> None:
-        """Hand everything to the system, so that it outlives this process."""
+        """Flush the file, so that its content survives a kill."""
         self._file.flush()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class TraceFile:
             self._file.close()
 
     def _lane(self, process: int, lane: str) -> int:
-        """Number of a lane; a new one is named in the file."""
+        """Return the number of a lane; name a new lane in the file."""
         key = (process, lane)
         if key not in self._lanes:
             number = self._lanes[key] = sum(of == process for of, _ in self._lanes)
@@ -97,13 +97,13 @@ class TraceFile:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, also of one whose run was killed while it wrote.
+    """Read the events of a timeline file, also of a killed run.
 
     Args:
-        path: of the file, which may be compressed (``.gz``), or of a folder: a run's, or its ``timeline``.
+        path: the file, which may be compressed (``.gz``); or a folder: a run's folder, or its ``timeline``.
 
     Raises:
-        ConfigError: there is no such file, or it is not a timeline.
+        ConfigError: the file is missing, or is no timeline.
     """
     file = _find(path)
     opened = gzip.open if file.suffix == ".gz" else open
@@ -115,17 +115,42 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             try:
                 event = json.loads(line.strip().removesuffix(","))
             except ValueError:
-                continue  # the closing bracket, or a line that was cut short
+                continue  # the closing bracket, or a truncated line
             events.append(event)
     return events
 
 
 def _find(path: Path) -> Path:
     folders = (path, path / "timeline")
-    candidates = [path, *(folder / f"{FILE_NAME}{end}" for folder in folders for end in ("", ".gz"))]
-    found = next((one for one in candidates if one.is_file()), None)
-    if found is None:
+    candidates = [path, *(folder / f"{TRACE_FILE}{end}" for folder in folders for end in ("", ".gz"))]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
         if not path.exists():
             raise ConfigError(f"{path} does not exist; name a run's folder, or a trace file")
-        raise ConfigError(f"{path} has no timeline: trainer.timeline.enable=true writes it to timeline/{FILE_NAME}")
-    return found
+        raise ConfigError(f"{path} has no timeline: trainer.timeline.enable=true writes it to timeline/{TRACE_FILE}")
+    return file
+
+
+class ClockReading(NamedTuple):
+    """A remote clock reading, in nanoseconds: local times of request and reply, and the remote time between them."""
+
+    requested: int
+    remote: int
+    replied: int
+
+
+class OffsetEstimate(NamedTuple):
+    """Offset of a remote clock from the local clock and its largest error, in nanoseconds."""
+
+    ahead_ns: int = 0
+    error_ns: int = 0
+
+
+def estimate_offset(readings: Iterable[ClockReading]) -> OffsetEstimate:
+    """Estimate the offset of a remote clock from the fastest of several readings, as NTP (RFC 5905, section 8).
+
+    The remote clock was read at some time between request and reply; the midpoint errs by at most half that interval.
+    """
+    best = min(readings, key=lambda reading: reading.replied - reading.requested)
+    half = (best.replied - best.requested) // 2
+    return OffsetEstimate(best.remote - (best.requested + half), half)

@@ -1,39 +1,47 @@
-"""Spans, counters and moments of one process, for the timeline and for whoever asks what it is doing.
+"""The tracer of a process: spans, counters and instants, for the timeline and for the board.
 
-There is one tracer per process. Rooms call the functions of this module; while nothing is recorded and nobody watches,
-each costs a function call.
+There is one tracer per process. Code of all rooms calls the functions of this module. Without recording and without a
+board, each costs one function call.
+
+``torch.profiler`` and HTA record operators of one process over a few steps. This timeline covers all processes of a run
+on one clock, cheaply enough for every step; its file opens in the same viewers.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from megarl.base.units import MIB
 from megarl.tracing.board import Board
 
 PHASE = "phase"
-"""Category of a run's phases, in the driver."""
-LEFT_OUT = "left out"
-"""Category of moments that say which events are missing, and why."""
+"""Category of the phases of a step, in the driver."""
+MISSING_EVENTS = "left out"
+"""Category of the instants that report missing events."""
 MOST_EVENTS = 500_000
-"""Kept between two collections; what comes then is counted and told."""
+"""Largest number of events between two collections; further events are counted and dropped."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Event(NamedTuple):
-    """One line of the timeline.
+    """One event of the timeline.
 
     Attributes:
-        kind: ``X`` a span, ``C`` a counter, ``i`` a moment, as in Chrome's trace format.
-        name: what.
+        kind: ``X`` a span, ``C`` a counter, ``i`` an instant, as in Chrome's trace format.
+        name: name of the event.
         category: kind of work, such as ``verb`` or ``communication``.
-        start_ns: on the machine's monotonic clock.
-        duration_ns: of a span; 0 otherwise.
-        lane: thread or place within the process; empty: its main thread.
-        args: what else is shown.
+        start_ns: start on the machine's monotonic clock.
+        duration_ns: duration of a span; otherwise 0.
+        lane: thread or other lane of the process; empty = main thread.
+        args: further values to show.
     """
 
     kind: str
@@ -45,19 +53,19 @@ class Event(NamedTuple):
     args: dict[str, Any]
 
 
-def left_out(what: str) -> Event:
-    """Says that the timeline lacks events up to now, and which or why."""
-    return Event("i", f"events left out: {what}", LEFT_OUT, time.monotonic_ns(), 0, "", {})
+def missing_events(description: str) -> Event:
+    """Create an instant that reports missing events up to now."""
+    return Event("i", f"events left out: {description}", MISSING_EVENTS, time.monotonic_ns(), 0, "", {})
 
 
 class Tracer:
-    """The events of this process since they were last taken, and what is under way in its main thread.
+    """Events of this process since the last collection, and the open spans of its main thread.
 
     Attributes:
         recording: whether events are kept.
-        watcher: called with a span's name as it begins, and with None as it ends; for NVTX.
-        board: where spans of the main thread are shown; None = nowhere.
-        waited_ns: spent in collectives since the process began; counted while there is anything to tell.
+        watcher: called with the name of a span at its start, and with None at its end; for NVTX.
+        board: board that shows the spans of the main thread; None = no board.
+        waited_ns: nanoseconds in collectives since the start of the process, counted while the tracer is active.
     """
 
     def __init__(self) -> None:
@@ -77,7 +85,7 @@ class Tracer:
         return self.recording or self.board is not None or self.watcher is not None
 
     def enter(self, name: str, category: str, shown: str) -> int:
-        """A span begins; returns its start. ``shown`` is what the board says of it."""
+        """Begin a span; return its start. ``shown`` is its text on the board."""
         now = time.monotonic_ns()
         if threading.get_ident() == self._main:
             self.stack.append((name, category, now))
@@ -89,7 +97,7 @@ class Tracer:
         return now
 
     def leave(self, name: str, category: str, start_ns: int, args: dict[str, Any], shortest_ns: int = 0) -> None:
-        """The span that began at ``start_ns`` ends; a shorter one than ``shortest_ns`` is not kept."""
+        """End the span that began at ``start_ns``; spans shorter than ``shortest_ns`` are dropped."""
         now = time.monotonic_ns()
         main = threading.get_ident() == self._main
         if main and self.stack:
@@ -104,27 +112,27 @@ class Tracer:
             self.keep(Event("X", name, category, start_ns, now - start_ns, lane, args))
 
     def keep(self, event: Event) -> None:
-        """Keep an event, if there is room."""
+        """Keep an event, up to the limit."""
         if len(self._events) < MOST_EVENTS:
             self._events.append(event)
         else:
             self.dropped += 1
 
     def take(self) -> list[Event]:
-        """The events since the last call, which are forgotten here."""
+        """Return and clear the events since the last call."""
         events, self._events = self._events, []
         if self.dropped:
-            events.append(left_out(f"{self.dropped} more than {MOST_EVENTS} between two collections"))
+            events.append(missing_events(f"{self.dropped} more than {MOST_EVENTS} between two collections"))
             self.dropped = 0
         return events
 
 
 TRACER = Tracer()
-"""This process's."""
+"""The tracer of this process."""
 
 
 class _Span(AbstractContextManager[None]):
-    """One span; made anew for each."""
+    """Context manager of one span."""
 
     __slots__ = ("_args", "_category", "_name", "_start")
 
@@ -143,21 +151,41 @@ class _Span(AbstractContextManager[None]):
         TRACER.leave(self._name, self._category, self._start, self._args)
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 def span(name: str, category: str = "", **args: Any) -> AbstractContextManager[None]:
-    """Scope that is shown as a bar; ``args`` are shown beside it."""
-    return _Span(name, category, args) if TRACER.active else _NOTHING
+    """Record the block as a span; ``args`` are shown with it."""
+    return _Span(name, category, args) if TRACER.active else _NO_SPAN
 
 
 def counter(name: str, lane: str = "", /, **values: float) -> None:
-    """Numbers as they are from now on, shown as curves under ``name``."""
+    """Record current values, shown as curves under ``name``."""
     if TRACER.recording:
         TRACER.keep(Event("C", name, "", time.monotonic_ns(), 0, lane, dict(values)))
 
 
 def past_span(name: str, category: str, start_ns: int, lane: str, **args: Any) -> None:
-    """A bar that began at ``start_ns`` and ends now, in a lane of its own."""
+    """Record a span that began at ``start_ns`` and ends now, in a lane."""
     if TRACER.recording:
         TRACER.keep(Event("X", name, category, start_ns, time.monotonic_ns() - start_ns, lane, args))
+
+
+def count_memory() -> None:
+    """Record counters of the memory of this process in MiB: host, and torch's on its GPU."""
+    if not TRACER.recording:
+        return
+    values: dict[str, float] = {"host": resident_bytes() / MIB}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        values["device allocated"] = torch.cuda.memory_allocated() / MIB
+        values["device reserved"] = torch.cuda.memory_reserved() / MIB
+    counter("memory MiB", "", **{name: round(value, 1) for name, value in values.items()})
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process in bytes; 0 if the system does not report it."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0

@@ -1,45 +1,46 @@
-"""What a user sees while a job runs: the phase that is under way, one table row per step, a closing summary.
+"""The console of a job: the current phase, a table row per step, and a closing summary.
 
-On a terminal a live view at the bottom shows the run's progress, the phase and the last step's figures, and rows scroll
-above it. Where output is not a terminal (a log file, CI) there is no live view and no table: every step is one
-self-contained line. What is printed is logged as well, without colours.
+On a terminal, a live view at the bottom shows progress, phase and the last step's figures; rows scroll above it.
+Without a terminal (a log file, CI) there is no live view and no table: each step is one self-contained line. The log
+gets every printed line, without colors.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from megarl.logs import TOLD
+from megarl.base.logs import ALREADY_SHOWN, WrappedStream
+from megarl.tracking.console_tables import RL_COLUMNS, MetricColumn, StepTable
 from megarl.tracking.live_status import LiveStatus, PhaseProgress
 from megarl.tracking.run_summary import plain_summary, summary_panel
-from megarl.tracking.step_table import RL_COLUMNS, Column, StepTable
-from megarl.tracking.stray_output import StrayOutput
 
 logger = logging.getLogger(__name__)
 
 ROWS_PER_HEADER = 25
 VALIDATION_PREFIX = "val-core/"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Console:
-    """The console of one job; use it as a context manager, so that the terminal is given back whatever happens.
+    """The console of one job; use it as a context manager, which restores the terminal in any case.
 
     Args:
-        total_steps: steps of the run, for the progress bar; None where they are not known.
-        columns: the table's columns.
-        output: where to print; the standard output by default.
+        total_steps: steps of the run, for the progress bar; None = unknown.
+        columns: columns of the table.
+        output: the rich console to print on; standard output by default.
         quiet: print warnings and the closing summary only.
         title: name of the run.
     """
@@ -47,7 +48,7 @@ class Console:
     def __init__(
         self,
         total_steps: int | None = None,
-        columns: Sequence[Column] = RL_COLUMNS,
+        columns: Sequence[MetricColumn] = RL_COLUMNS,
         output: RichConsole | None = None,
         quiet: bool = False,
         title: str = "",
@@ -56,7 +57,7 @@ class Console:
         self.quiet = quiet
         self._is_ascii = not self.output.encoding.lower().startswith("utf")
         self._is_live = self.output.is_terminal and not self.output.is_dumb_terminal and not quiet
-        self._streams = None if output else StrayOutput(self._stray)
+        self._streams = None if output else CapturedStreams(self._stray)
         self.table = StepTable(columns, self.output.width, total_steps, self._is_ascii)
         self.status = LiveStatus(total_steps, columns=columns, title=title)
         self._rewards: list[float] = []
@@ -78,18 +79,19 @@ class Console:
             self._streams.end()
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Tell the number of steps once it is known."""
+        """Set the number of steps when it becomes known."""
         self.table.total_steps = self.status.total_steps = total_steps
 
     @contextmanager
     def phase(self, name: str, announce: bool = False) -> Iterator[PhaseProgress]:
-        """Show that a phase is under way. Phases may nest; the innermost is shown.
+        """Show a phase in the live view. Phases may nest; the innermost is shown.
 
-        The bar follows what is reported to the yielded object; without reports, the time that the phase took last.
+        The progress bar follows the reports to the yielded object. Without reports it follows the phase's last
+        duration.
 
         Args:
             name: the phase.
-            announce: whether to print a line with its seconds when it ends, for what happens once.
+            announce: print a line with the seconds at the end, for phases that happen once.
         """
         self._start_live()
         start = time.perf_counter()
@@ -121,25 +123,25 @@ class Console:
                 self._streams.by_line = True
 
     def message(self, text: str | Text) -> None:
-        """Print a line above the live view; ``text`` is shown as it is, without markup."""
+        """Print a line above the live view; rich markup in ``text`` is not interpreted."""
         self._print(text)
         logger.info("%s", text.plain if isinstance(text, Text) else text)
 
     def warn(self, text: str) -> None:
-        """Print something that the user must see, also where the others are left out."""
-        self._print(Text(text, style="yellow"), must=True)
-        logger.warning("%s", text, extra=TOLD)
+        """Print a warning, also on a quiet console."""
+        self._print(Text(text, style="yellow"), force=True)
+        logger.warning("%s", text, extra=ALREADY_SHOWN)
 
     def show(self, table: Table) -> None:
-        """Print a table, such as an evaluation ends with, which is seen also where others are left out."""
+        """Print a table, such as an evaluation's result, also on a quiet console."""
         self.output.print(table)
         plain = RichConsole(width=120, file=io.StringIO(), color_system=None)
         with plain.capture() as text:
             plain.print(table)
         logger.info("\n%s", text.get().rstrip())
 
-    def _print(self, text: str | Text, must: bool = False) -> None:
-        if self.quiet and not must:
+    def _print(self, text: str | Text, force: bool = False) -> None:
+        if self.quiet and not force:
             return
         shown = Text(text) if isinstance(text, str) else text
         if self._is_ascii:
@@ -148,11 +150,11 @@ class Console:
         self.output.print(shown, soft_wrap=True)
 
     def _stray(self, text: str) -> None:
-        """A line that somebody else has printed while there is a live view."""
+        """Print a line of another writer above the live view."""
         self._print(text)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Print a step: its table row, and a line of its own for the validation in it."""
+        """Print the table row of a step, and a line per validation metric."""
         validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIX)}
         if any(column.read(metrics) is not None for column in self.table.columns):
             self._row(metrics, step)
@@ -191,7 +193,7 @@ class Console:
         self._last_validation.update(values)
 
     def samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Print some answers, two lines each, shortened to the width of the terminal."""
+        """Print some samples, two lines each, cut at the width of the terminal."""
         for sample in samples:
             for label, key in (("question", "input"), ("answer", "output")):
                 shown = " ".join(str(sample.get(key, "")).split())
@@ -205,7 +207,7 @@ class Console:
 
         Args:
             summary: ``val_accuracy_before, val_accuracy_after, steps, train_seconds, wall_seconds,
-                rollout_tokens_per_s, update_tokens_per_s, hf_dir, report``; what is missing or None is left out.
+                rollout_tokens_per_s, update_tokens_per_s, hf_dir, report``; missing and None entries are skipped.
             title: name of the run.
         """
         self.close()
@@ -215,12 +217,101 @@ class Console:
             self.output.print(summary_panel(summary, title, self._rewards, self._is_ascii))
         else:
             for line in plain:
-                self._print(line, must=True)
+                self._print(line, force=True)
 
     def close(self) -> None:
-        """Take the live line away; what is printed later is printed plainly."""
+        """Remove the live view; later output is plain."""
         if self._live is not None:
             if self._streams is not None:
                 self._streams.by_line = False
             self._live.stop()
             self._live = None
+
+
+class CapturedStreams:
+    """Replaces standard output and error, so that prints of other code do not tear the live view; logs each line.
+
+    rich's ``Live(redirect_stdout=True)`` is no substitute: it does not log the lines, prints every state of a progress
+    bar, and works only while the live view is shown.
+
+    Args:
+        show: prints a line above the live view.
+
+    Attributes:
+        by_line: pass whole lines to ``show``; otherwise write to the original streams.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.by_line = False
+        self._show = show
+        self._before: tuple[TextIO, TextIO] | None = None
+
+    def begin(self) -> None:
+        """Replace the streams."""
+        self._before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (
+            _CapturedStream(self, sys.stdout, "stdout"),
+            _CapturedStream(self, sys.stderr, "stderr"),
+        )
+
+    def end(self) -> None:
+        """Restore the streams."""
+        if self._before is not None:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            sys.stdout, sys.stderr = self._before
+            self._before = None
+
+    def show(self, line: str) -> None:
+        """Print a line, unless it is blank."""
+        if line.strip():
+            self._show(line)
+
+
+class _CapturedStream(WrappedStream):
+    def __init__(self, owner: CapturedStreams, stream: TextIO, name: str) -> None:
+        super().__init__(stream)
+        self._owner = owner
+        self._logger = logging.getLogger(name)
+        self._line = ""
+        self._shown = 0  # characters of the line that are already on the screen
+        self._is_logging = False
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        if not self._owner.by_line:
+            self._stream.write(self._line[self._shown :] + text)
+        *lines, rest = (self._line + text).split("\n")
+        for line in lines:
+            # A progress bar returns to the start of the line for each state: keep the last state.
+            whole = line.rstrip("\r").rpartition("\r")[2]
+            if self._owner.by_line:
+                self._owner.show(whole)
+            self._log(whole)
+        self._line, self._shown = rest, 0 if self._owner.by_line else len(rest)
+        return len(text)
+
+    def show_only(self, text: str) -> None:
+        """Print lines that are already in the log."""
+        if self._owner.by_line:
+            self._owner.show(text)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def flush(self) -> None:
+        if not self._owner.by_line:
+            self._stream.write(self._line[self._shown :])
+            self._shown = len(self._line)
+            self._stream.flush()
+
+    def _log(self, line: str) -> None:
+        if not line.strip() or self._is_logging:  # a failing log handler prints its error
+            return
+        self._is_logging = True
+        try:
+            self._logger.info("%s", _ESCAPES.sub("", line))
+        finally:
+            self._is_logging = False

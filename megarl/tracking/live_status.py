@@ -1,7 +1,7 @@
-"""The live view of the console: how far the run is, the phase that is under way, and the figures of the last step.
+"""The live view of the console: progress of the run, the current phase, and the figures of the last step.
 
-It is drawn anew several times a second for the size that the terminal has then: as a panel, without its frame where
-there are few lines, and without what is least needed where they are short.
+It is redrawn several times a second for the current size of the terminal: as a panel; without a frame if the terminal
+has few lines; without the least important parts if its lines are short.
 """
 
 from __future__ import annotations
@@ -19,35 +19,27 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.base.units import clock_duration
+from megarl.tracking.console_tables import MetricColumn
 from megarl.tracking.run_summary import sparkline
-from megarl.tracking.step_table import Column
 
 WIDEST = 110
-"""Columns of the view at most: what belongs together is not to be at both ends of a wide screen."""
+"""Largest width of the view in characters, so that labels stay near their values on a wide screen."""
 NARROW, SHORT = 64, 12
-"""Below so many columns the remarks give way, below so many lines the frame and the figures."""
+"""Below ``NARROW`` characters the remarks are dropped, below ``SHORT`` lines the frame and the figures."""
 HISTORY = 24
-"""Steps in the little curve."""
+"""Steps in the sparkline."""
 _PERCENT, _REMARK, _GAP, _SMALLEST_CURVE = 5, 25, "   ", 6
 DEVICE_MEMORY = "perf/max_memory_allocated_gb"
 
 
-def clock_text(seconds: float) -> str:
-    """Seconds as ``m:ss`` or ``h:mm:ss``, from two days on as ``d days h h``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} days {hours % 24} h"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class PhaseProgress:
-    """How far one phase is.
+    """Progress of a phase.
 
     Args:
         name: the phase.
-        expected_seconds: what it took last time; None the first time.
-        clock: seconds that never run backwards.
+        expected_seconds: its last duration; None the first time.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, name: str, expected_seconds: float | None, clock: Callable[[], float]) -> None:
@@ -58,7 +50,7 @@ class PhaseProgress:
         self._reported: tuple[int, int] | None = None
 
     def update(self, completed: int, total: int) -> None:
-        """Report that ``completed`` of ``total`` pieces are done."""
+        """Report that ``completed`` of ``total`` items are done."""
         self._reported = (completed, total)
 
     @property
@@ -68,7 +60,7 @@ class PhaseProgress:
 
     @property
     def share(self) -> float | None:
-        """Share that is done, 0 to 1: as reported, else by the time it took last; None where nobody can know."""
+        """Finished share, 0 to 1: as reported, else estimated from the last duration; None = unknown."""
         if self._reported is not None:
             completed, total = self._reported
             return min(1.0, completed / total) if total else 1.0
@@ -78,18 +70,18 @@ class PhaseProgress:
 
     @property
     def remark(self) -> str:
-        """What stands beside the bar."""
+        """The text next to the bar."""
         if self._reported is not None:
             return f"{self._reported[0]}/{self._reported[1]}  {self.seconds:.1f} s"
         usual = f" of about {self.expected_seconds:.1f}" if self.expected_seconds else ""
         return f"{self.seconds:.1f}{usual} s"
 
 
-class HostMemory:
-    """Memory of this process and of all that it has started, looked at every few seconds.
+class HostMemoryGauge:
+    """Memory of this process and its descendants, measured every few seconds.
 
     Args:
-        clock: seconds that never run backwards.
+        clock: monotonic clock in seconds.
     """
 
     every_s = 3.0
@@ -100,12 +92,12 @@ class HostMemory:
         self._gigabytes = 0.0
 
     def __call__(self) -> float:
-        """Resident memory in GiB; what processes share counts in each of them."""
+        """Return resident memory in GiB; shared memory counts once per process."""
         now = self._clock()
         if self._at is None or now - self._at >= self.every_s:
             self._at, total = now, 0
-            own = psutil.Process()
-            for process in (own, *own.children(recursive=True)):
+            current = psutil.Process()
+            for process in (current, *current.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     total += process.memory_info().rss
             self._gigabytes = total / 2**30
@@ -113,12 +105,12 @@ class HostMemory:
 
 
 class LiveStatus:
-    """State and picture of the live view.
+    """State and rendering of the live view.
 
     Args:
-        total_steps: steps of the run, None where they are not known.
-        clock: seconds that never run backwards.
-        columns: of the table, whose figures are shown; the first one's also as a curve.
+        total_steps: steps of the run; None = unknown.
+        clock: monotonic clock in seconds.
+        columns: columns of the step table; the view shows their last values, and a sparkline of the first.
         title: name of the run.
     """
 
@@ -126,7 +118,7 @@ class LiveStatus:
         self,
         total_steps: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        columns: Sequence[Column] = (),
+        columns: Sequence[MetricColumn] = (),
         title: str = "",
     ) -> None:
         self.total_steps = total_steps
@@ -137,11 +129,11 @@ class LiveStatus:
         self._began = clock()
         self._stack: list[PhaseProgress] = []
         self._last_seconds: dict[str, float] = {}
-        self._first_mark: tuple[float, int] | None = None  # when the first step of this process ended, and which it was
+        self._first_mark: tuple[float, int] | None = None  # end time and number of this process's first step
         self._figures: dict[str, float] = {}
         self._device_gb: float | None = None
         self._history: deque[float] = deque(maxlen=HISTORY)
-        self.host_memory: Callable[[], float] = HostMemory(clock)
+        self.host_memory: Callable[[], float] = HostMemoryGauge(clock)
 
     @property
     def steps_done(self) -> int:
@@ -150,13 +142,13 @@ class LiveStatus:
 
     @steps_done.setter
     def steps_done(self, step: int) -> None:
-        """Note a finished step; the first one starts the clock of the pace."""
+        """Record a finished step; the first step is the start of the pace estimate."""
         self._steps_done = step
         if self._first_mark is None:
             self._first_mark = (self._clock(), step)
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Take the figures of a step."""
+        """Record the figures of a step."""
         for number, column in enumerate(self._columns):
             value = column.read(metrics)
             if value is not None:
@@ -166,17 +158,17 @@ class LiveStatus:
         self._device_gb = metrics.get(DEVICE_MEMORY, self._device_gb)
 
     def enter(self, name: str) -> PhaseProgress:
-        """A phase begins."""
+        """Begin a phase."""
         self._stack.append(PhaseProgress(name, self._last_seconds.get(name), self._clock))
         return self._stack[-1]
 
     def leave(self) -> None:
-        """The innermost phase ends."""
+        """End the innermost phase."""
         phase = self._stack.pop()
         self._last_seconds[phase.name] = phase.seconds
 
     def seconds_left(self) -> float | None:
-        """Seconds until the last step, by the pace since the first row; None before there is one."""
+        """Estimate the seconds until the last step from the pace since the first row; None before the first row."""
         if self._first_mark is None or self.total_steps is None:
             return None
         since, first = self._first_mark
@@ -211,7 +203,7 @@ class LiveStatus:
         )
 
     def _bars(self, width: int) -> Table:
-        """The run's bar and the phase's; what stands beside them keeps its place from phase to phase."""
+        """The bars of run and phase; labels and remarks keep their positions from phase to phase."""
         is_narrow = width < NARROW
         names = [f"step {self.total_steps}/{self.total_steps}", *self._last_seconds, *(p.name for p in self._stack)]
         name = min(max(map(len, names)), max(8, width // 3))
@@ -252,14 +244,14 @@ class LiveStatus:
 
     def _clock_remark(self) -> str:
         left = self.seconds_left()
-        gone = clock_text(self._clock() - self._began)
+        elapsed = clock_duration(self._clock() - self._began)
         if left is None:
-            return f"{gone} gone"
-        whole = f"{clock_text(left)} left, {gone} gone"
-        return whole if len(whole) <= _REMARK else f"{clock_text(left)} left"
+            return f"{elapsed} gone"
+        whole = f"{clock_duration(left)} left, {elapsed} gone"
+        return whole if len(whole) <= _REMARK else f"{clock_duration(left)} left"
 
     def _figures_line(self, width: int, is_ascii: bool) -> Text:
-        """Name and value of each figure, as many as fit; a curve of the first one where there is room for that."""
+        """The figures that fit, each with its name, and a sparkline of the first if there is room."""
         is_device = self._device_gb is not None
         gigabytes = self._device_gb if is_device else self.host_memory()
         shown = [column for column in self._columns if column.header in self._figures]

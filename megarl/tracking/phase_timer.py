@@ -1,4 +1,4 @@
-"""Wall seconds per phase of a step."""
+"""Timers of the phases of a step, for the metrics ``timing_s/<phase>``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Adds up the seconds spent in named phases; phases may nest and may be entered several times.
+    """Sums the wall seconds of named phases; phases may nest and repeat.
 
     Args:
-        clock: seconds that never run backwards.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -20,7 +20,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of the block under ``name``, also where it raises."""
+        """Add the seconds of the block to ``name``, also if it raises."""
         start = self._clock()
         try:
             yield
@@ -28,10 +28,10 @@ class PhaseTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
 
     def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:
-        """``timing_s/<phase>`` of each phase, and ``timing_per_token_ms/<phase>`` of those with a token count.
+        """Return ``timing_s/<phase>``, and ``timing_per_token_ms/<phase>`` for phases with a token count.
 
         Args:
-            tokens: how many tokens each phase worked on; a phase without tokens gets no time per token.
+            tokens: number of tokens that a phase processed, by phase.
         """
         metrics = {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
         for name, count in (tokens or {}).items():
@@ -40,5 +40,5 @@ class PhaseTimer:
         return metrics
 
     def reset(self) -> None:
-        """Forget all phases; call it between steps."""
+        """Reset all timers; call it between steps."""
         self.seconds = {}

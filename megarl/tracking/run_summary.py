@@ -1,4 +1,4 @@
-"""The closing summary of a run: words and figures that the console and the report share."""
+"""The closing summary of a run, for the console and the report."""
 
 from __future__ import annotations
 
@@ -12,23 +12,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megarl.base.units import duration
+
+REPORT_FILE = "report.html"
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
 
-def duration(seconds: float) -> str:
-    """Seconds in words: ``8.3 s``, ``3 min 12 s``, ``2 h 05 min``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def sparkline(values: Sequence[float], width: int = 40, is_ascii: bool = False) -> str:
-    """A curve in one line of text: the means of ``width`` equal stretches, from the smallest to the largest.
+    """Draw a curve in one line of text: block characters for the means of ``width`` equal stretches.
 
-    What is not finite is left out.
+    Values that are not finite are skipped.
     """
     values = [value for value in values if math.isfinite(value)]
     if not values:
@@ -43,10 +36,9 @@ def sparkline(values: Sequence[float], width: int = 40, is_ascii: bool = False) 
 
 
 def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Label and text of each thing that a summary holds, in the order to show them."""
+    """Labels and texts of a summary's entries, in display order."""
 
     def present(*names: str) -> bool:
-        """Whether the summary has all of these."""
         return all(summary.get(name) is not None for name in names)
 
     facts: list[tuple[str, str]] = []
@@ -71,7 +63,7 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def plain_summary(summary: Mapping[str, Any], title: str) -> list[str]:
-    """The summary as plain lines."""
+    """Format the summary as plain lines."""
     return [f"{title}: finished", *(f"  {label}: {text}" for label, text in summary_facts(summary))]
 
 
@@ -88,7 +80,7 @@ def _accuracy_bars(before: float, after: float, is_ascii: bool, width: int = 24)
 def summary_panel(
     summary: Mapping[str, Any], title: str, rewards: Sequence[float] = (), is_ascii: bool = False
 ) -> Panel:
-    """The summary as a panel for a terminal, with a bar for the accuracy and a line for the rewards."""
+    """Format the summary as a panel for a terminal, with an accuracy bar and a sparkline of the rewards."""
     arrow = "->" if is_ascii else "→"
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What came of the runs of a sweep: each leaves a file in its folder, and one table compares them."""
+"""Results of a sweep: a result file per run, and a table that compares the runs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.errors import ConfigError
-from megarl.tracking.metrics_file import FILE_NAME, MetricsRow, read_metrics
+from megarl.base.errors import ConfigError
+from megarl.base.table import table_lines
+from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow, read_metrics
 
 RESULT_FILE, SWEEP_FILE, TABLE_FILE = "result.json", "sweep.json", "sweep.csv"
 DEFAULT_METRICS = ("critic/score/mean", "val/loss", "train/loss")
-"""What runs without validation answers are judged by: the first that they have."""
+"""Objectives of runs without validation of generated responses: the first one that a run logged."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run of a sweep.
+    """Result of one run of a sweep.
 
     Attributes:
-        overrides: values of this run by key.
-        metric: what it is judged by.
-        value: of that; None where the run failed, or had nothing to be judged by.
-        error: why it failed; None where it did not.
-        folder: of its files, below the sweep's.
+        overrides: overridden values by config key.
+        metric: name of the objective.
+        value: value of the objective; None if the run failed or has no objective.
+        error: error of a failed run.
+        folder: folder of the run, relative to the sweep's folder.
     """
 
     overrides: Mapping[str, str]
@@ -37,30 +38,32 @@ class RunResult:
 
 
 def objective(rows: Sequence[MetricsRow], metric: str | None) -> tuple[str | None, float | None]:
-    """What a run is judged by: a metric's name, and its last value; both None where none is named and none is there.
+    """Return the objective of a run: a metric's name and its last value; both None if there is no default metric.
 
     Args:
         rows: the run's metrics.
-        metric: the name; None = the mean over the data sources of the last validation, or where there is none the
-            first of :data:`DEFAULT_METRICS` that there is.
+        metric: name of the metric; None = the mean over data sources of the last validation, or else the first logged
+            metric of :data:`DEFAULT_METRICS`.
 
     Raises:
-        ConfigError: the run has no such metric, or its last value is not finite.
+        ConfigError: the run did not log the metric, or its last value is not finite.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
     if metric is None:
         means = [name for name in names if name.startswith("val-core/") and "/mean@" in name]
         last = next((row for row in reversed(rows) if means and means[0] in row), None)
         if last is not None:
-            found = [last[name] for name in means if name in last]
-            return _finite(means[0] if len(means) == 1 else "val-core mean", sum(found) / len(found))
+            scores = [last[name] for name in means if name in last]
+            return _finite(means[0] if len(means) == 1 else "val-core mean", sum(scores) / len(scores))
         metric = next((name for name in DEFAULT_METRICS if name in names), None)
         if metric is None:
             return None, None
     values = [row[metric] for row in rows if metric in row]
     if not values:
-        told = ", ".join(name for name in names if name.startswith(("val-core/", "critic/score/", "val/"))) or "none"
-        raise ConfigError(f"trainer.sweep_metric={metric}: the run logged no such metric; of its kind there are {told}")
+        logged = ", ".join(name for name in names if name.startswith(("val-core/", "critic/score/", "val/"))) or "none"
+        raise ConfigError(
+            f"trainer.sweep_metric={metric}: the run logged no such metric; of its kind there are {logged}"
+        )
     return _finite(metric, values[-1])
 
 
@@ -71,21 +74,21 @@ def _finite(metric: str, value: float) -> tuple[str, float]:
 
 
 def result_of(folder: Path, overrides: Sequence[str], metric: str | None, error: str | None) -> RunResult:
-    """The result of a run that ended, from its metrics; written into its folder."""
-    given = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    """Compute the result of a finished run from its metrics, and write it into the run's folder."""
+    values = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
     name, value = metric, None
     if error is None:
         try:
-            name, value = objective(read_metrics(folder / FILE_NAME), metric)
-        except (ConfigError, ValueError) as problem:
-            error = str(problem)
-    result = RunResult(given, name, value, error)
+            name, value = objective(read_metrics(folder / METRICS_FILE), metric)
+        except (ConfigError, ValueError) as failure:
+            error = str(failure)
+    result = RunResult(values, name, value, error)
     (folder / RESULT_FILE).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
     return result
 
 
 def read_results(folder: Path) -> list[RunResult]:
-    """Results of all runs of a sweep, by their numbers; one that ended without a result has that as its error."""
+    """Read the results of all runs of a sweep, ordered by number; a run without a result file has an error."""
     runs = [path.parent.parent for path in folder.glob("*/.hydra/overrides.yaml")]
     results = []
     for run in sorted(runs, key=lambda path: (len(path.name), path.name)):
@@ -98,22 +101,22 @@ def read_results(folder: Path) -> list[RunResult]:
 
 
 def best_of(results: Sequence[RunResult], minimize: bool) -> RunResult | None:
-    """The result with the best value; None where no run has one."""
+    """Return the result with the best value; None if no run has a value."""
     valued = [result for result in results if result.value is not None]
     pick = min if minimize else max
     return pick(valued, key=lambda result: result.value or 0.0, default=None)
 
 
-def varied(results: Sequence[RunResult]) -> list[str]:
-    """Keys that do not have the same value in all runs; all keys where there is but one run."""
+def varied_keys(results: Sequence[RunResult]) -> list[str]:
+    """Return the keys whose values differ between runs; all keys of a single run."""
     keys = list(dict.fromkeys(key for result in results for key in result.overrides))
     values = {key: {result.overrides.get(key) for result in results} for key in keys}
     return [key for key in keys if len(values[key]) > 1] or keys
 
 
 def sweep_table(results: Sequence[RunResult], minimize: bool = False) -> str:
-    """Results as plain text: what varied, the value, and why a run has none; the best is marked."""
-    keys, best = varied(results), best_of(results, minimize)
+    """Format results as a text table: varied keys, value or error; the best run is marked."""
+    keys, best = varied_keys(results), best_of(results, minimize)
     metric = next((result.metric for result in results if result.value is not None), None) or "result"
     rows = [["run", *keys, metric]]
     for result in results:
@@ -121,20 +124,18 @@ def sweep_table(results: Sequence[RunResult], minimize: bool = False) -> str:
         shown = shown if result.error is None else f"failed: {result.error.splitlines()[0]}"
         mark = " <- best" if result is best and len(results) > 1 else ""
         rows.append([result.folder, *(result.overrides.get(key, "") for key in keys), shown + mark])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+    return "\n".join(table_lines(rows))
 
 
 def save_sweep(folder: Path, results: Sequence[RunResult], minimize: bool = False) -> None:
-    """Writes ``sweep.json`` and ``sweep.csv`` into the sweep's folder."""
+    """Write ``sweep.json`` and ``sweep.csv`` into the sweep's folder."""
     best = best_of(results, minimize)
-    values = {"runs": [asdict(result) for result in results], "best": best.folder if best else None}
-    (folder / SWEEP_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    keys = varied(results)
+    content = {"runs": [asdict(result) for result in results], "best": best.folder if best else None}
+    (folder / SWEEP_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    keys = varied_keys(results)
     with open(folder / TABLE_FILE, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["run", *keys, "metric", "value", "error"])
         for result in results:
-            told = [result.overrides.get(key, "") for key in keys]
-            writer.writerow([result.folder, *told, result.metric or "", result.value, result.error or ""])
+            values = [result.overrides.get(key, "") for key in keys]
+            writer.writerow([result.folder, *values, result.metric or "", result.value, result.error or ""])

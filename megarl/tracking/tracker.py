@@ -1,4 +1,4 @@
-"""Where metrics go: the contract of a tracker, and the registry."""
+"""The interface of experiment trackers, and their registry."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megarl.errors import ConfigError
-from megarl.own_module import load_class
+from megarl.base.errors import ConfigError
+from megarl.base.registry import Registry
+from megarl.base.user_code import load_user_class
 from megarl.tracking.console import Console
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker may want to know of the run.
+    """Description of a run for its trackers.
 
     Attributes:
-        project: project under which runs are filed.
+        project: project that the run belongs to.
         name: name of the run.
         folder: folder of the run's files.
         config: the resolved config, plain nested dicts and lists.
-        resumed_step: last step of the checkpoint that the run continues from; None where it starts anew.
-        console: the run's console, for the tracker that prints.
-        run_id: 20 letters and digits that name the run in trackers; a run that continues has that of the one before.
-        timeout_s: seconds that a tracker in a process of its own may take for a call, and to send what is outstanding
-            when the run ends.
-        logs: folder for what trackers in processes of their own print; None = it is not kept.
+        resumed_step: last step of the checkpoint that the run resumes from; None for a new run.
+        console: the run's console, for the console tracker.
+        run_id: 20 letters and digits that identify the run in trackers; a resumed run keeps its ID.
+        timeout_s: seconds that a tracker in a subprocess may take for one call, and to send its queue at the end.
+        logs: folder for the output of tracker subprocesses; None = discard it.
     """
 
     project: str
@@ -43,93 +43,73 @@ class RunInfo:
 
 
 class Tracker(ABC):
-    """Takes note of a run's metrics; made as ``cls(run)``.
+    """Base class of trackers, which record the metrics of a run; created as ``cls(run)``.
 
     Attributes:
-        apart: whether it works in a process of its own (:mod:`megarl.tracking.apart`), as one must that talks to the
-            network: it may then take its time, raise, hang, or die, and the run goes on.
-        package: the optional package that it needs, None where it needs none.
+        in_subprocess: run the tracker in a subprocess (:mod:`megarl.tracking.subprocess_tracker`). Set it if the
+            tracker uses the network: it may then be slow, raise, hang or die, and the run continues.
+        package: optional package that the tracker needs; None = none.
     """
 
-    apart: ClassVar[bool] = False
+    in_subprocess: ClassVar[bool] = False
     package: ClassVar[str | None] = None
 
     @classmethod  # noqa: B027 -- optional
     def check(cls) -> None:
-        """Look at what can be known without the network, such as whether there is a login.
+        """Check the setup without using the network, such as the presence of a login.
 
         Raises:
-            ConfigError: the tracker cannot work as the user has set it up.
+            ConfigError: the setup is wrong.
         """
 
     def leftover(self) -> str:
-        """What to do about what could not be sent in time; empty where nothing can be done."""
+        """Describe the remedy for records that were not sent in time; empty if there is none."""
         return ""
 
     @abstractmethod
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the metrics of a step (0 = before training). One step may be logged in several parts."""
+        """Record the metrics of a step (0 = before training). A step may be logged in several parts."""
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:  # noqa: B027 -- optional
-        """Record some answers (``input``, ``output``, ``gts``, ``score``); a tracker need not."""
+        """Record some samples (``input``, ``output``, ``gts``, ``score``); optional."""
 
     def finish(self) -> None:  # noqa: B027 -- optional
-        """Write what is outstanding; nothing is logged after it."""
+        """Write or send everything; it is the last call."""
 
 
 TrackerFactory = Callable[[RunInfo], Tracker]
-TRACKERS: dict[str, TrackerFactory] = {}
-
-
-def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Decorator that files a tracker class or factory under ``name``."""
-
-    def add(factory: TrackerFactory) -> TrackerFactory:
-        """File the factory."""
-        TRACKERS[name] = factory
-        return factory
-
-    return add
-
-
-def find_tracker(name: str) -> TrackerFactory:
-    """The tracker that an entry of ``trainer.logger`` names: a registered one, or a class of one's own.
-
-    Args:
-        name: of the registry, or ``path.py:Class`` or ``package.module.Class``.
-
-    Raises:
-        ConfigError: there is none (the registered ones are listed), or importing it fails.
-    """
-    if name in TRACKERS:
-        return TRACKERS[name]
-    if ":" not in name and "." not in name:
-        known = ", ".join(sorted(TRACKERS))
-        raise ConfigError(f"trainer.logger={name!r} is not known; known are {known}, or path.py:Class of your own")
-    return load_class(name, Tracker, "trainer.logger")  # type: ignore[type-abstract]
+TRACKERS: Registry[TrackerFactory] = Registry(
+    "trainer.logger",
+    defaults="megarl.tracking.backends",
+    loader=lambda spec, key: load_user_class(spec, Tracker, key),
+    hint="or write path.py:Class for a custom tracker",
+)
+register_tracker = TRACKERS.register
 
 
 def check_package(tracker: str, package: str) -> None:
-    """Look for a tracker's optional package, without importing it.
+    """Check that a tracker's optional package is installed, without importing it.
 
     Raises:
-        ConfigError: it is not installed; the message names the extra that brings it.
+        ConfigError: the package is missing; the message names the extra that installs it.
     """
     if importlib.util.find_spec(package) is None:
-        wanted = f"megarl[{tracker}]" if tracker in TRACKERS else package
+        extra = f"megarl[{tracker}]" if tracker in TRACKERS else package
         raise ConfigError(
             f"trainer.logger={tracker!r} needs the package {package!r}, which is not installed: "
-            f"install it with `pip install '{wanted}'`, or take {tracker!r} out of trainer.logger"
+            f"install it with `pip install '{extra}'`, or remove {tracker!r} from trainer.logger"
         )
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that cannot be had, before anything is started.
+    """Check that all trackers are known and their packages installed, before a job starts.
 
     Raises:
-        ConfigError: there is no such tracker, or its package is not installed.
+        ConfigError: a tracker is unknown, its package is missing, or it has the attribute of an earlier release.
     """
-    for name, factory in {name: find_tracker(name) for name in names}.items():
+    for name, factory in {name: TRACKERS.find(name) for name in names}.items():
+        if hasattr(factory, "apart"):
+            raise ConfigError(f"trainer.logger={name!r}: rename the attribute `apart` of the class to `in_subprocess`")
         package = getattr(factory, "package", None)
         if package is not None:
             check_package(name, package)

@@ -1,4 +1,4 @@
-"""Several trackers as one: each gets every call in order, and the failure of one is nobody else's."""
+"""The trackers of a run as one: each receives every call in order, and a failing tracker affects no other."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megarl.tracking.apart import Courier
-from megarl.tracking.tracker import RunInfo, Tracker, check_trackers, find_tracker
+from megarl.tracking.subprocess_tracker import SubprocessTracker
+from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker, check_trackers
 
 logger = logging.getLogger(__name__)
 
 
-class Guarded(Tracker):
-    """A tracker of this process whose failures are told once, counted, and hold nothing up.
+class GuardedTracker(Tracker):
+    """A tracker in this process; its failures are reported once, counted, and do not stop the run.
 
     Args:
-        name: of the tracker.
-        tracker: the tracker itself.
-        tell: takes the lines that the user is to see.
+        name: name of the tracker.
+        tracker: the tracker.
+        report: prints a message to the user.
     """
 
-    def __init__(self, name: str, tracker: Tracker, tell: Callable[[str], None]) -> None:
+    def __init__(self, name: str, tracker: Tracker, report: Callable[[str], None]) -> None:
         self.name, self.tracker = name, tracker
         self.delivered = self.dropped = 0
-        self._tell = tell
+        self._report = report
         self._failing = False
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the metrics, or count them as dropped."""
+        """Record the metrics; a failure counts as a dropped record."""
         self._try(lambda: self.tracker.log(metrics, step))
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Record the answers, or count them as dropped."""
+        """Record the samples; a failure counts as a dropped record."""
         self._try(lambda: self.tracker.log_samples(samples, step))
 
     def finish(self) -> None:
-        """Finish the tracker, and tell what it has not recorded."""
+        """Finish the tracker, and report the number of dropped records."""
         try:
             self.tracker.finish()
         except Exception as error:
             logger.info("tracker %s", self.name, exc_info=True)
-            self._tell(f"tracker {self.name} could not write all: {type(error).__name__}: {error}")
+            self._report(f"tracker {self.name} could not write all: {type(error).__name__}: {error}")
         if self.dropped:
             total = self.delivered + self.dropped
-            self._tell(f"tracker {self.name}: {self.dropped} of {total} records were not written")
+            self._report(f"tracker {self.name}: {self.dropped} of {total} records were not written")
 
     def _try(self, call: Callable[[], None]) -> None:
         try:
@@ -53,7 +53,7 @@ class Guarded(Tracker):
             self.dropped += 1
             logger.info("tracker %s", self.name, exc_info=True)
             if not self._failing:
-                self._tell(f"tracker {self.name} fails: {type(error).__name__}: {error}\nThe run goes on")
+                self._report(f"tracker {self.name} fails: {type(error).__name__}: {error}\nThe run continues")
             self._failing = True
         else:
             self.delivered += 1
@@ -67,57 +67,57 @@ class Trackers(Tracker):
         trackers: each receives every call, in this order.
     """
 
-    def __init__(self, trackers: Iterable[Guarded | Courier]) -> None:
+    def __init__(self, trackers: Iterable[GuardedTracker | SubprocessTracker]) -> None:
         self.trackers = list(trackers)
 
     @property
     def dropped(self) -> int:
-        """Records that some tracker lacks for good."""
+        """Number of records that a tracker lost, summed over trackers."""
         return sum(tracker.dropped for tracker in self.trackers)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the metrics with every tracker; ``tracking/dropped`` among them once that is above 0."""
-        told = {"tracking/dropped": float(self.dropped)} if self.dropped else {}
+        """Record the metrics with every tracker, and ``tracking/dropped`` if it is above 0."""
+        extra = {"tracking/dropped": float(self.dropped)} if self.dropped else {}
         for tracker in self.trackers:
-            tracker.log({**metrics, **told}, step)
+            tracker.log({**metrics, **extra}, step)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Record answers with every tracker."""
+        """Record samples with every tracker."""
         for tracker in self.trackers:
             tracker.log_samples(samples, step)
 
     def finish(self) -> None:
-        """Finish every tracker; those in processes of their own all at the same time."""
+        """Finish every tracker; subprocess trackers finish concurrently."""
         for tracker in self.trackers:
-            if isinstance(tracker, Courier):
+            if isinstance(tracker, SubprocessTracker):
                 tracker.begin_finish()
         for tracker in reversed(self.trackers):
             tracker.finish()
 
 
-def open_trackers(names: Sequence[str], run: RunInfo, tell: Callable[[str], None] | None = None) -> Trackers:
-    """The trackers of ``trainer.logger``, ready to log.
+def open_trackers(names: Sequence[str], run: RunInfo, report: Callable[[str], None] | None = None) -> Trackers:
+    """Open the trackers of ``trainer.logger``, ready to log.
 
     Args:
-        names: of the trackers, as ``trainer.logger`` has them.
-        run: what they are told.
-        tell: takes the lines about trackers that fail; by default the run's console, or the log.
+        names: entries of ``trainer.logger``.
+        run: description of the run.
+        report: prints a message about a failing tracker; default: the run's console, or the log.
 
     Raises:
-        ConfigError: see :func:`check_trackers`, or a tracker's set-up is wrong, for want of a login say.
+        ConfigError: see :func:`check_trackers`; or the setup of a tracker is wrong, such as a missing login.
     """
     check_trackers(names)
-    tell = tell or (run.console.warn if run.console else logger.warning)
+    report = report or (run.console.warn if run.console else logger.warning)
     trackers = Trackers([])
     try:
         for name in names:
-            factory = find_tracker(name)
-            if getattr(factory, "apart", False):
-                trackers.trackers.append(Courier(name, run, tell))
+            factory = TRACKERS.find(name)
+            if getattr(factory, "in_subprocess", False):
+                trackers.trackers.append(SubprocessTracker(name, run, report))
             else:
-                trackers.trackers.append(Guarded(name, factory(run), tell))
+                trackers.trackers.append(GuardedTracker(name, factory(run), report))
         for tracker in trackers.trackers:
-            if isinstance(tracker, Courier):
+            if isinstance(tracker, SubprocessTracker):
                 tracker.wait_checked()
     except BaseException:
         trackers.finish()

@@ -1,1 +1,1 @@
-"""The Ray driver: the phase loop, validation, run state and metrics."""
+"""The driver: the training loop, its phases, records and state, and the jobs of the command line."""

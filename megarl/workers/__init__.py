@@ -1,1 +1,1 @@
-"""One file per role: plain classes, usable under Ray, torchrun and pytest alike."""
+"""Workers: one file per role. Plain classes, usable under Ray, torchrun and pytest."""

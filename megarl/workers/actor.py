@@ -1,4 +1,4 @@
-"""The policy that learns."""
+"""The actor: the policy in training."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ from megarl.algorithms import (
     load_policy_loss,
     token_keys,
 )
+from megarl.base.algorithm_names import FULL_KL
 from megarl.config import ActorConfig
-from megarl.config.choices import FULL_KL
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
-from megarl.megatron.full_kl import REF_HIDDEN
-from megarl.megatron.pooling import POOLED
-from megarl.sharding.links import Address, Links
-from megarl.sharding.parts import PlanPart
-from megarl.sharding.places import ProcessPlace, Routes, this_place
-from megarl.sharding.sender import BucketSender, Shipment, destinations
+from megarl.megatron.logprobs import REF_HIDDEN
+from megarl.megatron.outputs import POOLED
+from megarl.sharding.placement import ProcessLocation, Routes, current_location
+from megarl.sharding.plan import RankPlan
+from megarl.sharding.sender import BucketSender, Message, destination_ranks
 from megarl.sharding.transports import host_store
-from megarl.sharding.verification import Share, shares_of
-from megarl.workers.base import MegatronWorker, TokenLosses, ends_phase
-from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.place import WorkerPlace
+from megarl.sharding.transports.interface import PeerTransports, StoreAddress
+from megarl.sharding.verification import PartialChecksum, partial_checksums
+from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
 
 POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
-"""What the policy's loss reads of the tokens; the last two where there is a reference, and a correction."""
+"""Token columns that the policy loss reads; the last two only with a reference and with rollout correction."""
 
 
 class PolicyWorker(MegatronWorker):
-    """A role whose model is a language model: it can tell log-probs, and represent answers by vectors."""
+    """A role whose model is a language model: computes log-probs, and representations of responses."""
 
     def log_probs(self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool) -> dict[str, Tensor] | None:
-        """Log-probs and entropies of the response tokens, ``[b, R]`` each; None where this rank owns no result."""
+        """Log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks."""
         rows = self.packed_rows(batch, settings.budget)
-        groups = rows.micro_batches(settings.budget, agree=self.counts_over_dp)
+        groups = rows.micro_batches(settings.budget, gather_counts=self.counts_over_dp)
         options = OutputOptions(settings.temperature, with_entropy)
         outputs = self.engine.forward([rows.pack(group) for group in groups], options)
         if outputs is None:
@@ -60,10 +59,10 @@ class PolicyWorker(MegatronWorker):
     def representations(self, batch: DataProto, budget: MicroBatchBudget) -> DataProto | None:
         """``representations``: mean final hidden state of each row's tokens with a set ``response_mask``.
 
-        ``[b, hidden]`` float32; zeros for a row without any; None where this rank owns no result.
+        ``[b, hidden]`` float32; zeros for a row without such tokens; None on non-owner ranks.
         """
         rows = self.packed_rows(batch, budget)
-        groups = rows.micro_batches(budget, agree=self.counts_over_dp)
+        groups = rows.micro_batches(budget, gather_counts=self.counts_over_dp)
         means = self.engine.mean_hidden(
             [rows.pack(group, {POOLED: rows.column("response_mask", group)}, at_tokens=True) for group in groups]
         )
@@ -74,16 +73,16 @@ class PolicyWorker(MegatronWorker):
 
 
 class ActorWorker(PolicyWorker):
-    """Trains the policy, tells log-probs, and sends its weights to the rollout engines.
+    """Trains the policy, computes log-probs, and sends its weights to the rollout engines.
 
     Args:
-        place: of this process in the role.
+        place: rank and rendezvous address of this process.
         settings: model, layout, optimizer.
         config: loss and clip ranges.
         plan: mini-batches and epochs of an update.
-        log_prob: for the log-probs before the update.
-        reference: for what the reference tells, where its weights rest in this worker's host memory; None where
-            the reference has workers of its own or there is none.
+        log_prob: settings of the log-probs before the update.
+        reference: settings of the reference whose weights this worker keeps in host memory; None if the reference has
+            separate workers or there is none.
     """
 
     prefix = "actor"
@@ -107,16 +106,16 @@ class ActorWorker(PolicyWorker):
         self._sender: BucketSender
 
     @verb(Dispatch.ALL)
-    @ends_phase
+    @offload_after
     def init_model(self) -> None:
-        """Build the model; where the reference shares it, keep its initial weights in host memory."""
+        """Build the model; keep the initial weights in host memory if the reference shares it."""
         super().init_model()
         self._reference_weights = self.engine.weights_to_host() if self.reference else None
         self._reference_head = self.engine.output_weight() if self._needs_full_kl else None
 
     @property
     def _needs_full_kl(self) -> bool:
-        """Whether the exact KL to the reference is told or learned from."""
+        """Whether the exact KL to the reference is a metric or part of the loss."""
         return self._learns_full_kl or (self.reference is not None and self.reference.full_kl)
 
     @property
@@ -124,20 +123,23 @@ class ActorWorker(PolicyWorker):
         return self.config.use_kl_loss and self.config.kl_loss_type == FULL_KL
 
     @verb(Dispatch.SPLIT, phase="old_log_prob", columns=SEQUENCES)
-    @ends_phase
+    @offload_after
     def compute_log_prob(self, batch: DataProto) -> DataProto | None:
-        """``old_log_probs`` of the response tokens under the current weights, and their ``entropys``; ``[b, R]``."""
+        """Compute ``old_log_probs`` of the response tokens under the current weights, and their ``entropys``; ``[b,
+        R]``.
+
+        """
         result = self.log_probs(batch, self.log_prob, with_entropy=True)
         if result is None:
             return None
         return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"]})
 
     @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
-    @ends_phase
+    @offload_after
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
-        """``ref_log_prob`` of the response tokens, ``[b, R]``, with the reference's weights swapped in.
+        """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``, with the reference's weights swapped in.
 
-        Where it is asked for also ``ref_kl``, the exact KL of the current policy to the reference.
+        If configured also ``ref_kl``, the exact KL of the current policy to the reference.
         """
         assert self.reference is not None and self._reference_weights is not None, "no reference lives in the actor"
         with self.engine.swapped_weights(self._reference_weights):
@@ -148,9 +150,9 @@ class ActorWorker(PolicyWorker):
         return DataProto.from_dict(columns) if columns else None
 
     def _full_kl(self, batch: DataProto, settings: LogProbSettings) -> dict[str, Tensor]:
-        """``ref_kl [b, R]``; empty where this rank owns no result."""
+        """``ref_kl [b, R]``; empty on non-owner ranks."""
         rows = self.packed_rows(batch, settings.budget)
-        groups = rows.micro_batches(settings.budget, agree=self.counts_over_dp)
+        groups = rows.micro_batches(settings.budget, gather_counts=self.counts_over_dp)
         states = self._reference_states(rows, groups)
         outputs = self.engine.forward(
             [rows.pack(group, {REF_HIDDEN: part}) for group, part in zip(groups, states, strict=True)],
@@ -159,7 +161,9 @@ class ActorWorker(PolicyWorker):
         return {} if outputs is None else {"ref_kl": rows.unpack(groups, [output.ref_kl for output in outputs])}
 
     def _reference_states(self, rows: PackedRows, groups: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The reference's final hidden states of micro-batches, ``[response tokens, hidden]``; empty before the end."""
+        """Final hidden states of the reference for micro-batches, ``[response tokens, hidden]``; empty before the last
+        stage.
+        """
         assert self._reference_weights is not None, "checked in the configuration: the reference lives in the actor"
         micro_batches = [rows.pack(group) for group in groups]
         with self.engine.swapped_weights(self._reference_weights):
@@ -167,9 +171,9 @@ class ActorWorker(PolicyWorker):
         return states or [torch.zeros(len(micro_batch.targets), 0) for micro_batch in micro_batches]
 
     @verb(Dispatch.SPLIT, phase="repr_align", columns=(*SEQUENCES, "response_mask"))
-    @ends_phase
+    @offload_after
     def compute_ref_representations(self, batch: DataProto) -> DataProto | None:
-        """``representations [b, hidden]`` of the answers, with the reference's weights swapped in."""
+        """Compute ``representations [b, hidden]`` of the responses, with the reference's weights swapped in."""
         assert self.reference is not None and self._reference_weights is not None, "no reference lives in the actor"
         with self.engine.swapped_weights(self._reference_weights):
             return self.representations(batch, self.reference.budget)
@@ -181,7 +185,7 @@ class ActorWorker(PolicyWorker):
         columns=(*SEQUENCES, "response_mask", *POLICY_COLUMNS, *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """PPO's updates: ``ppo_epochs`` passes over the mini-batches."""
+        """PPO update: ``ppo_epochs`` passes over the mini-batches."""
         unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
         columns = [name for name in POLICY_COLUMNS if name in batch.tensors and name not in unread]
         outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
@@ -189,13 +193,15 @@ class ActorWorker(PolicyWorker):
         if self._learns_full_kl:
             outputs = outputs._replace(ref_head=self._reference_head)
 
-        def more(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-            made = self._chosen_tokens(loss.choose, rows, mini_batch, groups) if loss.choose else {}
+        def extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+            extra = self._chosen_tokens(loss.choose, rows, mini_batch, groups) if loss.choose else {}
             if self._learns_full_kl:
-                made[REF_HIDDEN] = rows.packed_again(groups, self._reference_states(rows, groups), mini_batch)
-            return made
+                extra[REF_HIDDEN] = rows.repack(groups, self._reference_states(rows, groups), mini_batch)
+            return extra
 
-        metrics = self.update(batch, self.plan, columns, partial(policy_loss, self.config, loss), outputs, more)
+        metrics = self.update(
+            batch, self.plan, columns, partial(policy_loss, self.config, loss), outputs, extra_columns
+        )
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
@@ -203,7 +209,10 @@ class ActorWorker(PolicyWorker):
     def _chosen_tokens(
         self, choose: ChoiceFunction, rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]
     ) -> dict[str, Tensor]:
-        """``chosen``: what a loss chooses of the whole mini-batch, of which every rank has some rows; communicates."""
+        """``chosen``: tokens that the loss selects from the whole mini-batch over all data-parallel ranks;
+        communicates.
+
+        """
         assert self.engine.optimizer is not None
         micro_batches = [rows.pack(group) for group in groups]
         outputs = self.engine.forward(micro_batches, OutputOptions(self.log_prob.temperature))
@@ -211,73 +220,75 @@ class ActorWorker(PolicyWorker):
         if outputs is None:
             return {"chosen": torch.zeros_like(mask)}  # the loss is computed on the last stage
         log_probs = rows.unpack(groups, [output.log_probs for output in outputs])
-        numbers = [
+        packed_columns = [
             rows.take(log_probs, mini_batch),
             *(rows.column(n, mini_batch) for n in ("old_log_probs", "advantages")),
         ]
         keys = token_keys(rows.samples(mini_batch), self.settings.seed, self.engine.optimizer.steps)
-        mine = [column.where(mask.bool(), 0) for column in numbers]
-        whole, here = self.gather_over_dp([*mine, mask, keys])
-        chosen = choose(WholeMiniBatch(*whole), loss_options(self.config))
-        return {"chosen": chosen[here].to(mask.dtype)}
+        local = [column.where(mask.bool(), 0) for column in packed_columns]
+        gathered, local_slice = self.gather_over_dp([*local, mask, keys])
+        chosen = choose(WholeMiniBatch(*gathered), loss_options(self.config))
+        return {"chosen": chosen[local_slice].to(mask.dtype)}
 
     @verb(Dispatch.ALL)
-    def sync_place(self) -> ProcessPlace:
-        """Where this process runs, by which ways to the rollout engines are chosen."""
-        return this_place(str(self.runtime.device))
+    def sync_place(self) -> ProcessLocation:
+        """Location of this process, from which the transports to the rollout engines are chosen."""
+        return current_location(str(self.runtime.device))
 
     @verb(Dispatch.ALL)
-    def host_sync(self) -> Address | None:
-        """On rank 0: where both sides of the weight sync can meet from now on."""
+    def host_sync(self) -> StoreAddress | None:
+        """Start the rendezvous store of the weight sync; returns its address on rank 0, None on other ranks."""
         if self.rank != 0:
             return None
         self._store = host_store(self.host)
-        return Address(self.host, self._store.port)
+        return StoreAddress(self.host, self._store.port)
 
     @verb(Dispatch.ALL)
-    def connect_sync(self, plan: PlanPart, routes: Routes, address: Address | None, dtype: str) -> None:
-        """Get ready to send weights by a plan, in the engines' number format."""
+    def connect_sync(self, plan: RankPlan, routes: Routes, address: StoreAddress | None, dtype: str) -> None:
+        """Prepare to send weights by a plan, in the engines' number format."""
         device, sent = self.runtime.device, getattr(torch, dtype)
-        links = Links.of_trainer(routes, self.rank, destinations(plan.sent_by(self.rank)), device, address)
-        self._sender = BucketSender(plan, self.rank, self.engine.named_local_params, links, sent, device)
+        peers = PeerTransports.for_sender(
+            routes, self.rank, destination_ranks(plan.sent_by(self.rank)), device, address
+        )
+        self._sender = BucketSender(plan, self.rank, self.engine.named_local_params, peers, sent, device)
         self._sent_as = sent, plan.float32_params
 
     @verb(Dispatch.ALL, phase="update_weights")
     def make_room(self) -> None:
-        """Before the engines wake: what may leave the device leaves it."""
-        self.engine.residence.rest()
+        """Offload the configured parts before the engines wake."""
+        self.engine.offload_manager.offload()
 
     @verb(Dispatch.ALL, phase="update_weights")
     def open_transfer(self, session: int) -> None:
-        """Be ready to send; meet the rollout ranks where the session is new."""
+        """Prepare to send; a new session starts with a rendezvous with the rollout ranks."""
         self._sender.open(session)
 
     @verb(Dispatch.ALL, phase="update_weights")
-    def export_bucket(self, index: int) -> dict[int, Shipment]:
+    def export_bucket(self, index: int) -> dict[int, Message]:
         """Pack this rank's part of a bucket, by rollout rank."""
         return self._sender.export_bucket(index)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def release_bucket(self, index: int) -> None:
-        """The rollout ranks have read a bucket: its memory may be used again."""
+        """Free a bucket's memory for reuse, after the rollout ranks have read it."""
         self._sender.release_bucket(index)
 
     @verb(Dispatch.ALL, phase="update_weights")
-    def weight_shares(self) -> dict[str, Share]:
-        """Checksums of this rank's part of every Hugging Face tensor; over all ranks each element counts once."""
+    def weight_shares(self) -> dict[str, PartialChecksum]:
+        """Checksums of this rank's part of every Hugging Face tensor; each element counts once over all ranks."""
         params = self.engine.weight_map.export_params(self.settings.layout, self.rank)
-        return shares_of(params, self.engine.named_local_params(), *self._sent_as, convert=True)
+        return partial_checksums(params, self.engine.named_local_params(), *self._sent_as, convert=True)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def close_transfer(self, completed: bool) -> int:
-        """Nothing more is sent; returns the peak bytes that sending took on this rank."""
+        """End the transfer; returns the peak bytes of sending on this rank."""
         peak = self._sender.close(completed)
-        self.engine.residence.rest()
+        self.engine.offload_manager.offload()
         return peak
 
 
 def loss_options(config: ActorConfig) -> PolicyLossOptions:
-    """The settings of the policy loss."""
+    """Options of the policy loss."""
     loss = config.policy_loss
     return PolicyLossOptions(
         clip_ratio_low=config.clip_ratio_low or config.clip_ratio,
@@ -296,10 +307,10 @@ def loss_options(config: ActorConfig) -> PolicyLossOptions:
 def policy_loss(
     config: ActorConfig, loss_of: PolicyLoss, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
 ) -> TokenLosses:
-    """Per-token loss of the policy with entropy bonus and KL to the reference, and the metrics of its parts.
+    """Per-token loss of the policy with entropy bonus and KL to the reference, and its metrics.
 
-    ``loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl``; all tensors are packed ``[n]``. Where the rollout
-    is corrected, ``pg_loss`` is the policy's loss times the token's importance weight.
+    ``loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl``; all tensors are packed ``[n]``. With rollout
+    correction, ``pg_loss`` is the policy loss times the token's importance weight.
     """
     columns = micro_batch.columns
     policy = loss_of(
@@ -316,12 +327,12 @@ def policy_loss(
     loss = policy.loss
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
-    parts = {"pg_loss": loss}
+    loss_metrics = {"pg_loss": loss}
     if outputs.entropy is not None:
         loss = loss + entropy_loss(outputs.entropy, config.entropy_coeff)
     if config.use_kl_loss:
         kl = outputs.ref_kl
         if kl is None:
             kl = kl_penalty(outputs.log_probs, columns["ref_log_prob"], config.kl_loss_type)
-        loss, parts["kl_loss"] = loss + config.kl_loss_coef * kl, kl
-    return TokenLosses(loss, parts, policy.diagnostics)
+        loss, loss_metrics["kl_loss"] = loss + config.kl_loss_coef * kl, kl
+    return TokenLosses(loss, loss_metrics, policy.diagnostics)

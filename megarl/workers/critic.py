@@ -1,4 +1,4 @@
-"""The value function."""
+"""The critic: the value function."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from megarl.algorithms import clipped_value_loss
 from megarl.config import CriticConfig
 from megarl.data import DataProto
 from megarl.megatron import PackedMicroBatch, ValueOutputs
-from megarl.workers.base import MegatronWorker, TokenLosses, ends_phase
-from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.place import WorkerPlace
+from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
 class CriticWorker(MegatronWorker):
-    """Estimates and learns values: a language model whose output layer is a scalar head.
+    """Computes and trains values: a language model with a scalar head as output layer.
 
     Args:
-        place: of this process in the role.
+        place: rank and rendezvous address of this process.
         settings: model, layout, optimizer.
-        config: clip range, weight of the loss.
-        plan: mini-batches and epochs of an update; its budget is that of :meth:`compute_values` too.
+        config: clip range, loss coefficient.
+        plan: mini-batches and epochs of an update; :meth:`compute_values` uses its budget too.
     """
 
     prefix = "critic"
@@ -41,11 +40,11 @@ class CriticWorker(MegatronWorker):
         self.plan = plan
 
     @verb(Dispatch.SPLIT, phase="values", columns=SEQUENCES)
-    @ends_phase
+    @offload_after
     def compute_values(self, batch: DataProto) -> DataProto | None:
-        """``values`` of the state before each response token, ``[b, R]``; None where this rank owns no result."""
+        """Compute ``values`` of the state before each response token, ``[b, R]``; None on non-owner ranks."""
         rows = self.packed_rows(batch, self.plan.budget)
-        groups = rows.micro_batches(self.plan.budget, agree=self.counts_over_dp)
+        groups = rows.micro_batches(self.plan.budget, gather_counts=self.counts_over_dp)
         outputs = self.engine.forward([rows.pack(group) for group in groups])
         if outputs is None:
             return None
@@ -58,14 +57,14 @@ class CriticWorker(MegatronWorker):
         columns=(*SEQUENCES, "response_mask", "values", "returns", *SAMPLE_IDS),
     )
     def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """Regression of the values on the returns, clipped around the old values."""
+        """Train the values on the returns, clipped around the old values."""
         return self.update(batch, self.plan, ["values", "returns"], partial(value_loss, self.config))
 
 
 def value_loss(config: CriticConfig, outputs: ValueOutputs, micro_batch: PackedMicroBatch) -> TokenLosses:
-    """Per-token clipped value loss and the metrics of it; all tensors are packed ``[n]``.
+    """Clipped value loss per token and its metrics; all tensors are packed ``[n]``.
 
-    What is minimised is ``vf_coef`` times ``vf_loss``.
+    The minimized loss is ``vf_coef`` times ``vf_loss``.
     """
     columns = micro_batch.columns
     token_loss = clipped_value_loss(outputs.values, columns["values"], columns["returns"], config.cliprange_value)

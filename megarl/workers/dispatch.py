@@ -1,58 +1,62 @@
-"""Marks that say how a worker's verb is called across its processes.
+"""Interface between workers and the driver: verb marks, worker places, results of a save.
 
 A verb is a public method of a worker class that the driver calls on all processes of the role at once. The decorator
-changes nothing: under torchrun or in a test the method is called as it stands. Only ``megarl.cluster`` reads the marks.
+changes nothing: under torchrun or in a test the method is called directly. Only ``megarl.cluster`` reads the marks.
+This module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from megarl.base.files import FileEntry
 
 if TYPE_CHECKING:
     from megarl.data import DataProto
 
 MINI_BATCH_SIZES = "mini_batch_sizes"
-"""Key in a chunk's ``meta_info``: how many of its rows belong to each mini-batch, in order."""
+"""Key in a chunk's ``meta_info``: the chunk's rows per mini-batch, in order."""
 _ATTRIBUTE = "__megarl_verb__"
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 class Dispatch(Enum):
-    """What each process receives and whose result counts.
+    """The arguments that each process receives and the results that are collected.
 
     The owner of a result is the process with tensor-parallel rank 0 on the last pipeline stage.
     """
 
     SPLIT = "split"
     """Every ``DataProto`` argument is split by rows over DP; all TP and PP ranks of one DP rank get the same chunk.
-    Other arguments go to all. One owner per DP rank answers with a ``DataProto``, put back into the caller's row
-    order, or with a ``dict`` or None, of which DP rank 0's counts."""
+    Other arguments go to all. One owner per DP rank returns a ``DataProto``, joined in the caller's row order, or a
+    ``dict`` or None, of which DP rank 0's is used.
+
+    """
     ALL = "all"
-    """Same arguments to every rank; the result is the list of what all ranks returned, by rank."""
+    """Same arguments to every rank; the result is the list of the results of all ranks, by rank."""
     ONE = "one"
-    """Same arguments to every rank; the result is what the owner at DP rank 0 returned."""
+    """Same arguments to every rank; the result is that of DP rank 0's owner."""
     RANK = "rank"
-    """Called on one rank, which the caller names, independently of the others."""
+    """Called on one given rank, independently of the others."""
 
 
 @dataclass(frozen=True)
 class VerbMark:
-    """How one verb is dispatched.
+    """Dispatch of one verb.
 
     Attributes:
-        dispatch: what each process receives and whose result counts.
+        dispatch: arguments of each process, and collection of the results.
         mini_batches: for ``SPLIT``, the key in ``batch.meta_info`` that holds the rows per global mini-batch. Every DP
-            rank then gets a share of each mini-batch, mini-batch after mini-batch, with its counts of rows under
-            :data:`MINI_BATCH_SIZES`, and which rows form a mini-batch does not depend on DP. None: the verb only maps
-            rows.
-        phase: the phase named in errors; the verb's own name if empty.
-        columns: for ``SPLIT``, the columns that the verb reads, tensors and others; of each batch only those among them
-            that it has are sent. None: everything is.
-        equal_rows: for ``SPLIT``, every DP rank gets equally many rows; so it is where there are ``mini_batches``,
-            unless the role's micro-batches have a token budget, which leaves the number of rows free.
+            rank then gets a share of each mini-batch, mini-batch after mini-batch, with its row counts under
+            :data:`MINI_BATCH_SIZES`. The rows of a mini-batch do not depend on DP. None: the verb only maps rows.
+        phase: the phase named in errors; the verb's name if empty.
+        columns: for ``SPLIT``, the columns that the verb reads, tensors and others; the other columns of a batch are
+            not sent. None: all columns.
+        equal_rows: for ``SPLIT``, every DP rank gets the same number of rows. Implied by ``mini_batches``, unless the
+            role's micro-batches have a token budget: the number of rows is free then.
     """
 
     dispatch: Dispatch
@@ -62,7 +66,7 @@ class VerbMark:
     equal_rows: bool = False
 
     def read(self, batch: DataProto) -> DataProto:
-        """The part of a batch that the verb reads."""
+        """Select the columns that the verb reads."""
         if self.columns is None:
             return batch
         present = [[name for name in self.columns if name in kind] for kind in (batch.tensors, batch.non_tensor_batch)]
@@ -80,7 +84,7 @@ def verb(
     """Mark a method as a verb; see :class:`VerbMark` for the arguments.
 
     Raises:
-        ValueError: ``mini_batches`` or ``equal_rows`` is given for a verb whose arguments are not split.
+        ValueError: ``mini_batches`` or ``equal_rows`` without ``Dispatch.SPLIT``.
     """
     if (mini_batches is not None or equal_rows) and dispatch is not Dispatch.SPLIT:
         raise ValueError(f"mini_batches={mini_batches!r}, equal_rows={equal_rows} needs Dispatch.SPLIT, not {dispatch}")
@@ -94,9 +98,9 @@ def verb(
 
 
 def read_marks(worker_cls: type) -> dict[str, VerbMark]:
-    """The verbs of a worker class by name, inherited ones included.
+    """Return the verbs of a worker class by name, inherited ones included.
 
-    An override without a decorator keeps the mark of the method that it overrides.
+    An override without a decorator keeps the mark of the overridden method.
     """
     marks: dict[str, VerbMark] = {}
     for base in reversed(worker_cls.__mro__):
@@ -105,3 +109,34 @@ def read_marks(worker_cls: type) -> dict[str, VerbMark]:
             if isinstance(mark, VerbMark):
                 marks[name] = mark
     return marks
+
+
+class WorkerPlace(NamedTuple):
+    """Rank and rendezvous address of a worker; the first argument of every worker class.
+
+    Attributes:
+        rank: this process's rank in the role.
+        world_size: number of processes of the role.
+        master_addr: address of the role's rank 0.
+        master_port: free port there for the process group.
+    """
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        entries: size and digest of each file that the rank wrote, by path relative to the role's folder.
+        seconds: duration of the writing.
+        failure: reason why there is no checkpoint, the same on every rank; empty if there is one.
+    """
+
+    entries: dict[str, FileEntry] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str = ""

@@ -1,23 +1,22 @@
-"""The frozen policy that the KL is taken to and answers are judged by, where it has processes of its own."""
+"""The reference policy with separate processes: frozen, for the KL penalty and for representations of responses."""
 
 from __future__ import annotations
 
 from megarl.data import DataProto
 from megarl.workers.actor import PolicyWorker
-from megarl.workers.base import ends_phase
-from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.place import WorkerPlace
+from megarl.workers.base import offload_after
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.rows import SEQUENCES
 from megarl.workers.settings import LogProbSettings, RoleSettings
 
 
 class ReferenceWorker(PolicyWorker):
-    """Tells the initial policy's log-probs, and its representations of answers.
+    """Computes the initial policy's log-probs, and its representations of responses.
 
     Args:
-        place: of this process in the role.
+        place: rank and rendezvous address of this process.
         settings: model and layout; without optimizer.
-        log_prob: how log-probs are computed.
+        log_prob: settings of the log-prob computation.
     """
 
     prefix = "ref"
@@ -33,14 +32,17 @@ class ReferenceWorker(PolicyWorker):
         self.log_prob = log_prob
 
     @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
-    @ends_phase
+    @offload_after
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
-        """``ref_log_prob`` of the response tokens, ``[b, R]``."""
+        """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``."""
         result = self.log_probs(batch, self.log_prob, with_entropy=False)
         return None if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})
 
     @verb(Dispatch.SPLIT, phase="repr_align", columns=(*SEQUENCES, "response_mask"))
-    @ends_phase
+    @offload_after
     def compute_ref_representations(self, batch: DataProto) -> DataProto | None:
-        """``representations [b, hidden]`` of the answers: means of final hidden states over ``response_mask``."""
+        """Compute ``representations [b, hidden]`` of the responses: means of final hidden states over
+        ``response_mask``.
+
+        """
         return self.representations(batch, self.log_prob.budget)

@@ -1,4 +1,4 @@
-"""From a batch's rectangles to the packed rows that a model computes on, and back."""
+"""Packing of a batch's padded rectangles into micro-batches, and unpacking of the results."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from megarl.data import (
     DataProto,
     check_longest,
-    common_count,
+    common_micro_batch_count,
     fewest_micro_batches,
     plan_micro_batches,
     sequence_lengths,
 )
-from megarl.data.shared_prompts import SharedPromptRows, divided, units_of_micro_batches
+from megarl.data.shared_prompts import SharedPromptRows, micro_batch_units, split_units
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.workers.settings import MicroBatchBudget
 
 SEQUENCES = ("prompts", "responses", "attention_mask")
-"""Columns without which rows cannot be packed."""
+"""Columns required to pack rows."""
 SAMPLE_IDS = ("uid", "index")
-"""Non-tensor columns by which a user finds a sample again."""
+"""Non-tensor columns that identify a sample to the user."""
 
-Agree = Callable[[int], list[int]]
+GatherCounts = Callable[[int], list[int]]
 
 
 class PackedRows:
@@ -32,7 +32,7 @@ class PackedRows:
 
     Args:
         batch: needs ``prompts``, ``responses`` and ``attention_mask``; response-aligned columns are read on demand.
-        share_prompts: compute a prompt once that several rows of a micro-batch have.
+        share_prompts: compute a prompt once for all its rows in a micro-batch.
     """
 
     def __init__(self, batch: DataProto, *, share_prompts: bool = False) -> None:
@@ -44,40 +44,44 @@ class PackedRows:
         return len(self.batch)
 
     def micro_batches(
-        self, budget: MicroBatchBudget, rows: Sequence[int] | None = None, agree: Agree | None = None
+        self, budget: MicroBatchBudget, rows: Sequence[int] | None = None, gather_counts: GatherCounts | None = None
     ) -> list[list[int]]:
-        """Row indices of each micro-batch over ``rows`` (default: all), cut by ``budget``.
+        """Cut ``rows`` (default: all) into micro-batches by ``budget``; returns the row indices of each.
 
         Args:
-            budget: what a micro-batch may hold.
+            budget: size limit of a micro-batch.
             rows: the rows to cut.
-            agree: from the number of micro-batches that these rows need to those that the rows of all data-parallel
-                ranks do. None: there are no other ranks.
+            gather_counts: gathers the number of micro-batches that every data-parallel rank needs, from this rank's.
+                None: there are no other ranks.
 
         Raises:
-            DataError: a row is above the budget, or the rows are fewer than the micro-batches that all ranks make.
+            DataError: a row is above the budget, or there are fewer rows than the common number of micro-batches.
         """
         chosen = list(range(len(self)) if rows is None else rows)
         lengths = [self.prompt_lengths[row] + self.response_lengths[row] for row in chosen]
         if budget.max_tokens is not None:
             check_longest(lengths, budget.max_tokens, lambda index: self.describe(chosen[index]))
         if budget.max_tokens is not None and self._shared is not None:
-            return self._shared_micro_batches(self._shared, budget, budget.max_tokens, chosen, agree)
+            return self._shared_micro_batches(self._shared, budget, budget.max_tokens, chosen, gather_counts)
         limits = {"max_tokens": budget.max_tokens, "size": budget.size}
         needed = fewest_micro_batches(lengths, **limits)
-        count = common_count(agree(needed) if agree else [needed], budget.multiple)
+        count = common_micro_batch_count(gather_counts(needed) if gather_counts else [needed], budget.multiple)
         plan = plan_micro_batches(lengths, **limits, count=count, costs=budget.cost.of(lengths))
         return [[chosen[index] for index in group] for group in plan]
 
     @staticmethod
     def _shared_micro_batches(
-        shared: SharedPromptRows, budget: MicroBatchBudget, max_tokens: int, chosen: Sequence[int], agree: Agree | None
+        shared: SharedPromptRows,
+        budget: MicroBatchBudget,
+        max_tokens: int,
+        chosen: Sequence[int],
+        gather_counts: GatherCounts | None,
     ) -> list[list[int]]:
-        """As :meth:`micro_batches`, rows of one prompt together as far as that leaves enough to cut."""
-        units = units_of_micro_batches(shared, chosen, max_tokens)
+        """Like :meth:`micro_batches`, with rows of one prompt together as far as enough micro-batches remain."""
+        units = micro_batch_units(shared, chosen, max_tokens)
         needed = fewest_micro_batches([shared.tokens(unit) for unit in units], max_tokens=max_tokens)
-        count = common_count(agree(needed) if agree else [needed], budget.multiple)
-        units = divided(units, count)
+        count = common_micro_batch_count(gather_counts(needed) if gather_counts else [needed], budget.multiple)
+        units = split_units(units, count)
         plan = plan_micro_batches(
             [shared.tokens(unit) for unit in units],
             max_tokens=max_tokens,
@@ -89,12 +93,12 @@ class PackedRows:
     def pack(
         self, rows: Sequence[int], columns: Mapping[str, Tensor] | None = None, *, at_tokens: bool = False
     ) -> PackedMicroBatch:
-        """One micro-batch of the given rows, without a padding token.
+        """Pack rows into one micro-batch, without padding.
 
         Args:
-            rows: which rows, in this order.
-            columns: what a loss needs besides, packed over the rows' response tokens.
-            at_tokens: read outputs at the response tokens themselves instead of before them.
+            rows: indices of the rows, in order.
+            columns: further inputs of the loss, packed over the rows' response tokens.
+            at_tokens: read outputs at the response tokens instead of one position before them.
         """
         return PackedMicroBatch.from_rows(
             self.samples(rows), columns, share_prompts=self._shared is not None, at_tokens=at_tokens
@@ -118,22 +122,22 @@ class PackedRows:
         return self.take(self.batch.tensors[name], rows)
 
     def take(self, values: Tensor, rows: Sequence[int]) -> Tensor:
-        """``values [batch, R]`` of the rows, packed: ``[sum of response lengths]``."""
+        """Pack ``values [batch, R]`` of the rows: ``[sum of response lengths]``."""
         return torch.cat([values[row, : self.response_lengths[row]] for row in rows])
 
     def describe(self, row: int) -> str:
-        """A row as messages name it: by those of :data:`SAMPLE_IDS` that the batch has, else by its place."""
-        known = self.batch.non_tensor_batch
-        return " ".join(f"{name}={known[name][row]}" for name in SAMPLE_IDS if name in known) or f"row={row}"
+        """Name of a row in messages: its :data:`SAMPLE_IDS`, or its index if the batch has none."""
+        columns = self.batch.non_tensor_batch
+        return " ".join(f"{name}={columns[name][row]}" for name in SAMPLE_IDS if name in columns) or f"row={row}"
 
-    def packed_again(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """Entries over response tokens, one tensor ``[n, ...]`` per micro-batch, packed in another order of rows."""
+    def repack(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """Reorder values over response tokens, one tensor ``[n, ...]`` per micro-batch, into the order of ``rows``."""
         parts: dict[int, Tensor] = {}
         for group, values in zip(groups, packed, strict=True):
             parts |= zip(group, values.split([self.response_lengths[row] for row in group]), strict=True)
         return torch.cat([parts[row] for row in rows])
 
-    def in_order(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
+    def per_row(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
         """One number per row, ``[batch]`` float32, from one tensor ``[rows]`` per micro-batch."""
         numbers = torch.zeros(len(self))
         for rows, values in zip(groups, packed, strict=True):
@@ -141,11 +145,11 @@ class PackedRows:
         return numbers
 
     def unpack(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
-        """Values over response tokens, one packed tensor per micro-batch, as a rectangle ``[batch, R]`` of float32.
+        """Unpack values over response tokens, one packed tensor per micro-batch, into ``[batch, R]`` float32.
 
         Args:
-            groups: the rows of each micro-batch, as :meth:`micro_batches` gave them.
-            packed: per micro-batch, the values of its rows one after the other.
+            groups: rows of each micro-batch, from :meth:`micro_batches`.
+            packed: per micro-batch, the values of its rows in order.
         """
         rectangle = torch.zeros(len(self), self.batch.tensors["responses"].shape[1])
         for rows, values in zip(groups, packed, strict=True):
@@ -162,15 +166,15 @@ def pack_whole(
     *,
     share_prompts: bool = False,
 ) -> PackedMicroBatch:
-    """Whole sequences, each with one output: where transformers' models of sequence classification have theirs.
+    """Pack whole sequences with one output each, at the position of transformers' sequence classification models.
 
-    That is a sequence's last token that is not ``pad``; what stands behind it cannot change the output.
+    That position is the sequence's last token that is not ``pad``; later tokens cannot change the output.
 
     Args:
-        parts: token ids of each sequence in two parts, the first of them not empty.
-        pad: the model's padding token; None = it has none, and the last token counts whatever it is.
-        columns: what a loss needs besides, a number per sequence.
-        share_prompts: compute a first part once that several sequences have.
+        parts: token ids of each sequence in two parts; the first part is not empty.
+        pad: the model's padding token; None: it has none, and the last token is used.
+        columns: further inputs of the loss, one number per sequence.
+        share_prompts: compute a first part once if several sequences have it.
     """
     return PackedMicroBatch.from_rows(
         [_without_padding(first, rest, pad) for first, rest in parts], columns, share_prompts=share_prompts, at_end=True

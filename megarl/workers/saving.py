@@ -1,25 +1,23 @@
-"""The verbs by which a role that learns is saved and restored."""
+"""Verbs that save and restore a role that trains."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import CheckpointError
+from megarl.base.errors import CheckpointError
 from megarl.megatron import MegatronEngine
 from megarl.megatron.checkpoint import begin_save, load_sharded
-from megarl.megatron.checkpoint_save import PendingSave
-from megarl.megatron.checkpoint_snapshot import HostSnapshot
+from megarl.megatron.checkpoint_save import HostSnapshot, PendingSave
 from megarl.megatron.checkpoint_state import RESUMABLE
-from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.saved_part import SavedPart
+from megarl.workers.dispatch import Dispatch, SavedPart, verb
 from megarl.workers.settings import RoleSettings
 
 
 class SavingWorker:
-    """A worker with an engine that can be saved, at once or while it trains on.
+    """A worker with an engine whose state can be saved, synchronously or in the background of training.
 
-    A save that fails is an answer, not an error: the role is as good as before, and the driver decides.
+    A failed save is a result, not an error: the role is unaffected, and the driver decides.
     """
 
     settings: RoleSettings
@@ -30,11 +28,11 @@ class SavingWorker:
 
     @verb(Dispatch.ALL)
     def save_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE, in_background: bool = False) -> None:
-        """Begin to write into a folder that all ranks share; :meth:`finish_checkpoint` ends it and tells how it went.
+        """Begin to write a checkpoint; :meth:`finish_checkpoint` completes it and returns the result.
 
         Args:
-            path: the folder.
-            contents: what to save: ``model``, ``optimizer``, ``extra``, ``hf_model``.
+            path: a folder that all ranks share.
+            contents: parts to save: ``model``, ``optimizer``, ``extra``, ``hf_model``.
             in_background: copy the state to host memory and return; otherwise return when it is written.
         """
         if in_background and self._snapshot is None:
@@ -50,19 +48,19 @@ class SavingWorker:
             )
         except CheckpointError as error:
             self._begin_failure = str(error)
-        self.engine.residence.rest()
+        self.engine.offload_manager.offload()
 
     @verb(Dispatch.ALL)
     def checkpoint_written(self) -> bool:
-        """Whether this rank has written its part, well or not."""
+        """Whether this rank has finished writing, successfully or not."""
         return self._pending is None or self._pending.is_written
 
     @verb(Dispatch.ALL)
     def finish_checkpoint(self) -> SavedPart:
-        """Wait for the writing, and make the checkpoint complete."""
+        """Wait for the writing, and complete the checkpoint."""
         pending, self._pending = self._pending, None
         if pending is None:
-            return SavedPart(failure=self._begin_failure or "no save was begun")
+            return SavedPart(failure=self._begin_failure or "no save was started")
         try:
             written = pending.finish()
         except CheckpointError as error:
@@ -71,14 +69,14 @@ class SavingWorker:
 
     @verb(Dispatch.ALL)
     def load_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE) -> None:
-        """Read what was saved, also in another layout.
+        """Restore a saved state, also in another layout.
 
         Args:
             path: the role's folder.
-            contents: what to restore, of what was saved.
+            contents: saved parts to restore.
 
         Raises:
             CheckpointError: something is missing, corrupt, or of another model.
         """
         load_sharded(self.engine, Path(path), contents)
-        self.engine.residence.rest()
+        self.engine.offload_manager.offload()

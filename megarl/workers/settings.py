@@ -1,25 +1,28 @@
-"""What workers are built from: plain values that the driver fills in, without importing what the workers import."""
+"""Settings of workers: micro-batch budgets, layouts and schedules, from the configuration. Imports no torch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from megarl.base.errors import ConfigError
 from megarl.config import MegatronConfig, OptimConfig, RolloutConfig
-from megarl.models import ParallelLayout
+from megarl.models import ModelConfig, ParallelLayout, check_layout
 from megarl.models.sequence_cost import TOKENS, SequenceCost
 
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
-    """How many rows a micro-batch may hold: a token budget (``max_tokens``) or a fixed number of rows (``size``).
+    """Size limit of a micro-batch: a token budget (``max_tokens``) or a fixed number of rows (``size``).
 
     Attributes:
         max_tokens: tokens of all its rows.
         size: rows.
-        multiple: the number of micro-batches of a rank is a multiple of this: of the pipeline's stages, where their
-            schedule is interleaved.
-        cost: work of a row by its tokens, which micro-batches and ranks are to have equally much of.
-        share_prompts: rows of one prompt go together where that is less work, and the prompt is computed once.
+        multiple: a rank's number of micro-batches is a multiple of this: the number of pipeline stages, for an
+            interleaved schedule.
+        cost: work of a row from its tokens, balanced over micro-batches and ranks.
+        share_prompts: rows of one prompt go into one micro-batch if that is less work, and the prompt is computed once.
     """
 
     max_tokens: int | None = None
@@ -31,17 +34,17 @@ class MicroBatchBudget:
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """What a Megatron role is built from.
+    """Settings of a Megatron role.
 
     Attributes:
         model_path: Hugging Face folder of the initial weights.
         layout: parallel sizes of this role.
         megatron: number format, sequence parallelism, distributed optimizer.
-        optim: optimizer of a role that learns; None for one that only computes.
-        total_updates: optimizer steps of the whole run, over which the learning rate is scheduled.
+        optim: optimizer of a role that trains; None for inference.
+        total_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
         device: ``cpu``, ``cuda`` or ``auto``.
         seed: seed of every rank's generators.
-        external_lib: modules of the user's own to import first, as ``path.py`` or ``package.module``.
+        external_lib: user modules to import first, as ``path.py`` or ``package.module``.
     """
 
     model_path: str
@@ -56,14 +59,14 @@ class RoleSettings:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a batch becomes optimizer steps.
+    """Division of a batch into optimizer steps.
 
     Attributes:
         mini_batch_rows: rows of a mini-batch over all data-parallel ranks.
         epochs: passes over the batch.
-        budget: how a rank cuts its share of a mini-batch.
-        loss_agg_mode: how losses per token become one (see :func:`megarl.algorithms.token_weights`).
-        horizon: what ``seq-mean-token-sum-norm`` divides by, in tokens.
+        budget: micro-batch budget for a rank's share of a mini-batch.
+        loss_agg_mode: aggregation of per-token losses (see :func:`megarl.algorithms.token_weights`).
+        horizon: divisor of ``seq-mean-token-sum-norm``, in tokens.
     """
 
     mini_batch_rows: int
@@ -75,12 +78,12 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class LogProbSettings:
-    """How log-probs are computed.
+    """Settings of a log-prob computation.
 
     Attributes:
-        budget: how rows are cut.
-        temperature: of sampling, at which they are taken.
-        full_kl: of a reference, whether the exact KL to it is told too.
+        budget: micro-batch budget.
+        temperature: sampling temperature, applied to the logits.
+        full_kl: for a reference, also compute the exact KL to it.
     """
 
     budget: MicroBatchBudget
@@ -90,10 +93,10 @@ class LogProbSettings:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What a rollout replica is built from.
+    """Settings of a rollout replica.
 
     Attributes:
-        model_path: Hugging Face folder; its configuration is read, and its weights where there is no actor.
+        model_path: Hugging Face folder; provides the configuration, and the weights if there is no actor.
         device: ``cpu``, ``cuda`` or ``auto``.
         config: engine, sampling and size.
         external_lib: see :class:`RoleSettings`.
@@ -103,3 +106,103 @@ class RolloutSettings:
     device: str
     config: RolloutConfig
     external_lib: tuple[str, ...] = ()
+
+
+def layout_of(megatron: MegatronConfig) -> ParallelLayout:
+    """Layout of a role whose parallel sizes are complete."""
+    return ParallelLayout(
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        dp=megatron.data_parallel_size or 1,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size or 0,
+        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
+        first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
+        last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
+        embedding_as_layer=megatron.account_for_embedding_in_pipeline_split,
+        loss_as_layer=megatron.account_for_loss_in_pipeline_split,
+    )
+
+
+def check_role(model: ModelConfig, megatron: MegatronConfig, field: str) -> None:
+    """Check a role's layout and recomputation options against its model.
+
+    Args:
+        model: the model.
+        megatron: the role's configuration with complete parallel sizes.
+        field: the configuration's key, such as ``actor_rollout_ref.actor.megatron``.
+
+    Raises:
+        ConfigError: names the key, its value and the valid choices.
+    """
+    layout = layout_of(megatron)
+    check_layout(model, layout, field)
+    if megatron.recompute_granularity == "full":
+        _check_groups(model.num_layers, layout, megatron, field)
+    elif megatron.recompute_granularity == "selective":
+        _check_modules(model, megatron, field)
+
+
+def _check_groups(num_layers: int, layout: ParallelLayout, megatron: MegatronConfig, field: str) -> None:
+    chunks, group = layout.chunk_sizes(num_layers), megatron.recompute_num_layers or 1
+    common = math.gcd(*chunks)
+    if megatron.recompute_method != "block" and common % group:
+        valid = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise ConfigError(
+            f"{field}.recompute_num_layers={group} must divide the layers of each pipeline chunk, "
+            f"{sorted(set(chunks))}; valid for this layout: {valid}"
+        )
+
+
+def _check_modules(model: ModelConfig, megatron: MegatronConfig, field: str) -> None:
+    absent: set[str] = set()
+    if model.experts is None:
+        absent |= {"moe", "moe_act"}
+    elif all(model.experts.layers):
+        absent |= {"mlp"}
+    if model.latent is None:
+        absent |= {"mla_up_proj"}
+    inapplicable = [name for name in megatron.recompute_modules if name in absent]
+    if inapplicable:
+        modules = ("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj")
+        valid = ", ".join(name for name in modules if name not in absent)
+        raise ConfigError(
+            f"{field}.recompute_modules={inapplicable}, but {model.architecture} has none; "
+            f"valid for this model: {valid}"
+        )
+
+
+class ScheduleSteps(NamedTuple):
+    """Lengths of a schedule in optimizer steps, with the configuration keys that define them.
+
+    Attributes:
+        total: steps of the whole schedule.
+        warmup: steps of the warm-up, part of ``total``.
+        wsd_decay: steps of the decay of ``wsd``, part of ``total``.
+        warmup_key: key in the optimizer's section that defines ``warmup``.
+        wsd_decay_key: key that defines ``wsd_decay``.
+    """
+
+    total: int
+    warmup: int
+    wsd_decay: int
+    warmup_key: str
+    wsd_decay_key: str
+
+
+def schedule_steps(optim: OptimConfig, updates: int) -> ScheduleSteps:
+    """Resolve every null and every ratio of the schedule's lengths, without a check that they fit.
+
+    Args:
+        optim: the optimizer's section.
+        updates: optimizer steps of the whole run.
+    """
+    total = optim.total_training_steps or updates
+    warmup, warmup_key = optim.lr_warmup_steps, "lr_warmup_steps"
+    if warmup < 0:
+        warmup, warmup_key = int(optim.lr_warmup_steps_ratio * total), "lr_warmup_steps_ratio"
+    decay, decay_key = optim.lr_wsd_decay_steps, "lr_wsd_decay_steps"
+    if decay < 0:
+        decay, decay_key = max(1, int(optim.lr_wsd_decay_steps_ratio * total)), "lr_wsd_decay_steps_ratio"
+    return ScheduleSteps(total, warmup, decay, warmup_key, decay_key)

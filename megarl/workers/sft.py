@@ -1,21 +1,20 @@
-"""Supervised fine-tuning through the same engine."""
+"""Supervised fine-tuning with the same engine."""
 
 from __future__ import annotations
 
 from megarl.data import DataProto
 from megarl.megatron import PackedMicroBatch, PolicyOutputs
 from megarl.workers.base import MegatronWorker, TokenLosses
-from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.place import WorkerPlace
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
 class SFTWorker(MegatronWorker):
-    """Maximises the likelihood of given responses.
+    """Maximizes the likelihood of reference responses.
 
     Args:
-        place: of this process in the role.
+        place: rank and rendezvous address of this process.
         settings: model, layout, optimizer.
         plan: rows and micro-batches of an optimizer step.
     """
@@ -34,10 +33,13 @@ class SFTWorker(MegatronWorker):
 
     @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*SEQUENCES, "response_mask", *SAMPLE_IDS))
     def update_sft(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on the batch's responses."""
+        """Run one optimizer step on the batch's responses."""
         return self.update(batch, self.plan, [], negative_log_likelihood)
 
 
 def negative_log_likelihood(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> TokenLosses:
-    """``-log p`` of each response token, packed ``[n]``; ``accuracy``: the share of rows that greedy decoding gives."""
+    """``-log p`` of each response token, packed ``[n]``; ``accuracy``: the share of rows that greedy decoding
+    reproduces.
+
+    """
     return TokenLosses(-outputs.log_probs, {}, {}, {"accuracy": outputs.leads})

@@ -13,11 +13,11 @@ from megarl.algorithms import (
     reinforce_plus_plus,
     remax,
 )
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 
 
 def gae_by_definition(rewards, values, gamma, lam):
-    """Eq. 16 of the paper, as the double sum it is written as, for one sequence without masked tokens."""
+    """Eq. 16 of the paper as a double sum, for one sequence without masked tokens."""
     length = len(rewards)
     following = [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
@@ -25,7 +25,7 @@ def gae_by_definition(rewards, values, gamma, lam):
 
 
 def reference_gae(rewards, values, mask, gamma, lam):
-    """Each row with its masked tokens cut out, the definition, and the results put back."""
+    """The definition on each row without its masked tokens."""
     advantages, returns = np.zeros_like(rewards), np.zeros_like(rewards)
     for row in range(len(rewards)):
         kept = [t for t in range(rewards.shape[1]) if mask[row, t]]
@@ -77,8 +77,8 @@ def test_gae_by_hand():
     assert returns.tolist() == [[0.15625, 0.375, 1.0, 0.0]]
 
 
-def test_gae_passes_over_a_tools_answer():
-    """Masked tokens in the middle change nothing for the tokens around them, wherever the reward sits."""
+def test_gae_skips_tool_results():
+    """Masked tokens in the middle do not change other tokens, at any position of the reward."""
     generator = torch.Generator().manual_seed(3)
     rewards, values = torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)
     plain = generalized_advantages(rewards, values, torch.ones(2, 4), 0.9, 0.8)
@@ -111,7 +111,7 @@ def test_reinforce_plus_plus_equals_the_definition(case):
 @settings(max_examples=60)
 @given(batches())
 def test_remax_equals_the_definition(case):
-    """What follows a token, undiscounted, less the greedy answer's score, which here is the first critic value."""
+    """Undiscounted return minus the greedy response's score, here the first critic value."""
     rewards, values, mask, gamma, _ = case
     baselines = values[:, 0]
     returns, _ = reference_gae(rewards, np.zeros_like(rewards), mask, 1.0, 1.0)
@@ -123,14 +123,14 @@ def test_remax_equals_the_definition(case):
     np.testing.assert_allclose(same_returns, returns, atol=1e-12)
 
 
-def test_what_is_kept_is_imitated():
+def test_rft_advantage_is_one():
     rewards, mask = torch.tensor([[0.0, 0.0, 5.0], [0.0, -1.0, 0.0]]), torch.tensor([[1, 0, 1], [0, 0, 0]])
     advantages, returns = ADVANTAGES["rft"](AdvantageInputs(rewards, mask))
     assert advantages.tolist() == [[1, 0, 1], [0, 0, 0]] and returns.tolist() == [[5, 0, 5], [0, 0, 0]]
 
 
 def test_remax_by_hand():
-    """arXiv:2310.10505: a score of 1 against a greedy answer's 0.25, and a KL of 0.5 at the first token."""
+    """arXiv:2310.10505: a score of 1 against a greedy response's 0.25, and a KL of 0.5 at the first token."""
     inputs = AdvantageInputs(
         torch.tensor([[-0.5, 0.0, 1.0]]), torch.tensor([[1, 1, 1]]), reward_baselines=torch.tensor([0.25]), gamma=0.5
     )
@@ -146,18 +146,18 @@ def test_remax_by_hand():
         *((name, "group_ids") for name in ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")),
     ],
 )
-def test_what_is_missing_is_named(name, field):
+def test_missing_inputs_are_named(name, field):
     assert ADVANTAGES[name].needs == (field,)
     with pytest.raises(ValueError, match=f"'{name}' needs `{field}`"):
         ADVANTAGES[name](AdvantageInputs(torch.zeros(1, 1), torch.ones(1, 1)))
 
 
-def test_names_of_verl_mean_the_same():
+def test_vectorized_names_are_aliases():
     assert ADVANTAGES["grpo_vectorized"] is ADVANTAGES["grpo"]
     assert ADVANTAGES["rloo_vectorized"] is ADVANTAGES["rloo"]
 
 
-def test_ones_own_estimator(tmp_path):
+def test_user_estimator(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def twice(inputs):\n    return 2 * inputs.token_level_rewards, inputs.token_level_rewards\n")
     inputs = AdvantageInputs(torch.ones(1, 2), torch.ones(1, 2))

@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms import AGGREGATIONS, loss_counts, token_weights
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 HORIZON = 11
 
 
 def by_definition(losses, masks, mode):
-    """The aggregated loss of a mini-batch, a list of sequences of different lengths, as the papers write it."""
+    """The aggregated loss of a mini-batch, a list of sequences of different lengths, by the papers' formulas."""
     kept = [loss[mask] for loss, mask in zip(losses, masks, strict=True) if mask.any()]
     if not kept:
         return 0.0
@@ -47,8 +47,8 @@ def rectangle(columns, dtype):
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=40)
 @given(mini_batches())
-def test_every_cut_gives_the_defined_loss(mode, case):
-    """Whole or in parts (micro-batches, ranks), rectangular or packed: one and the same number."""
+def test_every_micro_batch_split_gives_the_same_loss(mode, case):
+    """Complete or in parts (micro-batches, ranks), rectangular or packed: the same loss."""
     losses, masks, part_of = case
     expected = by_definition(losses, masks, mode)
     whole = loss_counts(rectangle(masks, torch.bool))
@@ -76,7 +76,7 @@ def test_counts_by_hand():
     assert loss_counts(torch.tensor([1, 1, 0, 1]), torch.tensor([2, 1, 1])) == (3, 2)
 
 
-def test_what_is_missing_is_named():
+def test_missing_inputs_are_named():
     counts = {"global_tokens": 1, "global_sequences": 1}
     with pytest.raises(ConfigError, match=r"loss_agg_mode='mean'.*token-mean"):
         token_weights(torch.ones(1, 1), "mean", **counts)

@@ -1,14 +1,15 @@
-"""Clip-Cov and KL-Cov: which tokens of a mini-batch they choose, and what becomes of these."""
+"""Clip-Cov and KL-Cov: chosen tokens of a mini-batch, and their losses."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_options import loss_options
 
-from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, PolicyLossOptions, WholeMiniBatch, covariances
+from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, WholeMiniBatch, covariances, token_keys
 
-OPTIONS = PolicyLossOptions(
+OPTIONS = loss_options(
     clip_ratio_low=0.2,
     clip_ratio_high=0.3,
     clip_cov_ratio=0.2,
@@ -43,8 +44,8 @@ def covariances_of(batch):
 
 @settings(max_examples=80)
 @given(mini_batches())
-def test_clip_cov_takes_random_ones_in_bounds(batch):
-    """A share of those whose covariance is in bounds, here the ones with the smallest keys."""
+def test_clip_cov_chooses_random_tokens_within_bounds(batch):
+    """A share of the tokens with a covariance within bounds, here with the smallest keys."""
     new, old, advantages, mask, keys = batch
     inside = []
     for t, cov in covariances_of(batch).items():
@@ -59,8 +60,8 @@ def test_clip_cov_takes_random_ones_in_bounds(batch):
 
 @settings(max_examples=80)
 @given(mini_batches())
-def test_kl_cov_takes_the_largest(batch):
-    """The share with the largest covariances; equal ones by their keys."""
+def test_kl_cov_chooses_the_largest_covariances(batch):
+    """The share with the largest covariances; keys break ties."""
     known = covariances_of(batch)
     count = max(int(0.3 * batch[3].sum()), 1)
     expected = set(sorted(known, key=lambda t: (-known[t], batch[4][t]))[:count])
@@ -69,8 +70,8 @@ def test_kl_cov_takes_the_largest(batch):
 
 @settings(max_examples=40)
 @given(mini_batches(), st.randoms())
-def test_the_choice_does_not_depend_on_the_order_of_tokens(batch, order):
-    """So ranks may have any of the rows."""
+def test_chosen_tokens_do_not_depend_on_token_order(batch, order):
+    """Ranks may hold any of the rows."""
     places = list(range(len(batch[0])))
     order.shuffle(places)
     moved = tuple(column[places] for column in batch)
@@ -109,7 +110,7 @@ def test_reference_values(name, losses, slopes):
             torch.ones(2),
             torch.tensor([2]),
             torch.tensor([1, 0]),
-            OPTIONS,
+            options=OPTIONS,
         )
     )
     result.loss.sum().backward()
@@ -118,6 +119,28 @@ def test_reference_values(name, losses, slopes):
     assert share.tolist() == [1.0, 0.0]
 
 
-def test_a_choice_that_is_missing_is_told():
+def test_missing_chosen_tokens_are_an_error():
     with pytest.raises(ValueError, match="chosen"):
-        POLICY_LOSSES["kl_cov"](PolicyLossInputs(*(torch.zeros(1, 1) for _ in range(4))))
+        POLICY_LOSSES["kl_cov"](PolicyLossInputs(*(torch.zeros(1, 1) for _ in range(4)), options=OPTIONS))
+
+
+SAMPLES = [(torch.tensor([1, 2]), torch.tensor([3, 4, 5])), (torch.tensor([1]), torch.tensor([2, 3, 4, 5]))]
+
+
+def test_token_keys_are_a_function_of_the_sample():
+    together, moved = token_keys(SAMPLES, 1, 7), token_keys(SAMPLES[::-1], 1, 7)
+    assert torch.equal(together, torch.cat([moved[4:], moved[:4]]))
+    assert torch.equal(together[:3], token_keys(SAMPLES[:1], 1, 7))
+    assert len(set(together.tolist())) == 7 and int(together.min()) >= 0 and int(together.max()) < 2**52
+    assert token_keys([], 1, 7).tolist() == []
+
+
+def test_token_keys_depend_on_seed_and_step():
+    keys = {tuple(token_keys(SAMPLES, seed, step).tolist()) for seed in (1, 2) for step in (0, 1)}
+    assert len(keys) == 4
+
+
+def test_token_keys_are_uniform():
+    keys = token_keys([(torch.tensor([1]), torch.arange(20000))], 0, 0).double() / 2**52
+    counts = torch.histc(keys, bins=10, min=0, max=1)
+    assert counts.min() > 1800 and counts.max() < 2200  # five standard deviations of 42

@@ -1,4 +1,4 @@
-"""The page of algorithms names what is registered, and nothing else."""
+"""The algorithms page lists exactly the registered names."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, POLICY_LOSSES
+from megarl.base.algorithm_names import KL_KINDS
 from megarl.config import TrainConfig
-from megarl.config.choices import KL_KINDS
 from megarl.config.keys import walk
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
@@ -41,7 +41,7 @@ def test_aggregations_of_losses():
 
 
 def test_defaults_are_those_of_the_schema():
-    """Every "`key` = number" of the tables, and the defaults told above them."""
+    """Every "`key` = number" of the tables, and the defaults above them."""
     found = re.findall(r"`([a-z_.]+)` = ([0-9.]+)", PAGE)
     assert len(found) >= 10
     for name, value in found:

@@ -1,4 +1,4 @@
-"""Estimators that compare the answers to one prompt, each against a loop over answers written from its paper."""
+"""Group-relative estimators against loops over responses from the papers."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def grpo(scores, lengths, i, std):
 
 
 def grpo_passk(scores, lengths, i, std):
-    """arXiv:2503.19595: the best of all, less the best of the others, for the best; 0 for the others."""
+    """arXiv:2503.19595: best score minus second-best score for the best response; 0 for the others."""
     without = max(scores[:i] + scores[i + 1 :])
     lead = max(scores[i] - without, 0.0)
     return lead / (np.std(scores, ddof=1) + 1e-6 if std else 1.0)
@@ -41,7 +41,7 @@ FORMULAS = {"grpo": grpo, "grpo_passk": grpo_passk, "rloo": rloo, "opo": opo}
 
 
 def by_rows(formula, rewards, mask, groups, std=True, alone=lambda score, std: score):
-    """``formula`` over the counted answers of each answer's group; ``alone`` where there is no other."""
+    """``formula`` over the counted responses of each group; ``alone`` for a group of one."""
     advantages = np.zeros(len(rewards))
     counted = [row for row in range(len(rewards)) if mask[row].any()]
     for row in counted:
@@ -92,7 +92,7 @@ def test_estimators_equal_the_papers_formulas(name, case, std):
 @settings(max_examples=60)
 @given(cases())
 def test_reinforce_plus_plus_baseline_equals_the_papers_formula(case):
-    """arXiv:2501.03262: scores less their group's mean, whitened over all tokens of the batch."""
+    """arXiv:2501.03262: scores minus their group's mean, whitened over all tokens of the batch."""
     _, mask, _ = case
     tokens = np.where(mask, by_rows(centred, *case)[:, None], 0.0)
     selected = tokens[mask]
@@ -104,7 +104,7 @@ def test_reinforce_plus_plus_baseline_equals_the_papers_formula(case):
 @settings(max_examples=60)
 @given(cases())
 def test_gpg_equals_the_papers_formula(case):
-    """arXiv:2504.02546: relative scores, made up by B / (B - M) for the M answers of groups with one score."""
+    """arXiv:2504.02546: relative scores, scaled by B / (B - M) for the M responses of zero-variance groups."""
     rewards, mask, groups = case
     relative = by_rows(centred, *case)
     counted = [row for row in range(len(rewards)) if mask[row].any()]
@@ -138,7 +138,7 @@ def test_reference_values(name):
     assert advantages[:, 0].tolist() == pytest.approx(BY_HAND[name], rel=1e-5)
 
 
-def test_equal_scores_teach_nothing_and_a_removed_row_moves_nobody():
+def test_zero_variance_groups_and_dropped_rows_give_zero_advantages():
     rewards = np.array([[1.0], [1.0], [1.0], [0.0], [5.0]])
     mask = np.array([[1], [1], [1], [1], [0]])
     groups = np.array(["a", "a", "b", "b", "b"], object)
@@ -148,8 +148,8 @@ def test_equal_scores_teach_nothing_and_a_removed_row_moves_nobody():
         assert advantages.tolist() == pytest.approx([0.0, 0.0, high, -high, 0.0], rel=1e-5), name
 
 
-def test_a_group_of_one_keeps_its_score():
-    """There is nothing to compare with; pass@k alone has nothing to say then."""
+def test_group_of_one_keeps_its_score():
+    """A group of one has no baseline; its pass@k advantage is 0."""
     case = np.array([[0.0, 2.0]]), np.array([[1, 1]]), np.array(["a"], object)
     for name in ("grpo", "rloo", "opo", "gpg"):
         assert estimate(name, case).tolist() == [pytest.approx([2.0, 2.0], rel=1e-5)], name

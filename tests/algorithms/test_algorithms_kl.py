@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms import KL_ESTIMATORS, apply_kl_penalty, kl_penalty, make_kl_controller
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 
 # value and derivative in log_prob of each estimator, of d = log_prob - ref_log_prob
 FORMULAS = {

@@ -5,21 +5,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_options import loss_options
 
-from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, PolicyLossOptions, entropy_loss, load_policy_loss
-from megarl.errors import ConfigError
+from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, entropy_loss, load_policy_loss
+from megarl.base.errors import ConfigError
 
 vanilla = POLICY_LOSSES["vanilla"]
 
 
 def tokens(log_prob, old, advantages, **others):
-    """Packed tokens, all of them trained, of one sequence."""
+    """Packed trained tokens of one sequence."""
     mask, lengths = torch.ones(log_prob.shape), torch.tensor([len(log_prob)])
-    return PolicyLossInputs(log_prob, old, advantages, mask, lengths, **others)
+    return PolicyLossInputs(log_prob, old, advantages, mask, lengths, **{"options": loss_options(), **others})
 
 
 def by_cases(log_prob, old, advantage, low, high, dual):
-    """The loss of one token by cases, its slope in the ratio, and which clip was active."""
+    """The loss of one token by cases, its slope in the ratio, and the active clip."""
     ratio = math.exp(log_prob - old)
     if advantage >= 0:
         clipped = ratio > 1 + high and advantage > 0
@@ -41,7 +42,9 @@ def test_loss_gradient_and_diagnostics_equal_the_cases(size, seed, clips):
     old, new = generator.normal(-2, 1, size), generator.normal(-2, 1, size)
     advantages = generator.normal(0, 1, size) * (generator.random(size) < 0.9)
     log_prob = torch.tensor(new, requires_grad=True)
-    result = vanilla(tokens(log_prob, torch.tensor(old), torch.tensor(advantages), options=PolicyLossOptions(*clips)))
+    low, high, dual = clips
+    options = loss_options(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=dual)
+    result = vanilla(tokens(log_prob, torch.tensor(old), torch.tensor(advantages), options=options))
     result.loss.sum().backward()
     cases = [by_cases(n, o, a, *clips) for n, o, a in zip(new, old, advantages, strict=True)]
     np.testing.assert_allclose(result.loss.detach(), [case[0] for case in cases], atol=1e-12)
@@ -63,20 +66,19 @@ def batches(draw):
     return old + generator.normal(0, 0.3, (rows, columns)), old, advantages, mask
 
 
-def run(name, batch, options=None):
+def run(name, batch, options=loss_options()):  # noqa: B008
     """The loss of a rectangle, with the gradient of its sum over the mask."""
     log_prob = torch.tensor(batch[0], requires_grad=True)
     mask = torch.tensor(batch[3])
-    others = {"options": options} if options else {}
     chosen = torch.zeros(mask.shape) if POLICY_LOSSES[name].choose else None
     result = POLICY_LOSSES[name](
-        PolicyLossInputs(log_prob, torch.tensor(batch[1]), torch.tensor(batch[2]), mask, chosen=chosen, **others)
+        PolicyLossInputs(log_prob, torch.tensor(batch[1]), torch.tensor(batch[2]), mask, chosen=chosen, options=options)
     )
     result.loss[mask].sum().backward()
     return result, log_prob.grad
 
 
-CLIPS = PolicyLossOptions(clip_ratio_low=0.2, clip_ratio_high=0.3, tau_pos=1.0, tau_neg=1.3)
+CLIPS = loss_options(clip_ratio_low=0.2, clip_ratio_high=0.3, tau_pos=1.0, tau_neg=1.3)
 
 
 def gspo_of(ratios, advantages, t):
@@ -158,7 +160,7 @@ def test_reference_values(name):
 @settings(max_examples=25)
 @given(batch=batches(), order=st.randoms())
 def test_rectangles_and_packed_tokens_give_the_same_numbers(name, batch, order):
-    """Rows in another order, end to end, without what is behind their last trained token."""
+    """Permuted rows, packed, cut after their last trained token."""
     rectangle, slopes = run(name, batch, CLIPS)
     rows = list(range(len(batch[0])))
     order.shuffle(rows)
@@ -168,7 +170,7 @@ def test_rectangles_and_packed_tokens_give_the_same_numbers(name, batch, order):
     log_prob = new.requires_grad_()
     chosen = torch.zeros(len(mask)) if POLICY_LOSSES[name].choose else None
     inputs = PolicyLossInputs(
-        log_prob, old, advantages, mask, torch.tensor([lengths[row] for row in rows]), chosen, CLIPS
+        log_prob, old, advantages, mask, torch.tensor([lengths[row] for row in rows]), chosen, options=CLIPS
     )
     packed = POLICY_LOSSES[name](inputs)
     packed.loss[mask].sum().backward()
@@ -181,13 +183,13 @@ def test_rectangles_and_packed_tokens_give_the_same_numbers(name, batch, order):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_on_policy_gradients_are_the_policy_gradient(name):
-    """Where nothing has moved every loss has the slope ``-A`` at each token."""
+    """Without policy change every loss has the slope ``-A`` at each token."""
     old = np.array([[-1.0, -2.0]])
     batch = (old.copy(), old, np.array([[2.0, 2.0]]), np.ones((1, 2), bool))
     assert run(name, batch)[1].tolist() == [pytest.approx([-2.0, -2.0])]
 
 
-def test_a_huge_ratio_stays_finite():
+def test_huge_ratio_stays_finite():
     log_prob = torch.tensor([0.0, -500.0], requires_grad=True)
     result = vanilla(tokens(log_prob, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0])))
     result.loss.sum().backward()
@@ -199,12 +201,13 @@ def test_entropy_bonus_lowers_the_loss():
     assert entropy_loss(torch.tensor([2.0, 0.5]), 0.01).tolist() == pytest.approx([-0.02, -0.005])
 
 
-def test_a_packed_sequence_needs_its_length():
+def test_packed_tokens_need_lengths():
+    inputs = PolicyLossInputs(*(torch.zeros(2) for _ in range(3)), torch.ones(2), options=loss_options())
     with pytest.raises(ValueError, match="lengths"):
-        POLICY_LOSSES["gspo"](PolicyLossInputs(*(torch.zeros(2) for _ in range(3)), torch.ones(2)))
+        POLICY_LOSSES["gspo"](inputs)
 
 
-def test_ones_own_loss(tmp_path):
+def test_user_loss(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from megarl.algorithms import TokenLoss\n"
@@ -213,7 +216,7 @@ def test_ones_own_loss(tmp_path):
     )
     own = load_policy_loss(f"{file}:plain")
     assert own(tokens(*(torch.full((1,), 2.0) for _ in range(3)))).loss.tolist() == [-4.0] and own.choose is None
-    with pytest.raises(ConfigError, match=r"loss_mode.*one argument"):
+    with pytest.raises(ConfigError, match=r"loss_mode.*1 argument"):
         load_policy_loss(f"{file}:wrong")
     with pytest.raises(ConfigError, match=r"loss_mode='ppo'.*vanilla"):
         load_policy_loss("ppo")

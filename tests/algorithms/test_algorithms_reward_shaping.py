@@ -1,14 +1,22 @@
-"""Quality, blend and likeness against loops over tokens in numpy."""
+"""Reward shaping against loops over tokens in numpy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import add_at_last, blend_quality, cosine_of_rows, sequence_quality
+from megarl.algorithms import (
+    add_at_last,
+    blend_quality,
+    missing_eos,
+    on_trained_tokens,
+    row_cosine_similarity,
+    sequence_quality,
+    whiten_rewards,
+)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 7))
@@ -30,7 +38,7 @@ def test_length_alone_does_not_change_quality() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 7), st.floats(0, 1), st.booleans())
-def test_the_blend_lands_on_the_last_token_and_adds_up(
+def test_blended_quality_is_added_at_the_last_token(
     seed: int, rows: int, width: int, weight: float, per_token: bool
 ) -> None:
     random = np.random.default_rng(seed)
@@ -55,7 +63,7 @@ def test_the_blend_lands_on_the_last_token_and_adds_up(
         assert not ours[last[row] + 1 :].any()
 
 
-def test_amounts_are_added_where_asked_and_nowhere_else() -> None:
+def test_amounts_are_added_at_the_last_token_of_selected_rows() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
     result = add_at_last(
         rewards, torch.tensor([0.5, -1.0, 9.0]), torch.tensor([True, True, False]), torch.tensor([2, 0, -1])
@@ -65,12 +73,57 @@ def test_amounts_are_added_where_asked_and_nowhere_else() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 9))
-def test_likeness_is_the_cosine(seed: int, rows: int, width: int) -> None:
+def test_cosine_similarity_of_rows(seed: int, rows: int, width: int) -> None:
     random = np.random.default_rng(seed)
     left, right = random.normal(size=(2, rows, width)).astype(np.float32)
     right[0] = 0
-    ours = cosine_of_rows(torch.tensor(left), torch.tensor(right))
+    ours = row_cosine_similarity(torch.tensor(left), torch.tensor(right))
     for row in range(rows):
         product = sum(float(a) * float(b) for a, b in zip(left[row], right[row], strict=True))
         lengths = np.sqrt(sum(float(a) ** 2 for a in left[row]) * sum(float(b) ** 2 for b in right[row]))
         assert ours[row].item() == pytest.approx(product / lengths if lengths else 0, abs=1e-9)
+
+
+@st.composite
+def rows(draw):
+    count, width = draw(st.integers(1, 5)), draw(st.integers(1, 7))
+    generator = np.random.default_rng(draw(st.integers(0, 2**31)))
+    return generator.normal(size=(count, width)), generator.random((count, width)) < draw(st.sampled_from([0.4, 1.0]))
+
+
+def moved_by_hand(rewards, mask):
+    moved = np.zeros_like(rewards)
+    for row, kept in enumerate(mask):
+        own = np.flatnonzero(kept)
+        for t, reward in enumerate(rewards[row]):
+            if len(own):
+                moved[row, max((place for place in own if place <= t), default=own[0])] += reward
+    return moved
+
+
+@settings(max_examples=60)
+@given(rows())
+def test_rewards_move_onto_the_mask(case):
+    rewards, mask = case
+    moved = on_trained_tokens(torch.tensor(rewards), torch.tensor(mask))
+    np.testing.assert_allclose(moved, moved_by_hand(rewards, mask), atol=1e-12)
+
+
+@settings(max_examples=60)
+@given(rows())
+def test_whitening_keeps_the_mean(case):
+    """TRL's masked_whiten with shift_mean=False: sample variance over the mask, the mean put back."""
+    rewards, mask = case
+    white = whiten_rewards(torch.tensor(rewards), torch.tensor(mask)).numpy()
+    moved = moved_by_hand(rewards, mask)
+    own = moved[mask]
+    if len(own) > 1:
+        expected = (own - own.mean()) / np.sqrt(own.var(ddof=1) + 1e-8) + own.mean()
+        np.testing.assert_allclose(white[mask], expected, atol=1e-9)
+    assert not white[~mask].any()
+
+
+def test_responses_without_eos():
+    responses = torch.tensor([[5, 7, 0, 0], [5, 6, 7, 8], [9, 0, 0, 0], [7, 5, 0, 0]])
+    last = torch.tensor([1, 3, 0, 1])
+    assert missing_eos(responses, last, {7, 9}).tolist() == [False, True, False, True]

@@ -24,7 +24,7 @@ ROWS, WIDTH = 6, 7
 
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, torch.Tensor]:
-    """Log-probs with masks that have holes: row 1 has a tool's token that is trained on, row 4 nothing to train on."""
+    """Log-probs with masks that have holes: row 1 has a trained tool token, row 4 no trained token."""
     generator = torch.Generator().manual_seed(1)
     old = -3 * torch.rand(ROWS, WIDTH, generator=generator)
     rollout = old + 0.5 * torch.randn(ROWS, WIDTH, generator=generator)
@@ -38,7 +38,7 @@ def drawn() -> dict[str, torch.Tensor]:
 
 
 def tokens_of(drawn: dict[str, torch.Tensor]) -> list[tuple[int, int, float, float]]:
-    """Row, place, the actor's and the engine's log-prob of each compared token."""
+    """Row, position, and log-probs of actor and engine of each compared token."""
     return [
         (i, j, drawn["old"][i, j].item(), drawn["rollout"][i, j].item())
         for i in range(ROWS)
@@ -158,18 +158,18 @@ def test_rejections(drawn: dict[str, torch.Tensor], option: str) -> None:
     assert 0 < expected.sum() < tokens
 
 
-def test_several_rules_add_up_and_an_unknown_one_is_refused(drawn: dict[str, torch.Tensor]) -> None:
+def test_rejection_rules_combine_and_unknown_ones_are_errors(drawn: dict[str, torch.Tensor]) -> None:
     rules = [Rejection("token_k1", 1.4, 0.75), Rejection("seq_max_k2", 0.3)]
     ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
     rejected, told = rejected_tokens(ratios, drawn["compared"], drawn["trained"], rules)
     both = out_by_loops(drawn, rules[0]) | out_by_loops(drawn, rules[1])
     np.testing.assert_array_equal(rejected.numpy(), both)
     assert told["rollout_rs_masked_fraction"] == pytest.approx(both.sum() / int(drawn["trained"].sum()))
-    with pytest.raises(ValueError, match="'seq_max_k1' is not known; known are token_k1"):
+    with pytest.raises(ValueError, match="'seq_max_k1' is unknown; known ones: token_k1"):
         rejected_tokens(ratios, drawn["compared"], drawn["trained"], [Rejection("seq_max_k1", 2.0)])
 
 
-def test_distances(drawn: dict[str, torch.Tensor]) -> None:
+def test_kl_distances(drawn: dict[str, torch.Tensor]) -> None:
     logs = [a - b for _, _, a, b in tokens_of(drawn)]
     rows = [np.array(row) for row in rows_of(drawn).values()]
     old, rollout = [-row[:, 0].mean() for row in rows], [-row[:, 1].mean() for row in rows]
@@ -214,7 +214,7 @@ def test_differences_of_two_lists(drawn: dict[str, torch.Tensor]) -> None:
     assert log_prob_differences(old[:0], rollout[:0]) == {}
 
 
-def test_ratios_that_overflow_stay_finite() -> None:
+def test_overflowing_ratios_stay_finite() -> None:
     old, rollout = torch.tensor([[0.0, -400.0]]), torch.tensor([[-300.0, 0.0]])
     mask = torch.ones(1, 2)
     ratios = log_ratios(old, rollout, mask)

@@ -1,17 +1,27 @@
-"""Weights rise from 0 to their largest value over the warm-up, and never fall."""
+"""Weights rise from 0 to their maximum over the warm-up and never fall."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms import SCHEDULES, WeightSchedule, find_shape, warmup_steps
-from megarl.config import shaping
-from megarl.errors import ConfigError
+from megarl.algorithms import (
+    SCHEDULES,
+    LearningRateSchedule,
+    WeightSchedule,
+    learning_rate,
+    load_schedule,
+    warmup_steps,
+)
+from megarl.base.algorithm_names import WEIGHT_SCHEDULES
+from megarl.base.errors import ConfigError
 
 RISING = [name for name in SCHEDULES if name != "constant"]
 LN2 = math.log(2)
@@ -31,23 +41,23 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_values_are_those_of_the_formulas(name: str) -> None:
-    schedule = WeightSchedule(0.4, 8, find_shape(name), stairs=4)
+    schedule = WeightSchedule(0.4, 8, load_schedule(name), stairs=4)
     assert [schedule.weight(step) for step in range(11)] == pytest.approx(BY_HAND[name], rel=1e-12)
 
 
-def test_the_table_in_the_documentation() -> None:
+def test_table_in_the_documentation() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "reward_shaping.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     (head,) = [row for row in rows if row[0] == "schedule"]
     shown = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in SCHEDULES}
     assert shown.keys() == set(SCHEDULES)
     for name, cells in shown.items():
-        shares = [find_shape(name)(float(progress), 3) for progress in head[2:]]
+        shares = [load_schedule(name)(float(progress), 3) for progress in head[2:]]
         assert [f"{share:.3f}" for share in shares] == cells
 
 
-def test_the_configuration_has_the_same_names() -> None:
-    assert set(shaping.SCHEDULES) == set(SCHEDULES)
+def test_config_lists_the_same_rejections() -> None:
+    assert set(WEIGHT_SCHEDULES) == set(SCHEDULES)
 
 
 @given(
@@ -58,12 +68,12 @@ def test_the_configuration_has_the_same_names() -> None:
     st.integers(1, 50),
     st.data(),
 )
-def test_weights_never_fall_and_end_where_they_should(
+def test_schedules_never_fall_and_end_at_the_maximum(
     name: str, largest: float, ratio: float, total: int, stairs: int, data: st.DataObject
 ) -> None:
     warmup = warmup_steps(ratio, total)
     assert 0 <= warmup <= total and abs(warmup - ratio * total) < 1 + 1e-6
-    schedule = WeightSchedule(largest, warmup, find_shape(name), stairs)
+    schedule = WeightSchedule(largest, warmup, load_schedule(name), stairs)
     assert schedule.weight(0) == (0 if warmup else largest)
     steps = sorted(data.draw(st.lists(st.integers(0, warmup + 5), min_size=2, max_size=30)))
     weights = [schedule.weight(step) for step in [0, *steps, warmup, *steps[-1:], total]]
@@ -74,8 +84,8 @@ def test_weights_never_fall_and_end_where_they_should(
 
 
 @given(st.sampled_from(RISING), st.integers(1, 400))
-def test_neighbouring_steps(name: str, warmup: int) -> None:
-    schedule = WeightSchedule(1.0, warmup, find_shape(name), stairs=7)
+def test_learning_rate_of_neighbouring_steps(name: str, warmup: int) -> None:
+    schedule = WeightSchedule(1.0, warmup, load_schedule(name), stairs=7)
     weights = [schedule.weight(step) for step in range(warmup + 1)]
     assert weights == sorted(weights) and (weights[0], weights[-1]) == (0, 1)
     if name == "step" and warmup >= 7:
@@ -83,7 +93,7 @@ def test_neighbouring_steps(name: str, warmup: int) -> None:
 
 
 @pytest.mark.parametrize(("ratio", "total", "steps"), [(0.29, 100, 29), (0.7, 10, 7), (0.05, 10, 0), (1, 3, 3)])
-def test_shares_of_a_run(ratio: float, total: int, steps: int) -> None:
+def test_warmup_steps(ratio: float, total: int, steps: int) -> None:
     assert warmup_steps(ratio, total) == steps
 
 
@@ -104,26 +114,128 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_ones_own_shape(own: Path) -> None:
-    schedule = WeightSchedule(2.0, 10, find_shape(f"{own}:square"))
+def test_user_schedule(own: Path) -> None:
+    schedule = WeightSchedule(2.0, 10, load_schedule(f"{own}:square"))
     assert [schedule.weight(step) for step in (0, 5, 10, 11)] == pytest.approx([0, 0.5, 2, 2])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("late", "0.5 at the end of the warm-up, at 1; it must be 1"),
-        ("falling", "0.999 at 0.001 after 1; it must rise, or stay"),
+        ("late", "0.5 at the end of the warm-up, at progress 1; it must be 1"),
+        ("falling", "0.999 at 0.001 after 1; it must not fall"),
         ("broken", "failed at 0: ZeroDivisionError"),
         ("wild", "is nan at 0"),
-        ("number", "no function 'number'; there are .*'square'"),
+        ("number", "is a int; it must be a function"),
     ],
 )
-def test_what_is_no_shape_is_refused(own: Path, name: str, message: str) -> None:
+def test_invalid_user_schedules_are_rejected(own: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_shape(f"{own}:{name}")
+        load_schedule(f"{own}:{name}")
 
 
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'quadratic' is not known; known are .*sigmoid"):
-        find_shape("quadratic")
+def test_unknown_schedule_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"'quadratic' is unknown; .*sigmoid"):
+        load_schedule("quadratic")
+
+
+def rates(schedule: LearningRateSchedule, steps: int) -> list[float]:
+    return [learning_rate(step, schedule) for step in range(steps)]
+
+
+def test_warm_up_rises_linearly_then_stays() -> None:
+    assert rates(LearningRateSchedule(lr=4.0, warmup_steps=4), 6) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+
+
+def test_linear_decay_ends_at_the_minimum_and_stays_there() -> None:
+    schedule = LearningRateSchedule(lr=5.0, min_lr=1.0, decay_style="linear", warmup_steps=1, total_steps=5)
+    assert rates(schedule, 7) == pytest.approx([5.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0])
+
+
+def test_cosine_decay_is_half_a_cosine() -> None:
+    schedule = LearningRateSchedule(lr=3.0, min_lr=1.0, decay_style="cosine", total_steps=4)
+    expected = [1.0 + (math.cos(math.pi * step / 4) + 1.0) for step in range(5)]
+    assert rates(schedule, 6) == pytest.approx([*expected, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("style", "decay"),
+    [
+        ("linear", [5.0, 4.0, 3.0, 2.0]),
+        # 2 * 0.5 ** (0, 1/4, 1/2, 3/4) - 1, of 4, above 1
+        ("exponential", [5.0, 3.727171, 2.656854, 1.756828]),
+        ("cosine", [5.0, 4.414214, 3.0, 1.585786]),
+    ],
+)
+def test_wsd_is_constant_then_decays(style: str, decay: list[float]) -> None:
+    schedule = LearningRateSchedule(
+        lr=5.0,
+        min_lr=1.0,
+        decay_style="wsd",
+        warmup_steps=2,
+        total_steps=9,
+        wsd_decay_steps=4,
+        wsd_decay_style=style,
+    )
+    assert rates(schedule, 11) == pytest.approx([2.5, 5.0, 5.0, 5.0, 5.0, *decay, 1.0, 1.0], abs=1e-6)
+
+
+def test_wsd_may_decay_from_the_end_of_its_warm_up() -> None:
+    schedule = LearningRateSchedule(
+        lr=2.0, decay_style="wsd", warmup_steps=2, total_steps=4, wsd_decay_steps=2, wsd_decay_style="linear"
+    )
+    assert rates(schedule, 5) == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.0])
+
+
+WARMUP, TOTAL, DECAY, LR = 3, 12, 5, 2.0
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"decay_style": "constant"}, lambda o: transformers.get_constant_schedule_with_warmup(o, WARMUP)),
+        ({"decay_style": "linear"}, lambda o: transformers.get_linear_schedule_with_warmup(o, WARMUP, TOTAL)),
+        ({"decay_style": "cosine"}, lambda o: transformers.get_cosine_schedule_with_warmup(o, WARMUP, TOTAL)),
+        *(
+            (
+                {"decay_style": "wsd", "wsd_decay_style": style, "min_lr": 0.5},
+                lambda o, style=style: transformers.get_wsd_schedule(
+                    o, WARMUP, DECAY, num_training_steps=TOTAL, decay_type=style, min_lr_ratio=0.5 / LR
+                ),
+            )
+            for style in ("linear", "cosine")
+        ),
+    ],
+)
+def test_after_the_warm_up_equals_transformers(ours: dict[str, Any], theirs: Any) -> None:
+    """During warm-up one step ahead of transformers, which starts at rate 0 (with wsd, at the minimum)."""
+    schedule = LearningRateSchedule(lr=LR, warmup_steps=WARMUP, total_steps=TOTAL, wsd_decay_steps=DECAY, **ours)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    scheduler = theirs(optimizer)
+    expected = []
+    for _ in range(TOTAL + 1):  # its cosine rises again behind the end
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    if not schedule.min_lr:
+        assert rates(schedule, WARMUP) == pytest.approx(expected[1 : WARMUP + 1])
+    assert rates(schedule, TOTAL + 1)[WARMUP:] == pytest.approx(expected[WARMUP:])
+    assert len(set(expected)) > 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decay_style": "cosin"}, "decay_style='cosin' must be one of constant, linear, cosine, wsd"),
+        ({"wsd_decay_style": "sqrt"}, "wsd_decay_style='sqrt' must be one of linear, cosine, exponential"),
+        ({"decay_style": "linear", "total_steps": 3, "warmup_steps": 3}, "total_steps=3 must exceed warmup_steps=3"),
+        ({"decay_style": "wsd", "total_steps": 5, "warmup_steps": 2}, "wsd_decay_steps=0 must be 1 to 3"),
+        (
+            {"decay_style": "wsd", "total_steps": 5, "warmup_steps": 2, "wsd_decay_steps": 4},
+            "wsd_decay_steps=4 must be 1 to 3",
+        ),
+    ],
+)
+def test_impossible_schedules_are_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LearningRateSchedule(**settings)

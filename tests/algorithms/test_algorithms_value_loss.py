@@ -1,9 +1,16 @@
+"""The loss on pairs against its equation, worked out with Python's own floats."""
+
+from __future__ import annotations
+
+import math
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import clipped_value_loss
+from megarl.algorithms import bradley_terry_loss, clipped_value_loss
 
 
 @settings(max_examples=60)
@@ -30,3 +37,34 @@ def test_rectangle_and_packed_tokens_give_the_same_numbers():
     rectangle = clipped_value_loss(*columns, 0.2)
     packed = clipped_value_loss(*(column[mask] for column in columns), 0.2)
     assert torch.equal(rectangle.loss[mask], packed.loss)
+
+
+CHOSEN, REJECTED, MARGINS = [2.0, -1.0, 0.5], [1.0, 3.0, 0.5], [0.0, 1.0, 0.25]
+
+
+def test_bradley_terry_loss_equals_the_equation() -> None:
+    result = bradley_terry_loss(
+        torch.tensor(CHOSEN), torch.tensor(REJECTED), torch.tensor(MARGINS), center_coefficient=0.01
+    )
+    expected = [
+        -math.log(1 / (1 + math.exp(-(c - r - m)))) + 0.01 * (c + r) ** 2
+        for c, r, m in zip(CHOSEN, REJECTED, MARGINS, strict=True)
+    ]
+    assert result.loss.tolist() == pytest.approx(expected)
+    assert result.diagnostics["accuracy"].tolist() == [1, 0, 0]  # equal rewards are no order
+    assert result.diagnostics["margin"].tolist() == [1, -4, 0]
+
+
+def test_without_margins_a_pair_of_equal_rewards_costs_log_two_and_pulls_them_apart() -> None:
+    chosen, rejected = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    loss = bradley_terry_loss(chosen, rejected).loss
+    assert loss.tolist() == pytest.approx([math.log(2)] * 2)
+    loss.sum().backward()
+    assert chosen.grad.tolist() == [-0.5, -0.5] and rejected.grad.tolist() == [0.5, 0.5]
+
+
+def test_badly_ordered_pair_has_a_finite_loss() -> None:
+    chosen = torch.tensor([-1000.0], requires_grad=True)
+    loss = bradley_terry_loss(chosen, torch.tensor([1000.0])).loss
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(2000.0) and chosen.grad.item() == -1

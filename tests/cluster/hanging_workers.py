@@ -1,4 +1,4 @@
-"""Worker classes that hang in the ways that workers hang."""
+"""Worker classes that hang, for the timeline and watchdog tests."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ def hang(how):
 
 
 class Hanging:
-    """Three ranks that sum numbers, until one of them does not."""
+    """Three ranks that sum numbers until one of them stops."""
 
     def __init__(self, place):
         self.rank = place.rank

@@ -1,16 +1,16 @@
-"""Worker classes for the cluster tests that import nothing heavy, so that their processes start at once."""
+"""Worker classes for the cluster tests without heavy imports, so that their processes start fast."""
 
 import os
 import sys
 import time
 
-from megarl.errors import WorkerLost
-from megarl.sharding.verification import Share
+from megarl.base.errors import WorkerLost
+from megarl.sharding.verification import PartialChecksum
 from megarl.workers.dispatch import Dispatch, verb
 
 
 class Sleeper:
-    """Can be killed while it sleeps, or fail as it is built."""
+    """Sleeps, so that it can be killed, or fails in its constructor."""
 
     def __init__(self, place, fail_on_rank=None):
         if place.rank == fail_on_rank:
@@ -37,7 +37,7 @@ class Sleeper:
 
     @verb(Dispatch.ALL)
     def lose_peer(self, peer):
-        """Until the peer process is gone; then raises, as a collective call does."""
+        """Wait until the peer process has died; then raise like a collective call."""
         while peer != os.getpid():
             time.sleep(0.01)
             try:
@@ -52,7 +52,7 @@ class Sleeper:
 
 
 class Shadowing(Sleeper):
-    """Has a verb that nobody could call, because the group has a method of that name."""
+    """Has a verb with the name of a group's method."""
 
     @verb(Dispatch.ALL)
     def submit(self):
@@ -92,7 +92,7 @@ class Trainer:
 
     @verb(Dispatch.ALL)
     def weight_shares(self):
-        return {f"w{self.rank}": Share(self.rank, 1)}
+        return {f"w{self.rank}": PartialChecksum(self.rank, 1)}
 
     @verb(Dispatch.ALL)
     def close_transfer(self, completed):
@@ -106,7 +106,7 @@ class Trainer:
 
 
 class Engine:
-    """Target of a weight sync: notes what it receives."""
+    """Target of a weight sync: records the messages that it receives."""
 
     def __init__(self, place, ranks=1):
         self.ranks, self.events = ranks, []
@@ -120,8 +120,8 @@ class Engine:
         self.events.append(("begin", version))
 
     @verb(Dispatch.ALL)
-    def import_bucket(self, index, shipments):
-        self.events.append((index, list(shipments)))
+    def import_bucket(self, index, messages):
+        self.events.append((index, list(messages)))
 
     @verb(Dispatch.ALL)
     def end_update(self, version):
@@ -141,7 +141,7 @@ class Engine:
 
     @verb(Dispatch.ALL)
     def weight_shares(self):
-        return [{"w0": Share(0, 1), "w1": Share(1, 1)}] * self.ranks
+        return [{"w0": PartialChecksum(0, 1), "w1": PartialChecksum(1, 1)}] * self.ranks
 
     @verb(Dispatch.ALL)
     def close_transfer(self, completed):
@@ -155,7 +155,7 @@ class Engine:
 
 
 class Answerer:
-    """A replica that lives and dies by itself."""
+    """A replica that fails independently of the others."""
 
     def __init__(self, place):
         self.rank = place.rank

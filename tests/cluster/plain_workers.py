@@ -2,18 +2,27 @@
 
 import os
 import time
+import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+import megarl
 from megarl.data import DataProto
 from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, verb
 
 
+def megarl_frames():
+    """Names of megarl's frames on the stack, outermost first."""
+    package = os.path.dirname(megarl.__file__) + os.sep
+    names = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(package)]
+    return [name for name in names if name != "<listcomp>"]  # no frame of its own from Python 3.12 on
+
+
 class Echo:
-    """Says what it was given; needs no process group."""
+    """Returns its arguments; needs no process group."""
 
     def __init__(self, place, greeting="hello"):
         self.rank, self.world_size, self.greeting = place.rank, place.world_size, greeting
@@ -62,12 +71,20 @@ class Echo:
     def last_chunk(self):
         return self.chunk_rows
 
+    @verb(Dispatch.ALL)
+    def frames_of_all(self):
+        return megarl_frames()
+
+    @verb(Dispatch.SPLIT)
+    def frames_of_split(self, batch):
+        return {"frames": megarl_frames()}
+
     def unmarked(self):
         return None
 
 
 class Summer:
-    """One process group per role; can fail in the ways that workers fail."""
+    """One process group per role; fails on request."""
 
     def __init__(self, place):
         self.rank = rank = place.rank
@@ -83,7 +100,7 @@ class Summer:
 
     @verb(Dispatch.SPLIT)
     def share(self, batch):
-        """Seconds in here, and those of them in a collective."""
+        """Seconds in this verb, and seconds of them in a collective."""
         started, waited = time.monotonic_ns(), TRACER.waited_ns
         dist.all_reduce(torch.ones(1))
         time.sleep(0.2 * self.rank)

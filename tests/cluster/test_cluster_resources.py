@@ -1,7 +1,7 @@
 import pytest
 
+from megarl.base.errors import ResourceError
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, check_resources
-from megarl.errors import ResourceError
 from megarl.models import ParallelLayout
 
 TWO_HOSTS = [{"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0, "GPU": 4.0}]
@@ -24,13 +24,13 @@ def test_pools_that_fit(pools):
 @pytest.mark.parametrize(
     ("pools", "needed", "failing"),
     [
-        ([("train", "cuda", [8]), ("rollout", "cuda", [8])], "16 needed, 12 there", "train|rollout"),
-        ([("train", "cuda", [12])], "12 needed, 12 there", "train"),
-        ([("train", "cuda", [8, 4]), ("more", "cuda", [1])], "13 needed, 12 there", "more"),
-        ([("train", "cuda", [8, 4]), ("rewards", "cpu", [12, 12])], "36 needed, 32 there", "rewards"),
+        ([("train", "cuda", [8]), ("rollout", "cuda", [8])], "16 needed, 12 available", "train|rollout"),
+        ([("train", "cuda", [12])], "12 needed, 12 available", "train"),
+        ([("train", "cuda", [8, 4]), ("more", "cuda", [1])], "13 needed, 12 available", "more"),
+        ([("train", "cuda", [8, 4]), ("rewards", "cpu", [12, 12])], "36 needed, 32 available", "rewards"),
     ],
 )
-def test_pools_that_do_not_fit_say_what_is_needed_and_what_there_is(pools, needed, failing):
+def test_pools_that_do_not_fit_report_required_and_available_devices(pools, needed, failing):
     with pytest.raises(ResourceError, match=f"{needed}, and pool '({failing})' cannot be placed") as caught:
         check_resources([ResourcePool(*pool) for pool in pools], TWO_HOSTS)
     for name, _, _ in pools:
@@ -38,8 +38,8 @@ def test_pools_that_do_not_fit_say_what_is_needed_and_what_there_is(pools, neede
     assert "2 node(s): 8 GPU and 16 CPU, 4 GPU and 16 CPU" in str(caught.value)
 
 
-def test_gpus_on_a_machine_without():
-    with pytest.raises(ResourceError, match="not enough GPUs: 2 needed, 0 there"):
+def test_gpus_on_a_machine_without_gpus_raise():
+    with pytest.raises(ResourceError, match="not enough GPUs: 2 needed, 0 available"):
         check_resources([ResourcePool("main", "cuda", [2])], [{"CPU": 4.0}])
 
 
@@ -51,13 +51,13 @@ def test_gpus_on_a_machine_without():
         ("cpu", [2, 0], "at least one device"),
     ],
 )
-def test_pool_that_makes_no_sense(device, devices, message):
+def test_invalid_pool_raises(device, devices, message):
     with pytest.raises(ResourceError, match=message):
         ResourcePool("main", device, devices)
 
 
-def test_a_process_of_several_gpus_sees_those_and_no_others(monkeypatch):
-    """Ray is told that there are GPUs, which is all that it looks at."""
+def test_process_with_several_gpus_sees_only_those(monkeypatch):
+    """Ray only needs to believe that there are GPUs."""
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 4}')
     with RaySession(num_cpus=4) as session:
         pool = session.place([ResourcePool("main", "cuda", [4])])["main"]
@@ -69,9 +69,9 @@ def test_a_process_of_several_gpus_sees_those_and_no_others(monkeypatch):
         assert WorkerGroup("actor", worker, {}, ParallelLayout(dp=4), pool).gpus() == ["0", "1", "2", "3"]
 
 
-def test_real_cluster_refuses_at_once_and_does_not_wait_for_devices_in_use():
+def test_place_pools_raises_on_missing_and_busy_devices():
     with RaySession(num_cpus=2) as session:
-        with pytest.raises(ResourceError, match="not enough CPU slots: 3 needed, 2 there"):
+        with pytest.raises(ResourceError, match="not enough CPU slots: 3 needed, 2 available"):
             session.place([ResourcePool("main", "cpu", [3])])
         held = session.place([ResourcePool("other job", "cpu", [1])])["other job"]
         with pytest.raises(ResourceError, match=r"pool 'main' were not free within 0.5 s.*free now: 1 CPU"):

@@ -1,4 +1,4 @@
-"""However a session ends, no process stays behind. Each test runs a script of its own and looks for its children."""
+"""A session leaves no process behind, however it ends. Each test runs a script and looks for its children."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from interrupts import hear_interrupts
+from interrupts import restore_interrupts
 
+from megarl.base.errors import ResourceError
 from megarl.cluster import RaySession
-from megarl.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -35,18 +35,18 @@ with RaySession(num_cpus=1) as session:
 
 
 def marked_processes(mark):
-    """All living processes whose environment has the mark, which every child inherits."""
-    found = []
+    """Living processes whose environment has the mark, which every child inherits."""
+    actual = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("CLUSTER_TEST_MARK") == mark:
-                found.append(process)
-    return found
+                actual.append(process)
+    return actual
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Starts the script; afterwards kills whatever it left, so that a failing test does not hurt the next."""
+    """Start the script; kill its remaining processes afterwards, so that a failure does not affect the next test."""
     mark = uuid.uuid4().hex
     env = {**os.environ, "CLUSTER_TEST_MARK": mark, "OMP_NUM_THREADS": "1"}
     env.pop("RAY_ADDRESS", None)
@@ -56,7 +56,7 @@ def script(tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, mode],
             cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            preexec_fn=hear_interrupts,
+            preexec_fn=restore_interrupts,
         )  # fmt: skip
         started.append(process)
         return process, mark
@@ -80,7 +80,7 @@ def wait_until_busy(process):
 @pytest.mark.parametrize(
     ("number", "returncodes"), [(signal.SIGINT, {130, -signal.SIGINT}), (signal.SIGTERM, {128 + signal.SIGTERM})]
 )
-def test_signal_in_the_middle_of_a_verb_leaves_nothing(script, number, returncodes):
+def test_signal_during_a_verb_leaves_no_process(script, number, returncodes):
     process, mark = script("busy")
     wait_until_busy(process)
     assert len(marked_processes(mark)) > 3, "the check itself must see Ray's processes"
@@ -91,7 +91,7 @@ def test_signal_in_the_middle_of_a_verb_leaves_nothing(script, number, returncod
     assert marked_processes(mark) == []
 
 
-def test_error_leaves_nothing_and_exits_with_it(script):
+def test_error_leaves_no_process_and_sets_the_exit_code(script):
     process, mark = script("error")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -99,12 +99,12 @@ def test_error_leaves_nothing_and_exits_with_it(script):
     assert marked_processes(mark) == []
 
 
-def test_driver_killed_outright_leaves_nothing_within_seconds(script):
+def test_killed_driver_leaves_no_process(script):
     process, mark = script("busy")
     wait_until_busy(process)
     process.kill()
     process.communicate(timeout=30)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90  # Ray's agents poll for their raylet; on a busy machine that takes a while
     while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.3)
     assert marked_processes(mark) == []
@@ -120,7 +120,7 @@ with RaySession() as session:
 """
 
 
-def test_joined_cluster_lives_on_without_what_the_guest_started():
+def test_joined_cluster_survives_without_the_guests_processes():
     with RaySession(num_cpus=1):
         env = {
             **os.environ,
@@ -139,14 +139,14 @@ def test_joined_cluster_lives_on_without_what_the_guest_started():
         assert ray.available_resources()["CPU"] == 1, "the guest's device is free again"
 
 
-def test_settings_that_cannot_work_are_refused():
+def test_invalid_settings_raise():
     with pytest.raises(ResourceError, match="num_cpus=0 must be at least 1"):
         RaySession(num_cpus=0)
     with pytest.raises(ResourceError, match="object_store_bytes=1000 is below"):
         RaySession(object_store_bytes=1000)
 
 
-def test_address_without_a_cluster_is_named():
+def test_address_without_a_cluster_raises():
     with (
         pytest.raises(ResourceError, match=r"no Ray cluster answers at address='not an address'"),
         RaySession(address="not an address"),

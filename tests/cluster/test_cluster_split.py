@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.base.errors import DataError
 from megarl.cluster.split import (
     collect,
     mini_batch_sizes,
@@ -16,7 +17,6 @@ from megarl.cluster.split import (
     split,
 )
 from megarl.data import DataProto, fewest_micro_batches, plan_micro_batches
-from megarl.errors import DataError
 from megarl.models.sequence_cost import SequenceCost
 from megarl.workers.settings import MicroBatchBudget
 
@@ -40,7 +40,7 @@ def test_costs_are_real_tokens():
     assert row_costs(batch_of(2)) == [1, 1]
 
 
-def test_prompts_that_are_still_to_be_answered_cost_the_same():
+def test_prompts_without_responses_have_equal_costs():
     tensors = {
         "prompts": torch.zeros(3, 4, dtype=torch.long),
         "attention_mask": torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]]),
@@ -73,7 +73,7 @@ def test_split_then_collect_is_the_identity(costs, dp, copies):
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_mini_batches_hold_the_same_rows_whatever_dp_is(dp):
+def test_mini_batch_rows_do_not_depend_on_dp(dp):
     plan = plan_split(COSTS, dp, mini_batch_rows=4, equal=True)
     share = 4 // dp
     for index in range(3):
@@ -89,7 +89,7 @@ def test_equal_split_without_mini_batches_gives_equal_counts_and_balanced_costs(
     assert [sum(costs[row] for row in rows) for rows in plan] == [20, 20]
 
 
-def test_unequal_counts_where_only_the_cost_matters():
+def test_unequal_counts_balance_the_cost():
     plan = plan_split([100, 1, 1, 1, 1, 1], 2)
     assert sorted(map(len, plan)) == [1, 5]
 
@@ -104,21 +104,21 @@ def test_unequal_counts_where_only_the_cost_matters():
         (0, None, 2, "a batch of 0 rows"),
     ],
 )
-def test_rows_that_do_not_divide_are_refused(rows, mini_batch_rows, dp, message):
+def test_rows_that_do_not_divide_raise(rows, mini_batch_rows, dp, message):
     with pytest.raises(DataError, match=message):
         plan_split([1] * rows, dp, mini_batch_rows, equal=True)
 
 
-def test_batches_of_one_call_must_agree_in_rows():
+def test_batches_of_one_call_need_the_same_rows():
     with pytest.raises(DataError, match="must have the same rows: 3, expected 4"):
         split(batch_of(3), [[0, 3], [1, 2]])
 
 
-def test_results_that_do_not_fit_are_refused():
+def test_results_that_do_not_fit_raise():
     plan = [[0, 2], [1, 3]]
     with pytest.raises(DataError, match="DP rank 1 returned 1 rows for a chunk of 2"):
         collect([batch_of(2), batch_of(1)], plan)
-    with pytest.raises(DataError, match="different kinds"):
+    with pytest.raises(DataError, match="different types"):
         collect([batch_of(2), {"loss": 1.0}], plan)
 
 
@@ -134,7 +134,7 @@ def test_responses_of_different_widths_are_joined():
 
 
 def answered(lengths, **meta):
-    """Rows with an answer, of as many tokens."""
+    """Rows with responses of the given numbers of tokens."""
     width = max(lengths)
     mask = torch.arange(width + 1) < torch.tensor(lengths)[:, None]
     tensors = {
@@ -148,7 +148,7 @@ def answered(lengths, **meta):
 SKEWED = [40, 3, 3, 3, 2, 2, 2, 1, 9, 9, 9, 9, 9, 9, 9, 9]  # two mini-batches of 8
 
 
-def test_a_token_budget_leaves_counts_free():
+def test_token_budget_allows_unequal_counts():
     plan = plan_rows(answered(SKEWED), 2, 8, equal=True, budget=MicroBatchBudget(max_tokens=40))
     assert mini_batch_sizes(plan, 8) == [[1, 4], [7, 4]]
     for rank, sizes in enumerate(([1, 4], [7, 4])):
@@ -163,7 +163,7 @@ def test_a_token_budget_leaves_counts_free():
         MicroBatchBudget(max_tokens=40, multiple=2),  # the rank with one row could not make two micro-batches
     ],
 )
-def test_counts_are_equal_where_micro_batches_need_it(budget):
+def test_counts_are_equal_if_micro_batches_require_it(budget):
     plan = plan_rows(answered(SKEWED), 2, 8, budget=budget)
     assert mini_batch_sizes(plan, 8) == [[4, 4], [4, 4]]
 
@@ -178,7 +178,7 @@ def test_work_is_balanced_by_the_cost_of_the_model():
 
 
 def siblings(prompts, responses, copies):
-    """Rows with prompts of so many tokens, ``copies`` answers to each, one after the other."""
+    """Rows with prompts of the given lengths, each with ``copies`` consecutive responses."""
     width, rows = max(prompts), [(p, r) for p in range(len(prompts)) for r in responses[p * copies : (p + 1) * copies]]
     real = torch.tensor([[n >= width - prompts[p] for n in range(width)] for p, _ in rows])
     answered = torch.arange(max(responses)) < torch.tensor([r for _, r in rows])[:, None]
@@ -190,7 +190,7 @@ def siblings(prompts, responses, copies):
     return DataProto.from_dict(tensors)
 
 
-def test_answers_to_one_prompt_stay_together_where_that_is_less_work():
+def test_samples_of_one_prompt_share_a_rank_if_that_is_less_work():
     share = MicroBatchBudget(max_tokens=100, share_prompts=True)
     batch = siblings([30, 30, 30, 30], [2, 9, 3, 8, 4, 7, 5, 6], copies=2)
     for budget in (share, MicroBatchBudget(size=2, share_prompts=True)):
@@ -203,7 +203,7 @@ def test_answers_to_one_prompt_stay_together_where_that_is_less_work():
     assert {row < 2 for row in plan[0]} == {row < 2 for row in plan[1]} == {True, False}
 
 
-def test_a_row_longer_than_the_budget_is_named_before_the_call():
+def test_row_longer_than_the_budget_raises_before_the_call():
     with pytest.raises(DataError, match=r"row 2 \(uid=u2\) has 9 tokens, a micro-batch may hold 8; raise"):
         plan_rows(answered([4, 8, 9]), 2, budget=MicroBatchBudget(max_tokens=8))
 
@@ -214,7 +214,7 @@ def test_a_row_longer_than_the_budget_is_named_before_the_call():
     multiple=st.sampled_from([1, 2]),
 )
 @settings(max_examples=40)
-def test_every_rank_can_make_the_common_number_of_micro_batches(lengths, dp, multiple):
+def test_every_rank_has_rows_for_the_common_number_of_micro_batches(lengths, dp, multiple):
     budget = MicroBatchBudget(max_tokens=60, multiple=multiple)
     plan = plan_rows(answered(lengths), dp, 6, equal=True, budget=budget)
     sizes = mini_batch_sizes(plan, 6)
@@ -243,12 +243,12 @@ def test_sequence_length_metrics():
     }
 
 
-def test_ranks_wait_for_each_other_in_every_mini_batch():
+def test_imbalance_is_measured_per_mini_batch():
     metrics = seqlen_metrics([1, 3, 3, 1], [1, 3, 3, 1], [[0, 2], [1, 3]], 2)
     assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/mean"] == 4
     assert metrics["global_seqlen/imbalance"] == metrics["global_seqlen/balanced_imbalance"] == 6 / 4
 
 
-def test_loads_of_ranks_are_tokens_and_work_over_the_mean():
+def test_rank_loads_are_tokens_and_relative_work():
     tokens, work = rank_loads([10, 20, 30, 40], [100, 400, 900, 1600], [[0, 3], [1, 2]])
     assert tokens == [50.0, 50.0] and work == [1700 / 1500, 1300 / 1500]

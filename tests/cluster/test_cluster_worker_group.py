@@ -5,13 +5,14 @@ import time
 import pytest
 import ray
 import torch
+from plain_workers import megarl_frames
 
+from megarl.base.errors import DataError, ResourceError, WorkerError
+from megarl.base.logs import ProcessLogs
 from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_all, wait_ready
 from megarl.data import DataProto
-from megarl.errors import DataError, ResourceError, WorkerError
-from megarl.logs import ProcessLogs
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.sharding import RolloutLayout, build_plan, sender_parts
+from megarl.sharding import RolloutLayout, build_plan, sender_plans
 from megarl.tracing import TracingOptions
 
 PP2_DP2 = ParallelLayout(pp=2, dp=2)
@@ -30,7 +31,7 @@ def pool(logs):
 
 @pytest.fixture(scope="module")
 def groups(pool):
-    """Two roles on the same two devices, started side by side."""
+    """Two roles on the same two devices, started concurrently."""
     echo = WorkerGroup(
         "echo", "tests.cluster.plain_workers.Echo", {"greeting": "hi"}, PP2_DP2, pool, env={"FLAVOUR": "mint"}
     )
@@ -60,7 +61,7 @@ def batch_of(rows, **meta):
     return DataProto.from_dict({"tokens": torch.arange(rows)}, {"uid": [f"u{row}" for row in range(rows)]}, meta)
 
 
-def test_each_ranks_busy_seconds_are_those_outside_of_collectives(pool, monkeypatch):
+def test_busy_seconds_exclude_collectives(pool, monkeypatch):
     monkeypatch.setattr(pool.processes, "options", TracingOptions(watched=True))
     group = WorkerGroup("busy", "tests.cluster.plain_workers:Summer", {}, ParallelLayout(dp=2), pool)
     wait_ready([group])
@@ -75,17 +76,17 @@ def test_each_ranks_busy_seconds_are_those_outside_of_collectives(pool, monkeypa
             most[rank] += wall - waited
     busy = group.take_busy()
     assert busy.keys() == {"share"}, "the sum of both calls"
-    assert all(low <= told <= high for low, told, high in zip(least, busy["share"], most, strict=True))
+    assert all(low <= reports <= high for low, reports, high in zip(least, busy["share"], most, strict=True))
     assert busy["share"][1] >= 0.4 and group.take_busy() == {}
     group.shutdown()
 
 
-def test_nobody_is_told_busy_where_processes_are_not_watched(echo):
+def test_busy_seconds_are_empty_without_tracing(echo):
     echo.double(batch_of(4))
     assert echo.take_busy() == {}
 
 
-def test_every_rank_knows_its_place(echo):
+def test_every_rank_receives_its_place(echo):
     about = echo.about()
     assert [card["rank"] for card in about] == [0, 1, 2, 3]
     assert len({card["pid"] for card in about}) == 4
@@ -111,7 +112,7 @@ def test_roles_share_the_devices_of_a_pool(echo, summer):
     assert [card["rank"] for card in echo.about()] == [0, 1, 2, 3]
 
 
-def test_one_answers_from_the_owner(echo):
+def test_one_returns_the_owners_result(echo):
     assert echo.who_answers() == PP2_DP2.rank(pp=1) == 2
 
 
@@ -126,18 +127,18 @@ def test_each_rank_gets_its_part_of_a_reshard_plan(echo):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8}
     config = parse_model_config({"architectures": ["LlamaForCausalLM"], **sizes, **heads})
     plan = build_plan(WeightMap(config), ParallelLayout(tp=2, dp=2), RolloutLayout(replicas=2), 100, 4)
-    for rank, (there,), _ in echo.received(PerRank(sender_parts(plan, 4))):
+    for rank, (there,), _ in echo.received(PerRank(sender_plans(plan, 4))):
         assert there.sent_by(rank) == plan.sent_by(rank)
 
 
-def test_split_comes_back_in_the_callers_order(echo):
+def test_split_results_are_in_the_callers_order(echo):
     answer = echo.double(batch_of(5), 3)
     assert answer.batch["doubled"].tolist() == [0, 3, 6, 9, 12]
     assert answer.non_tensor_batch["seen"].tolist() == ["u0", "u1", "u2", "u3", "u4"]
     assert answer.meta_info == {"by": 2}
 
 
-def test_split_of_fewer_rows_than_ranks_and_of_several_answers_per_row(echo):
+def test_split_with_fewer_rows_than_ranks_and_several_results_per_row(echo):
     assert echo.twice(batch_of(1)).batch["copy"].tolist() == [0, 0]
     assert echo.twice(batch_of(3)).batch["copy"].tolist() == [0, 0, 1, 1, 2, 2]
 
@@ -152,7 +153,7 @@ def test_mini_batches_reach_all_stages_of_a_dp_rank(echo):
     assert sorted(chunks[0][2:] + chunks[1][2:]) == ["u4", "u5", "u6", "u7"]
 
 
-def test_batch_that_cannot_be_split_is_refused_here_and_the_group_lives_on(echo):
+def test_indivisible_batch_raises_on_the_driver_and_the_group_stays_usable(echo):
     with pytest.raises(DataError, match="mini-batches of 3 rows do not divide a batch of 8 rows"):
         echo.learn(batch_of(8, mini_batch_rows=3))
     with pytest.raises(TypeError, match="needs a DataProto argument"):
@@ -163,6 +164,33 @@ def test_batch_that_cannot_be_split_is_refused_here_and_the_group_lives_on(echo)
 def test_only_marked_methods_can_be_called(echo):
     with pytest.raises(AttributeError, match="echo has no verb 'unmarked'; it has: about, double"):
         echo.unmarked()
+
+
+def test_one_frame_of_the_worker_process_calls_a_verb(echo):
+    assert echo.frames_of_all() == [["call"]] * 4
+    assert echo.frames_of_split(batch_of(4)) == {"frames": ["call_split"]}
+
+
+def test_two_frames_of_the_group_submit_a_verb(echo, monkeypatch):
+    stacks = []
+
+    class Recorder:
+        """Records the driver's stack in place of a remote call."""
+
+        def __getattr__(self, name):
+            return self
+
+        def remote(self, *args):
+            stacks.append(megarl_frames())
+            return ray.put(None)
+
+    echo.verbs  # noqa: B018  (waits for the start)
+    monkeypatch.setattr(echo, "_actors", [Recorder()] * 4)
+    echo.about()
+    monkeypatch.setattr("megarl.cluster.worker_group.collect", lambda results, plan: None)
+    monkeypatch.setattr(echo, "_collect_rows", lambda verb, plan, results: None)
+    echo.double(batch_of(4))
+    assert stacks[0] == stacks[-1] == ["call", "submit"]
 
 
 def test_submit_does_not_wait(sleeper):
@@ -181,7 +209,7 @@ def test_exception_ends_the_call_while_a_peer_hangs(summer, logs):
     pending = summer.submit("fail_while_peers_wait", 1)
     with pytest.raises(WorkerFailed) as caught:
         pending.result()
-    answered, _ = ray.wait([pending.tasks[0].ref], timeout=0)
+    answered, _ = ray.wait([pending.calls[0].ref], timeout=0)
     assert not answered, "the peer still hangs"
     error = caught.value
     assert (error.role, error.rank, error.verb, error.died) == ("summer", 1, "fail_while_peers_wait", False)
@@ -189,7 +217,7 @@ def test_exception_ends_the_call_while_a_peer_hangs(summer, logs):
     assert 'raise ValueError(f"loss is NaN on rank {rank}")' in error.remote_traceback
     assert "worker_process.py" not in error.remote_traceback
     file = logs.file("summer", 1)
-    assert f"--- end of its log, {file} ---\n" in str(error) and "summer-1 begins" in str(error)
+    assert f"--- end of the log {file} ---\n" in str(error) and "summer-1 begins" in str(error)
     assert 'raise ValueError(f"loss is NaN on rank {rank}")' in file.read_text(), "the log has the traceback, too"
     with pytest.raises(WorkerError, match="summer cannot run total: it failed before"):
         summer.total(1)
@@ -203,7 +231,7 @@ def test_killed_process_is_named(sleeper):
         pending.result(timeout_s=30)
 
 
-def test_death_is_named_before_the_errors_that_it_causes(sleeper):
+def test_death_takes_precedence_over_the_errors_that_it_causes(sleeper):
     victim = sleeper.pid()[1]
     pending = sleeper.submit("lose_peer", victim)
     time.sleep(0.2)
@@ -213,7 +241,7 @@ def test_death_is_named_before_the_errors_that_it_causes(sleeper):
     assert (caught.value.rank, caught.value.died) == (1, True)
 
 
-def test_several_calls_end_at_the_first_failure_of_any(pool, sleeper):
+def test_wait_all_ends_at_the_first_failure(pool, sleeper):
     other = WorkerGroup("other", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
     first, *_ = wait_all([sleeper.submit("pid"), other.submit("sleep", 0.0)])
     assert first == sleeper.pid()
@@ -225,12 +253,12 @@ def test_several_calls_end_at_the_first_failure_of_any(pool, sleeper):
     other.shutdown()
 
 
-def test_last_words_of_a_process_that_left(sleeper):
+def test_error_shows_the_last_log_lines_of_a_dead_process(sleeper):
     with pytest.raises(WorkerFailed, match=r"(?s)sleeper rank \d .*died in leave.*the last words of this process"):
         sleeper.submit("leave").result(timeout_s=30)
 
 
-def test_constructor_that_raises_ends_the_start_while_a_peer_waits(pool):
+def test_failed_constructor_ends_the_start_while_a_peer_waits(pool):
     group = WorkerGroup("late", "tests.cluster.light_workers.Sleeper", {"fail_on_rank": 1}, ParallelLayout(dp=2), pool)
     with pytest.raises(WorkerFailed, match="late rank 1 failed in start: FileNotFoundError: shard 3 is missing"):
         wait_ready([group], timeout_s=30)
@@ -244,28 +272,28 @@ def test_constructor_that_raises_ends_the_start_while_a_peer_waits(pool):
         ("tests.cluster.light_workers.os", "is not a class"),
     ],
 )
-def test_class_that_cannot_be_imported(pool, worker, message):
+def test_failed_import_is_named(pool, worker, message):
     group = WorkerGroup("ghost", worker, {}, ParallelLayout(), pool)
     with pytest.raises(WorkerFailed, match=message):
         group.pid()
     group.shutdown()
 
 
-def test_call_that_waits_for_a_failed_one_names_that_one(pool, sleeper):
+def test_dependent_call_names_the_failed_call(pool, sleeper):
     ghost = WorkerGroup("ghost", "no_such_package.Worker", {}, ParallelLayout(), pool)
     with pytest.raises(WorkerFailed, match="ghost rank 0 failed in load"):
         sleeper.submit("sleep", ghost._starting[0].ref).result(timeout_s=30)
     ghost.shutdown()
 
 
-def test_verb_that_the_group_would_shadow(pool):
+def test_verb_with_a_name_of_the_group_raises(pool):
     group = WorkerGroup("shadow", "tests.cluster.light_workers.Shadowing", {}, ParallelLayout(), pool)
-    with pytest.raises(TypeError, match=r"shadow: verbs \['submit'\] have names of WorkerGroup's own"):
+    with pytest.raises(TypeError, match=r"shadow: verbs \['submit'\] have names of WorkerGroup's methods"):
         wait_ready([group])
     group.shutdown()
 
 
-def test_more_ranks_than_gpus_are_refused():
+def test_more_ranks_than_gpus_raise():
     class TwoGpus:
         pool = ResourcePool("gpus", "cuda", [2])
 

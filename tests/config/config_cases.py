@@ -1,4 +1,4 @@
-"""Smallest configurations of each job, and what is wrong with changed ones."""
+"""Smallest configurations of each job, and the problems of changed ones."""
 
 from __future__ import annotations
 
@@ -33,10 +33,16 @@ def with_keys(values: dict[str, Any], base: dict[str, Any] = TRAIN) -> dict[str,
     return set_keys(base, values)
 
 
+def same_value(reported: Any, value: Any) -> bool:
+    """Whether a problem reports the value of its key, which may have been converted to the key's type."""
+    return bool(reported == value) or reported == [value] or str(reported) == str(value)
+
+
 def problems_of(values: dict[str, Any], schema: Any = TrainConfig, base: dict[str, Any] = TRAIN) -> dict[str, Problem]:
-    """The problems of a configuration that is wrong, by path."""
+    """The problems of an invalid configuration, by path."""
     with pytest.raises(InvalidConfigError) as caught:
         build(schema, with_keys(values, base))
     for problem in caught.value.problems:
         assert problem.path in str(caught.value) and problem.text in str(caught.value)
+        assert problem.path not in values or same_value(problem.value, values[problem.path]), problem
     return {problem.path: problem for problem in caught.value.problems}

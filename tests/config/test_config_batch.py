@@ -1,4 +1,4 @@
-"""Batch arithmetic against counting samples one by one."""
+"""Batch arithmetic, compared with counting samples one by one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
 
 ACTOR = "actor_rollout_ref.actor"
-AS_FOUND = tuple(set(Phase) - {Phase.shrink, Phase.explain})
-"""A failing example has a handful of small numbers: making it smaller would take minutes, and tell no more."""
+NO_SHRINKING = tuple(set(Phase) - {Phase.shrink, Phase.explain})
+"""A failing example has a few small numbers; shrinking it would take minutes and show no more."""
 
 
-def deal(plan: BatchPlan, name: str) -> int:
-    """Deals a training step's samples out by hand; returns the optimizer steps, or fails where a share is uneven."""
+def distribute(plan: BatchPlan, name: str) -> int:
+    """Distribute a training step's samples by hand; return the optimizer steps, and fail at an uneven share."""
     phase = plan.phase(name)
     steps = 0
     for _ in range(phase.epochs):
@@ -38,12 +38,12 @@ def deal(plan: BatchPlan, name: str) -> int:
     return steps
 
 
-@settings(max_examples=30, phases=AS_FOUND)
+@settings(max_examples=30, phases=NO_SHRINKING)
 @given(
     prompts=st.integers(1, 48), mini=st.integers(1, 48), n=st.integers(1, 4), devices=st.sampled_from([1, 2, 3, 4, 6]),
     micro=st.integers(1, 12), epochs=st.integers(1, 3),
 )  # fmt: skip
-def test_a_plan_is_accepted_exactly_where_every_share_is_even(
+def test_a_plan_is_valid_exactly_if_every_share_is_even(
     prompts: int, mini: int, n: int, devices: int, micro: int, epochs: int
 ) -> None:
     values = {
@@ -63,14 +63,14 @@ def test_a_plan_is_accepted_exactly_where_every_share_is_even(
     plan = plan_batches(build(TrainConfig, with_keys(values)))
     assert plan.samples_per_step == prompts * n
     for name in ("actor", "critic"):
-        assert deal(plan, name) == plan.phase(name).optimizer_steps == epochs * (prompts // mini)
+        assert distribute(plan, name) == plan.phase(name).optimizer_steps == epochs * (prompts // mini)
     assert plan.phase("old_log_prob").optimizer_steps == 0
-    assert deal(plan, "old_log_prob") == 1
+    assert distribute(plan, "old_log_prob") == 1
 
 
-@settings(max_examples=20, phases=AS_FOUND)
+@settings(max_examples=20, phases=NO_SHRINKING)
 @given(mini=st.integers(1, 64), n=st.integers(1, 6), devices=st.integers(2, 12))
-def test_what_is_suggested_is_accepted(mini: int, n: int, devices: int) -> None:
+def test_suggested_sizes_are_valid(mini: int, n: int, devices: int) -> None:
     path = f"{ACTOR}.ppo_mini_batch_size"
     values = {
         path: mini,
@@ -87,7 +87,7 @@ def test_what_is_suggested_is_accepted(mini: int, n: int, devices: int) -> None:
         build(TrainConfig, with_keys({**values, path: number, "data.train_batch_size": number}))
 
 
-def test_roles_have_layouts_of_their_own() -> None:
+def test_roles_have_separate_layouts() -> None:
     values = {
         "data.train_batch_size": 16,
         f"{ACTOR}.ppo_mini_batch_size": 8,
@@ -142,7 +142,7 @@ def test_table_names_its_units() -> None:
     assert TRAIN["trainer"] == {"experiment_name": "test"}
 
 
-def test_one_sample_is_not_samples() -> None:
+def test_one_sample_is_singular() -> None:
     plan = plan_batches(build(TrainConfig, with_keys({"data.train_batch_size": 256})))
     assert render_plan(plan).splitlines()[0] == "One training step: 256 prompts x 1 sample each = 256 samples"
 

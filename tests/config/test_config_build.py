@@ -1,7 +1,8 @@
-"""Unknown keys, wrong types and wrong values, each named with path, value and what would be right."""
+"""Unknown keys, wrong types and wrong values, each named with path, value and remedy."""
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 
 from megarl.config import MegatronConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
-from megarl.config.keys import Limits, walk
+from megarl.config.keys import KeyLimits, walk, with_values
 from megarl.config.problems import InvalidConfigError, nearest_keys
 
 
@@ -32,6 +33,23 @@ def test_values_replace_defaults_and_scalars_become_lists() -> None:
     assert config.data.train_files == ["one.parquet"]
     assert config.trainer.logger == ["wandb"]
     assert config.actor_rollout_ref.rollout.n == 4
+
+
+def test_a_configuration_is_frozen() -> None:
+    config = build(TrainConfig, TRAIN)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.trainer.seed = 2  # type: ignore[misc]
+    changed = with_values(config, {"trainer.seed": 2, "actor_rollout_ref.actor.optim.lr": 0.5})
+    assert (changed.trainer.seed, changed.actor_rollout_ref.actor.optim.lr) == (2, 0.5)
+    assert config.trainer.seed == 1 and changed.critic is config.critic
+
+
+def test_values_in_free_mappings_can_be_replaced() -> None:
+    kwargs = {"a": 1, "b": {"c": 2}}
+    config = build(TrainConfig, with_keys({"data.apply_chat_template_kwargs": kwargs}))
+    changed = with_values(config, {"data.apply_chat_template_kwargs.b.c": 3})
+    assert changed.data.apply_chat_template_kwargs == {"a": 1, "b": {"c": 3}}
+    assert config.data.apply_chat_template_kwargs == kwargs
 
 
 def test_two_builds_share_nothing() -> None:
@@ -68,7 +86,7 @@ def test_unknown_key_that_resembles_nothing_has_no_suggestion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "right"),
+    ("path", "value", "expected"),
     [
         ("trainer.seed", "many", "a whole number"),
         ("trainer.seed", 1.5, "a whole number"),
@@ -85,13 +103,13 @@ def test_unknown_key_that_resembles_nothing_has_no_suggestion() -> None:
         ("critic.optim", None, "a section"),
     ],
 )
-def test_wrong_type_says_what_would_be_right(path: str, value: Any, right: str) -> None:
+def test_wrong_type_names_the_expected_type(path: str, value: Any, expected: str) -> None:
     problem = problems_of({path: value})[path]
-    assert problem.value == value and right in problem.text
+    assert problem.value == value and expected in problem.text
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "right"),
+    ("path", "value", "expected"),
     [
         ("algorithm.adv_estimator", "gea", "one of gae, grpo, "),
         ("algorithm.adv_estimator", "gea", "or your own as path.py:function"),
@@ -111,13 +129,13 @@ def test_wrong_type_says_what_would_be_right(path: str, value: Any, right: str) 
         ("reward_model.name", "arithmetc", "path.py:function"),
     ],
 )
-def test_wrong_value_lists_what_is_allowed(path: str, value: Any, right: str) -> None:
+def test_wrong_value_lists_the_valid_values(path: str, value: Any, expected: str) -> None:
     problem = problems_of({path: value})[path]
-    assert right in problem.text and problem.doc
+    assert expected in problem.text and problem.doc
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "mine.py:score", "package.module.score"])
-def test_reward_may_be_ones_own(name: str) -> None:
+def test_reward_may_be_a_custom_function(name: str) -> None:
     assert build(TrainConfig, with_keys({"reward_model.name": name})).reward_model.name == name
 
 
@@ -126,10 +144,10 @@ def test_special_values_outside_the_range_are_allowed() -> None:
     assert config.actor_rollout_ref.rollout.top_k == -1
 
 
-def test_limits_without_bounds_refuse_only_what_is_not_finite() -> None:
-    assert Limits().complaint(-5.0) is None
-    assert Limits().complaint(float("inf")) == "must be a finite number"
-    assert Limits().complaint(None) is None
+def test_limits_without_bounds_refuse_only_non_finite_numbers() -> None:
+    assert KeyLimits().complaint(-5.0) is None
+    assert KeyLimits().complaint(float("inf")) == "must be a finite number"
+    assert KeyLimits().complaint(None) is None
 
 
 def test_missing_keys_are_all_named() -> None:
@@ -166,10 +184,10 @@ def test_optional_section_takes_the_section_defaults() -> None:
     assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 1)
 
 
-def test_free_mapping_keeps_what_the_user_wrote() -> None:
-    given = {"enable_thinking": False, "nested": {"a": [1]}}
-    config = build(TrainConfig, with_keys({"data.apply_chat_template_kwargs": given}))
-    assert config.data.apply_chat_template_kwargs == given
+def test_free_mapping_keeps_its_values() -> None:
+    kwargs = {"enable_thinking": False, "nested": {"a": [1]}}
+    config = build(TrainConfig, with_keys({"data.apply_chat_template_kwargs": kwargs}))
+    assert config.data.apply_chat_template_kwargs == kwargs
 
 
 def test_resolved_config_builds_to_itself() -> None:
@@ -216,7 +234,7 @@ def test_derived_keys() -> None:
     assert build(SFTConfig, SFT).trainer.hf_export_dir == "outputs/test/hf"
 
 
-def test_what_a_job_uses() -> None:
+def test_roles_of_a_job() -> None:
     assert build(TrainConfig, TRAIN).uses_critic and not build(TrainConfig, TRAIN).uses_reference
     grpo = build(TrainConfig, with_keys({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8}))
     assert not grpo.uses_critic
@@ -228,15 +246,15 @@ def test_what_a_job_uses() -> None:
     ("name", "critic", "baselines"),
     [("gae", True, False), ("rloo", False, False), ("reinforce_plus_plus", False, False), ("remax", False, True)],
 )
-def test_what_an_estimator_needs(name: str, critic: bool, baselines: bool) -> None:
+def test_inputs_of_an_estimator(name: str, critic: bool, baselines: bool) -> None:
     config = build(TrainConfig, with_keys({"algorithm.adv_estimator": name, "actor_rollout_ref.rollout.n": 4}))
     assert (config.uses_critic, config.uses_baselines) == (critic, baselines)
 
 
-def test_ones_own_estimator_may_want_a_critic() -> None:
-    own = {"algorithm.adv_estimator": "mine.py:estimate"}
-    assert not build(TrainConfig, with_keys(own)).uses_critic
-    assert build(TrainConfig, with_keys(own | {"critic.enable": True})).uses_critic
+def test_a_custom_estimator_may_need_a_critic() -> None:
+    custom = {"algorithm.adv_estimator": "mine.py:estimate"}
+    assert not build(TrainConfig, with_keys(custom)).uses_critic
+    assert build(TrainConfig, with_keys(custom | {"critic.enable": True})).uses_critic
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -251,21 +269,21 @@ ACTOR = "actor_rollout_ref.actor"
         ({f"{ACTOR}.policy_loss.loss_mode": "/mine.py:loss"}, "token-mean"),
     ],
 )
-def test_a_loss_brings_its_aggregation(values: dict[str, Any], mode: str) -> None:
+def test_a_loss_has_a_default_aggregation(values: dict[str, Any], mode: str) -> None:
     assert build(TrainConfig, with_keys(values)).actor_rollout_ref.actor.loss_agg_mode == mode
 
 
-def test_where_ones_own_loss_is_does_not_depend_on_the_working_folder() -> None:
+def test_a_custom_loss_gets_an_absolute_path() -> None:
     name = f"{ACTOR}.policy_loss.loss_mode"
-    own = build(TrainConfig, with_keys({name: "mine.py:loss"})).actor_rollout_ref.actor.policy_loss.loss_mode
-    assert own == f"{Path.cwd() / 'mine.py'}:loss"
+    custom = build(TrainConfig, with_keys({name: "mine.py:loss"})).actor_rollout_ref.actor.policy_loss.loss_mode
+    assert custom == f"{Path.cwd() / 'mine.py'}:loss"
     dotted = build(TrainConfig, with_keys({name: "my.losses.one"})).actor_rollout_ref.actor.policy_loss.loss_mode
     assert dotted == "my.losses.one"
 
 
-def test_what_a_length_is_divided_by() -> None:
+def test_divisor_of_length_normalized_losses() -> None:
     assert (
         build(TrainConfig, with_keys({"data.max_response_length": 77})).actor_rollout_ref.actor.loss_scale_factor == 77
     )
-    given = build(TrainConfig, with_keys({f"{ACTOR}.loss_scale_factor": 5}))
-    assert given.actor_rollout_ref.actor.loss_scale_factor == 5
+    explicit = build(TrainConfig, with_keys({f"{ACTOR}.loss_scale_factor": 5}))
+    assert explicit.actor_rollout_ref.actor.loss_scale_factor == 5

@@ -1,4 +1,4 @@
-"""Impossible combinations, each refused with the key, its value and a way out."""
+"""Impossible combinations of keys, each refused with key, value and remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROFILED = {
 
 
 @pytest.mark.parametrize(
-    ("values", "path", "right"),
+    ("values", "path", "expected"),
     [
         ({**GRPO, f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n", "at least 2"),
         ({"algorithm.adv_estimator": "opo", f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n", "adv_estimator=opo compares"),
@@ -52,7 +52,7 @@ PROFILED = {
          "critic.megatron.num_layers_in_first_pipeline_stage", "one stage only"),
         ({"critic.megatron.pipeline_model_parallel_size": 2, "critic.megatron.num_layers_in_last_pipeline_stage": 2,
           "critic.megatron.account_for_loss_in_pipeline_split": True},
-         "critic.megatron.account_for_loss_in_pipeline_split", "already says how layers are divided"),
+         "critic.megatron.account_for_loss_in_pipeline_split", "already sets the split of layers"),
         ({"critic.megatron.use_distributed_optimizer": False, "critic.megatron.overlap_param_gather": True},
          "critic.megatron.overlap_param_gather", "needs use_distributed_optimizer=true"),
         ({"critic.megatron.recompute_num_layers": 2}, "critic.megatron.recompute_num_layers", "has no effect"),
@@ -63,7 +63,7 @@ PROFILED = {
         ({f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.tensor_model_parallel_size": 8, "trainer.nnodes": 2,
           "trainer.n_gpus_per_node": 4}, f"{ROLLOUT}.tensor_model_parallel_size", "does not span nodes"),
         ({f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.engine_kwargs.sglang.weight_transport": "disk"},
-         "sync.verify_freq", "after the comparison; set 0"),
+         "sync.verify_freq", "after the check; set 0"),
         ({f"{ROLLOUT}.replicas": 9}, f"{ROLLOUT}.replicas", "more than the pool of 8"),
         ({f"{ROLLOUT}.name": "sglang", URLS: ["http://a:1", "http://b:1"], f"{ROLLOUT}.replicas": 1},
          f"{ROLLOUT}.replicas", "urls has 2, one per replica"),
@@ -120,7 +120,7 @@ PROFILED = {
         ({**PROFILED, f"{ACTOR}.profiler.enable": False}, "global_profiler.tool", "no role is profiled"),
         ({**PROFILED, "global_profiler.steps": None}, "global_profiler.steps", "no step is profiled"),
         ({**PROFILED, f"{REF}.profiler.enable": True, f"{REF}.profiler.all_ranks": True}, f"{REF}.profiler.enable",
-         "lives in the actor's processes"),
+         "shares the actor's processes"),
         ({**PROFILED, "global_profiler.tool": "torch_memory", "trainer.device": "cpu"}, "global_profiler.tool",
          "use tool=torch, with memory among"),
         ({"trainer.watchdog.phases": {"gen": 0}}, "trainer.watchdog.phases", "gen: 0 must be seconds > 0, or null"),
@@ -129,9 +129,9 @@ PROFILED = {
         ({f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9}, f"{ROLLOUT}.log_prob_max_token_len_per_gpu", "1024 tokens"),
     ],
 )  # fmt: skip
-def test_impossible_combination(values: dict[str, Any], path: str, right: str) -> None:
+def test_impossible_combination(values: dict[str, Any], path: str, expected: str) -> None:
     problem = problems_of(values)[path]
-    assert right in problem.text and problem.doc
+    assert expected in problem.text and problem.doc
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_impossible_combination(values: dict[str, Any], path: str, right: str) -
     [
         {**GRPO, f"{ROLLOUT}.n": 2},
         {"algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True},
-        {"critic.megatron.data_parallel_size": 4},  # on purpose fewer than there are
+        {"critic.megatron.data_parallel_size": 4},  # deliberately fewer than the pool has
         {f"{ROLLOUT}.replicas": 3},
         {"trainer.val_only": True, "data.val_files": "val.parquet"},
         {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.temperature": 1.0},
@@ -151,7 +151,7 @@ def test_impossible_combination(values: dict[str, Any], path: str, right: str) -
         PROFILED,
         {**PROFILED, "global_profiler.tool": "nsys"},
         {"trainer.watchdog.phases": {"gen": 0.5, "testing": None}, "trainer.timeline.steps": [0, 3]},
-        # a role that the job does not have is not checked
+        # roles outside the job are not checked
         {**GRPO, f"{ROLLOUT}.n": 2, "critic.megatron.tensor_model_parallel_size": 3, "critic.ppo_mini_batch_size": 7},
         {f"{REF}.megatron": {"tensor_model_parallel_size": 16}},
     ],
@@ -161,7 +161,7 @@ def test_possible_combination(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "path", "right"),
+    ("values", "path", "expected"),
     [
         ({"megatron.tensor_model_parallel_size": 3}, "megatron.tensor_model_parallel_size", "do not divide the pool"),
         ({"data.train_batch_size": 12}, "data.train_batch_size", "nearest that do: 8 and 16"),
@@ -176,12 +176,12 @@ def test_possible_combination(values: dict[str, Any]) -> None:
         ({"trainer.checkpoint.save_contents": ["optimizer"]}, "trainer.checkpoint.save_contents", "without model"),
     ],
 )  # fmt: skip
-def test_impossible_fine_tuning(values: dict[str, Any], path: str, right: str) -> None:
-    assert right in problems_of(values, SFTConfig, SFT)[path].text
+def test_impossible_fine_tuning(values: dict[str, Any], path: str, expected: str) -> None:
+    assert expected in problems_of(values, SFTConfig, SFT)[path].text
 
 
 @pytest.mark.parametrize(
-    ("values", "path", "right"),
+    ("values", "path", "expected"),
     [
         ({"data.val_files": []}, "data.val_files", "must name at least one file"),
         ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n", "gives 4 equal answers"),
@@ -192,34 +192,34 @@ def test_impossible_fine_tuning(values: dict[str, Any], path: str, right: str) -
         ({"critic.optim.lr": 1.0}, "critic", "unknown key"),
     ],
 )
-def test_impossible_evaluation(values: dict[str, Any], path: str, right: str) -> None:
-    assert right in problems_of(values, EvaluateConfig, EVALUATE)[path].text
+def test_impossible_evaluation(values: dict[str, Any], path: str, expected: str) -> None:
+    assert expected in problems_of(values, EvaluateConfig, EVALUATE)[path].text
 
 
 GENERATE = {"data.prompts": ["Why?"], "actor_rollout_ref.model.path": "model", "trainer.experiment_name": "x"}
 
 
 @pytest.mark.parametrize(
-    ("values", "path", "right"),
+    ("values", "path", "expected"),
     [
-        ({"data.prompts": []}, "data.prompts", "nothing is asked"),
+        ({"data.prompts": []}, "data.prompts", "no prompts"),
         ({"data.output_path": "answers.csv"}, "data.output_path", "must end in .jsonl or .parquet"),
         ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n", "gives 4 equal answers"),
         ({"reward_model.name": "gsm8k"}, "reward_model", "unknown key"),
     ],
 )
-def test_impossible_generation(values: dict[str, Any], path: str, right: str) -> None:
-    assert right in problems_of({**GENERATE, **values}, GenerateConfig, {})[path].text
+def test_impossible_generation(values: dict[str, Any], path: str, expected: str) -> None:
+    assert expected in problems_of({**GENERATE, **values}, GenerateConfig, {})[path].text
 
 
-def test_evaluation_fills_what_follows_from_other_keys() -> None:
+def test_derived_keys_of_an_evaluation() -> None:
     values = {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.name": "sglang", "trainer.seed": 5}
     config = build(EvaluateConfig, with_keys(values, EVALUATE))
     policy = config.actor_rollout_ref
     assert (policy.rollout.replicas, policy.rollout.seed, policy.model.tokenizer_path) == (4, 5, "model")
 
 
-def test_servers_that_are_there_are_as_many_replicas_and_take_no_devices_but_their_clients() -> None:
+def test_running_servers_set_the_replicas_and_need_one_device_each_for_the_client() -> None:
     values = {
         f"{ROLLOUT}.tensor_model_parallel_size": 16,
         f"{ROLLOUT}.name": "sglang",
@@ -230,13 +230,17 @@ def test_servers_that_are_there_are_as_many_replicas_and_take_no_devices_but_the
 
 
 def test_combinations_are_reported_together() -> None:
-    found = problems_of({f"{ACTOR}.megatron.tensor_model_parallel_size": 3, "trainer.val_only": True,
+    problems = problems_of({f"{ACTOR}.megatron.tensor_model_parallel_size": 3, "trainer.val_only": True,
                          "data.train_batch_size": 100})  # fmt: skip
-    assert set(found) == {f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.val_only", "data.train_batch_size"}
+    assert set(problems) == {
+        f"{ACTOR}.megatron.tensor_model_parallel_size",
+        "trainer.val_only",
+        "data.train_batch_size",
+    }
     assert TRAIN["data"] == {"train_files": ["train.parquet"]}
 
 
-def test_keys_of_verl_that_megarl_has_not_are_refused_by_what_there_is_instead() -> None:
+def test_refused_keys_of_verl_name_their_replacement() -> None:
     problems = problems_of({f"{RC}.rollout_token_veto_threshold": 1e-4, f"{RC}.rollout_rs_threshold_lower": 0.5})
     assert "rollout_rs=seq_max_k2" in problems[f"{RC}.rollout_token_veto_threshold"].text
     assert "'0.5_2.0'" in problems[f"{RC}.rollout_rs_threshold_lower"].text
@@ -249,7 +253,7 @@ def test_keys_of_verl_that_megarl_has_not_are_refused_by_what_there_is_instead()
         ({f"{ALIGN}.enable": True, f"{ALIGN}.ref_alignment.enable": True}, False),
     ],
 )
-def test_shaping_by_the_reference_makes_it_exist(values: dict[str, Any], log_probs: bool) -> None:
+def test_reference_shaping_needs_a_reference(values: dict[str, Any], log_probs: bool) -> None:
     config = build(TrainConfig, with_keys({**TRAIN, **values}))
     assert config.uses_reference and config.uses_ref_log_prob == log_probs
     assert not build(TrainConfig, with_keys(TRAIN)).uses_reference
@@ -261,7 +265,7 @@ ENABLED = {f"{RM}.enable": True, f"{RM}.model.path": "reward"}
 
 @pytest.mark.parametrize("schema", [TrainConfig, EvaluateConfig])
 @pytest.mark.parametrize(
-    ("values", "path", "right"),
+    ("values", "path", "expected"),
     [
         ({f"{RM}.enable": True}, f"{RM}.model.path", "must be set with"),
         ({**ENABLED, f"{RM}.model_weight": 0.0}, f"{RM}.model_weight", "enable=false"),
@@ -273,11 +277,11 @@ ENABLED = {f"{RM}.enable": True, f"{RM}.model.path": "reward"}
          f"{RM}.forward_max_token_len_per_gpu", "reward_model.max_length = 50"),
     ],
 )  # fmt: skip
-def test_impossible_reward_models(schema: Any, values: dict[str, Any], path: str, right: str) -> None:
-    assert right in problems_of(values, schema, TRAIN if schema is TrainConfig else EVALUATE)[path].text
+def test_impossible_reward_models(schema: Any, values: dict[str, Any], path: str, expected: str) -> None:
+    assert expected in problems_of(values, schema, TRAIN if schema is TrainConfig else EVALUATE)[path].text
 
 
-def test_a_reward_model_alone_calls_no_function_and_reads_what_a_rollout_makes() -> None:
+def test_a_reward_model_alone_calls_no_function_and_reads_whole_rollouts() -> None:
     plain, alone = (build(TrainConfig, with_keys(values, TRAIN)).reward_model for values in ({}, ENABLED))
     both = build(TrainConfig, with_keys({**ENABLED, "custom_reward_function.path": "mine.py"}, TRAIN))
     assert (plain.function_weight, alone.function_weight, both.reward_model.function_weight) == (1.0, 0.0, 1.0)
@@ -286,7 +290,7 @@ def test_a_reward_model_alone_calls_no_function_and_reads_what_a_rollout_makes()
 
 
 @pytest.mark.parametrize(
-    ("values", "path", "right"),
+    ("values", "path", "expected"),
     [
         ({"trainer.test_freq": 5}, "trainer.test_freq", "needs data.val_files"),
         ({"data.max_token_len_per_gpu": 2000}, "data.max_token_len_per_gpu", "2 x data.max_length = 2048"),
@@ -294,5 +298,5 @@ def test_a_reward_model_alone_calls_no_function_and_reads_what_a_rollout_makes()
         ({"data.response_key": "x"}, "data.response_key", "unknown key"),
     ],
 )
-def test_impossible_training_of_reward_models(values: dict[str, Any], path: str, right: str) -> None:
-    assert right in problems_of(values, RewardTrainingConfig, SFT)[path].text
+def test_impossible_training_of_reward_models(values: dict[str, Any], path: str, expected: str) -> None:
+    assert expected in problems_of(values, RewardTrainingConfig, SFT)[path].text

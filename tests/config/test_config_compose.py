@@ -1,4 +1,4 @@
-"""YAML files and overrides become a configuration, or a list of what is wrong."""
+"""YAML files and overrides become a configuration or a list of problems; origins of changed keys."""
 
 from __future__ import annotations
 
@@ -8,17 +8,26 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.base.errors import ConfigError
 from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
-from megarl.config.compose import REPOSITORY_CONFIGS, Request, compose, compose_sweep, to_yaml
+from megarl.config.build import build
+from megarl.config.compose import (
+    REPOSITORY_CONFIGS,
+    ChangedKey,
+    ConfigRequest,
+    changed_keys,
+    compose,
+    compose_sweep,
+    to_yaml,
+)
 from megarl.config.problems import InvalidConfigError
-from megarl.errors import ConfigError
 
 REQUIRED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
 
 
 def composed(*overrides: str, name: str = "ppo", **request: Any) -> TrainConfig:
-    return compose(Request(TrainConfig, name, (*REQUIRED, *overrides), **request))
+    return compose(ConfigRequest(TrainConfig, name, (*REQUIRED, *overrides), **request))
 
 
 def write(folder: Path, name: str, content: dict[str, Any]) -> None:
@@ -32,32 +41,32 @@ SERVERS = {
     "run_671b_grpo": ("actor_rollout_ref.rollout.engine_kwargs.sglang.urls=[http://a:30000,http://b:30000]",),
     "run_search_agent": ("retriever.url=http://a:8000/retrieve",),
 }
-"""Addresses that a run needs and no file can know."""
+"""Addresses that a run needs and no file can contain."""
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" in name])
-def test_every_shipped_evaluation_is_right(name: str) -> None:
-    needed = ("data.val_files=val.parquet", "actor_rollout_ref.model.path=model") if name == "evaluate" else ()
-    assert compose(Request(EvaluateConfig, name, needed)).actor_rollout_ref.rollout.replicas
+def test_every_shipped_evaluation_is_valid(name: str) -> None:
+    required = ("data.val_files=val.parquet", "actor_rollout_ref.model.path=model") if name == "evaluate" else ()
+    assert compose(ConfigRequest(EvaluateConfig, name, required)).actor_rollout_ref.rollout.replicas
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "generate" in name])
-def test_every_shipped_generation_is_right(name: str) -> None:
-    needed = ("data.prompts=[Why?]", "actor_rollout_ref.model.path=model") if name == "generate" else ()
-    assert compose(Request(GenerateConfig, name, needed)).actor_rollout_ref.rollout.replicas
+def test_every_shipped_generation_is_valid(name: str) -> None:
+    required = ("data.prompts=[Why?]", "actor_rollout_ref.model.path=model") if name == "generate" else ()
+    assert compose(ConfigRequest(GenerateConfig, name, required)).actor_rollout_ref.rollout.replicas
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" not in name and "generate" not in name])
-def test_every_shipped_config_is_right(name: str) -> None:
+def test_every_shipped_config_is_valid(name: str) -> None:
     schema: Any = RewardTrainingConfig if name == "reward_model" else SFTConfig if "sft" in name else TrainConfig
-    needed = () if name.startswith("quickstart") else REQUIRED
-    if schema is not TrainConfig and needed:
-        needed = ("data.train_files=train.parquet", "model.path=model")
-    assert plan_batches(compose(Request(schema, name, (*needed, *SERVERS.get(name, ()))))).phases
+    required = () if name.startswith("quickstart") else REQUIRED
+    if schema is not TrainConfig and required:
+        required = ("data.train_files=train.parquet", "model.path=model")
+    assert plan_batches(compose(ConfigRequest(schema, name, (*required, *SERVERS.get(name, ()))))).phases
 
 
 def test_quickstart_differs_in_the_algorithm_only() -> None:
-    ppo, grpo = (compose(Request(TrainConfig, name)) for name in ("quickstart", "quickstart_grpo"))
+    ppo, grpo = (compose(ConfigRequest(TrainConfig, name)) for name in ("quickstart", "quickstart_grpo"))
     assert ppo.uses_critic and not grpo.uses_critic
     assert ppo.actor_rollout_ref.actor.megatron == grpo.actor_rollout_ref.actor.megatron
     assert ppo.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 2
@@ -72,13 +81,13 @@ def test_override_beats_yaml_beats_schema(tmp_path: Path) -> None:
     assert (config.trainer.seed, config.trainer.nnodes, config.trainer.n_gpus_per_node) == (7, 2, 8)
 
 
-def test_own_yaml_builds_on_a_shipped_one(tmp_path: Path) -> None:
+def test_user_yaml_builds_on_a_shipped_one(tmp_path: Path) -> None:
     write(tmp_path, "mine", {"defaults": ["grpo", "_self_"], "trainer": {"experiment_name": "mine"}})
     config = composed(name="mine", config_dir=str(tmp_path))
     assert config.algorithm.adv_estimator == "grpo" and config.trainer.experiment_name == "mine"
 
 
-def test_own_yaml_in_a_sub_folder(tmp_path: Path) -> None:
+def test_user_yaml_in_a_sub_folder(tmp_path: Path) -> None:
     write(tmp_path, "deep/mine", {"trainer": {"experiment_name": "deep"}})
     assert composed(name="deep/mine", config_dir=str(tmp_path)).trainer.experiment_name == "deep"
 
@@ -118,7 +127,7 @@ def test_hydra_syntax_of_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "right"),
+    ("overrides", "expected"),
     [
         (("=3",), "names no key"),
         (("trainer.seed",), "write it as key=value"),
@@ -126,19 +135,19 @@ def test_hydra_syntax_of_overrides() -> None:
         (("actor_rollout_ref.actor.optim.lr=1e-5,1e-4",), "add --multirun"),
     ],
 )
-def test_override_that_cannot_be_read(overrides: tuple[str, ...], right: str) -> None:
-    with pytest.raises(ConfigError, match=right):
+def test_malformed_override(overrides: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         composed(*overrides)
 
 
-def test_config_name_that_does_not_exist() -> None:
+def test_unknown_config_name() -> None:
     with pytest.raises(
         ConfigError, match=r"quickstrt.*Did you mean quickstart\?.*There are: evaluate, generate, grpo, ppo"
     ):
         composed(name="quickstrt")
 
 
-def test_config_dir_that_does_not_exist() -> None:
+def test_missing_config_dir() -> None:
     with pytest.raises(ConfigError, match="--config-dir=/nowhere: no such folder"):
         composed(config_dir="/nowhere")
 
@@ -157,18 +166,42 @@ def test_missing_default_is_named(tmp_path: Path) -> None:
 
 def test_sweep_composes_every_run() -> None:
     overrides = (*REQUIRED, "trainer.seed=1,2", "algorithm.lam=0.9,1.0")
-    configs = compose_sweep(Request(TrainConfig, "ppo", overrides, multirun=True))
-    got = [(config.trainer.seed, config.algorithm.lam) for config in configs]
-    assert got == [(1, 0.9), (1, 1.0), (2, 0.9), (2, 1.0)]
+    configs = compose_sweep(ConfigRequest(TrainConfig, "ppo", overrides, multirun=True))
+    runs = [(config.trainer.seed, config.algorithm.lam) for config in configs]
+    assert runs == [(1, 0.9), (1, 1.0), (2, 0.9), (2, 1.0)]
 
 
 def test_sweep_with_one_wrong_run_names_it() -> None:
     overrides = (*REQUIRED, "trainer.seed=1,x")
     with pytest.raises(ConfigError, match=r"(?s)run of the sweep with.*trainer.seed=x.*whole number"):
-        compose_sweep(Request(TrainConfig, "ppo", overrides, multirun=True))
+        compose_sweep(ConfigRequest(TrainConfig, "ppo", overrides, multirun=True))
 
 
 def test_printed_config_composes_to_itself(tmp_path: Path) -> None:
     config = composed("actor_rollout_ref.actor.clip_ratio=0.3")
     (tmp_path / "again.yaml").write_text(to_yaml(config))
-    assert compose(Request(TrainConfig, "again", config_dir=str(tmp_path))) == config
+    assert compose(ConfigRequest(TrainConfig, "again", config_dir=str(tmp_path))) == config
+
+
+def test_origins_of_values() -> None:
+    values: dict[str, Any] = {
+        "actor_rollout_ref": {"model": {"path": "model"}, "actor": {"optim": {"lr": 3e-6}}},
+        "data": {"train_files": ["x"]},
+        "trainer": {"experiment_name": "e", "n_gpus_per_node": 1, "seed": 5},
+    }
+    config = build(TrainConfig, values)
+    changed = {item.key: item for item in changed_keys(config, values, ["++trainer.seed=5", "data.train_files=[x]"])}
+    assert changed["trainer.seed"] == ChangedKey("trainer.seed", 5, 1, "command line")
+    assert changed["data.train_files"].origin == "command line"
+    assert changed["actor_rollout_ref.actor.optim.lr"].origin == "file"
+    assert changed["data.seed"].origin == "derived" and changed["data.seed"].value == 5
+    assert all(item.value != item.default for item in changed.values()) and "trainer.val_only" not in changed
+
+
+def test_values_of_a_file_have_its_origin(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrainer: {seed: 9}\n")
+    config = compose(ConfigRequest(TrainConfig, "mine", (), str(tmp_path)))
+    file = {"algorithm": {"use_kl_in_reward": True}, "trainer": {"seed": 9}}
+    changed = {item.key: item.origin for item in changed_keys(config, file, ["trainer.note"])}
+    assert changed["algorithm.use_kl_in_reward"] == changed["trainer.seed"] == "file"
+    assert changed["data.seed"] == "derived"

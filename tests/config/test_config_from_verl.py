@@ -1,7 +1,7 @@
-"""Verl's own run scripts: how much of them starts megarl, and the page that says so.
+"""verl's run scripts: the share that megarl accepts, and the generated page.
 
-``verl_facts.json`` has what verl's scripts with Megatron pass (each override with the scripts that pass it, as they
-come out with ``INFER_BACKEND=sglang``) and the defaults of verl's configuration, both at the commit that it names.
+``verl_facts.json`` holds the overrides of verl's scripts with Megatron (each with its scripts, for
+``INFER_BACKEND=sglang``) and the defaults of verl's configuration, both at the commit in the file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from megarl.cli import run_job
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
-from megarl.config.compose import Request, compose
-from megarl.config.from_verl import SHARES, render_page
+from megarl.config.compose import ConfigRequest, compose
+from megarl.config.from_verl import SHARES, render_verl_page
 from megarl.config.keys import walk
 from megarl.config.problems import InvalidConfigError
-from megarl.config.verl.names import same_names
-from megarl.config.verl.table import VALUE_RULES, rule_for
+from megarl.config.verl.table import VALUE_RULES, rule_for, same_names
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_facts.json").read_text())
@@ -42,7 +41,7 @@ def overrides_of(script: str) -> list[str]:
 
 
 def refused_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """What is wrong with a configuration, by key."""
+    """The problems of a configuration, by key."""
     try:
         build(TrainConfig, values)
     except InvalidConfigError as error:
@@ -52,7 +51,7 @@ def refused_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def refused() -> dict[str, dict[str, str]]:
-    """By script; each override is read once, and built upon the preset without composing that anew."""
+    """Refused keys by script; each override is parsed once and applied to the preset, without Hydra."""
     parsed = {o.input_line: o for o in OverridesParser.create().parse_overrides(list(FACTS["overrides"]))}
     preset = yaml.safe_load((ROOT / "configs" / "ppo_megatron_trainer.yaml").read_text())
     problems = {}
@@ -104,10 +103,10 @@ def test_most_overrides_of_verls_megatron_examples_are_accepted(
         (name, len(scripts), *(round(100 * share) for share in measured[name]))
         for name, scripts in zip(measured, (examples, on_gpus, with_sglang), strict=True)
     )
-    assert rows == SHARES, "megarl/config/from_verl.py tells other shares"
+    assert rows == SHARES, "update SHARES in megarl/config/from_verl.py"
 
 
-def test_every_refusal_says_why(refused: dict[str, dict[str, str]]) -> None:
+def test_every_refusal_has_a_reason(refused: dict[str, dict[str, str]]) -> None:
     for script, problems in refused.items():
         passed = {key_of(override) for override in overrides_of(script)}
         for path, text in problems.items():
@@ -126,20 +125,20 @@ def test_whole_scripts_are_accepted(script: str, refused: dict[str, dict[str, st
     assert refused[script] == {}
 
 
-def test_every_key_of_verls_is_decided() -> None:
+def test_every_key_of_verl_has_a_rule() -> None:
     same = {f"{section}.{name}" for section, names in same_names() for name in names}
     keys = {*FACTS["defaults"], *map(key_of, FACTS["overrides"])}
     undecided = [key for key in keys - same if not key.startswith(FREE) and rule_for(key) is None]
-    assert not undecided, f"neither in megarl/config/verl/names.py nor in a rule: {sorted(undecided)}"
+    assert not undecided, f"neither in megarl.config.verl.table.py nor in a rule: {sorted(undecided)}"
 
 
-def test_keys_of_both_are_listed() -> None:
+def test_shared_keys_are_listed() -> None:
     same = {f"{section}.{name}" for section, names in same_names() for name in names}
     both = {key for key in FACTS["defaults"] if key in KNOWN and KNOWN[key].section is None}
-    assert both <= same, f"add to megarl/config/verl/names.py and run from_verl: {sorted(both - same)}"
+    assert both <= same, f"add to megarl.config.verl.table.py and run from_verl: {sorted(both - same)}"
 
 
-def test_names_that_are_the_same_are_keys_of_megarls() -> None:
+def test_shared_names_are_keys_of_megarl() -> None:
     for section, names in same_names():
         for name in names:
             assert f"{section}.{name}" in KNOWN, f"{section}.{name}"
@@ -151,9 +150,9 @@ _SECTIONS = {
     *(f"{role}.megatron.override_transformer_config" for role in ("actor_rollout_ref.actor", "critic")),
     "actor_rollout_ref.rollout.multi_turn.tool_config_path",
 }
-# Keys that verl had before, or has since.
+# Keys of earlier or later versions of verl.
 _OF_OTHER_VERSIONS = ("custom_reward_function.", "data.sampler.", "reward_model.")
-# Where the scripts' defaults are others on purpose: derived from other keys here, or without influence on the result.
+# Deliberately different defaults: derived from other keys in megarl, or without influence on the result.
 _OTHER_BY_DESIGN = {
     "actor_rollout_ref.actor.use_prefix_grouper",
     "actor_rollout_ref.model.path",
@@ -165,9 +164,9 @@ _OTHER_BY_DESIGN = {
 }
 
 
-def test_verls_defaults_are_those_that_its_scripts_begin_with() -> None:
+def test_the_preset_has_verls_defaults() -> None:
     overrides = ("actor_rollout_ref.model.path=model",)
-    config = compose(Request(TrainConfig, "ppo_megatron_trainer", overrides))
+    config = compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", overrides))
     wrong = {}
     for section, names in same_names():
         for name in names:
@@ -176,8 +175,8 @@ def test_verls_defaults_are_those_that_its_scripts_begin_with() -> None:
             if path in _OTHER_BY_DESIGN or theirs is None or "$" in str(theirs) or theirs in ("???", False, -1):
                 continue
             ours: Any = config
-            for part in path.split("."):
-                ours = getattr(ours, part, None)
+            for segment in path.split("."):
+                ours = getattr(ours, segment, None)
             if ours is not None and ours != theirs and [theirs] != ours:
                 wrong[path] = (theirs, ours)
     assert wrong == {}
@@ -189,18 +188,18 @@ _NEEDED: tuple[tuple[str, Any], ...] = (
     ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 2),
     ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", 2),
 )
-"""What verl has no default for, and asks for too."""
+"""Keys without a default in verl, which verl requires too."""
 
 
-def test_every_default_of_verls_is_accepted() -> None:
+def test_every_default_of_verl_is_accepted() -> None:
     values = {"trainer": {"experiment_name": "x"}, "actor_rollout_ref": {"model": {"path": "model"}}}
-    given = {path: value for path, value in FACTS["defaults"].items() if value != "???" and "$" not in str(value)}
-    for path, value in given.items():
+    defaults = {path: value for path, value in FACTS["defaults"].items() if value != "???" and "$" not in str(value)}
+    for path, value in defaults.items():
         if not path.endswith("model.path"):
             put(values, path, value)
     for path in _NEEDED:
         put(values, *path)
-    assert len(given) > 600 and refused_of(values) == {}
+    assert len(defaults) > 600 and refused_of(values) == {}
 
 
 COMPLETE = "examples/grpo_trainer/run_qwen3_8b_megatron.sh"
@@ -211,28 +210,28 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_command_lines_of_verls_print_one_configuration(
+def test_command_lines_of_verl_print_one_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the engine, by the name of verl's defaults, with the suffix, in a folder that is not there or has none."""
+    """By engine, by the name of the preset, with suffix, and with a folder that is missing or has no such file."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own").mkdir()
+    (tmp_path / "user").mkdir()
     recipe = overrides_of(COMPLETE)
     rest = [override for override in recipe if key_of(override) != "model_engine"]
     by_engine = printed(capsys, *recipe)
     assert "total_epochs: 15" in by_engine and "adv_estimator: grpo" in by_engine
     assert "default_local_dir: checkpoints/verl_grpo_gsm8k_math/qwen3_8b_sglang_megatron" in by_engine
     assert printed(capsys, "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *rest) == by_engine
-    assert printed(capsys, "--config-path", "own", "-cn", "ppo_megatron_trainer", *rest) == by_engine
-    (tmp_path / "own" / "mine.yaml").write_text("defaults: [ppo_megatron_trainer]\ntrainer: {total_epochs: 4}\n")
-    mine = printed(capsys, "--config-path=own", "--config-name=mine", *(o for o in rest if "total_epochs" not in o))
+    assert printed(capsys, "--config-path", "user", "-cn", "ppo_megatron_trainer", *rest) == by_engine
+    (tmp_path / "user" / "mine.yaml").write_text("defaults: [ppo_megatron_trainer]\ntrainer: {total_epochs: 4}\n")
+    mine = printed(capsys, "--config-path=user", "--config-name=mine", *(o for o in rest if "total_epochs" not in o))
     assert mine == by_engine.replace("total_epochs: 15", "total_epochs: 4")
     assert printed(capsys, *rest, "trainer.total_epochs=15") != by_engine  # without the engine: megarl's defaults
 
 
 def test_plan_of_a_complete_recipe() -> None:
     """1024 prompts, 5 answers each; 8 GPUs with TP2 and PP2 leave 2 data-parallel ranks."""
-    plan = plan_batches(compose(Request(TrainConfig, "ppo_megatron_trainer", tuple(overrides_of(COMPLETE)))))
+    plan = plan_batches(compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", tuple(overrides_of(COMPLETE)))))
     update = plan.phase("actor")
     assert (plan.prompts_per_step, plan.samples_per_step) == (1024, 1024 * 5)
     assert (update.samples_per_mini_batch, update.samples_per_rank) == (256 * 5, 256 * 5 // 2)
@@ -243,4 +242,4 @@ def test_plan_of_a_complete_recipe() -> None:
 
 def test_committed_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "from_verl.md").read_text()
-    assert page == render_page(), "run: python -m megarl.config.from_verl > docs/from_verl.md"
+    assert page == render_verl_page(), "run: python -m megarl.config.from_verl > docs/from_verl.md"

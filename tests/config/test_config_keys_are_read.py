@@ -1,7 +1,7 @@
-"""Every key of the schema is read by the code: one that nothing reads would be accepted and have no effect.
+"""Every key of the schema is read by the code: an unread key would be accepted and have no effect.
 
-The scan looks for ``section.key``, where ``section`` is the section's name, a variable or parameter annotated with its
-class, or a variable assigned from it. A read under another alias is not seen: annotate the alias.
+The scan looks for ``section.key``. ``section`` is the section's name, a variable or parameter annotated with its class,
+or a variable assigned from it. The scan misses reads under another alias: annotate the alias.
 """
 
 from __future__ import annotations
@@ -18,32 +18,16 @@ from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, 
 from megarl.config.keys import walk
 
 PACKAGE = Path(megarl.__file__).parent
-# In the configuration's own room only the schema's properties, the batch plan and what turns bounds into numbers for
-# the trainer read; the rest checks and copies.
-READERS_IN_CONFIG = {
-    "schema.py",
-    "rollout.py",
-    "sft_schema.py",
-    "supervised.py",
-    "parts.py",
-    "batch.py",
-    "rollout_correction.py",
-}
-# Read under a computed path: the batch plan turns them into the numbers that the trainer passes on.
-READ_BY_BATCH_PLAN = {
-    "ppo_epochs",
-    "ppo_mini_batch_size",
-    "use_prefix_grouper",
-    *(f"{kind}use_dynamic_bsz" for kind in ("", "log_prob_")),
-    *(f"{kind}max_token_len_per_gpu" for kind in ("", "ppo_", "log_prob_", "forward_")),
-    *(f"{kind}micro_batch_size_per_gpu" for kind in ("", "ppo_", "log_prob_")),
-}
-# The default of two others, and read through them.
+CONFIG = PACKAGE / "config"
+# In the config room, only the schema's properties, the batch plan and the correction bounds read keys for the trainer;
+# the other modules check and copy.
+READERS_IN_CONFIG = {CONFIG / "batch.py", CONFIG / "correction_bounds.py", *(CONFIG / "schema").glob("*.py")}
+# The default of two other keys, read through them.
 READ_AS_DEFAULT = {"actor_rollout_ref.actor.clip_ratio"}
 
 
 class Reads(ast.NodeVisitor):
-    """Collects ``(owner, key)`` pairs of a file, the owner being a section's name or a class's."""
+    """Collects the ``(owner, key)`` pairs of a file; the owner is the name of a section or of a class."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.aliases: dict[str, set[str]] = defaultdict(set)
@@ -71,7 +55,7 @@ class Reads(ast.NodeVisitor):
         if isinstance(node.ctx, ast.Load):
             owner = name_of(node.value)
             owners = {owner} | self.aliases[owner] | (set(self.owners) if owner == "self" else set())
-            self.pairs |= {(one, node.attr) for one in owners if one}
+            self.pairs |= {(name, node.attr) for name in owners if name}
         self.generic_visit(node)
 
 
@@ -93,8 +77,8 @@ def assigned(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
 
 @pytest.fixture(scope="module")
 def pairs() -> set[tuple[str, str]]:
-    """What all files outside the schema read."""
-    files = [f for f in PACKAGE.rglob("*.py") if f.parent.name != "config" or f.name in READERS_IN_CONFIG]
+    """The pairs of all files that read keys."""
+    files = [f for f in PACKAGE.rglob("*.py") if CONFIG not in f.parents or f in READERS_IN_CONFIG]
     return set().union(*(Reads(ast.parse(file.read_text())).pairs for file in files))
 
 
@@ -104,7 +88,7 @@ def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:
     unread = []
     for path, item in walk(schema):
         section, _, name = path.rpartition(".")
-        if item.section is not None or name in READ_BY_BATCH_PLAN or path in READ_AS_DEFAULT:
+        if item.section is not None or path in READ_AS_DEFAULT:
             continue
         owners = {section.rpartition(".")[2], *(cls.__name__ for cls in sections[section].__mro__)}
         if not any((owner, name) in pairs for owner in owners):
@@ -118,7 +102,7 @@ def test_every_key_is_read(schema: Any, pairs: set[tuple[str, str]]) -> None:
     assert not unread, f"nothing reads {', '.join(unread)}"
 
 
-def test_the_scan_tells_reads_from_writes_and_from_other_owners() -> None:
+def test_the_scan_separates_reads_from_writes_and_other_owners() -> None:
     source = (
         "def f(config, keys: 'x', sampling: RolloutConfig | ValSamplingConfig):\n"
         "    config.trainer.seed = 1\n"
@@ -129,10 +113,10 @@ def test_the_scan_tells_reads_from_writes_and_from_other_owners() -> None:
         "    def g(self):\n"
         "        return self.eps\n"
     )
-    found = Reads(ast.parse(source)).pairs
-    assert {("data", "shuffle"), ("ValSamplingConfig", "n"), ("trainer", "nnodes"), ("optim", "lr")} <= found
-    assert {("critic", "ppo_epochs"), ("actor", "ppo_epochs"), ("OptimConfig", "eps")} <= found
-    assert ("trainer", "seed") not in found and ("trainer", "shuffle") not in found
+    pairs = Reads(ast.parse(source)).pairs
+    assert {("data", "shuffle"), ("ValSamplingConfig", "n"), ("trainer", "nnodes"), ("optim", "lr")} <= pairs
+    assert {("critic", "ppo_epochs"), ("actor", "ppo_epochs"), ("OptimConfig", "eps")} <= pairs
+    assert ("trainer", "seed") not in pairs and ("trainer", "shuffle") not in pairs
 
 
 def test_an_unread_key_is_found(pairs: set[tuple[str, str]]) -> None:

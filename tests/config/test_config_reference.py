@@ -1,11 +1,20 @@
-"""The generated reference."""
+"""The generated reference page, and the list of algorithm names."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.base.algorithm_names import (
+    ADV_ESTIMATORS,
+    FULL_KL,
+    KL_CONTROLLER_TYPES,
+    KL_KINDS,
+    LOSS_AGG_MODES,
+    LOSS_MODES,
+    REWEIGHT_KINDS,
+    WEIGHT_SCHEDULES,
+)
 from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
-from megarl.config.choices import ADV_ESTIMATORS, FULL_KL, KL_KINDS, LOSS_AGG_MODES, LOSS_MODES
 from megarl.config.keys import walk
 from megarl.config.reference import render_reference
 
@@ -26,15 +35,15 @@ def test_every_key_is_on_the_page() -> None:
                 assert item.doc.replace("|", "\\|") in page, path
 
 
-def test_choices_are_what_is_registered() -> None:
-    """The schema may not import the registries, so the names are written twice; here they are compared."""
-    from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, POLICY_LOSSES
-    from megarl.algorithms.preference import REWEIGHT_METHODS
+def test_algorithm_names_are_the_registered_names() -> None:
+    """The schema offers the names of :mod:`megarl.base.algorithm_names`, since it may not import the registries."""
+    from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, POLICY_LOSSES, SCHEDULES
+    from megarl.algorithms.selection import REWEIGHT_METHODS
 
-    choices = {path: item.limits.choices for path, item in walk(TrainConfig)}
     assert set(LOSS_AGG_MODES) == set(AGGREGATIONS)
     assert set(KL_KINDS) - {FULL_KL} == set(KL_ESTIMATORS)
     assert {name: estimator.needs for name, estimator in ADVANTAGES.items()} == ADV_ESTIMATORS
     assert {name: loss.aggregation for name, loss in POLICY_LOSSES.items()} == LOSS_MODES
-    assert set(choices["algorithm.pf_ppo.reweight_method"]) == set(REWEIGHT_METHODS)
-    assert set(choices["algorithm.kl_ctrl.type"]) == set(KL_CONTROLLERS)
+    assert set(REWEIGHT_KINDS) == set(REWEIGHT_METHODS)
+    assert set(KL_CONTROLLER_TYPES) == set(KL_CONTROLLERS)
+    assert set(WEIGHT_SCHEDULES) == set(SCHEDULES)

@@ -1,4 +1,4 @@
-"""Fields of Megatron's configuration: names and types, read from the installed source."""
+"""Fields of Megatron's TransformerConfig: names and types from the installed source."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megarl.config.transformer_fields import override_problems
+from megarl.config.checks.transformer_fields import override_problems
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         {},
         {"attention_backend": "unfused"},
@@ -23,12 +23,12 @@ from megarl.config.transformer_fields import override_problems
         {"cuda_graph_warmup_steps": 2, "config_logger_dir": "x"},
     ],
 )
-def test_fields_that_can_be_set(given: dict[str, Any]) -> None:
-    assert list(override_problems(given)) == []
+def test_valid_fields(overrides: dict[str, Any]) -> None:
+    assert list(override_problems(overrides)) == []
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("overrides", "words"),
     [
         ({"num_layers": 3}, "config.json"),
         ({"recompute_granularity": "full"}, "is the key recompute_granularity"),
@@ -43,6 +43,6 @@ def test_fields_that_can_be_set(given: dict[str, Any]) -> None:
         ({"window_size": ["a", 1]}, "must be"),
     ],
 )
-def test_fields_that_cannot(given: dict[str, Any], words: str) -> None:
-    ((name, text),) = override_problems(given)
-    assert name in given and words in text
+def test_invalid_fields(overrides: dict[str, Any], words: str) -> None:
+    ((name, text),) = override_problems(overrides)
+    assert name in overrides and words in text

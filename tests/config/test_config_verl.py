@@ -1,4 +1,4 @@
-"""Verl's keys among megarl's: taken over, translated, or refused by name."""
+"""verl's keys among megarl's: accepted, translated, or refused by name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from config_cases import SFT, problems_of, with_keys
 
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.build import build, verl_notes
-from megarl.config.compose import Request, compose
-from megarl.config.keys import walk
-from megarl.config.problems import InvalidConfigError, value_at
-from megarl.config.verl.adopt import adopt, is_verls
+from megarl.config.compose import ConfigRequest, compose
+from megarl.config.keys import value_at, walk
+from megarl.config.problems import InvalidConfigError
+from megarl.config.verl.adopt import adopt, is_verl_key
 from megarl.config.verl.rules import Feature, Only, Renamed
 from megarl.config.verl.table import VALUE_RULES, rule_for, rules
 
@@ -69,7 +69,7 @@ def test_translated(key: str, value: Any, to: str, becomes: Any) -> None:
         (f"{ACTOR}.megatron.use_mbridge", True),
         (f"{ACTOR}.megatron.use_dist_checkpointing", False),
         (f"{ACTOR}.megatron.dist_checkpointing_path", "anywhere"),  # not read while the switch is off
-        (f"{ACTOR}.ppo_micro_batch_size", None),  # null asks for nothing
+        (f"{ACTOR}.ppo_micro_batch_size", None),  # null sets nothing
         (f"{ACTOR}.megatron.override_ddp_config", {}),
         ("actor_rollout_ref.hybrid_engine", True),
         ("actor_rollout_ref.model.use_remove_padding", True),
@@ -87,7 +87,7 @@ def test_translated(key: str, value: Any, to: str, becomes: Any) -> None:
         (f"{ACTOR}.megatron.override_transformer_config.use_fused_rmsnorm", True),
     ],
 )
-def test_accepted_and_already_so(key: str, value: Any) -> None:
+def test_accepted_without_a_change(key: str, value: Any) -> None:
     assert build(TrainConfig, with_keys({key: value})) == build(TrainConfig, with_keys({}))
 
 
@@ -100,17 +100,17 @@ def test_accepted_and_already_so(key: str, value: Any) -> None:
         (f"{ROLLOUT}.name", "vllm", "rollout.name=sglang"),
         (f"{ROLLOUT}.name", "trtllm", "rollout.name=sglang"),
         ("trainer.device", "npu", "Ascend"),
-        ("actor_rollout_ref.model.lora.rank", 8, "LoRA is not here"),
+        ("actor_rollout_ref.model.lora.rank", 8, "megarl has no LoRA"),
         (f"{ACTOR}.ppo_micro_batch_size", 8, "ppo_micro_batch_size_per_gpu"),
-        (f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff", 0.01, "no loss balances experts"),
+        (f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff", 0.01, "no loss that balances experts"),
         (f"{ACTOR}.megatron.override_transformer_config.num_layers", 4, "config.json"),
         (f"{ACTOR}.megatron.override_transformer_config.atention_backend", "flash", "did you mean attention_backend"),
         (f"{ACTOR}.megatron.override_transformer_config.attention_backend", "flsh", "one of flash"),
-        (f"{ACTOR}.megatron.override_transformer_config.use_flash_attn", False, "attention_backend chooses"),
+        (f"{ACTOR}.megatron.override_transformer_config.use_flash_attn", False, "attention_backend selects"),
         (f"{ACTOR}.megatron.override_transformer_config.dsa_indexer_loss_coeff", 0.1, "sparse attention"),
         ("data.sampler.group_key", "source", "data.mixture"),
         ("reward_model.strategy", "fsdp", "accepted as megatron only"),
-        ("skip.rollout.enable", True, "answers are generated anew"),
+        ("skip.rollout.enable", True, "every step generates new responses"),
         ("algorithm.rollout_correction.rollout_is_level", "token", "is called rollout_is"),
         ("ray_kwargs.timeline_json_file", "x", "RAY_ADDRESS"),
     ],
@@ -120,20 +120,20 @@ def test_refused_by_name(key: str, value: Any, words: str) -> None:
     assert words in problem.text and problem.value == value
 
 
-def test_what_belongs_to_a_feature_that_is_on_is_refused_with_it() -> None:
+def test_keys_of_an_enabled_feature_are_refused_with_it() -> None:
     problems = problems_of({"actor_rollout_ref.model.lora.rank": 8, "actor_rollout_ref.model.lora.alpha": 16})
     assert "lora.rank=8" in problems["actor_rollout_ref.model.lora.alpha"].text
     assert len(problems) == 2
 
 
-def test_two_names_of_one_thing_must_agree() -> None:
+def test_two_names_of_one_setting_must_agree() -> None:
     values = {f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 0.7}
     assert "which is 0.7 already" in problems_of(values)[f"{ACTOR}.grad_clip"].text
     values = {f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 0.5}
     assert build(TrainConfig, with_keys(values)).actor_rollout_ref.actor.optim.clip_grad == 0.5
 
 
-def test_notes_tell_what_was_translated_and_what_has_no_effect() -> None:
+def test_notes_on_translated_keys_and_keys_without_effect() -> None:
     values = {
         f"{ROLLOUT}.gpu_memory_utilization": 0.6,
         f"{ACTOR}.megatron.use_mbridge": True,
@@ -141,7 +141,7 @@ def test_notes_tell_what_was_translated_and_what_has_no_effect() -> None:
     }
     bridge, memory = sorted(verl_notes(TrainConfig, with_keys(values)))
     assert bridge.startswith(f"{ACTOR}.megatron.use_mbridge=true has no effect: ")
-    assert memory == f"{ROLLOUT}.gpu_memory_utilization is {SERVER}.mem_fraction_static=0.6 here"
+    assert memory == f"{ROLLOUT}.gpu_memory_utilization is {SERVER}.mem_fraction_static=0.6 in megarl"
 
 
 MICRO, LOG_PROB = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"
@@ -159,30 +159,30 @@ MICRO, LOG_PROB = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per
         ({f"{ACTOR}.{MICRO}": 2, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True}, (False, 2), (True, None)),
     ],
 )
-def test_micro_batches_are_cut_as_verl_cuts_them(values: dict[str, Any], actor: Any, rollout: Any) -> None:
+def test_micro_batches_follow_verls_keys(values: dict[str, Any], actor: Any, rollout: Any) -> None:
     policy = build(TrainConfig, with_keys(values)).actor_rollout_ref
     assert (policy.actor.use_dynamic_bsz, policy.actor.ppo_micro_batch_size_per_gpu) == actor
     assert (policy.rollout.log_prob_use_dynamic_bsz, policy.rollout.log_prob_micro_batch_size_per_gpu) == rollout
 
 
-def test_what_the_references_layout_leaves_out_is_the_actors() -> None:
+def test_missing_keys_of_the_reference_layout_are_the_actors() -> None:
     values = {
         f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
         f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
         f"{ACTOR}.megatron.num_layers_in_first_pipeline_stage": 3,
         f"{ACTOR}.megatron.override_transformer_config": {"attention_backend": "fused"},
     }
-    own = build(
+    layout = build(
         TrainConfig, with_keys({**values, f"{REF}.megatron.param_offload": True})
     ).actor_rollout_ref.ref.megatron
-    assert own is not None and own.param_offload and own.data_parallel_size == 2
-    assert (own.tensor_model_parallel_size, own.pipeline_model_parallel_size) == (2, 2)
-    assert own.num_layers_in_first_pipeline_stage == 3
-    assert own.override_transformer_config == {"attention_backend": "fused"}
-    one = build(TrainConfig, with_keys({**values, f"{REF}.megatron.pipeline_model_parallel_size": 1}))
-    assert one.actor_rollout_ref.ref.megatron is not None
-    assert one.actor_rollout_ref.ref.megatron.num_layers_in_first_pipeline_stage is None
-    # keys without effect ask for no workers of its own
+    assert layout is not None and layout.param_offload and layout.data_parallel_size == 2
+    assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == (2, 2)
+    assert layout.num_layers_in_first_pipeline_stage == 3
+    assert layout.override_transformer_config == {"attention_backend": "fused"}
+    one_stage = build(TrainConfig, with_keys({**values, f"{REF}.megatron.pipeline_model_parallel_size": 1}))
+    assert one_stage.actor_rollout_ref.ref.megatron is not None
+    assert one_stage.actor_rollout_ref.ref.megatron.num_layers_in_first_pipeline_stage is None
+    # keys without effect request no separate workers
     bridged = build(TrainConfig, with_keys({f"{REF}.megatron.use_mbridge": True}))
     assert bridged.actor_rollout_ref.ref.megatron is None
 
@@ -197,23 +197,23 @@ def test_a_plus_before_a_key_changes_nothing() -> None:
         "+critic.optim.lr=3e-5",
         'trainer.logger=["console","wandb"]',
     )
-    config = compose(Request(TrainConfig, "grpo", overrides))
+    config = compose(ConfigRequest(TrainConfig, "grpo", overrides))
     assert config.actor_rollout_ref.actor.megatron.override_transformer_config == {"apply_rope_fusion": True}
     assert config.actor_rollout_ref.rollout.engine_kwargs.sglang.server_args == {"chunked_prefill_size": -1}
     assert config.critic.optim.lr == 3e-5 and config.trainer.logger == ["console", "wandb"]
 
 
-def test_sglangs_arguments_by_megarls_own_name_stay_where_they_are() -> None:
+def test_sglang_arguments_under_megarls_name_stay_unchanged() -> None:
     overrides = (
         "data.train_files=t.parquet",
         "actor_rollout_ref.model.path=model",
         f"+{SERVER}.mem_fraction_static=0.7",
     )
-    config = compose(Request(TrainConfig, "grpo", overrides))
+    config = compose(ConfigRequest(TrainConfig, "grpo", overrides))
     assert config.actor_rollout_ref.rollout.engine_kwargs.sglang.server_args == {"mem_fraction_static": 0.7}
 
 
-def test_problems_of_verls_keys_come_with_all_the_others() -> None:
+def test_problems_of_verls_keys_are_reported_with_all_others() -> None:
     overrides = (
         "data.train_files=t",
         "actor_rollout_ref.model.path=m",
@@ -221,27 +221,27 @@ def test_problems_of_verls_keys_come_with_all_the_others() -> None:
         "data.sed=1",
     )
     with pytest.raises(InvalidConfigError) as caught:
-        compose(Request(TrainConfig, "grpo", overrides))
+        compose(ConfigRequest(TrainConfig, "grpo", overrides))
     assert {problem.path for problem in caught.value.problems} == {"actor_rollout_ref.rollout.name", "data.sed"}
 
 
-def test_other_jobs_know_no_rules_of_verls() -> None:
-    assert is_verls("model_engine")
+def test_other_jobs_have_no_rules_for_verl() -> None:
+    assert is_verl_key("model_engine")
     assert "unknown key" in problems_of({"model_engine": "megatron"}, schema=SFTConfig, base=SFT)["model_engine"].text
 
 
-# The table itself.
+# The table of rules.
 
 KNOWN = dict(walk(TrainConfig))
 
 
-def test_no_rule_is_about_a_key_that_megarl_has() -> None:
+def test_no_rule_is_for_a_key_of_megarl() -> None:
     stale = [path for path in rules() if path in KNOWN]
-    assert not stale, f"the schema has them now; delete their rules in megarl/config/verl and run from_verl: {stale}"
+    assert not stale, f"they are in the schema now; delete their rules in megarl/config/verl and run from_verl: {stale}"
     assert VALUE_RULES.keys() <= KNOWN.keys()
 
 
-def test_every_translation_leads_somewhere() -> None:
+def test_every_translation_has_a_target() -> None:
     free = tuple(path for path, key in KNOWN.items() if key.is_mapping)
     for path, rule in rules().items():
         if isinstance(rule, Renamed) and rule.to not in KNOWN and not rule.to.startswith(free):
@@ -256,7 +256,7 @@ def test_every_switch_is_a_key_with_a_rule() -> None:
             assert rule.why, path
 
 
-def test_adopting_leaves_its_argument_alone() -> None:
+def test_adopt_does_not_change_its_argument() -> None:
     values = {"actor_rollout_ref": {"rollout": {"mode": "async"}}}
     adoption = adopt(values)
     assert values == {"actor_rollout_ref": {"rollout": {"mode": "async"}}}

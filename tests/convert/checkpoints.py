@@ -1,4 +1,4 @@
-"""What the conversion's tests share: models, checkpoints of real engines, and the command line."""
+"""Helpers of the conversion tests: models, checkpoints of real engines, and the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.convert.command import main
-from megarl.megatron import EngineOptions, MegatronEngine, OptimizerOptions, init_runtime, shutdown_runtime
+from megarl.megatron import MegatronEngine, MegatronOptions, OptimizerOptions, init_runtime, shutdown_runtime
 from megarl.megatron.checkpoint import load_sharded, save_sharded
 from megarl.models import ParallelLayout, read_model_config
 
@@ -27,20 +27,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def run(*arguments: object, expect: int = 0) -> None:
-    """One command line of the tool, in this process."""
+    """Run one command line of the tool in this process."""
     assert main([str(argument) for argument in arguments]) == expect
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All weights of a Hugging Face folder, read by the safetensors library."""
-    found: dict[str, Tensor] = {}
+    """Return all weights of a Hugging Face folder, read by the safetensors library."""
+    tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def assert_same(first: Path, second: Path) -> None:
-    """The same tensors, bit for bit."""
+    """Assert that two folders hold the same tensors, bit for bit."""
     a, b = tensors_of(first), tensors_of(second)
     assert a.keys() == b.keys()
     for name, tensor in a.items():
@@ -52,12 +52,12 @@ def _engine(
 ) -> MegatronEngine:
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
     return MegatronEngine(
-        read_model_config(model), layout, runtime, EngineOptions(value_head=value_head, optimizer=optimizer)
+        read_model_config(model), layout, runtime, MegatronOptions(value_head=value_head, optimizer=optimizer)
     )
 
 
 def save_role(place: Place, model: str, folder: str, layout: ParallelLayout, value_head: bool = False) -> None:
-    """Saves a model from a real engine, as training does."""
+    """Save a model from a real engine, as training does."""
     engine = _engine(place, model, layout, value_head)
     try:
         engine.load_hf(model)
@@ -71,7 +71,7 @@ def save_role(place: Place, model: str, folder: str, layout: ParallelLayout, val
 
 
 def load_role(place: Place, model: str, folder: str, layout: ParallelLayout) -> dict[str, Tensor]:
-    """What an engine that trains, and was filled with NaN, holds after it has read a checkpoint."""
+    """Load a checkpoint into a training engine filled with NaN, and return its parameters."""
     engine = _engine(place, model, layout, False, OptimizerOptions(lr=1e-3, total_steps=5))
     try:
         local: Any = engine.named_local_params()

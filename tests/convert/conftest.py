@@ -1,4 +1,4 @@
-"""Tiny models of every family, made once."""
+"""Tiny models of every family, created once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tiny_models import save_model
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a model by its name in ``SETTINGS``."""
-    made: dict[str, Path] = {}
+    """Return the folder of a model by its name in ``SETTINGS``."""
+    folders: dict[str, Path] = {}
 
     def get(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            save_model(made[name], **SETTINGS[name])
-        return made[name]
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            save_model(folders[name], **SETTINGS[name])
+        return folders[name]
 
     return get

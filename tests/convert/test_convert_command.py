@@ -1,4 +1,4 @@
-"""The tool as a user meets it: wrong folders, comparisons, interruptions."""
+"""The command line of the conversion: invalid folders, comparisons, interruptions."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ import torch
 from checkpoints import assert_same, run, tensors_of
 from safetensors.torch import save_file
 
+from megarl.base.errors import MegarlError
 from megarl.convert import conversion
+from megarl.convert.conversion import UnfinishedOutput
 from megarl.convert.open import open_source
-from megarl.convert.unfinished import Unfinished
-from megarl.errors import MegarlError
 
 Model = Callable[[str], Path]
 TOOL = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
 KILLED_AT_THIRD_FILE = """
 import os, signal, sys
 from megarl.convert.command import main
-from megarl.convert.unfinished import Unfinished
-record = Unfinished.record
+from megarl.convert.conversion import UnfinishedOutput
+record = UnfinishedOutput.record
 def kill(self, name):
     if len(self.finished) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     record(self, name)
-Unfinished.record = kill
+UnfinishedOutput.record = kill
 main(sys.argv[1:])
 """
 
 
-def broken(model: Path, folder: Path, how: str) -> Path:
+def broken(model: Path, folder: Path, damage: str) -> Path:
     copytree(model, folder)
     config = folder / "config.json"
     tensors = tensors_of(model)
-    match how:
+    match damage:
         case "no config":
             config.unlink()
         case "unknown architecture":
@@ -66,7 +66,7 @@ def broken(model: Path, folder: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("damage", "expected"),
     [
         ("no config", ["has no config.json"]),
         ("unknown architecture", ["GPT2LMHeadModel", "known ones", "Qwen2ForCausalLM"]),
@@ -77,18 +77,18 @@ def broken(model: Path, folder: Path, how: str) -> Path:
         ("pickled", ["pytorch_model.bin is a pickle"]),
     ],
 )
-def test_bad_model_folders_are_told_apart(
-    how: str, told: list[str], model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_model_folders_are_rejected(
+    damage: str, expected: list[str], model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = broken(model("qwen2"), tmp_path / "bad", how)
+    folder = broken(model("qwen2"), tmp_path / "bad", damage)
     run("hf-to-megatron", folder, tmp_path / "out", expect=1)
     message = capsys.readouterr().err
-    assert all(part in message for part in told), message
+    assert all(part in message for part in expected), message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("damage", "expected"),
     [
         ("missing", "__0_0.distcp is missing"),
         ("truncated", "__0_0.distcp is truncated"),
@@ -98,13 +98,13 @@ def test_bad_model_folders_are_told_apart(
         ("other model", "tensor 'model.layers.1.input_layernorm.weight' has shape [32]; by"),
     ],
 )
-def test_bad_roles_are_told_apart(
-    how: str, told: str, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_role_checkpoints_are_rejected(
+    damage: str, expected: str, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     role = tmp_path / "role"
     run("hf-to-megatron", model("qwen2"), role)
     config = role / "huggingface" / "config.json"
-    match how:
+    match damage:
         case "missing":
             (role / "__0_0.distcp").unlink()
         case "truncated":
@@ -124,11 +124,11 @@ def test_bad_roles_are_told_apart(
             )
     capsys.readouterr()
     run("megatron-to-hf", role, tmp_path / "out", expect=1)
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_verify_names_every_difference(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_every_difference(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = model("qwen2")
     run("hf-to-megatron", source, tmp_path / "role")
     changed = copytree(source, tmp_path / "changed")
@@ -139,23 +139,23 @@ def test_verify_names_every_difference(model: Model, tmp_path: Path, capsys: pyt
     save_file(tensors, changed / "model.safetensors")
     capsys.readouterr()
     run("verify", tmp_path / "role", changed, expect=1)
-    told = capsys.readouterr().out
-    assert "different: 2" in told and "NOT equal: 27 tensors compared" in told
-    assert "model.layers.1.mlp.up_proj.weight: 2 elements, by at most 0.25" in told
-    assert "model.norm.weight: 1 elements, by at most nan" in told
+    report = capsys.readouterr().out
+    assert "different: 2" in report and "NOT equal: 27 tensors compared" in report
+    assert "model.layers.1.mlp.up_proj.weight: 2 elements, by at most 0.25" in report
+    assert "model.norm.weight: 1 elements, by at most nan" in report
     run("verify", changed, changed)
 
     capsys.readouterr()
     run("verify", source, model("qwen2_tied"), expect=1)
-    assert "missing in" in (told := capsys.readouterr().out) and "  lm_head.weight" in told
+    assert "missing in" in (report := capsys.readouterr().out) and "  lm_head.weight" in report
     run("verify", model("qwen2_tied"), source, expect=1)
     assert "unexpected in" in capsys.readouterr().out
     run("verify", model("llama"), model("mistral"), expect=1)
-    told = capsys.readouterr().out
-    assert "of another shape" in told and "model.layers.0.self_attn.q_proj.weight: [32, 32] and [48, 32]" in told
+    report = capsys.readouterr().out
+    assert "different shapes" in report and "model.layers.0.self_attn.q_proj.weight: [32, 32] and [48, 32]" in report
 
 
-def test_companions_come_along(model: Model, tmp_path: Path) -> None:
+def test_tokenizer_and_config_files_are_copied(model: Model, tmp_path: Path) -> None:
     source = copytree(model("qwen2"), tmp_path / "model")
     texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "chat_template.jinja": "{{ x }}"}
     for name, text in texts.items():
@@ -168,18 +168,18 @@ def test_companions_come_along(model: Model, tmp_path: Path) -> None:
     assert before == after
 
 
-def test_what_exists_is_not_replaced_unasked(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_output_needs_overwrite(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("hf-to-megatron", model("qwen2"), tmp_path / "role")
     run("hf-to-megatron", model("qwen3"), tmp_path / "role", expect=1)
     assert "exists already" in capsys.readouterr().err
     run("hf-to-megatron", model("qwen3"), tmp_path / "role", "--overwrite")
     run("verify", model("qwen3"), tmp_path / "role")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "role", "--overwrite", expect=1)
-    assert "holds the source" in capsys.readouterr().err
+    assert "contains the source" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["role"]
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
+def test_a_full_disk_is_reported_before_writing(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(conversion, "SPARE_BYTES", 1 << 60)
@@ -189,7 +189,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 
 
 @pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
-def test_a_killed_conversion_never_looks_finished_and_goes_on(
+def test_a_killed_conversion_leaves_no_output_and_resumes(
     command: str, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = model("qwen2"), tmp_path / "out"
@@ -212,20 +212,20 @@ def test_a_killed_conversion_never_looks_finished_and_goes_on(
     run("verify", source, out)
 
 
-def test_an_interrupted_conversion_can_begin_anew(
+def test_an_interrupted_conversion_can_restart(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(unfinished: Unfinished, name: str) -> None:
+    def interrupt(unfinished: UnfinishedOutput, name: str) -> None:
         if len(unfinished.finished) == 2:
-            raise KeyboardInterrupt  # as Ctrl-C in the main thread while it waits for the others
+            raise KeyboardInterrupt  # like Ctrl-C in the main thread while it waits for workers
         record(unfinished, name)
 
-    record = Unfinished.record
+    record = UnfinishedOutput.record
     line = ["hf-to-megatron", str(model("qwen2")), str(tmp_path / "out"), "--max-shard-size", "40KB"]
     with monkeypatch.context() as patch:
-        patch.setattr(Unfinished, "record", interrupt)
+        patch.setattr(UnfinishedOutput, "record", interrupt)
         run(*line, "--dtype", "bfloat16", "--workers", "1", expect=130)
-    assert "the same command goes on" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "run the same command again" in capsys.readouterr().err and not (tmp_path / "out").exists()
     run(*line, "--restart")
     assert "from the interrupted conversion" not in capsys.readouterr().out
     run("verify", model("qwen2"), tmp_path / "out")
@@ -233,7 +233,7 @@ def test_an_interrupted_conversion_can_begin_anew(
 
 
 def test_the_tool_runs_without_megatron_and_without_options(model: Model, tmp_path: Path) -> None:
-    """As a script, with Megatron and Ray out of reach."""
+    """Run as a script that cannot import Megatron, Ray and transformers."""
     blocked = "import sys; sys.modules['megatron'] = sys.modules['ray'] = sys.modules['transformers'] = None; "
     start = f"{blocked}import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     for line in (
@@ -245,7 +245,7 @@ def test_the_tool_runs_without_megatron_and_without_options(model: Model, tmp_pa
 
 
 @pytest.mark.parametrize(("option", "value"), [("--max-shard-size", "big"), ("--workers", "0"), ("--dtype", "int4")])
-def test_wrong_options_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run("hf-to-megatron", "a", "b", option, value)
     assert stopped.value.code == 2 and option in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""megarl's own checkpoints: what real engines write is read here, and the other way round, bit for bit."""
+"""Role checkpoints of megarl: engines and the converter read each other's files, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_family_round_trips(name: str, model: Model, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "layout"), SAVED, ids=lambda value: getattr(value, "describe", lambda: value)())
-def test_checkpoints_of_engines_become_the_model_that_they_loaded(
+def test_engine_checkpoints_convert_back_to_their_source(
     name: str, layout: ParallelLayout, model: Model, pool: ProcessPool, tmp_path: Path
 ) -> None:
     source, critic = model(name), "critic" in SETTINGS[name]
@@ -55,27 +55,27 @@ def test_checkpoints_of_engines_become_the_model_that_they_loaded(
 @pytest.mark.parametrize(
     ("name", "layout"), [("qwen2_tied", ParallelLayout(tp=2, pp=2)), ("qwen3_moe", ParallelLayout(dp=2, ep=2))]
 )
-def test_engines_start_from_converted_weights(
+def test_engines_load_converted_weights(
     name: str, layout: ParallelLayout, model: Model, pool: ProcessPool, tmp_path: Path
 ) -> None:
     source = model(name)
     run("hf-to-megatron", source, tmp_path / "role")
     local = pool.run(load_role, layout.world_size, str(source), str(tmp_path / "role"), layout)
     expected = tensors_of(source)
-    found = whole_tensors(source, layout, local)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    loaded = whole_tensors(source, layout, local)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 @pytest.fixture(scope="module")
 def critic(model: Model, pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A critic made from a tied language model: its head has no bias, and its config knows of no head."""
+    """Train-ready critic from a tied language model: its head has no bias, and its config has no head."""
     folder = tmp_path_factory.mktemp("run") / "critic"
     pool.run(save_role, 2, str(model("qwen2_tied")), str(folder), ParallelLayout(tp=2), True)
     return folder
 
 
-def test_critics_become_models_of_token_classification(critic: Path, tmp_path: Path) -> None:
+def test_critics_convert_to_token_classification(critic: Path, tmp_path: Path) -> None:
     import transformers
 
     run("megatron-to-hf", critic, tmp_path / "out")
@@ -87,13 +87,13 @@ def test_critics_become_models_of_token_classification(critic: Path, tmp_path: P
     run("verify", critic, tmp_path / "out")
 
 
-def test_a_stripped_critic_is_a_language_model_again(critic: Path, model: Model, tmp_path: Path) -> None:
+def test_a_stripped_critic_equals_its_language_model(critic: Path, model: Model, tmp_path: Path) -> None:
     run("megatron-to-hf", critic, tmp_path / "out", "--value-head", "strip")
     assert_same(model("qwen2_tied"), tmp_path / "out")
     run("verify", model("qwen2_tied"), tmp_path / "out")
 
 
-def test_without_an_output_layer_a_stripped_model_is_the_bare_one(model: Model, tmp_path: Path) -> None:
+def test_a_stripped_model_without_output_layer_is_the_base_model(model: Model, tmp_path: Path) -> None:
     import transformers
 
     run("hf-to-megatron", model("reward_model"), tmp_path / "role")
@@ -103,28 +103,28 @@ def test_without_an_output_layer_a_stripped_model_is_the_bare_one(model: Model, 
 
 
 @pytest.mark.parametrize(("name", "head"), [("qwen2", "lm_head.weight"), ("reward_model", "score.weight")])
-@pytest.mark.parametrize("is_named_bare", [True, False])
-def test_a_folder_without_its_head_is_inspected_and_compared_and_not_converted(
-    name: str, head: str, is_named_bare: bool, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_base_model", [True, False])
+def test_a_folder_without_head_can_be_inspected_but_not_converted(
+    name: str, head: str, is_base_model: bool, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copytree(model(name), tmp_path / "bare")
     tensors = tensors_of(folder)
     del tensors[head]
     save_file(tensors, folder / "model.safetensors")
-    if is_named_bare:
+    if is_base_model:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2Model"]}))
-        head = "lm_head.weight"  # what such a model has where it is more than the bare one
+        head = "lm_head.weight"  # the head of the corresponding full model
     run("inspect", folder)
     assert f"none: {head} absent" in capsys.readouterr().out
     run("verify", folder, folder)
     run("verify", model(name), folder, expect=1)
     assert f"missing in {folder}: 1" in capsys.readouterr().out
     run("hf-to-megatron", folder, tmp_path / "role", expect=1)
-    assert f"lacks {head}, without which no engine starts" in capsys.readouterr().err
+    assert f"lacks {head}, which every engine needs" in capsys.readouterr().err
 
 
-def test_numbers_are_cast_but_for_what_a_model_keeps_in_float32(model: Model, tmp_path: Path) -> None:
+def test_dtype_casts_all_but_float32_weights(model: Model, tmp_path: Path) -> None:
     source = model("deepseek_v3")
     run("hf-to-megatron", source, tmp_path / "role", "--dtype", "bfloat16")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "out")

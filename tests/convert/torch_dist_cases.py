@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron-LM, slime and verl write them: a stock GPT model and Megatron's own checkpointing."""
+"""Checkpoints as Megatron-LM, slime and verl write them: a stock GPT model saved by Megatron's checkpointing."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import torch
 import torch.nn.functional as F
 from distributed import Place
 
-from megarl.megatron import EngineOptions, MegatronEngine, cuda_on_cpu, init_runtime, shutdown_runtime
+from megarl.megatron import MegatronEngine, MegatronOptions, cuda_on_cpu, init_runtime, shutdown_runtime
 from megarl.megatron.layers import SwiGLU
 from megarl.megatron.weights import global_names
 from megarl.models import ParallelLayout, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
 
 
-class Foreign(NamedTuple):
-    """How another program saves a model."""
+class SaveFormat(NamedTuple):
+    """Format in which another program saves a model."""
 
     layout: ParallelLayout = ParallelLayout()
     prefix: str = ""
-    per_layer: bool = False  # a name for each layer instead of one tensor for all
+    per_layer: bool = False  # one tensor per layer instead of one for all layers
     with_optimizer: bool = False
-    apart: bool = False  # gate and up, and every expert, in tensors of their own
-    hf_checkpoint: str = ""  # in the arguments, as slime has it
+    separate: bool = False  # separate tensors for gate and up, and for every expert
+    hf_checkpoint: str = ""  # in the saved arguments, as slime writes it
 
 
-def save_torch_dist(place: Place, model: str, folder: str, foreign: Foreign) -> None:
-    """Saves a Hugging Face folder's weights from a stock Megatron model; every rank calls it."""
-    layout = foreign.layout
+def save_torch_dist(place: Place, model: str, folder: str, save_format: SaveFormat) -> None:
+    """Save a Hugging Face folder's weights from a stock Megatron model; every rank calls it."""
+    layout = save_format.layout
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
     try:
         with cuda_on_cpu.active():
-            module = _stock_model(HFReader(model), layout, runtime.coordinate.pp, foreign)
+            module = _stock_model(HFReader(model), layout, runtime.coordinate.pp, save_format)
             _fill(module, HFReader(model), layout, place.rank)
-            metadata = {"non_homogeneous_layers": foreign.per_layer, "singleton_local_shards": foreign.apart}
-            state: dict[str, Any] = dict(module.sharded_state_dict(prefix=foreign.prefix, metadata=metadata))
-            if foreign.with_optimizer:
-                state["optimizer"] = _moments(module, foreign.prefix, metadata)
-            if foreign.hf_checkpoint:
-                state["args"] = argparse.Namespace(hf_checkpoint=foreign.hf_checkpoint)
+            metadata = {"non_homogeneous_layers": save_format.per_layer, "singleton_local_shards": save_format.separate}
+            state: dict[str, Any] = dict(module.sharded_state_dict(prefix=save_format.prefix, metadata=metadata))
+            if save_format.with_optimizer:
+                state["optimizer"] = _moments(module, save_format.prefix, metadata)
+            if save_format.hf_checkpoint:
+                state["args"] = argparse.Namespace(hf_checkpoint=save_format.hf_checkpoint)
             state |= {"iteration": 7, "checkpoint_version": 3.0}
             _save(state, folder)
     finally:
@@ -50,15 +50,15 @@ def save_torch_dist(place: Place, model: str, folder: str, foreign: Foreign) -> 
 
 
 def save_engine_torch_dist(place: Place, model: str, folder: str, layout: ParallelLayout) -> None:
-    """The same from the model of megarl's engine, for what a stock model needs CUDA kernels for."""
+    """Save from the model of megarl's engine, for architectures whose stock layers need CUDA kernels."""
     reader = HFReader(model)
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
     try:
-        (module,) = MegatronEngine(reader.config, layout, runtime, EngineOptions()).chunks
+        (module,) = MegatronEngine(reader.config, layout, runtime, MegatronOptions()).chunks
         with cuda_on_cpu.active():
             _fill(module, reader, layout, place.rank)
             for part in module.modules():
-                if isinstance(part, SwiGLU):  # Megatron asks every part of an MLP for its state, and it has none
+                if isinstance(part, SwiGLU):  # Megatron reads the state of every part of an MLP; this one has none
                     part.sharded_state_dict = lambda *names: {}
             _save(dict(module.sharded_state_dict()), folder)
     finally:
@@ -66,7 +66,7 @@ def save_engine_torch_dist(place: Place, model: str, folder: str, layout: Parall
 
 
 def _save(state: dict[str, Any], folder: str) -> None:
-    """Megatron's writer starts a process of its own, which Python forbids to a pool's, and leaves it running."""
+    """Save a state; Megatron's writer leaves a process running, which pool workers may not start."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -79,7 +79,7 @@ def _save(state: dict[str, Any], folder: str) -> None:
         child.join()
 
 
-def _stock_model(reader: HFReader, layout: ParallelLayout, stage: int, foreign: Foreign) -> Any:
+def _stock_model(reader: HFReader, layout: ParallelLayout, stage: int, save_format: SaveFormat) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -132,7 +132,7 @@ def _stock_model(reader: HFReader, layout: ParallelLayout, stage: int, foreign: 
 
 
 def _fill(module: Any, reader: HFReader, layout: ParallelLayout, rank: int) -> None:
-    """Sets this rank's weights; vocabulary padding becomes 7, so that it shows where it is not removed."""
+    """Set this rank's weights; vocabulary padding becomes 7, so that leftovers are visible."""
     weight_map = WeightMap(reader.config)
     experts = reader.config.experts
     first = 0
@@ -151,6 +151,6 @@ def _fill(module: Any, reader: HFReader, layout: ParallelLayout, rank: int) -> N
 
 
 def _moments(module: Any, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Something of the size and the names of an optimizer's first moments."""
+    """Return values with the shapes and names of an optimizer's first moments."""
     state = module.sharded_state_dict(prefix=f"optimizer.state.exp_avg.{prefix}", metadata=metadata)
     return {key: value for key, value in state.items() if "_extra_state" not in key}

@@ -1,4 +1,4 @@
-"""A character tokenizer with a chat template, and parquet files to read with it."""
+"""A character tokenizer with a chat template, and parquet files."""
 
 import string
 
@@ -32,7 +32,7 @@ def tokenizer():
 
 @pytest.fixture
 def question_rows():
-    """Rows in verl's schema; the prompt of row i has ``i + 1`` characters beside the template's 3 tokens."""
+    """Rows in verl's schema; the prompt of row i has ``i + 1`` characters in addition to the template's 3 tokens."""
 
     def rows(count: int):
         return [
@@ -51,7 +51,7 @@ def question_rows():
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes rows to a parquet file of the test's folder and returns its path."""
+    """Write rows to a parquet file and return its path."""
 
     def write_rows(rows, name="train.parquet", schema=None):
         path = str(tmp_path / name)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data import alike_mini_batches, balance_mini_batches, balanced_partition
-from megarl.data.even_out import Room, even_out, lowest_maximum
-from megarl.errors import DataError
+from megarl.base.errors import DataError
+from megarl.data import balance_mini_batches, balanced_partition, stratified_minibatch_order
+from megarl.data.balance import Capacity, local_search, makespan_lower_bound
 
 QUICK = settings(max_examples=50)
 
@@ -17,7 +17,7 @@ def heaviest(costs, parts) -> float:
 
 
 def greedy(costs, k, capacity) -> float:
-    """The plain rule: most expensive first, to the cheapest part with room."""
+    """The greedy rule: most expensive first, to the cheapest part with capacity."""
     sums, sizes = [0] * k, [0] * k
     for cost in sorted(costs, reverse=True):
         part = min((p for p in range(k) if sizes[p] < capacity), key=lambda p: sums[p])
@@ -27,7 +27,7 @@ def greedy(costs, k, capacity) -> float:
 
 
 def snake(costs, k) -> float:
-    """Most expensive first, to the parts in turn, there and back."""
+    """Snake order: most expensive first, to the parts in alternating order."""
     sums = [0] * k
     for place, cost in enumerate(sorted(costs, reverse=True)):
         round_, seat = divmod(place, k)
@@ -78,16 +78,16 @@ def test_within_the_greedy_bound_of_the_optimum(costs, k):
 
 @settings(max_examples=20)
 @given(st.sampled_from([(2, 3), (3, 2), (4, 2), (1, 3)]), st.randoms(use_true_random=False))
-def test_the_bound_is_never_above_the_optimum_with_equal_sizes(shape, random):
+def test_lower_bound_with_equal_sizes(shape, random):
     each, k = shape
     costs = np.array([random.randrange(1, 60) for _ in range(k * each)], dtype=float)
-    bound, best = lowest_maximum(costs, k, fixed_sizes=True), optimum(costs.tolist(), k, equal=True)
-    assert lowest_maximum(costs, k, fixed_sizes=False) <= bound <= best + 1e-9
+    bound, best = makespan_lower_bound(costs, k, fixed_sizes=True), optimum(costs.tolist(), k, equal=True)
+    assert makespan_lower_bound(costs, k, fixed_sizes=False) <= bound <= best + 1e-9
     if each == 2:  # the most expensive with the cheapest, and so on, cannot be beaten
         assert heaviest(costs, balanced_partition(costs, k, equal_size=True)) == best
 
 
-def test_exchanges_find_what_greedy_misses():
+def test_local_search_improves_greedy():
     costs = [8, 7, 6, 5, 4]
     assert greedy(costs, 2, 5) == 17
     assert heaviest(costs, balanced_partition(costs, 2)) == 15 == optimum(costs, 2)
@@ -95,11 +95,11 @@ def test_exchanges_find_what_greedy_misses():
 
 @QUICK
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=30), st.integers(1, 5))
-def test_exchanges_respect_room_and_leave_no_part_empty(items, k):
+def test_local_search_respects_capacity_and_leaves_no_part_empty(items, k):
     costs, weights = (np.array(column, dtype=float) for column in zip(*items, strict=True))
     parts = [np.arange(start, len(items), k) for start in range(min(k, len(items)))]
     limit = max(weights[part].sum() for part in parts)
-    after = even_out(costs, parts, fixed_sizes=False, room=Room(weights, limit))
+    after = local_search(costs, parts, fixed_sizes=False, capacity=Capacity(weights, limit))
     assert sorted(item for part in after for item in part) == list(range(len(items)))
     assert all(len(part) for part in after)
     assert max(weights[part].sum() for part in after) <= limit
@@ -115,12 +115,12 @@ def work_of(lengths):
 
 
 @pytest.mark.parametrize(("rows", "k", "equal"), [(1024, 64, True), (1024, 8, False), (256, 16, True)])
-def test_a_large_batch_is_even(rows, k, equal):
+def test_large_batch_is_balanced(rows, k, equal):
     costs = work_of(lengths_of(rows))
     assert heaviest(costs, balanced_partition(costs, k, equal)) <= 1.001 * costs.sum() / k
 
 
-def test_unequal_sizes_reach_the_bound_of_the_longest_row():
+def test_free_sizes_reach_the_bound_of_the_longest_row():
     costs = work_of(lengths_of(128))
     assert heaviest(costs, balanced_partition(costs, 32)) == costs.max() > 1.2 * costs.sum() / 32
 
@@ -144,7 +144,7 @@ def test_bad_arguments(arguments, message):
     st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 6]), st.booleans(),
     st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_mini_batches_hold_the_same_rows_whatever_dp(num_mini_batches, twelves, dp, equal, random):
+def test_mini_batches_are_independent_of_dp(num_mini_batches, twelves, dp, equal, random):
     size = 12 * twelves
     costs = [random.randrange(1, 500) for _ in range(num_mini_batches * size)]
     plan = balance_mini_batches(costs, num_mini_batches, dp, equal)
@@ -156,7 +156,7 @@ def test_mini_batches_hold_the_same_rows_whatever_dp(num_mini_batches, twelves, 
 
 
 @pytest.mark.parametrize(("rows", "num_mini_batches", "dp"), [(10, 3, 1), (12, 2, 4), (4, 0, 1), (4, 1, 0)])
-def test_mini_batches_that_do_not_divide(rows, num_mini_batches, dp):
+def test_mini_batches_that_do_not_divide_are_rejected(rows, num_mini_batches, dp):
     with pytest.raises(DataError, match=f"{rows} rows cannot be cut into {num_mini_batches} mini-batches"):
         balance_mini_batches([1] * rows, num_mini_batches, dp)
 
@@ -167,12 +167,12 @@ def distance(a, b) -> float:
 
 
 @pytest.mark.parametrize(("group", "limit"), [(1, 0.01), (8, 0.1)])
-def test_mini_batches_are_alike(group, limit):
+def test_stratified_mini_batches_have_similar_lengths(group, limit):
     rng = np.random.default_rng(0)
     of_prompt = np.repeat(rng.normal(size=1024 // group), group)
     own = rng.normal(size=1024) if group > 1 else of_prompt
     lengths = np.clip(1024 * np.exp((of_prompt + own) / 2**0.5), 1, 8192).astype(int)
-    order = alike_mini_batches(lengths.tolist(), 4, group)
+    order = stratified_minibatch_order(lengths.tolist(), 4, group)
     cuts = np.split(lengths[order], 4)
     assert max(distance(a, b) for a, b in itertools.combinations(cuts, 2)) <= limit
     if group > 1:
@@ -181,19 +181,19 @@ def test_mini_batches_are_alike(group, limit):
 
 @QUICK
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_the_order_keeps_groups_together(num_mini_batches, each, group, random):
+def test_stratified_order_keeps_groups_together(num_mini_batches, each, group, random):
     lengths = [random.randrange(1, 9) for _ in range(num_mini_batches * each * group)]
-    order = alike_mini_batches(lengths, num_mini_batches, group)
+    order = stratified_minibatch_order(lengths, num_mini_batches, group)
     assert sorted(order) == list(range(len(lengths)))
     for start in range(0, len(order), group):
         assert order[start] % group == 0
         assert order[start : start + group] == list(range(order[start], order[start] + group))
     for mini_batch in np.split(np.array(order), num_mini_batches):
         assert (np.diff(mini_batch) > 0).all()
-    assert order == alike_mini_batches(lengths, num_mini_batches, group)
+    assert order == stratified_minibatch_order(lengths, num_mini_batches, group)
 
 
 @pytest.mark.parametrize("arguments", [([1] * 12, 5), ([1] * 12, 2, 4), ([1] * 4, 0), ([1] * 4, 1, 0)])
-def test_groups_that_do_not_divide(arguments):
+def test_groups_that_do_not_divide_are_rejected(arguments):
     with pytest.raises(DataError, match="do not divide into"):
-        alike_mini_batches(*arguments)
+        stratified_minibatch_order(*arguments)

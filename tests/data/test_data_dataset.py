@@ -5,8 +5,8 @@ import logging
 import numpy as np
 import pytest
 
+from megarl.base.errors import DataError
 from megarl.data import DataProto, RLHFDataset, SFTDataset, lengths, sequence_lengths
-from megarl.errors import DataError
 
 TEMPLATE_TOKENS = 3  # <|user|>, <|end|>, <|assistant|>
 
@@ -52,7 +52,7 @@ def test_template_arguments_and_null_fields(write, question_rows, tokenizer):
     assert dataset[1]["raw_prompt"] == [{"role": "user", "content": "xx"}]
 
 
-def test_what_is_optional_may_be_missing(write, question_rows, tokenizer):
+def test_optional_tensors_may_be_missing(write, question_rows, tokenizer):
     rows = [{k: v for k, v in row.items() if k not in ("ability", "extra_info")} for row in question_rows(2)]
     batch = collated(RLHFDataset(write(rows), tokenizer, 20))
     assert batch.non_tensor_batch["ability"].tolist() == [None, None]
@@ -65,7 +65,7 @@ def test_what_is_optional_may_be_missing(write, question_rows, tokenizer):
     ]
 
 
-def test_a_prompt_that_is_too_long_stops_before_the_run(write, question_rows, tokenizer):
+def test_overlong_prompt_is_an_error_at_start(write, question_rows, tokenizer):
     path = write(question_rows(6))
     with pytest.raises(
         DataError, match=r"row 3: the prompt has 7 tokens, at most 6 .*3 of 6 .*longest has 9"
@@ -84,7 +84,7 @@ def test_truncation(write, question_rows, tokenizer, truncation, last):
 
 
 @pytest.mark.parametrize("truncation", ["error", "left"])
-def test_filtering_counts_what_it_drops(write, question_rows, tokenizer, truncation, caplog):
+def test_filtering_counts_dropped_prompts(write, question_rows, tokenizer, truncation, caplog):
     rows = question_rows(6)[::-1]
     with caplog.at_level(logging.WARNING):
         dataset = RLHFDataset(write(rows), tokenizer, 6, truncation=truncation, filter_overlong_prompts=True)
@@ -100,7 +100,7 @@ def test_filtering_everything_is_an_error(write, question_rows, tokenizer):
         RLHFDataset(write(question_rows(3)), tokenizer, 2, filter_overlong_prompts=True)
 
 
-def test_a_prompt_that_the_template_refuses(write, question_rows, tokenizer):
+def test_prompt_rejected_by_the_template(write, question_rows, tokenizer):
     rows = question_rows(3)
     rows[1]["prompt"][0]["role"] = "tool"
     with pytest.raises(DataError, match=r"train.parquet, row 1: .* roles \['tool'\]: no tools here"):
@@ -137,7 +137,7 @@ def pieces(*said):
     return [{"role": role, "content": content} for role, content in said]
 
 
-def test_sft_learns_what_the_assistant_says_and_not_what_it_is_told(write, tokenizer):
+def test_sft_trains_on_assistant_pieces_only(write, tokenizer):
     talk = pieces(("assistant", "12"), ("environment", "345"), ("assistant", "6"))
     batch = collated(SFTDataset(write(sft_rows(("1+1", talk), ("?", pieces(("assistant", "7"))))), tokenizer, 20))
     _, lengths = sequence_lengths(batch)
@@ -150,12 +150,12 @@ def test_sft_learns_what_the_assistant_says_and_not_what_it_is_told(write, token
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (pieces(("tool", "12")), r"row 1: no piece of the response is the assistant's.*\['tool'\]"),
-        (pieces(("assistant", None)), "row 1: a piece of the response has no role or no content"),
+        (pieces(("tool", "12")), r"row 1: no piece of the response has the trained role 'assistant'.*\['tool'\]"),
+        (pieces(("assistant", None)), "row 1: a piece of the response lacks role or content"),
         ([], "row 1: no piece of the response"),
     ],
 )
-def test_sft_pieces_that_cannot_be_learned(write, tokenizer, response, message):
+def test_unusable_sft_pieces_are_rejected(write, tokenizer, response, message):
     with pytest.raises(DataError, match=message):
         SFTDataset(write(sft_rows(("1", pieces(("assistant", "1"))), ("2", response))), tokenizer, 20)
 
@@ -185,7 +185,7 @@ def test_sft_truncation_cuts_the_whole_sequence(write, tokenizer, truncation, pr
         ("left", 5, "leaves no prompt"),
     ],
 )
-def test_sft_rows_that_are_too_long(write, tokenizer, truncation, limit, message):
+def test_overlong_sft_rows_are_rejected(write, tokenizer, truncation, limit, message):
     rows = write(sft_rows(("", ""), ("12345", "6789")))
     with pytest.raises(DataError, match=message):
         SFTDataset(rows, tokenizer, limit, truncation=truncation)
@@ -205,7 +205,7 @@ def test_sft_needs_responses_and_an_end_of_sequence_token(write, question_rows, 
         SFTDataset(path, endless, 20)
 
 
-def test_the_middle_is_cut_out(write, question_rows, tokenizer):
+def test_truncation_in_the_middle(write, question_rows, tokenizer):
     dataset = RLHFDataset(write(question_rows(6)), tokenizer, max_prompt_length=5, truncation="middle")
     assert tokenizer.decode(dataset[5]["prompt_ids"]) == "<|user|>xx<|end|><|assistant|>"
     with pytest.raises(DataError, match="truncation=middle would cut prompt and response"):
@@ -222,7 +222,7 @@ def test_system_prompts(write, question_rows, tokenizer):
     assert dataset[1]["raw_prompt"] == [{"role": "system", "content": "c"}, {"role": "user", "content": "xx"}]
     assert "system" not in dataset[1]
     rows[2]["system"] = "twice"
-    with pytest.raises(DataError, match="row 2: has a column 'system' and a prompt that begins with a system message"):
+    with pytest.raises(DataError, match="row 2: has a column 'system' and a prompt that starts with a system message"):
         RLHFDataset(write(rows), tokenizer, 20)
 
 
@@ -258,20 +258,20 @@ def test_tools_of_a_row(write, question_rows, tokenizer, monkeypatch, as_text):
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        (["subtract"], r"names the tool 'subtract'; known are \['add'\]"),
-        ("[{", "is a text and no JSON"),
+        (["subtract"], r"names the tool 'subtract'; known tools: \['add'\]"),
+        ("[{", "is text but not JSON"),
         ('{"a": 1}', "must be a list of tools"),
         (['{"type": "function"}'], "a tool is its name, or its schema"),
     ],
 )
-def test_tools_that_are_none(write, question_rows, tokenizer, tools, message):
+def test_malformed_tools_are_rejected(write, question_rows, tokenizer, tools, message):
     rows = question_rows(2)
     rows[0]["tools"], rows[1]["tools"] = None, tools
     with pytest.raises(DataError, match=f"row 1: column 'tools' .*{message}"):
         RLHFDataset(write(rows), tokenizer, 20, tool_schemas={"add": TOOL})
 
 
-def test_other_columns_come_along(write, question_rows, tokenizer, caplog):
+def test_other_columns_are_passed_on(write, question_rows, tokenizer, caplog):
     rows = question_rows(2)
     rows[1] |= {"metadata": {"level": 3}, "interaction_kwargs": {"name": "a"}, "uid": "x", "source": "other"}
     rows[0] |= {"metadata": None, "interaction_kwargs": None, "uid": None, "source": "one"}
@@ -280,10 +280,10 @@ def test_other_columns_come_along(write, question_rows, tokenizer, caplog):
     assert batch.non_tensor_batch["metadata"].tolist() == [None, {"level": 3}]
     assert batch.non_tensor_batch["interaction_kwargs"].tolist() == [None, {"name": "a"}]
     assert batch.non_tensor_batch["data_source"].tolist() == ["one", "other"]
-    assert "uid" not in batch.non_tensor_batch and "columns uid are left out" in caplog.text
+    assert "uid" not in batch.non_tensor_batch and "columns uid are ignored" in caplog.text
 
 
-def test_some_of_the_rows(write, question_rows, tokenizer):
+def test_max_samples(write, question_rows, tokenizer):
     path = write(question_rows(6))
     assert [sample["index"] for sample in RLHFDataset(path, tokenizer, 20, max_samples=2)] == [0, 1]
     drawn = RLHFDataset([path, path], tokenizer, 20, max_samples=5, sample_seed=3)
@@ -299,13 +299,13 @@ def test_numbers_of_rows(write, question_rows, tokenizer):
     rows = question_rows(4)
     dataset = RLHFDataset(write(rows), tokenizer, 6, filter_overlong_prompts=True)
     assert dataset.numbers("extra_info.index").tolist() == [0, 1, 2]
-    with pytest.raises(DataError, match=r"row 0: 'extra_info\.split' is no number"):
+    with pytest.raises(DataError, match=r"row 0: 'extra_info\.split' is not a number"):
         dataset.numbers("extra_info.split")
     with pytest.raises(DataError, match="no column 'level'"):
         dataset.numbers("level")
 
 
-def test_lengths_are_measured_by_processes_and_kept(write, question_rows, tokenizer, tmp_path, monkeypatch):
+def test_lengths_are_measured_by_processes_and_cached(write, question_rows, tokenizer, tmp_path, monkeypatch):
     rows = question_rows(2) * 3000
     path = write(rows)
     cache = str(tmp_path / "cache")
@@ -318,15 +318,15 @@ def test_lengths_are_measured_by_processes_and_kept(write, question_rows, tokeni
     assert len(first) == 3000 and first.dropped == 3000
     (kept,) = (tmp_path / "cache").glob("lengths-*.npy")
     assert np.load(kept)[:, 0].tolist() == [4, 5] * 3000
-    monkeypatch.setattr(lengths, "_measure", lambda *arguments: pytest.fail("measured anew"))
+    monkeypatch.setattr(lengths, "_measure", lambda *arguments: pytest.fail("measured again"))
     assert len(build()) == 3000
-    with pytest.raises(BaseException, match="measured anew"):
+    with pytest.raises(BaseException, match="measured again"):
         build(system_prompt="another")
-    with pytest.raises(BaseException, match="measured anew"):
+    with pytest.raises(BaseException, match="measured again"):
         build(apply_chat_template_kwargs={"extra": "ok"})
 
 
-def test_a_row_of_many_that_is_refused_is_named(write, question_rows, tokenizer, tmp_path):
+def test_rejected_row_of_a_large_data_set_is_named(write, question_rows, tokenizer, tmp_path):
     rows = question_rows(1) * 5000
     rows[4321] = {**rows[4321], "prompt": [{"role": "tool", "content": "x"}]}
     with pytest.raises(DataError, match=r"train\.parquet, row 4321: .*no tools here"):

@@ -1,4 +1,4 @@
-"""Rows of every format: what is read, where it is cached, and what is told of what is wrong."""
+"""Rows of every file format: values, cache, and errors."""
 
 import json
 import os
@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.base.errors import DataError
 from megarl.data import check_files
-from megarl.data.rows import RLHF_COLUMNS, Rows, expand_files, rows
-from megarl.errors import DataError
+from megarl.data.rows import RLHF_COLUMNS, Rows, expand_files, reader
 
 
 def read(files, cache_dir=None):
@@ -20,8 +20,8 @@ def read(files, cache_dir=None):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache folder, and no data set so small that it needs none."""
-    monkeypatch.setattr(rows, "SMALL_BYTES", 0)
+    """A cache folder that even small data sets use."""
+    monkeypatch.setattr(reader, "SMALL_BYTES", 0)
     return tmp_path / "cache"
 
 
@@ -47,7 +47,7 @@ def everything(source):
 @pytest.mark.parametrize("small", [True, False])
 def test_every_format_gives_the_same_rows(small, write, write_lines, question_rows, tmp_path, monkeypatch):
     if not small:
-        monkeypatch.setattr(rows, "SMALL_BYTES", 0)
+        monkeypatch.setattr(reader, "SMALL_BYTES", 0)
     content = question_rows(5)
     cached = str(tmp_path / "cache")
     for files in (
@@ -65,17 +65,17 @@ def test_every_format_gives_the_same_rows(small, write, write_lines, question_ro
     assert (tmp_path / "cache").exists() is not small
 
 
-def test_batches_of_a_large_file_are_crossed(write, question_rows, cache):
+def test_slices_cross_record_batches(write, question_rows, cache):
     content = question_rows(2500)
     source = read(write(content), str(cache))
     assert [source[row] for row in (0, 1023, 1024, 2047, 2048, 2499)] == [
         content[row] for row in (0, 1023, 1024, 2047, 2048, 2499)
     ]
     assert source.slice(["extra_info"], 1000, 2100) == [{"extra_info": row["extra_info"]} for row in content[1000:2100]]
-    assert source.where(2499).endswith("row 2499")
+    assert source.location(2499).endswith("row 2499")
 
 
-def test_a_file_is_converted_once_and_again_when_it_changes(write, question_rows, cache):
+def test_file_is_converted_once_per_content(write, question_rows, cache):
     path = write(question_rows(3))
     read(path, str(cache))
     (entry,) = cache.glob("*.arrow")
@@ -89,7 +89,7 @@ def test_a_file_is_converted_once_and_again_when_it_changes(write, question_rows
     assert len(list(cache.glob("*.arrow"))) == 1, "the old entry is gone"
 
 
-def test_a_conversion_that_fails_leaves_nothing(write, question_rows, cache):
+def test_failed_conversion_leaves_no_file(write, question_rows, cache):
     path = write(question_rows(3))
     with open(path, "rb") as file:
         whole = file.read()
@@ -100,19 +100,19 @@ def test_a_conversion_that_fails_leaves_nothing(write, question_rows, cache):
     assert not list(cache.glob("*")) and not list(cache.glob(".*"))
 
 
-def test_a_cache_that_cannot_be_written(write, question_rows, cache, tmp_path):
+def test_unwritable_cache_folder_is_an_error(write, question_rows, cache, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"data\.cache_dir: .*file/cache cannot be written"):
         read(write(question_rows(1)), str(tmp_path / "file" / "cache"))
 
 
-def test_the_cache_is_where_the_system_has_caches(write, question_rows, tmp_path, cache, monkeypatch):
+def test_default_cache_folder(write, question_rows, tmp_path, cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     read(write(question_rows(1)))
     assert list((tmp_path / "xdg/megarl/data").glob("train-*.arrow"))
 
 
-def test_columns_of_categories_are_read(tmp_path, question_rows, cache):
+def test_dictionary_columns_are_read(tmp_path, question_rows, cache):
     table = pa.Table.from_pylist(question_rows(3))
     at = table.schema.get_field_index("data_source")
     table = table.set_column(at, "data_source", table.column("data_source").dictionary_encode())
@@ -120,7 +120,7 @@ def test_columns_of_categories_are_read(tmp_path, question_rows, cache):
     assert read(str(tmp_path / "train.parquet"), str(cache))[2]["data_source"] == "toy"
 
 
-def test_json_values_are_what_they_say(write_lines, question_rows, cache):
+def test_json_values_keep_their_types(write_lines, question_rows, cache):
     content = question_rows(3)
     content[0]["reward_model"]["ground_truth"] = {"target": ["a", "b"]}
     content[1]["reward_model"]["ground_truth"] = [1, "two"]
@@ -137,7 +137,7 @@ def test_json_values_are_what_they_say(write_lines, question_rows, cache):
     assert len(list(cache.glob("*.npz"))) == 1 and len(list(cache.glob("*.checked"))) == 1
 
 
-def test_a_json_list(tmp_path, question_rows):
+def test_json_list(tmp_path, question_rows):
     (tmp_path / "list.json").write_text(json.dumps(question_rows(3), indent=1))
     assert everything(read(str(tmp_path / "list.json"))) == question_rows(3)
     assert check_files(str(tmp_path / "list.json"), RLHF_COLUMNS, "data.val_files", "prompt") == 3
@@ -156,21 +156,21 @@ def test_a_json_list(tmp_path, question_rows):
         ({"reward_model": {"ground_truth": None}}, "row 1 has 'ground_truth' null"),
     ],
 )
-def test_a_malformed_json_value_is_named_by_file_column_and_row(write_lines, question_rows, cache, change, message):
+def test_malformed_json_value_is_named_by_file_column_and_row(write_lines, question_rows, cache, change, message):
     content = question_rows(3)
     content[1] |= change
     path = write_lines(content)
-    for reader in (
+    for check in (
         lambda: read(path, str(cache)),
         lambda: check_files(path, RLHF_COLUMNS, "data.train_files", "prompt"),
     ):
         with pytest.raises(DataError, match=message) as caught:
-            reader()
+            check()
         assert "rows.jsonl" in str(caught.value)
 
 
-@pytest.mark.parametrize(("line", "message"), [("{", r"line 2: is no JSON"), ("[1]", "line 2: must be a JSON object")])
-def test_a_malformed_line_is_named(write_lines, question_rows, tmp_path, line, message):
+@pytest.mark.parametrize(("line", "message"), [("{", r"line 2: is not JSON"), ("[1]", "line 2: must be a JSON object")])
+def test_malformed_line_is_named(write_lines, question_rows, tmp_path, line, message):
     path = write_lines(question_rows(1))
     with open(path, "a") as file:
         file.write(f"{line}\n")
@@ -187,7 +187,7 @@ def test_json_without_a_column(write_lines):
         check_files(write_lines([], "none.jsonl"), RLHF_COLUMNS, "data.train_files", "prompt")
 
 
-def test_folders(tmp_path, question_rows):
+def test_folders_of_hugging_face_datasets(tmp_path, question_rows):
     content = question_rows(3)
     datasets.DatasetDict({"train": datasets.Dataset.from_list(content)}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match=r"splits: holds several splits; name one of .*splits/train"):
@@ -196,7 +196,7 @@ def test_folders(tmp_path, question_rows):
     with pytest.raises(DataError, match=r"is a folder, and not one of Hugging Face datasets"):
         read(str(tmp_path))
     (tmp_path / "splits/train/state.json").write_text("{}")
-    with pytest.raises(DataError, match=r"state\.json: is not what datasets writes"):
+    with pytest.raises(DataError, match=r"state\.json: is not a file of datasets.save_to_disk"):
         read(str(tmp_path / "splits/train"))
 
 
@@ -206,7 +206,7 @@ def test_shards_of_a_saved_data_set(tmp_path, question_rows):
     assert everything(read(str(tmp_path / "hf"))) == [content[row] for row in (6, 0, 3, 4)]
 
 
-def test_names_of_files(tmp_path, monkeypatch):
+def test_expand_files(tmp_path, monkeypatch):
     for name in ("b.parquet", "a.parquet", "deep/c.parquet", "[1].parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.base.errors import DataError
 from megarl.data import DataProto, StatefulLoader
-from megarl.errors import DataError
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -41,15 +41,15 @@ def test_file_order_and_last_batch():
     assert len(loader(7, drop_last=False)) == 3
 
 
-def test_what_is_left_out_is_told(caplog):
+def test_dropped_rows_are_logged(caplog):
     with caplog.at_level(logging.WARNING):
         assert loader(11, 4).dropped_per_epoch == 3
-    assert "3 of 11 rows are left out of each epoch" in caplog.text
+    assert "3 of 11 rows are dropped in each epoch" in caplog.text
     assert loader(11, 4, drop_last=False).dropped_per_epoch == 0
     assert loader(12, 4).dropped_per_epoch == 0
 
 
-def test_epochs_are_shuffled_anew_and_repeatably():
+def test_epochs_are_reshuffled_reproducibly():
     first = loader(12)
     epochs = [epoch(first), epoch(first), epoch(first)]
     assert first.epoch == 3
@@ -63,7 +63,7 @@ def test_epochs_are_shuffled_anew_and_repeatably():
 
 @settings(max_examples=30)
 @given(st.integers(3, 12), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 11))
-def test_resume_at_any_step(rows, batch_size, shuffle, drop_last, steps):
+def test_loader_resumes_at_any_step(rows, batch_size, shuffle, drop_last, steps):
     arguments = {"rows": rows, "batch_size": min(batch_size, rows), "shuffle": shuffle, "drop_last": drop_last}
     reference = loader(**arguments)
     expected = [(reference.epoch, batch.batch["row"].tolist()) for _ in range(14) for batch in reference]
@@ -90,7 +90,7 @@ def test_resume_at_any_step(rows, batch_size, shuffle, drop_last, steps):
     assert take(twice, 3) == expected[steps : steps + 3]
 
 
-def test_a_state_after_an_epoch_begins_the_next():
+def test_state_after_an_epoch_starts_the_next():
     source = loader(6, 3)
     iterator = iter(source)
     next(iterator), next(iterator)
@@ -104,7 +104,7 @@ def test_a_state_after_an_epoch_begins_the_next():
     assert epoch(resumed) == epoch(full)
 
 
-def test_the_global_generator_is_left_alone():
+def test_global_generator_is_unchanged():
     torch.manual_seed(0)
     expected = torch.rand(2)
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ def test_the_global_generator_is_left_alone():
 @pytest.mark.parametrize(
     "change", [{"rows": 11}, {"batch_size": 4}, {"seed": 2}, {"shuffle": False}, {"drop_last": False}]
 )
-def test_a_state_of_other_data_is_refused(change):
+def test_state_of_other_data_is_rejected(change):
     source = loader()
     next(iter(source))
     (name,) = change
@@ -123,7 +123,7 @@ def test_a_state_of_other_data_is_refused(change):
         loader(**change).load_state_dict(source.state_dict())
 
 
-def test_too_few_rows():
+def test_too_few_rows_are_rejected():
     with pytest.raises(DataError, match="the data set has 2 rows, a batch needs 3"):
         loader(2, 3)
     with pytest.raises(DataError, match="the data set has 0 rows"):

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data import common_count, fewest_micro_batches, plan_micro_batches
-from megarl.errors import DataError
+from megarl.base.errors import DataError
+from megarl.data import common_micro_batch_count, fewest_micro_batches, plan_micro_batches
 
 QUICK = settings(max_examples=50)
 
@@ -23,7 +23,7 @@ def test_token_budget(lengths, max_tokens):
 
 
 def first_fit_decreasing(lengths, max_tokens):
-    """The rule by plain loops."""
+    """First-fit decreasing by plain loops."""
     bins = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         for rows in bins:
@@ -37,13 +37,13 @@ def first_fit_decreasing(lengths, max_tokens):
 
 @QUICK
 @given(st.lists(st.integers(1, 50), max_size=40))
-def test_there_are_as_many_as_first_fit_decreasing_makes(lengths):
+def test_count_equals_first_fit_decreasing(lengths):
     assert len(plan_micro_batches(lengths, max_tokens=64)) == len(first_fit_decreasing(lengths, 64))
 
 
 @QUICK
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
-def test_as_many_as_asked_for_and_none_empty(lengths, more, by_size):
+def test_given_count_without_empty_micro_batches(lengths, more, by_size):
     limits = {"size": 4} if by_size else {"max_tokens": 64}
     count = min(fewest_micro_batches(lengths, **limits) + more, len(lengths))
     plan = plan_micro_batches(lengths, **limits, count=count)
@@ -52,7 +52,7 @@ def test_as_many_as_asked_for_and_none_empty(lengths, more, by_size):
     assert max(map(len, plan)) <= 4 if by_size else max(sum(lengths[row] for row in group) for group in plan) <= 64
 
 
-def test_micro_batches_cost_about_the_same():
+def test_micro_batches_have_similar_costs():
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(1024), 1, 256), 1, 8192).astype(int)
     costs = 24576.0 * lengths + lengths.astype(float) ** 2
 
@@ -68,12 +68,12 @@ def test_micro_batches_cost_about_the_same():
 @pytest.mark.parametrize(
     ("counts", "multiple", "common"), [([1], 1, 1), ([3, 5], 1, 5), ([3, 5], 4, 8), ([4, 2], 4, 4)]
 )
-def test_a_count_that_suits_all_ranks(counts, multiple, common):
-    assert common_count(counts, multiple) == common
+def test_common_micro_batch_count(counts, multiple, common):
+    assert common_micro_batch_count(counts, multiple) == common
 
 
 @pytest.mark.parametrize(("limits", "count"), [({"max_tokens": 10}, 1), ({"max_tokens": 10}, 4), ({"size": 1}, 2)])
-def test_counts_that_cannot_be(limits, count):
+def test_impossible_counts_are_errors(limits, count):
     with pytest.raises(DataError, match=f"3 rows that need . micro-batches cannot be cut into {count}; give each"):
         plan_micro_batches([6, 6, 3], **limits, count=count)
 

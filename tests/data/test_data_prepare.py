@@ -1,4 +1,4 @@
-"""Small files in the formats in which the data sets were published."""
+"""Small files in the formats of the published data sets."""
 
 import json
 import re
@@ -7,9 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data import check_files
-from megarl.data.prepare import command, main
-from megarl.data.prepare.mathematics import last_boxed
+from megarl.data import check_files, prepare
+from megarl.data.prepare import boxed_ground_truth, main
 from megarl.data.rows import RLHF_COLUMNS
 
 GSM8K = [
@@ -26,7 +25,7 @@ MATH = {
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """Runs the command; its exit status, what it wrote by split, and what it complained of."""
+    """Run the command; return exit status, rows by split, and error output."""
 
     def run_command(*arguments):
         status = main([*map(str, arguments), "--out", str(tmp_path / "out")])
@@ -62,7 +61,7 @@ def test_gsm8k(run, tmp_path):
     assert rows["train"][1]["reward_model"]["ground_truth"] == "-5"
 
 
-def test_prompts_as_asked_for(run, tmp_path):
+def test_prompt_options(run, tmp_path):
     file = lines(tmp_path / "a.jsonl", GSM8K[:1])
     prompt = run("gsm8k", "--test", file)[1]["test"][0]["prompt"]
     assert len(prompt) == 1 and "####" in prompt[0]["content"]
@@ -73,7 +72,7 @@ def test_prompts_as_asked_for(run, tmp_path):
     ]
 
 
-def test_math_as_folders_and_as_a_table(run, tmp_path):
+def test_math_as_folders_and_as_parquet(run, tmp_path):
     for number, subject in ((10, "algebra"), (2, "algebra"), (1, "geometry")):
         file = tmp_path / "MATH/train" / subject / f"{number}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +99,11 @@ def test_math_as_folders_and_as_a_table(run, tmp_path):
         (r"is $\boxed 7$", "7"),
     ],
 )
-def test_the_last_box(solution, answer):
-    assert last_boxed(solution) == answer
+def test_boxed_ground_truth(solution, answer):
+    assert boxed_ground_truth(solution) == answer
 
 
-def test_questions_as_search_r1_and_the_originals_have_them(run, tmp_path):
+def test_questions_of_search_r1_and_original_files(run, tmp_path):
     search_r1 = lines(
         tmp_path / "nq.jsonl",
         [{"id": "a", "question": "who was first", "golden_answers": ["Ann", "A. B."], "metadata": None}],
@@ -130,9 +129,9 @@ def test_questions_as_search_r1_and_the_originals_have_them(run, tmp_path):
 @pytest.mark.parametrize(
     ("data_set", "content", "message"),
     [
-        ("gsm8k", '{"question": "a", "answer": "12"}', "line 1: is no entry of openai/gsm8k: .*no number behind ####"),
+        ("gsm8k", '{"question": "a", "answer": "12"}', "line 1: is no entry of openai/gsm8k: .*no number after ####"),
         ("gsm8k", '{"answer": "#### 1"}', "line 1: is no entry of openai/gsm8k: KeyError.*question"),
-        ("gsm8k", "{", "line 1: is no JSON"),
+        ("gsm8k", "{", "line 1: is not JSON"),
         ("gsm8k", "", "there is no entry"),
         ("math", '{"problem": "a", "solution": "b"}', "has no .*boxed answer"),
         ("math", '{"problem": "a", "solution": "\\\\boxed{b"}', "braces of its .*boxed answer do not match"),
@@ -140,7 +139,7 @@ def test_questions_as_search_r1_and_the_originals_have_them(run, tmp_path):
         ("nq", '{"question": "a"}', "golden_answers"),
     ],
 )
-def test_what_is_no_entry_is_named(run, tmp_path, data_set, content, message):
+def test_malformed_entry_is_named(run, tmp_path, data_set, content, message):
     file = tmp_path / "a.jsonl"
     file.write_text(content)
     status, rows, complaint = run(data_set, "--train", file)
@@ -148,16 +147,16 @@ def test_what_is_no_entry_is_named(run, tmp_path, data_set, content, message):
     assert re.search(message, complaint), complaint
 
 
-def test_nothing_is_downloaded_unless_asked(run, tmp_path, monkeypatch):
+def test_download_only_on_request(run, tmp_path, monkeypatch):
     status, _, complaint = run("gsm8k")
-    assert status == 2 and "name some with --train and --test, or ask for --download" in complaint
+    assert status == 2 and "name files with --train and --test, or use --download" in complaint
     status, _, complaint = run("math", "--download")
-    assert status == 2 and "cannot be downloaded from here" in complaint
+    assert status == 2 and "cannot be downloaded directly" in complaint
     served = lines(tmp_path / "train.jsonl", GSM8K)
-    monkeypatch.setitem(command.ORIGINS["gsm8k"].urls, "train", served.as_uri())
+    monkeypatch.setitem(prepare.ORIGINS["gsm8k"].urls, "train", served.as_uri())
     status, rows, _ = run("gsm8k", "--test", served, "--download")
     assert status == 0 and len(rows["train"]) == len(rows["test"]) == 2
     assert (tmp_path / "out/original/train.jsonl").read_text() == served.read_text()
-    monkeypatch.setitem(command.ORIGINS["gsm8k"].urls, "test", (tmp_path / "nowhere.jsonl").as_uri())
+    monkeypatch.setitem(prepare.ORIGINS["gsm8k"].urls, "test", (tmp_path / "nowhere.jsonl").as_uri())
     status, _, complaint = run("gsm8k", "--download")
     assert status == 2 and "cannot be downloaded" in complaint and "--test" in complaint

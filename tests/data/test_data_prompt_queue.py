@@ -1,4 +1,4 @@
-"""Rows in portions of any size: none twice, none lost, and the same again after a restart."""
+"""Prompt queue: no row is repeated or lost, also after a restart."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.base.errors import DataError
 from megarl.data import DataProto, StatefulLoader
-from megarl.data.prompt_queue import PromptQueue
-from megarl.errors import DataError
+from megarl.data.loader import PromptQueue
 
 PORTIONS = st.lists(st.integers(1, 11), min_size=1, max_size=8)
 
 
 def loader(seed: int = 5) -> StatefulLoader:
-    """11 rows in batches of 3, two left out: three batches an epoch."""
+    """11 rows in batches of 3 with two dropped: three batches per epoch."""
 
     def collate(rows: list[int]) -> DataProto:
         return DataProto.from_dict({"row": torch.tensor(rows)})
@@ -30,7 +30,7 @@ def rows(batch: DataProto) -> list[int]:
 
 
 def in_order(count: int) -> list[int]:
-    """The first rows of all epochs, as the loader itself has them."""
+    """The first rows of all epochs in the loader's order."""
     source, found = loader(), []
     while len(found) < count:
         found += [row for batch in source for row in rows(batch)]
@@ -39,7 +39,7 @@ def in_order(count: int) -> list[int]:
 
 @settings(max_examples=30)
 @given(PORTIONS, st.integers(0, 7))
-def test_portions_are_the_rows_in_order_also_after_a_restart(portions: Sequence[int], stop: int) -> None:
+def test_take_returns_rows_in_order_after_a_restart(portions: Sequence[int], stop: int) -> None:
     queue, found = PromptQueue(loader()), []
     for number, count in enumerate(portions):
         if number == stop:
@@ -53,14 +53,14 @@ def test_portions_are_the_rows_in_order_also_after_a_restart(portions: Sequence[
     assert queue.epoch == (sum(portions) - 1) // 9 and len(queue) == 3
 
 
-def test_whole_batches_leave_the_loaders_own_state() -> None:
+def test_complete_batches_keep_the_loader_state() -> None:
     queue, source = PromptQueue(loader()), loader()
     for batch, _ in zip(source, range(2), strict=False):
         assert rows(queue.take(3)) == rows(batch)
         assert queue.state_dict() == source.state_dict()
 
 
-def test_a_state_of_other_data_is_refused() -> None:
+def test_state_of_other_data_is_rejected() -> None:
     queue = PromptQueue(loader())
     queue.take(4)
     with pytest.raises(DataError, match="seed=5"):

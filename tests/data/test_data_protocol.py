@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.base.errors import DataError
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
-from megarl.errors import DataError
 
 QUICK = settings(max_examples=25)
 
@@ -30,7 +30,7 @@ def rows_of(batch: DataProto) -> list[int]:
     return numbers
 
 
-def test_from_dict_refuses_columns_of_different_length():
+def test_from_dict_rejects_columns_of_different_length():
     with pytest.raises(DataError, match="column 'b' has 3 rows; the batch has 2"):
         DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)})
     with pytest.raises(DataError, match="non-tensor column 'names' has 1 rows"):
@@ -69,7 +69,7 @@ def test_nested_lists_stay_one_value_per_row():
     assert type(batch.non_tensor_batch["n"][0]) is int
 
 
-def test_a_batch_of_objects_alone():
+def test_batch_of_objects_only():
     batch = DataProto.from_dict(None, {"name": ["a", "b", "c"]})
     assert len(batch) == 3
     assert batch.reorder([2, 0, 1]).non_tensor_batch["name"].tolist() == ["c", "a", "b"]
@@ -124,7 +124,7 @@ def test_union():
         batch.union(numbered(2))
 
 
-def test_union_takes_equal_values_that_hold_nan_or_arrays():
+def test_union_accepts_equal_values_with_nan_or_arrays():
     tensors = {"values": torch.tensor([[float("nan"), 1.0]])}
     objects = {"x": [{"a": np.array([1.0, float("nan")]), "b": [float("nan")]}]}
     batch = DataProto.from_dict(tensors, objects)
@@ -159,7 +159,7 @@ def test_reorder_and_back(order):
 
 
 @pytest.mark.parametrize("indices", [[0, 1], [0, 1, 1], [0, 1, 3], [0, 1, -1]])
-def test_reorder_refuses_anything_but_a_permutation(indices):
+def test_reorder_rejects_non_permutations(indices):
     with pytest.raises(DataError, match="each of the 3 rows once"):
         numbered(3).reorder(indices)
 
@@ -183,7 +183,7 @@ def test_split_sizes(sizes):
     assert [row for part in parts for row in rows_of(part)] == list(range(sum(sizes)))
 
 
-def test_chunk_and_split_refuse_what_does_not_divide():
+def test_chunk_and_split_reject_wrong_sizes():
     with pytest.raises(DataError, match="7 rows cannot be cut into 2 equal chunks"):
         numbered(7).chunk(2)
     with pytest.raises(DataError, match="sizes must add up to the 7 rows"):
@@ -200,7 +200,7 @@ def test_pad_to_divisor_and_unpad(rows, divisor):
     assert rows_of(padded.unpad(added)) == list(range(rows))
 
 
-def test_concat_refuses_conflicts():
+def test_concat_rejects_conflicts():
     with pytest.raises(DataError, match=r"tensor columns \['square'\] are in some parts"):
         DataProto.concat([numbered(1), numbered(1).select(["number"])])
     with pytest.raises(DataError, match=r"non-tensor columns \['name'\]"):
@@ -241,7 +241,7 @@ def test_concat_pads_to_the_widest_part(groups, pad):
         assert joined.batch[name].shape == together.batch[name].shape
 
 
-def test_concat_pads_with_what_the_parts_are_padded_with():
+def test_concat_keeps_the_padding_value():
     full, ragged = answered([[1, 2]], [[3]], pad=11), answered([[1], [2, 3, 4]], [[5], [6, 7]], pad=11)
     joined = DataProto.concat([full, ragged])
     assert joined.batch["prompts"].tolist() == [[11, 1, 2], [11, 11, 1], [2, 3, 4]]

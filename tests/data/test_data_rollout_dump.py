@@ -1,4 +1,4 @@
-"""A step's rollout as numbers, to file and back."""
+"""Round trip of a rollout dump."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from megarl.data import DataProto
-from megarl.data.rollout_dump import DumpFacts, RolloutDump
+from megarl.data.rollout_dump import DumpMetadata, RolloutDump
 
 
-def test_a_batch_to_file_and_back(tmp_path: Path) -> None:
+def test_rollout_dump_round_trip(tmp_path: Path) -> None:
     batch = DataProto.from_dict(
         {
             "prompts": torch.tensor([[0, 1, 2], [3, 4, 5]]),
@@ -24,10 +24,10 @@ def test_a_batch_to_file_and_back(tmp_path: Path) -> None:
         },
         {"weight_version": [3, 4]},
     )
-    facts = DumpFacts(7, 0.7, "embedded", "bfloat16", "float32")
+    facts = DumpMetadata(7, 0.7, "embedded", "bfloat16", "float32")
     RolloutDump.of(batch, facts).save(tmp_path / "new" / "7.npz")
     read = RolloutDump.load(tmp_path / "new" / "7.npz")
-    assert asdict(read.facts) == asdict(facts) and len(read) == 2
+    assert asdict(read.metadata) == asdict(facts) and len(read) == 2
     expected = {
         "prompts": [[1, 2], [3, 4, 5]],
         "responses": [[6, 7], [8]],

@@ -4,9 +4,9 @@ import sys
 import pyarrow as pa
 import pytest
 
+from megarl.base.errors import DataError
 from megarl.data import check_files
 from megarl.data.rows import RLHF_COLUMNS, Rows
-from megarl.errors import DataError
 
 
 def read(path, **changes):
@@ -14,7 +14,7 @@ def read(path, **changes):
     return Rows(path, **{**arguments, **changes})
 
 
-def test_rows_of_several_files_count_on(write, question_rows):
+def test_row_numbers_continue_over_files(write, question_rows):
     rows = question_rows(5)
     without_extras = [{k: v for k, v in row.items() if k not in ("extra_info", "ability")} for row in rows[3:]]
     source = read(
@@ -24,7 +24,7 @@ def test_rows_of_several_files_count_on(write, question_rows):
     assert [source[row]["reward_model"]["ground_truth"] for row in range(5)] == ["0", "1", "2", "3", "4"]
     assert source[1]["extra_info"] == {"split": "train", "index": 1}
     assert source[3]["extra_info"] is None
-    assert source.where(4).endswith("b.parquet, row 1")
+    assert source.location(4).endswith("b.parquet, row 1")
     assert list(source.scan("prompt")) == [row["prompt"] for row in rows]
     with pytest.raises(IndexError):
         source[5]
@@ -66,7 +66,7 @@ def broken(row, **changes):
         ({"reward_model": "4"}, "column 'reward_model' must be a struct with \"ground_truth\", it is string"),
     ],
 )
-def test_wrong_types_are_seen_in_the_schema(write, question_rows, reader, change, message):
+def test_wrong_types_are_found_in_the_schema(write, question_rows, reader, change, message):
     path = write([broken(row, **change) for row in question_rows(2)])
     with pytest.raises(DataError, match=message) as caught:
         reader(path)
@@ -74,14 +74,14 @@ def test_wrong_types_are_seen_in_the_schema(write, question_rows, reader, change
 
 
 @pytest.mark.parametrize("missing", ["prompt", "data_source", "reward_model"])
-def test_a_missing_column_is_named(write, question_rows, missing):
+def test_missing_column_is_named(write, question_rows, missing):
     path = write([{name: value for name, value in row.items() if name != missing} for row in question_rows(2)])
     for reader in (read, lambda path: check_files(path, RLHF_COLUMNS, "data.train_files", "prompt")):
         with pytest.raises(DataError, match=f"train.parquet: there is no column '{missing}'.*there are"):
             reader(path)
 
 
-def test_a_column_of_nearly_that_name_is_suggested(write):
+def test_nearest_column_name_is_suggested(write):
     path = write([{"promt": "x"}])
     with pytest.raises(DataError, match=r"data\.train_files: .*did you mean 'promt'"):
         check_files(path, ["prompt"], "data.train_files")
@@ -100,7 +100,7 @@ def test_a_column_of_nearly_that_name_is_suggested(write):
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "'reward_model', row 2 has 'ground_truth' null"),
     ],
 )
-def test_a_malformed_value_is_named_by_file_column_and_row(write, question_rows, change, message):
+def test_malformed_value_is_named_by_file_column_and_row(write, question_rows, change, message):
     rows = question_rows(4)
     rows[0]["prompt"] = [*rows[0]["prompt"]] * 3  # so that a message's number is not its row's
     rows[2] = broken(rows[2], **change)
@@ -109,7 +109,7 @@ def test_a_malformed_value_is_named_by_file_column_and_row(write, question_rows,
     assert "bad.parquet" in str(caught.value)
 
 
-def test_files_that_are_not_there_or_not_parquet(tmp_path, write, question_rows):
+def test_missing_and_malformed_parquet_files(tmp_path, write, question_rows):
     text = tmp_path / "rows.parquet"
     text.write_text("question,answer\n1,2\n")
     truncated = tmp_path / "cut.parquet"
@@ -125,7 +125,7 @@ def test_files_that_are_not_there_or_not_parquet(tmp_path, write, question_rows)
         check_files([], [], "data.val_files")
 
 
-def test_an_empty_data_set(write, question_rows):
+def test_empty_data_set(write, question_rows):
     path = write([], schema=schema_of(question_rows(1)))
     with pytest.raises(DataError, match=r"data\.train_files: there is no row in .*train.parquet"):
         check_files([path, path], RLHF_COLUMNS, "data.train_files", "prompt")

@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data import DataProto, fewest_micro_batches
-from megarl.data.shared_prompts import SharedPromptRows, divided, plan_families, units_of_micro_batches
+from megarl.data.shared_prompts import SharedPromptRows, micro_batch_units, partition_by_prompt, split_units
 from megarl.models.sequence_cost import SequenceCost
 
 COST = SequenceCost(linear=10.0, quadratic=1.0)
 
 
 @st.composite
-def families(draw: st.DrawFn) -> SharedPromptRows:
-    """Rows of up to five prompts, in any order."""
+def shared_rows(draw: st.DrawFn) -> SharedPromptRows:
+    """Rows of up to five prompts in random order."""
     prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     numbers = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=12))
     responses = draw(st.lists(st.integers(0, 9), min_size=len(numbers), max_size=len(numbers)))
@@ -23,15 +23,15 @@ def families(draw: st.DrawFn) -> SharedPromptRows:
 
 
 def tokens_of(rows: SharedPromptRows, chosen: list[int]) -> int:
-    """Counted one by one: a token is its family and position, or its row and position."""
+    """Count tokens one by one: by prompt and position, or by row and position."""
     tokens = set()
     for row in chosen:
-        tokens |= {("prompt", rows.families[row], index) for index in range(rows.prompt_lengths[row])}
+        tokens |= {("prompt", rows.prompt_ids[row], index) for index in range(rows.prompt_lengths[row])}
         tokens |= {("response", row, index) for index in range(rows.response_lengths[row])}
     return len(tokens)
 
 
-def test_rows_of_a_batch_belong_together_by_their_real_prompt_tokens() -> None:
+def test_rows_are_grouped_by_prompt_tokens() -> None:
     batch = DataProto.from_dict(
         {
             "prompts": torch.tensor([[0, 5, 6], [5, 5, 6], [0, 5, 6], [0, 0, 6]]),  # 0 is padding, but in the last row
@@ -42,17 +42,17 @@ def test_rows_of_a_batch_belong_together_by_their_real_prompt_tokens() -> None:
     rows = SharedPromptRows.of(batch)
     assert rows.prompt_lengths == [2, 3, 2, 2]
     assert rows.response_lengths == [2, 2, 1, 2]
-    assert rows.together(range(4)) == [[0, 2], [1], [3]]
+    assert rows.by_prompt(range(4)) == [[0, 2], [1], [3]]
 
 
 @settings(max_examples=100)
-@given(families(), st.integers(18, 60))
-def test_units_hold_every_row_once_fit_and_never_need_more_micro_batches(rows: SharedPromptRows, budget: int) -> None:
-    chosen = list(range(len(rows.families)))
-    units = units_of_micro_batches(rows, chosen, budget)
+@given(shared_rows(), st.integers(18, 60))
+def test_micro_batch_units_fit_and_need_no_more_micro_batches(rows: SharedPromptRows, budget: int) -> None:
+    chosen = list(range(len(rows.prompt_ids)))
+    units = micro_batch_units(rows, chosen, budget)
     assert sorted(itertools.chain(*units)) == chosen
     for unit in units:
-        assert len({rows.families[row] for row in unit}) == 1
+        assert len({rows.prompt_ids[row] for row in unit}) == 1
         assert rows.tokens(unit) == tokens_of(rows, unit) <= budget
     alone = [rows.prompt_lengths[row] + rows.response_lengths[row] for row in chosen]
     needed = fewest_micro_batches([rows.tokens(unit) for unit in units], max_tokens=budget)
@@ -60,11 +60,11 @@ def test_units_hold_every_row_once_fit_and_never_need_more_micro_batches(rows: S
 
 
 @settings(max_examples=60)
-@given(families(), st.integers(1, 20))
-def test_units_are_divided_until_there_are_enough(rows: SharedPromptRows, count: int) -> None:
-    chosen = list(range(len(rows.families)))
-    units = units_of_micro_batches(rows, chosen, 200)
-    parts = divided(units, count)
+@given(shared_rows(), st.integers(1, 20))
+def test_split_units_reaches_the_count(rows: SharedPromptRows, count: int) -> None:
+    chosen = list(range(len(rows.prompt_ids)))
+    units = micro_batch_units(rows, chosen, 200)
+    parts = split_units(units, count)
     assert sorted(itertools.chain(*parts)) == chosen
     assert len(parts) == max(len(units), min(count, len(chosen)))
 
@@ -75,14 +75,14 @@ def test_the_cost_counts_a_shared_prompt_once_and_attention_for_every_row() -> N
 
 
 @settings(max_examples=60)
-@given(families(), st.integers(1, 3), st.booleans())
-def test_ranks_get_whole_families(rows: SharedPromptRows, dp: int, equal: bool) -> None:
-    plan = plan_families(rows, COST, dp, len(rows.families), equal=equal)
-    sizes = [len(family) for family in rows.together(range(len(rows.families)))]
+@given(shared_rows(), st.integers(1, 3), st.booleans())
+def test_ranks_get_complete_prompt_groups(rows: SharedPromptRows, dp: int, equal: bool) -> None:
+    plan = partition_by_prompt(rows, COST, dp, len(rows.prompt_ids), equal=equal)
+    sizes = [len(group) for group in rows.by_prompt(range(len(rows.prompt_ids)))]
     if plan is None:
         assert len(sizes) < dp or (equal and (len(set(sizes)) > 1 or len(sizes) % dp))
         return
-    assert sorted(itertools.chain(*plan)) == list(range(len(rows.families)))
-    owners = {(rows.families[row], rank) for rank, part in enumerate(plan) for row in part}
+    assert sorted(itertools.chain(*plan)) == list(range(len(rows.prompt_ids)))
+    owners = {(rows.prompt_ids[row], rank) for rank, part in enumerate(plan) for row in part}
     assert len(owners) == len(sizes)
     assert not equal or len({len(part) for part in plan}) == 1

@@ -1,4 +1,4 @@
-"""Each message that the page explains is one that the code says."""
+"""Every error message in docs/faq.md exists in the code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ HEADINGS = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(), r
 
 
 @cache
-def said() -> str:
-    """All texts in the package's code, a line each, with "…" for what is put in."""
+def package_strings() -> str:
+    """All string literals of the package, one per line; "…" replaces the fields of f-strings."""
     lines = []
     for file in (ROOT / "megarl").rglob("*.py"):
         tree = ast.parse(file.read_text())
@@ -29,13 +29,13 @@ def _text(node: ast.expr) -> str:
 
 
 @pytest.mark.parametrize("heading", HEADINGS)
-def test_the_code_says_it(heading: str) -> None:
-    if heading.startswith("unknown key"):  # put together from two texts
-        assert "unknown key" in said() and "; did you mean …" in said()
+def test_message_exists_in_the_code(heading: str) -> None:
+    if heading.startswith("unknown key"):  # composed of two strings
+        assert "unknown key" in package_strings() and "; did you mean …" in package_strings()
         return
     pattern = ".*".join(re.escape(part) for part in heading.split("…"))
-    assert re.search(pattern, said()), heading
+    assert re.search(pattern, package_strings()), heading
 
 
-def test_there_are_messages() -> None:
+def test_page_has_messages() -> None:
     assert len(HEADINGS) > 20

@@ -1,4 +1,4 @@
-"""The picture of rooms and their imports is that of the package as it is."""
+"""docs/images/imports.svg, the import graph of the rooms, is up to date."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from doc_pages import ROOT
 PICTURE = ROOT / "docs" / "images" / "imports.svg"
 
 
-def test_the_picture_is_up_to_date() -> None:
+def test_import_graph_is_up_to_date() -> None:
     drawn = subprocess.run(
         [sys.executable, "tools/draw_imports.py"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     assert PICTURE.read_text() == drawn, "run: python tools/draw_imports.py > docs/images/imports.svg"
 
 
-def test_arrows_are_imports_that_the_files_have() -> None:
-    """Told from the text of the files, not by the library that draws."""
+def test_every_arrow_is_an_import() -> None:
+    """Checked in the text of the files, independent of the library that builds the graph."""
     shown = set(re.findall(r"<title>(\w+) imports (\w+)</title>", PICTURE.read_text()))
     for source, target in shown:
         folder = ROOT / "megarl" / source

@@ -1,4 +1,4 @@
-"""Every page: its links lead somewhere, its commands say how they are run, and the site has it."""
+"""All pages: links, marks of command blocks, and the navigation of the site."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
 @pytest.mark.parametrize("page", pages(), ids=IDS)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for link in links(page):
         parts = urlsplit(link)
         if parts.scheme:
@@ -28,20 +28,20 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
-def test_pages_link_to_nothing_that_the_site_lacks(page: Path) -> None:
-    inside = [link for link in links(page) if not urlsplit(link).scheme and urlsplit(link).path]
-    assert all((page.parent / urlsplit(link).path).resolve().is_relative_to(ROOT / "docs") for link in inside)
+def test_links_of_docs_stay_in_docs(page: Path) -> None:
+    local = [link for link in links(page) if not urlsplit(link).scheme and urlsplit(link).path]
+    assert all((page.parent / urlsplit(link).path).resolve().is_relative_to(ROOT / "docs") for link in local)
 
 
-def test_commands_say_how_they_are_run() -> None:
+def test_command_blocks_have_marks() -> None:
     marks = (QUICKSTART, ALONE, AFTER_QUICKSTART, ONE_STEP)
     wrong = [
         f"{block.name}: {block.mark!r}"
         for block in shell_blocks()
         if block.mark not in marks and not (block.mark.startswith(NOT_RUN) and len(block.mark) > len(NOT_RUN) + 8)
     ]
-    expected = ", ".join(f"<!-- {mark} -->" for mark in (*marks, f"{NOT_RUN}why"))
-    assert not wrong, f"blocks of commands without a mark above them; expected one of {expected}: {wrong}"
+    expected = ", ".join(f"<!-- {mark} -->" for mark in (*marks, f"{NOT_RUN}reason"))
+    assert not wrong, f"command blocks without a mark above them; expected one of {expected}: {wrong}"
 
 
 def test_every_page_is_in_the_navigation_and_in_the_readme() -> None:

@@ -1,4 +1,4 @@
-"""The site, as mkdocs builds it."""
+"""The documentation site that mkdocs builds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from doc_pages import ROOT
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built with warnings as errors: dead links and anchors, pages that the navigation lacks."""
+    """The built site; warnings (dead links and anchors, pages missing in the navigation) are errors."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
     return folder
 
 
@@ -28,8 +28,8 @@ def test_every_page_is_built(site: Path) -> None:
         assert title and re.sub(r"[`*]", "", title[1]) in re.sub(r"<[^>]+>", "", html), page.name
 
 
-def test_it_is_read_without_a_network(site: Path) -> None:
+def test_site_loads_nothing_from_the_network(site: Path) -> None:
     loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?:[^\s\">]+)")
     for page in site.rglob("*.html"):
-        outside = [url for url in loaded.findall(page.read_text()) if "canonical" not in url]
-        assert not outside, f"{page.name} loads {outside}"
+        external = [url for url in loaded.findall(page.read_text()) if "canonical" not in url]
+        assert not external, f"{page.name} loads {external}"

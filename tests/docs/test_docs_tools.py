@@ -1,4 +1,4 @@
-"""The tools of the page on debugging."""
+"""The tools in docs/debugging.md."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ from safetensors import safe_open
 from megarl.models import ParallelLayout, WeightMap, check_layout, read_model_config
 
 
-def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def written(folder: Path, rows: list[dict[str, float]]) -> Path:
+def write_run(folder: Path, rows: list[dict[str, float]]) -> Path:
     run = folder / "2026-01-01_00-00-00"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return folder
 
 
-def test_runs_that_differ_by_the_clock_are_equal(tmp_path: Path) -> None:
-    one = written(tmp_path / "one", [{"step": 1, "actor/grad_norm": 200.0, "timing_s/gen": 1.0}, {"step": 2, "x": 1.0}])
-    other = written(tmp_path / "other", [{"step": 1, "actor/grad_norm": 200.001, "timing_s/gen": 9.0}])
-    done = tool("compare_runs", str(one), str(other))
-    assert done.returncode == 0, done.stdout
-    assert "1 numbers of 1 steps; largest distance 5.0e-06 (actor/grad_norm in step 1)" in done.stdout
+def test_compare_runs_ignores_timings(tmp_path: Path) -> None:
+    first = write_run(
+        tmp_path / "one", [{"step": 1, "actor/grad_norm": 200.0, "timing_s/gen": 1.0}, {"step": 2, "x": 1.0}]
+    )
+    second = write_run(tmp_path / "other", [{"step": 1, "actor/grad_norm": 200.001, "timing_s/gen": 9.0}])
+    result = run_tool("compare_runs", str(first), str(second))
+    assert result.returncode == 0, result.stdout
+    assert "1 numbers of 1 steps; largest difference 5.0e-06 (actor/grad_norm in step 1)" in result.stdout
 
 
 @pytest.mark.parametrize("value", [200.1, float("nan"), None])
-def test_runs_that_differ_are_told_by_name(tmp_path: Path, value: float | None) -> None:
+def test_compare_runs_names_differing_metrics(tmp_path: Path, value: float | None) -> None:
     row = {"step": 1, "actor/grad_norm": value, "actor/lr": 1e-6}
-    one = written(tmp_path / "one", [{"step": 1, "actor/grad_norm": 200.0, "actor/lr": 1e-6}])
-    other = written(tmp_path / "other", [{k: v for k, v in row.items() if v is not None}])
-    done = tool("compare_runs", str(one), str(other))
-    assert done.returncode == 1 and "step 1  actor/grad_norm" in done.stdout and "actor/lr" not in done.stdout
+    first = write_run(tmp_path / "one", [{"step": 1, "actor/grad_norm": 200.0, "actor/lr": 1e-6}])
+    second = write_run(tmp_path / "other", [{k: v for k, v in row.items() if v is not None}])
+    result = run_tool("compare_runs", str(first), str(second))
+    assert result.returncode == 1 and "step 1  actor/grad_norm" in result.stdout and "actor/lr" not in result.stdout
 
 
-def test_a_folder_without_metrics_is_told(tmp_path: Path) -> None:
-    done = tool("compare_runs", str(tmp_path), str(tmp_path))
-    assert done.returncode != 0 and "there is no metrics.jsonl" in done.stderr
+def test_compare_runs_without_metrics_fails(tmp_path: Path) -> None:
+    result = run_tool("compare_runs", str(tmp_path), str(tmp_path))
+    assert result.returncode != 0 and "no metrics.jsonl here" in result.stderr
 
 
-def test_a_small_model_keeps_family_and_ratios(tmp_path: Path) -> None:
-    """A mixture with eight heads per group, in the sizes of its checkpoint; only the vocabulary is small here."""
+def test_tiny_model_keeps_family_and_ratios(tmp_path: Path) -> None:
+    """The sizes of Qwen3-30B-A3B (eight heads per group) with a small vocabulary and few layers and experts."""
     large = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 2048,
         "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -61,8 +63,10 @@ def test_a_small_model_keeps_family_and_ratios(tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(large))
     (tmp_path / "large" / "tokenizer.json").write_text("{}")
-    done = tool("tiny_model", str(tmp_path / "large"), str(tmp_path / "small"), "--layers", "4", "--hidden", "128")
-    assert done.returncode == 0, done.stderr
+    result = run_tool(
+        "tiny_model", str(tmp_path / "large"), str(tmp_path / "small"), "--layers", "4", "--hidden", "128"
+    )
+    assert result.returncode == 0, result.stderr
     config = read_model_config(tmp_path / "small")
     assert (config.num_layers, config.hidden_size, config.architecture) == (4, 128, "Qwen3MoeForCausalLM")
     assert (tmp_path / "small" / "tokenizer.json").is_file()

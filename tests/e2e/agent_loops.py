@@ -1,11 +1,11 @@
-"""A loop for end-to-end runs: a policy that knows nothing writes, is told what a search finds, and writes again."""
+"""An agent loop for end-to-end runs: a turn, a search result, and a second turn."""
 
-from megarl.retrieval import RetrievalClient, RetrievalOptions
-from megarl.rollout.agents import AgentLoop, Transcript
-from megarl.rollout.agents.search_protocol import information, listed
+from megarl.agents import AgentLoop, Transcript
+from megarl.agents.retrieval_client import RetrievalClient, RetrievalOptions
+from megarl.agents.search_agent import format_hits, information_turn
 
 
-class ToldAnyway(AgentLoop):
+class SearchOnce(AgentLoop):
     def __init__(self, tokenizer, client):
         self.tokenizer, self.client = tokenizer, client
 
@@ -17,10 +17,10 @@ class ToldAnyway(AgentLoop):
         transcript = Transcript(conversation)
         question = conversation.messages[-1]["content"]
         if conversation.facts["extra_info"]["terms"][0] % 5 == 0:
-            raise ValueError("this one is lost")
+            raise ValueError("simulated agent failure")
         await transcript.generate(generate, conversation.params.__class__(max_new_tokens=3))
-        found = information(listed(await self.client.search(question)))
-        if not transcript.observe(self.tokenizer(found, add_special_tokens=False)["input_ids"]):
+        observation = information_turn(format_hits(await self.client.search(question)))
+        if not transcript.observe(self.tokenizer(observation, add_special_tokens=False)["input_ids"]):
             return transcript.end("length")
         turn = await transcript.generate(generate)
-        return transcript.end(turn.finish_reason, {"asked": 1.0})
+        return transcript.end(turn.finish_reason, {"turns": 1.0})

@@ -1,4 +1,4 @@
-"""Starts jobs as a user does, in a process of their own, and looks at what they leave behind."""
+"""Runs jobs from the command line in separate processes, and reads the files of a run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from interrupts import hear_interrupts
+from interrupts import restore_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = Path(__file__).with_name("reward_functions.py")
-# Samples in their order in one process, for functions that count and pause.
+# One process scores the samples in order, for reward functions that count and pause.
 ONE_BY_ONE = ("reward_model.num_workers=1", "reward_model.timeout_s=600", "reward_model.max_retries=0")
-# Inherited by every process that a run starts, however it was started, so that none can hide.
+# Environment variable that marks all processes of a run: they inherit it however they are started.
 MARK = "MEGARL_E2E_RUN"
-START_S = 240.0  # a loaded machine is slow to start Ray and five processes with torch
+START_S = 240.0  # Ray and five processes with torch start slowly on a loaded machine
 
 
 class CliRun:
-    """One job under way in a folder of its own.
+    """A running job in a separate working folder.
 
     Args:
         folder: working folder of the job.
-        arguments: after ``python -m megarl.<job>``.
-        env: environment variables on top of this process's.
+        arguments: command-line arguments after ``python -m megarl.<job>``.
+        env: environment variables in addition to those of this process.
         job: ``train`` or ``evaluate``.
     """
 
@@ -51,28 +51,28 @@ class CliRun:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=hear_interrupts,
-                start_new_session=True,  # so that a signal to its group is Ctrl-C in a terminal of its own
+                preexec_fn=restore_interrupts,
+                start_new_session=True,  # a signal to its process group acts like Ctrl-C in a terminal
             )
 
     @property
     def output(self) -> str:
-        """What it has printed so far, both streams."""
+        """Standard output and error so far."""
         return self.output_file.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes of the run."""
+        """All live processes of the run."""
         return [process for process in psutil.process_iter() if _marked(process, self.mark)]
 
     def wait(self, timeout_s: float = START_S) -> int:
-        """Wait for the end; returns the exit code."""
+        """Wait for the end; return the exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
-        """Wait for something that the run does; fails where the run ends before."""
+        """Wait until a condition holds; fail if the run ends first."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the run ended with {self.process.returncode}:\n{self.output}"
@@ -80,31 +80,31 @@ class CliRun:
             time.sleep(0.05)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Signal the whole process group, as a terminal does."""
+        """Signal the whole process group, like a terminal."""
         os.killpg(self.process.pid, number)
 
     def remaining(self, timeout_s: float = 20.0) -> list[str]:
-        """Command lines of the processes that are still there after some seconds, which are then killed."""
+        """Kill processes that are still alive after some seconds; return their command lines."""
         deadline = time.monotonic() + timeout_s
-        while (left := self.processes()) and time.monotonic() < deadline:
+        while (alive := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        found = []
-        for process in left:
+        commands = []
+        for process in alive:
             try:
-                found.append(" ".join(process.cmdline())[:200])
+                commands.append(" ".join(process.cmdline())[:200])
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return commands
 
     def close(self) -> None:
-        """End the run, whatever state it is in."""
+        """End the run in any state."""
         self.remaining(0)
         self.process.wait()
 
 
 class RunFiles:
-    """What a run left in ``<working folder>/outputs/<name>``.
+    """Files of a run in ``<working folder>/outputs/<name>``.
 
     Args:
         folder: working folder of the job.
@@ -123,15 +123,15 @@ class RunFiles:
 
     @property
     def steps(self) -> dict[int, dict[str, float]]:
-        """Rows of training steps by step."""
+        """Rows of training steps, by step."""
         return {int(row["step"]): row for row in self.metrics if row["step"] > 0}
 
     @property
     def summary(self) -> dict[str, Any]:
-        """``summary.json`` of the run, which must be the one at the stable path."""
-        own = (self.newest / "summary.json").read_text()
-        assert (self.root / "summary.json").read_text() == own
-        return json.loads(own)
+        """``summary.json`` of the run; must equal the copy at the stable path."""
+        text = (self.newest / "summary.json").read_text()
+        assert (self.root / "summary.json").read_text() == text
+        return json.loads(text)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -139,10 +139,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def reproducible(row: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step that two equal runs share: all but the clock's."""
-    clock = ("timing_", "perf/", "weight_sync/seconds", "weight_sync/gb_per_s", "weight_sync/verify_s", "checkpoint/")
-    clock += ("rollout/replica_utilization/",)
-    return {name: value for name, value in row.items() if not name.startswith(clock)}
+    """Metrics of a step that are equal in two equal runs: all except timings."""
+    timings = ("timing_", "perf/", "weight_sync/seconds", "weight_sync/gb_per_s", "weight_sync/verify_s", "checkpoint/")
+    timings += ("rollout/replica_utilization/",)
+    return {name: value for name, value in row.items() if not name.startswith(timings)}
 
 
 def assert_finite(row: Mapping[str, float]) -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from cli_runs import ONE_BY_ONE, REWARDS, ROOT, CliRun
 
-from megarl.rollout.sglang.features import is_installed
+from megarl.rollout.sglang.options import is_installed
 
-# Run where SGLang is installed, in an environment of its own.
+# SGLang is installed in a separate environment.
 collect_ignore = [] if is_installed() else ["test_e2e_sglang.py"]
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's task in small: 48 thousand parameters, 80 problems to learn and 20 to validate on."""
+    """A small quickstart task: 48 thousand parameters, 80 training and 20 validation problems."""
     folder = tmp_path_factory.mktemp("task")
     command = [sys.executable, str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(folder)]
     command += ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
@@ -27,7 +27,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small(task: Path) -> list[str]:
-    """Overrides that make a quickstart configuration small: 24 prompts a step, three steps an epoch."""
+    """Overrides for a small quickstart run: 24 prompts per step, three steps per epoch."""
     return [
         f"data.train_files={task}/data/train.parquet",
         f"data.val_files={task}/data/test.parquet",
@@ -48,8 +48,7 @@ def dense_reward() -> list[str]:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CliRun]]:
-    """Starts runs, ``start(*arguments, folder=None, env=None, job="train")``, one at a time: the one before is ended
-    first."""
+    """``start(*arguments, folder=None, env=None, job="train")`` ends the previous run and starts a new one."""
     runs: list[CliRun] = []
 
     def start_run(

@@ -1,4 +1,4 @@
-"""A reward that kills one of SGLang's ranks, as it scores the last answer of the first step."""
+"""A reward function that kills an SGLang rank when it scores the last response of the first step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _calls = 0
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """A number that differs between answers."""
+    """Return a number that differs between responses."""
     global _calls
     _calls += 1
     if _calls == ROWS:
-        ranks_of_this_run()[-1].kill()
+        sglang_ranks()[-1].kill()
     return float(sum(map(ord, solution_str)) % 7)
 
 
-def ranks_of_this_run() -> list[psutil.Process]:
-    found = []
+def sglang_ranks() -> list[psutil.Process]:
+    """SGLang's scheduler processes of this run."""
+    ranks = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             is_rank = "sglang::scheduler" in " ".join(process.cmdline())
             if is_rank and process.environ().get(MARK) == os.environ[MARK]:
-                found.append(process)
-    return found
+                ranks.append(process)
+    return ranks

@@ -1,4 +1,4 @@
-"""Rewards that kill rollout replicas: in the driver, as they score, or when they are next asked to generate."""
+"""Reward functions that kill rollout replicas from the driver, at once or during the next generation."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ _calls = 0
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """The answer's length. After the first step replica 1 dies as it generates; after the second replica 0 dies before
-    the weight sync; after the fourth both die as they generate."""
+    """Return the length of the response, and kill replicas after some steps.
+
+    After step 1, replica 1 dies during generation; after step 2, replica 0 dies before the weight sync; after step 4,
+    both die during generation.
+    """
     global _calls
     _calls += 1
     step, row = divmod(_calls, ROWS)
     if row == 0:
         if step == 1:
-            kill_as_they_generate([1])
+            kill_during_generation([1])
         elif step == 2:
             kill([0])
         elif step == 4:
-            kill_as_they_generate([0, 1])
+            kill_during_generation([0, 1])
     return float(len(solution_str))
 
 
 def vote(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """A score, and an answer on which those of one prompt sometimes agree."""
+    """Return a score, and a prediction that is often equal for several responses to one prompt."""
     return {"score": float(len(solution_str) % 3), "pred": solution_str[:1].isascii()}
 
 
-def vote_once_dead(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
-) -> dict[str, Any]:
-    """As ``vote``; replica 1 dies as it generates the second batch of ``ROWS`` answers."""
+def vote_and_kill(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """Score like ``vote``; replica 1 dies while it generates the second batch of ``ROWS`` responses."""
     global _calls
     _calls += 1
     if _calls == ROWS:
-        kill_as_they_generate([1])
+        kill_during_generation([1])
     return vote(data_source, solution_str, ground_truth, extra_info)
 
 
 def kill(ranks: Sequence[int]) -> None:
-    (group,) = [thing for thing in gc.get_objects() if isinstance(thing, WorkerGroup) and thing.role == "rollout"]
+    (group,) = [item for item in gc.get_objects() if isinstance(item, WorkerGroup) and item.role == "rollout"]
     for rank in ranks:
-        os.kill(group._cards[rank].pid, signal.SIGKILL)
+        os.kill(group.processes[rank].pid, signal.SIGKILL)
 
 
-def kill_as_they_generate(ranks: Sequence[int]) -> None:
+def kill_during_generation(ranks: Sequence[int]) -> None:
     enter = Router.__aenter__
 
     async def kill_and_enter(router: Router) -> Router:

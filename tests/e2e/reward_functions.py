@@ -1,4 +1,4 @@
-"""Reward functions that the runs of these tests name by ``path.py``; read by megarl, not by pytest."""
+"""Reward functions that end-to-end runs reference as ``path.py:name``; megarl imports this file, pytest does not."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def fill_up(path: Path) -> None:
 
 
 def pause(extra_info: dict[str, Any]) -> None:
-    """Stops at the training sample whose number ``PAUSE_AT`` has: the run is in the middle of a known step then.
+    """Pause at training sample number ``PAUSE_AT``, so that the run is in the middle of a known step.
 
-    Makes the file ``PAUSED`` before, and goes on once that is gone. From the sample ``FULL_FROM`` to ``FULL_UNTIL`` the
-    file system of ``FULL_FOLDER`` is full to the last block.
+    The file ``PAUSED`` is created before the pause; the run continues when the file is removed. From sample
+    ``FULL_FROM`` to sample ``FULL_UNTIL``, the file system of ``FULL_FOLDER`` is full.
     """
     global _training_calls
     if extra_info["split"] == "train":
@@ -44,22 +44,16 @@ def pause(extra_info: dict[str, Any]) -> None:
 
 
 def dense(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, float]:
-    """A score that differs between the answers of a random model, so that there is something to learn.
-
-    Pauses where it is asked to.
-    """
+    """Return a score that differs between the responses of a random model, and pause if configured."""
     pause(extra_info)
     score = 0.0
-    for place, character in enumerate(solution_str):
-        score += (ord(character) % 17) / (17 * (1 + place))
+    for position, character in enumerate(solution_str):
+        score += (ord(character) % 17) / (17 * (1 + position))
     return {"score": score, "exact": float(solution_str == ground_truth)}
 
 
 def one_or_failure(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """At least 1 for every answer that it scores; an even sum it cannot score, in one of two ways.
-
-    Pauses where it is asked to.
-    """
+    """Return at least 1 if the sum is odd; fail in one of two ways if it is even. Pause if configured."""
     pause(extra_info)
     if int(ground_truth) % 4 == 0:
         raise ConnectionError("the judge is away")
@@ -72,6 +66,6 @@ def broken(data_source: str, solution_str: str, ground_truth: str, extra_info: d
     raise ZeroDivisionError("a mistake in the reward")
 
 
-def dense_or_alike(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """As :func:`dense`; all answers to an even sum score alike, so that nothing can be learned from them."""
+def dense_or_constant(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """Score like :func:`dense`, but give all responses to an even sum the same score (a zero-variance group)."""
     return dense(data_source, solution_str, ground_truth, extra_info)["score"] if int(ground_truth) % 2 else 0.25

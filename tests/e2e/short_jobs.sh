@@ -1,5 +1,5 @@
-# Read by every bash below tests/e2e/test_e2e_docs.py (BASH_ENV): the commands of the documentation as they stand, but on a
-# small task, and jobs for one step or, with MEGARL_DOCS=check, up to the checks of their configuration.
+# Shortens the documented commands for tests/e2e/test_e2e_docs.py, which sets BASH_ENV to this file: a small task, and jobs
+# of one step. With MEGARL_DOCS=check, jobs end after the checks of their configuration.
 
 _job() { # _job NAME ARGUMENT...
   local name="$1" more=()

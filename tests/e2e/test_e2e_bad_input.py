@@ -1,7 +1,7 @@
-"""Bad input is refused before any process is started, with the key, the value, and what would be right.
+"""Bad input is refused before any process starts; the message names the key, the value and the remedy.
 
-The runs are made in this process, through the command's own entry point, which saves the start of Python for each; a
-few go through a real command line.
+Most runs call the entry point of the command in this process, to avoid a Python start each; a few use a real command
+line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Refuse = Callable[..., str]
 def refuse(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Refuse:
-    """``refuse(*arguments, code=)``: the message of a run that is refused with the exit code, Ray untouched."""
+    """``refuse(*arguments, code=)``: message of a run that exits with the code before Ray starts."""
 
     def no_ray(*arguments: Any, **options: Any) -> None:
         raise AssertionError("Ray was started")
@@ -43,11 +43,11 @@ def refuse(
 
     def run(*arguments: str, code: int) -> str:
         try:
-            found = cli.run_job("train", ["--config-name", "quickstart", *small, *arguments])
-        except SystemExit as stop:  # how Hydra reports an exception that is a bug
-            found = stop.code
+            exit_code = cli.run_job("train", ["--config-name", "quickstart", *small, *arguments])
+        except SystemExit as stop:  # Hydra reports an unexpected exception this way
+            exit_code = stop.code
         printed = capsys.readouterr()
-        assert found == code, printed.err
+        assert exit_code == code, printed.err
         assert "Traceback" not in printed.err
         return printed.err
 
@@ -61,7 +61,7 @@ def rows(task: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def model(task: Path, tmp_path: Path) -> Path:
-    """A copy of the model, for a test to spoil."""
+    """A copy of the model that a test can damage."""
     return Path(shutil.copytree(task / "model", tmp_path / "model"))
 
 
@@ -76,7 +76,7 @@ def change_config(model: Path, **changes: Any) -> str:
     return f"actor_rollout_ref.model.path={model}"
 
 
-def assert_says(message: str, *parts: str) -> None:
+def assert_contains(message: str, *parts: str) -> None:
     missing = [part for part in parts if part not in message]
     assert not missing, f"{missing} not in:\n{message}"
 
@@ -84,108 +84,106 @@ def assert_says(message: str, *parts: str) -> None:
 # Data
 
 
-def test_missing_file(refuse: Refuse) -> None:
+def test_missing_data_file(refuse: Refuse) -> None:
     message = refuse("data.train_files=nowhere/train.parquet", code=2)
-    assert_says(message, "data.train_files", "nowhere/train.parquet", "no such file")
+    assert_contains(message, "data.train_files", "nowhere/train.parquet", "no such file")
 
 
-def test_file_that_is_no_parquet(refuse: Refuse, tmp_path: Path) -> None:
+def test_invalid_parquet_file(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "train.parquet").write_text("prompt,answer\n")
     message = refuse(f"data.val_files={tmp_path}/train.parquet", code=2)
-    assert_says(message, "data.val_files", "train.parquet", "not a readable parquet file")
+    assert_contains(message, "data.val_files", "train.parquet", "not a readable parquet file")
 
 
 def test_missing_column(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     renamed = [{("reward" if name == "reward_model" else name): row[name] for name in row} for row in rows]
     message = refuse(write(renamed, tmp_path / "train.parquet"), code=2)
-    assert_says(message, "data.train_files", "train.parquet", "no column 'reward_model'", "did you mean 'reward'")
+    assert_contains(message, "data.train_files", "train.parquet", "no column 'reward_model'", "did you mean 'reward'")
 
 
-def test_prompt_that_is_text(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_prompt_of_type_string(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     texts = [{**row, "prompt": row["prompt"][0]["content"]} for row in rows]
     message = refuse(write(texts, tmp_path / "train.parquet"), code=2)
-    assert_says(message, "data.train_files", "column 'prompt'", "list of chat messages", "it is string")
+    assert_contains(message, "data.train_files", "column 'prompt'", "list of chat messages", "it is string")
 
 
-def test_null_in_a_row(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_null_ground_truth(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     rows[17]["reward_model"]["ground_truth"] = None
     message = refuse(write(rows, tmp_path / "train.parquet"), code=2)
-    assert_says(message, "train.parquet", "column 'reward_model', row 17", "'ground_truth' null")
+    assert_contains(message, "train.parquet", "column 'reward_model', row 17", "'ground_truth' null")
 
 
-def test_agent_that_a_row_names_and_that_is_not_there(
-    refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_unknown_agent_name_in_a_row(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     named = [{**row, "agent_name": "tool_agnt" if number >= 17 else None} for number, row in enumerate(rows)]
     message = refuse(write(named, tmp_path / "train.parquet"), code=2)
-    assert_says(
+    assert_contains(
         message, "train.parquet, row 17", "agent_name='tool_agnt'", "known ones: external_agent,", "tool_agent;"
     )
-    absent = "actor_rollout_ref.rollout.agent.external_agent=nowhere.py:lead"
-    assert_says(refuse(absent, code=2), "agent 'nowhere.py:lead'", "there is no file nowhere.py")
+    missing = "actor_rollout_ref.rollout.agent.external_agent=nowhere.py:lead"
+    assert_contains(refuse(missing, code=2), "agent 'nowhere.py:lead'", "there is no file nowhere.py")
 
 
-def test_empty_data_set(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_empty_dataset(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     schema = pa.Table.from_pylist(rows).schema
     message = refuse(write([], tmp_path / "train.parquet", schema), code=2)
-    assert_says(message, "data.train_files", "there is no row", "train.parquet")
+    assert_contains(message, "data.train_files", "there is no row", "train.parquet")
 
 
-def test_fewer_prompts_than_a_batch(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_fewer_prompts_than_one_batch(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     message = refuse(write(rows[:23], tmp_path / "train.parquet"), code=2)
-    assert_says(message, "data.train_batch_size", "24", "23")
+    assert_contains(message, "data.train_batch_size", "24", "23")
 
 
-def test_prompt_too_long(refuse: Refuse) -> None:
+def test_overlong_prompt(refuse: Refuse) -> None:
     message = refuse("data.max_prompt_length=8", code=2)
-    assert_says(message, "row 0", "has 11 tokens", "at most 8", "data.max_prompt_length", "data.truncation=left")
+    assert_contains(message, "row 0", "has 11 tokens", "at most 8", "data.max_prompt_length", "data.truncation=left")
 
 
-def test_every_prompt_too_long(refuse: Refuse) -> None:
+def test_all_prompts_overlong(refuse: Refuse) -> None:
     message = refuse("data.max_prompt_length=8", "data.filter_overlong_prompts=true", code=2)
-    assert_says(message, "all 80 prompts", "longer than 8", "data.max_prompt_length")
+    assert_contains(message, "all 80 prompts", "longer than 8", "data.max_prompt_length")
 
 
 # Models
 
 
-def test_model_folder_that_is_not_there(refuse: Refuse) -> None:
+def test_missing_model_folder(refuse: Refuse) -> None:
     message = refuse("actor_rollout_ref.model.path=nowhere/model", code=2)
-    assert_says(message, "nowhere/model")
+    assert_contains(message, "nowhere/model")
 
 
 def test_model_folder_without_config(refuse: Refuse, model: Path) -> None:
     (model / "config.json").unlink()
     message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
-    assert_says(message, str(model), "config.json")
+    assert_contains(message, str(model), "config.json")
 
 
 def test_architecture_without_weight_map(refuse: Refuse, model: Path) -> None:
     message = refuse(change_config(model, architectures=["MambaForCausalLM"]), code=2)
-    assert_says(message, "MambaForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    assert_contains(message, "MambaForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def test_missing_shard(refuse: Refuse, model: Path) -> None:
+def test_missing_safetensors_shard(refuse: Refuse, model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     save_file(tensors, model / "model-00001-of-00002.safetensors")
-    places = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    weight_map = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
-    assert_says(message, str(model), "lacks shard 'model-00002-of-00002.safetensors'")
+    assert_contains(message, str(model), "lacks shard 'model-00002-of-00002.safetensors'")
 
 
 def test_truncated_weights(refuse: Refuse, model: Path) -> None:
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content[:-100])
     message = refuse(f"critic.model.path={model}", code=2)
-    assert_says(message, str(model / "model.safetensors"), "truncated", str(len(content)))
+    assert_contains(message, str(model / "model.safetensors"), "truncated", str(len(content)))
 
 
 def test_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:
     (model / "chat_template.jinja").unlink()
     message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
-    assert_says(message, str(model), "chat_template", "tokenizer_config.json")
+    assert_contains(message, str(model), "chat_template", "tokenizer_config.json")
 
 
 # Layouts and batches
@@ -208,20 +206,20 @@ def test_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:
     ],
     ids=["heads", "key-value heads", "layers"],
 )
-def test_layout_that_does_not_fit_the_model(
+def test_layout_does_not_fit_the_model(
     changes: dict[str, Any], arguments: list[str], parts: tuple[str, ...], refuse: Refuse, model: Path
 ) -> None:
     if "pipeline" in arguments[-1]:
         arguments = [*arguments, f"{ACTOR}.tensor_model_parallel_size=1"]
-    others = [f"{CRITIC}.pipeline_model_parallel_size=1", f"{CRITIC}.data_parallel_size=1"]
-    message = refuse(change_config(model, **changes), *others, *arguments, code=2)
+    critic = [f"{CRITIC}.pipeline_model_parallel_size=1", f"{CRITIC}.data_parallel_size=1"]
+    message = refuse(change_config(model, **changes), *critic, *arguments, code=2)
     key = next(argument for argument in arguments if argument.startswith(ACTOR)).partition("=")[0]
-    assert_says(message, key, *parts)
+    assert_contains(message, key, *parts)
 
 
-def test_layout_that_does_not_divide_the_devices(refuse: Refuse) -> None:
+def test_layout_does_not_divide_the_devices(refuse: Refuse) -> None:
     message = refuse("trainer.n_gpus_per_node=3", code=2)
-    assert_says(message, f"{ACTOR}.tensor_model_parallel_size=2", "do not divide", "trainer.n_gpus_per_node=3")
+    assert_contains(message, f"{ACTOR}.tensor_model_parallel_size=2", "do not divide", "trainer.n_gpus_per_node=3")
 
 
 @pytest.mark.parametrize(
@@ -246,42 +244,42 @@ def test_layout_that_does_not_divide_the_devices(refuse: Refuse) -> None:
     ],
     ids=["mini-batch", "data parallel", "micro-batch", "token budget"],
 )
-def test_batches_that_do_not_divide(arguments: list[str], parts: tuple[str, ...], refuse: Refuse) -> None:
-    assert_says(refuse(*arguments, code=2), *parts)
+def test_batch_sizes_do_not_divide(arguments: list[str], parts: tuple[str, ...], refuse: Refuse) -> None:
+    assert_contains(refuse(*arguments, code=2), *parts)
 
 
-def test_engine_that_cannot_split_a_model(refuse: Refuse) -> None:
+def test_embedded_engine_has_no_tensor_parallelism(refuse: Refuse) -> None:
     message = refuse("actor_rollout_ref.rollout.tensor_model_parallel_size=2", code=2)
-    assert_says(message, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "embedded", "1")
+    assert_contains(message, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "embedded", "1")
 
 
 # Keys, rewards
 
 
-def test_all_wrong_keys_are_named_at_once(refuse: Refuse) -> None:
+def test_all_wrong_keys_are_reported_together(refuse: Refuse) -> None:
     message = refuse("trainer.total_training_step=3", "critic.optim.lr=fast", "algorithm.adv_estimator=ppo", code=2)
-    assert_says(message, "trainer.total_training_step=3", "did you mean trainer.total_training_steps?")
-    assert_says(message, "critic.optim.lr=fast", "number", "algorithm.adv_estimator=ppo", "gae, grpo")
+    assert_contains(message, "trainer.total_training_step=3", "did you mean trainer.total_training_steps?")
+    assert_contains(message, "critic.optim.lr=fast", "number", "algorithm.adv_estimator=ppo", "gae, grpo")
 
 
 @pytest.mark.parametrize(
     ("content", "name", "parts"),
     [
         (None, "score", ("there is no file",)),
-        ("import a_package_that_is_not_there", "score", ("ModuleNotFoundError", "a_package_that_is_not_there")),
+        ("import missing_package", "score", ("ModuleNotFoundError", "missing_package")),
         ("def compute_score(solution_str): return 1.0", "compute_score", ("data_source", "ground_truth")),
         ("def reward(**columns): return 1.0", "score", ("no 'score'", "reward")),
     ],
     ids=["no file", "import fails", "signature", "no function"],
 )
-def test_reward_that_cannot_be_imported(
+def test_reward_function_import_fails(
     content: str | None, name: str, parts: tuple[str, ...], refuse: Refuse, tmp_path: Path
 ) -> None:
     path = tmp_path / "judge.py"
     if content is not None:
         path.write_text(content)
     message = refuse(f"custom_reward_function.path={path}", f"custom_reward_function.name={name}", code=2)
-    assert_says(message, str(path), *parts)
+    assert_contains(message, str(path), *parts)
 
 
 # Checkpoints
@@ -289,13 +287,13 @@ def test_reward_that_cannot_be_imported(
 
 @pytest.fixture(scope="module")
 def checkpoint(small: list[str], start: Callable[..., CliRun]) -> Path:
-    """The folder of a real checkpoint of one step, made with one device and no critic, by a run short of time."""
+    """A checkpoint of one step without a critic, saved by a run that reached its time limit."""
     run = start(*GRPO_ALONE, *small, "trainer.max_wall_seconds=1", "trainer.hf_export_dir=too_late")
     assert run.wait() == 0, run.output
     folder = run.folder / "outputs" / "quickstart" / "checkpoints" / "global_step_1"
     line = " ".join(run.output.split())  # the terminal wraps
-    assert_says(line, "Ended after step 1 of 5 (trainer.max_wall_seconds=1: 0 s are left")
-    assert_says(line.replace(" ", ""), f"savedin{folder}.Togoon,runthesamecommandwithtrainer.resume_mode=auto")
+    assert_contains(line, "Ended after step 1 of 5 (trainer.max_wall_seconds=1: 0 s are left")
+    assert_contains(line.replace(" ", ""), f"savedin{folder}.Togoon,runthesamecommandwithtrainer.resume_mode=auto")
     assert not (run.folder / "too_late").exists()
     return folder
 
@@ -319,59 +317,57 @@ def test_checkpoint_of_another_model(refuse: Refuse, checkpoint: Path, task: Pat
     subprocess.run([*command, "--hidden", "48", "--layers", "3"], check=True, capture_output=True, cwd=tmp_path)
     path = f"actor_rollout_ref.model.path={tmp_path}/other/model"
     message = refuse(*GRPO_ALONE, *resume_from(checkpoint), path, code=1)
-    assert_says(message, "checkpoint is of another model", "hidden_size: 32 in the checkpoint, 48 in this run")
-    assert_says(message, "num_layers: 2 in the checkpoint, 3 in this run")
+    assert_contains(message, "checkpoint is of another model", "hidden_size: 32 in the checkpoint, 48 in this run")
+    assert_contains(message, "num_layers: 2 in the checkpoint, 3 in this run")
 
 
 def test_truncated_checkpoint_file(refuse: Refuse, checkpoint: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(checkpoint, tmp_path / "global_step_1"))
-    largest = max(
-        (path for path in (copy / "actor").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
+    largest = largest_file(copy / "actor")
     size = largest.stat().st_size
     largest.write_bytes(largest.read_bytes()[:-1])
     message = refuse(*GRPO_ALONE, *resume_from(copy), code=1)
-    assert_says(message, str(copy), "corrupt", f"{largest.name} has {size - 1} bytes, {size} were saved")
+    assert_contains(message, str(copy), "corrupt", f"{largest.name} has {size - 1} bytes, {size} were saved")
 
 
 def test_checkpoint_with_a_flipped_bit(refuse: Refuse, checkpoint: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(checkpoint, tmp_path / "global_step_1"))
-    largest = max(
-        (path for path in (copy / "actor").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
+    largest = largest_file(copy / "actor")
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
     message = refuse(*GRPO_ALONE, *resume_from(copy), code=1)
-    assert_says(message, str(copy), largest.name, "content differs from its checksum")
+    assert_contains(message, str(copy), largest.name, "content differs from its checksum")
 
 
-def test_checkpoint_that_is_not_there(refuse: Refuse) -> None:
+def test_missing_checkpoint(refuse: Refuse) -> None:
     message = refuse(*resume_from(Path("nowhere/global_step_3")), code=1)
-    assert_says(message, "nowhere/global_step_3", "does not exist")
+    assert_contains(message, "nowhere/global_step_3", "does not exist")
 
 
-def test_checkpoint_that_must_be_there(refuse: Refuse) -> None:
+def test_resume_mode_must_without_a_checkpoint(refuse: Refuse) -> None:
     message = refuse("trainer.resume_mode=must", code=1)
-    assert_says(message, "trainer.resume_mode=must, but there is no checkpoint in", "trainer.default_local_dir")
+    assert_contains(message, "trainer.resume_mode=must, but there is no checkpoint in", "trainer.default_local_dir")
 
 
 def test_checkpoint_without_a_critic(refuse: Refuse, checkpoint: Path) -> None:
     message = refuse(*resume_from(checkpoint), code=1)
-    assert_says(message, str(checkpoint), "holds no critic")
+    assert_contains(message, str(checkpoint), "holds no critic")
 
 
-def test_time_limit_that_is_no_time(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_slurm_end_time(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
-    assert_says(refuse(code=2), "SLURM_JOB_END_TIME='tomorrow' is not a UNIX time")
+    assert_contains(refuse(code=2), "SLURM_JOB_END_TIME='tomorrow' is not a UNIX time")
 
 
-def test_checkpoint_of_other_data(refuse: Refuse, checkpoint: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_checkpoint_of_another_dataset(
+    refuse: Refuse, checkpoint: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
     message = refuse(*GRPO_ALONE, *resume_from(checkpoint), write(rows[:50], tmp_path / "train.parquet"), code=2)
-    assert_says(message, "80", "50", "trainer.resume_mode=disable")
+    assert_contains(message, "80", "50", "trainer.resume_mode=disable")
 
 
-# As a user sees it
+# Real command lines
 
 
 @pytest.mark.parametrize(
@@ -381,7 +377,9 @@ def test_checkpoint_of_other_data(refuse: Refuse, checkpoint: Path, rows: list[d
         ("data.train_files=nowhere.parquet", 2, "nowhere.parquet: there is no such file"),
     ],
 )
-def test_real_command_line(argument: str, code: int, part: str, small: list[str], start: Callable[..., CliRun]) -> None:
+def test_message_and_exit_code_of_a_real_command_line(
+    argument: str, code: int, part: str, small: list[str], start: Callable[..., CliRun]
+) -> None:
     run = start("--config-name", "quickstart", *small, argument)
     assert run.wait() == code
     assert part in run.output and "Traceback" not in run.output

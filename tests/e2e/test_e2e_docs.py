@@ -1,4 +1,4 @@
-"""The commands of the documentation, run as they stand, in one folder where the quickstart has been."""
+"""Runs the commands of the documentation in a checkout, before and after the quickstart."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
 
 PINNED = ("launch/constraints.txt", "setup.py")
-FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "tools", "tests/plan/models")
+FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "tools", "tests/ops/plan/models")
 BLOCKS = shell_blocks()
 
 
 def run(code: str, folder: Path, how: str) -> str:
-    """Runs commands in a folder; returns what they print."""
+    """Run commands in a folder; return their output."""
     environment = {
         **os.environ,
         "BASH_ENV": str(ROOT / "tests/e2e/short_jobs.sh"),
@@ -27,16 +27,16 @@ def run(code: str, folder: Path, how: str) -> str:
         "PYTHONPATH": str(ROOT),
     }
     command = ["bash", "-euo", "pipefail", "-c", code]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, f"{code}\n{done.stdout[-4000:]}"
-    return done.stdout
+    assert result.returncode == 0, f"{code}\n{result.stdout[-4000:]}"
+    return result.stdout
 
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a user has after cloning, with an environment that needs no set-up."""
+    """A fresh clone with an installed environment."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name)
@@ -54,21 +54,21 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def after_quickstart(checkout: Path) -> Path:
-    """The folder after the command that the pages begin with."""
-    first = {block.code for block in BLOCKS if block.mark == QUICKSTART}
-    assert len(first) == 1, f"expected one and the same block, marked {QUICKSTART!r}; found {first}"
-    said = run(first.pop(), checkout, "step")
-    assert "== 4/4" in said and "What is 25 + 4?" in said.partition("== 4/4")[2]
+    """The checkout after the quickstart command of the pages."""
+    commands = {block.code for block in BLOCKS if block.mark == QUICKSTART}
+    assert len(commands) == 1, f"blocks marked {QUICKSTART!r} must be equal: {commands}"
+    output = run(commands.pop(), checkout, "step")
+    assert "== 4/4" in output and "What is 25 + 4?" in output.partition("== 4/4")[2]
     return checkout
 
 
-def test_the_quickstart(after_quickstart: Path) -> None:
+def test_quickstart_writes_a_report_and_a_model(after_quickstart: Path) -> None:
     assert list((after_quickstart / "outputs/quickstart").glob("*/report.html"))
     assert (after_quickstart / "outputs/quickstart/trained/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == ALONE], ids=lambda block: block.name)
-def test_commands_that_need_nothing(block: Block, checkout: Path) -> None:
+def test_standalone_commands(block: Block, checkout: Path) -> None:
     run(block.code, checkout, "check")
 
 
@@ -78,5 +78,5 @@ def test_commands_after_the_quickstart(block: Block, after_quickstart: Path) -> 
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == ONE_STEP], ids=lambda block: block.name)
-def test_commands_after_the_quickstart_for_one_step(block: Block, after_quickstart: Path) -> None:
+def test_commands_after_the_quickstart_run_one_step(block: Block, after_quickstart: Path) -> None:
     run(block.code, after_quickstart, "step")

@@ -1,4 +1,4 @@
-"""A model family that only the user's own file declares: trained, exported, and read by the conversion."""
+"""A model family declared in a user file (`external_lib`): training, export and conversion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ours(Qwen2):
 
 @pytest.fixture(scope="module")
 def family(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``model``, which nobody but ``ours.py`` beside it knows."""
+    """A folder with ``model`` of an unknown architecture and ``ours.py`` with its declaration."""
     folder = tmp_path_factory.mktemp("family")
     shutil.copytree(task / "model", folder / "model")
     config = folder / "model" / "config.json"
@@ -36,7 +36,7 @@ def family(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def keys(family: Path, small: list[str]) -> list[str]:
-    """One step with an export, of a model whose family is not known yet."""
+    """One step with an export of a model whose family is not registered."""
     return [
         *("--config-name", "quickstart", *small, "trainer.experiment_name=ours", "trainer.total_training_steps=1"),
         *(f"actor_rollout_ref.model.path={family}/model", "trainer.hf_export_dir=export"),
@@ -44,31 +44,29 @@ def keys(family: Path, small: list[str]) -> list[str]:
     ]
 
 
-def test_without_the_file_it_is_refused(keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_family_is_refused(keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_job("train", keys) == 2
     assert "'OursForCausalLM' has no weight map" in capsys.readouterr().err
 
 
-def test_every_process_knows_it(keys: list[str], family: Path, start: Callable[..., CliRun]) -> None:
+def test_every_process_imports_external_lib(keys: list[str], family: Path, start: Callable[..., CliRun]) -> None:
     run = start(*keys, f"actor_rollout_ref.model.external_lib={family}/ours.py")
     assert run.wait() == 0, run.output
     assert json.loads((run.folder / "export" / "config.json").read_text())["architectures"] == ["OursForCausalLM"]
 
 
-def test_the_conversion_takes_it_by_an_option(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # In this process nothing has imported the file yet.
+def test_convert_imports_external_lib(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The file has not been imported in this process.
     assert cli.main(["convert", "inspect", str(family / "model")]) == 1
     assert "external_lib" in capsys.readouterr().err
     assert cli.main(["convert", "inspect", str(family / "model"), "--external-lib", str(family / "ours.py")]) == 0
     assert "OursForCausalLM" in capsys.readouterr().out
 
 
-def test_a_module_that_cannot_be_imported_is_told_with_its_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "broken.py").write_text("import nothing_of_the_kind")
+def test_import_error_names_the_config_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.py").write_text("import missing_module")
     key = "actor_rollout_ref.model.external_lib"
     code = cli.run_job("train", ["--config-name", "quickstart", f"{key}=[{tmp_path}/broken.py,no.such.module]"])
     error = capsys.readouterr().err
     assert code == 2 and error.count(key) >= 2
-    assert "No module named 'nothing_of_the_kind'" in error and "importing no.such.module failed" in error
+    assert "No module named 'missing_module'" in error and "importing no.such.module failed" in error

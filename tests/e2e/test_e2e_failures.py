@@ -1,4 +1,4 @@
-"""How runs end that cannot go on: at once, with the cause named, and without a process left."""
+"""Failing and interrupted runs end at once, name the cause and leave no process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import psutil
 import pytest
 from cli_runs import REWARDS, CliRun, RunFiles
 
-from megarl.trainer.checkpoint_store import CheckpointStore
+from megarl.trainer.state.checkpoint_store import CheckpointStore
 
-# A slow machine is allowed for; what is to be seen is that nothing waits for a timeout of a minute or more.
+# Long enough for a slow machine, and shorter than every timeout of a minute or more.
 AT_ONCE_S = 25.0
 WORKER = "ray::WorkerProcess"
 
 
 @pytest.fixture
 def endless(small: list[str]) -> list[str]:
-    """GRPO with the fewest workers, an actor of two ranks and two engines, that would go on for minutes."""
+    """GRPO for minutes with the fewest workers: an actor of two ranks and two engines."""
     return [
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=endless"),
         *("actor_rollout_ref.actor.use_kl_loss=false", "trainer.total_training_steps=5000"),
@@ -36,7 +36,7 @@ def one_device() -> list[str]:
 
 
 def assert_ends(run: CliRun, code: int) -> str:
-    """The run ends soon with an exit code and leaves no process; returns its output."""
+    """Check that the run ends soon with an exit code and leaves no process; return its output."""
     begin = time.monotonic()
     assert run.wait(AT_ONCE_S) == code, run.output
     assert run.remaining(AT_ONCE_S - (time.monotonic() - begin)) == []
@@ -47,7 +47,7 @@ def in_third_step(run: CliRun) -> bool:
     return "step 2/" in run.output
 
 
-def test_ctrl_c_during_training(endless: list[str], start: Callable[..., CliRun]) -> None:
+def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Callable[..., CliRun]) -> None:
     run = start(*endless)
     run.wait_until(lambda: in_third_step(run))
     run.signal_group(signal.SIGINT)
@@ -55,7 +55,7 @@ def test_ctrl_c_during_training(endless: list[str], start: Callable[..., CliRun]
     assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
 
 
-def test_ctrl_c_while_workers_start(endless: list[str], start: Callable[..., CliRun]) -> None:
+def test_ctrl_c_during_worker_start_ends_all_processes(endless: list[str], start: Callable[..., CliRun]) -> None:
     run = start(*endless)
     run.wait_until(lambda: bool(workers(run)))
     run.signal_group(signal.SIGINT)
@@ -67,23 +67,22 @@ def workers(run: CliRun) -> list[psutil.Process]:
     return [process for process in run.processes() if WORKER in " ".join(process.cmdline())]
 
 
-def test_killed_actor_ends_the_run(endless: list[str], start: Callable[..., CliRun]) -> None:
+def test_killed_actor_ends_the_run_and_is_named(endless: list[str], start: Callable[..., CliRun]) -> None:
     run = start(*endless)
     run.wait_until(lambda: in_third_step(run))
     for victim in workers(run):
-        replaced = run.output.count("is lost")
+        lost = run.output.count("is lost")
         victim.kill()
         # A replica is replaced; the actor is not.
-        run_ended_or(run, lambda told=replaced: run.output.count("is lost") > told)
+        wait_for_end_or(run, lambda lost=lost: run.output.count("is lost") > lost)
         if run.process.poll() is not None:
             break
     output = assert_ends(run, 1)
-    named = re.search(rf"actor rank [01] \(pid {victim.pid} on [\d.]+\) died in (\w+)", output)
-    assert named, output
+    assert re.search(rf"actor rank [01] \(pid {victim.pid} on [\d.]+\) died in (\w+)", output), output
     assert "its process was killed" in output and "Traceback (most recent call last)" not in output
 
 
-def test_stopped_process_is_named_by_the_watchdog_which_ends_the_run_with_its_checkpoints_whole(
+def test_watchdog_names_a_stopped_process_and_ends_the_run_with_valid_checkpoints(
     endless: list[str], start: Callable[..., CliRun]
 ) -> None:
     limits = "+trainer.watchdog.phases.start_workers=null"
@@ -104,15 +103,15 @@ def test_stopped_process_is_named_by_the_watchdog_which_ends_the_run_with_its_ch
         store.verify(store.root / f"global_step_{step}", ("actor",))
 
 
-def run_ended_or(run: CliRun, condition: Callable[[], bool]) -> None:
-    """Waits for either."""
+def wait_for_end_or(run: CliRun, condition: Callable[[], bool]) -> None:
+    """Wait until the run ends or a condition holds."""
     deadline = time.monotonic() + AT_ONCE_S
     while run.process.poll() is None and not condition():
         assert time.monotonic() < deadline, run.output
         time.sleep(0.05)
 
 
-def test_dead_replicas_are_replaced_and_if_all_die_the_run_is_saved(
+def test_dead_replicas_are_replaced_and_the_run_is_saved_if_all_die(
     endless: list[str], start: Callable[..., CliRun]
 ) -> None:
     deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}"
@@ -128,13 +127,13 @@ def test_dead_replicas_are_replaced_and_if_all_die_the_run_is_saved(
     assert run.output.count("is lost") == 4, run.output
     assert "rollout replica 0 is lost and is replaced: weight sync to version 3 failed" in run.output
     assert "all 2 rollout replicas are lost" in run.output and "The run ends after step 4; saved in" in run.output
-    assert "global_step_4, from where it continues" in run.output
+    assert "global_step_4; resume from there" in run.output
 
 
-def test_worker_that_raises_ends_the_run(
+def test_exception_in_a_worker_ends_the_run(
     endless: list[str], one_device: list[str], dense_reward: list[str], start: Callable[..., CliRun]
 ) -> None:
-    # The first optimizer step carries the weights away; the next one has no finite gradient.
+    # The first optimizer step makes the weights huge; the gradient of the next one is not finite.
     run = start(
         *(*endless, *one_device, *dense_reward, "actor_rollout_ref.actor.optim.lr=1e30"),
         *("actor_rollout_ref.actor.optim.max_skipped_steps=0", "sync.transport=inline"),
@@ -145,7 +144,7 @@ def test_worker_that_raises_ends_the_run(
     assert "max_skipped_steps=0" in run.output and "--- traceback of actor rank 0 ---" in run.output
 
 
-def test_reward_that_raises_ends_the_run_and_shows_the_sample(
+def test_exception_in_the_reward_function_ends_the_run_and_shows_the_sample(
     endless: list[str], one_device: list[str], start: Callable[..., CliRun]
 ) -> None:
     run = start(
@@ -159,7 +158,7 @@ def test_reward_that_raises_ends_the_run_and_shows_the_sample(
     assert "Traceback" not in output
 
 
-def test_more_devices_than_the_machine_has(small: list[str], start: Callable[..., CliRun]) -> None:
+def test_more_devices_than_the_machine_has_are_refused(small: list[str], start: Callable[..., CliRun]) -> None:
     run = start(
         *("--config-name", "quickstart", *small, "trainer.n_gpus_per_node=1000"),
         *("actor_rollout_ref.actor.megatron.data_parallel_size=1", "critic.megatron.data_parallel_size=1"),
@@ -169,5 +168,5 @@ def test_more_devices_than_the_machine_has(small: list[str], start: Callable[...
     assert run.remaining() == []
     assert "trainer.nnodes=1, trainer.n_gpus_per_node=1000, trainer.device=cpu: not enough" in run.output
     assert "`megarl launch` starts it on several" in run.output
-    assert "not enough CPU slots: 1000 needed" in run.output and f"{psutil.cpu_count()} there" in run.output
+    assert "not enough CPU slots: 1000 needed" in run.output and f"{psutil.cpu_count()} available" in run.output
     assert "Traceback" not in run.output

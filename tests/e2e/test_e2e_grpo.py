@@ -1,4 +1,4 @@
-"""GRPO from the command line: a reference with workers of its own, all trackers, and a reward that often fails."""
+"""GRPO from the command line: separate reference workers, all trackers, and a reward function that often fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIGNMENT = "algorithm.repr_align.ref_alignment"
 
 @pytest.fixture(scope="module")
 def arguments(small: list[str]) -> list[str]:
-    """Actor at PP=2, reference at TP=2, an engine that rounds; answers to even sums cannot be scored."""
+    """Actor at PP=2, reference at TP=2, engine in bfloat16; the reward function fails for even sums."""
     return [
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=grpo"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.rollout_data_dir=rollouts"),
@@ -46,8 +46,12 @@ def arguments(small: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def grpo(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
-    """A run that nothing interrupts and that saves nothing."""
-    run = start(*arguments, "trainer.logger=[console,jsonl,tensorboard,wandb]", env={"WANDB_MODE": "offline"})
+    """An uninterrupted run without checkpoints."""
+    run = start(
+        *arguments,
+        "trainer.logger=[console,jsonl,tensorboard,wandb]",
+        env={"WANDB_MODE": "offline", "MEGARL_FORK_SERVER": "0"},
+    )
     assert run.wait() == 0, run.output
     assert run.remaining() == []
     return RunFiles(run.folder, "grpo")
@@ -58,7 +62,7 @@ def answers(grpo: RunFiles) -> dict[int, list[dict[str, Any]]]:
     return {step: read_jsonl(grpo.folder / "rollouts" / f"{step}.jsonl") for step in grpo.steps}
 
 
-def test_metrics_are_those_of_a_run_without_critic(grpo: RunFiles) -> None:
+def test_metrics_of_a_run_without_critic(grpo: RunFiles) -> None:
     assert list(grpo.steps) == [1, 2, 3]
     for row in grpo.steps.values():
         assert_finite(row)
@@ -67,23 +71,23 @@ def test_metrics_are_those_of_a_run_without_critic(grpo: RunFiles) -> None:
         assert row["actor/kl_coef"] == 0.01
 
 
-def test_an_engine_that_rounds_is_corrected_for(grpo: RunFiles) -> None:
+def test_rollout_correction_of_a_bfloat16_engine(grpo: RunFiles) -> None:
     for row in grpo.steps.values():
-        # bfloat16 has 8 bits: log-probs are off by a few thousandths, seldom by the 0.2 at which k2 is 0.02.
+        # bfloat16 has 8 significant bits: log-prob errors are a few thousandths, and rarely 0.2 (k2 = 0.02).
         assert 1e-4 < row["training/rollout_log_probs_diff_mean"] < 0.1
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.05)
         assert row["rollout_corr/rollout_is_std"] > 1e-4
         assert 0 <= row["rollout_corr/rollout_rs_masked_fraction"] < 0.2
 
 
-def test_reference_of_another_layout_is_the_policy_that_the_run_began_with(grpo: RunFiles) -> None:
+def test_reference_with_another_layout_is_the_initial_policy(grpo: RunFiles) -> None:
     losses = [row["actor/kl_loss"] for row in grpo.steps.values()]
-    # the first mini-batch of the first step has none, the second one that of a single optimizer step
+    # In step 1 the KL of the first mini-batch is 0; the second one comes after a single optimizer step.
     assert 0 <= losses[0] < losses[1] < losses[2]
 
 
-def test_the_reference_has_its_part_in_the_reward(grpo: RunFiles) -> None:
-    # A warm-up of 2 of the 3 steps; the other weight is there from the start.
+def test_reference_quality_and_alignment_rewards(grpo: RunFiles) -> None:
+    # The quality weight warms up over 2 of the 3 steps; the alignment weight is constant.
     assert [row["ref_quality/weight"] for row in grpo.steps.values()] == pytest.approx([0.15, 0.3, 0.3])
     for row in grpo.steps.values():
         assert row["repr_align/weight"] == 0.2 and row["repr_align/fired"] == 1
@@ -91,20 +95,22 @@ def test_the_reference_has_its_part_in_the_reward(grpo: RunFiles) -> None:
         assert 0 < row["ref_quality/quality/min"] < row["ref_quality/quality/max"] <= 1
         assert -1 <= row["repr_align/similarity/min"] < row["repr_align/similarity/max"] <= 1 + 1e-6
         assert row["repr_align/empty_ground_truths"] == row["repr_align/cut_ground_truths"] == 0
-        weight, added = row["ref_quality/weight"], row["repr_align/reward_added/mean"]
-        assert added == pytest.approx(0.2 * row["repr_align/similarity/mean"], rel=1e-5)
+        weight, alignment = row["ref_quality/weight"], row["repr_align/reward_added/mean"]
+        assert alignment == pytest.approx(0.2 * row["repr_align/similarity/mean"], rel=1e-5)
         blended = (1 - weight) * row["critic/score/mean"] + weight * row["ref_quality/quality/mean"]
-        assert row["critic/rewards/mean"] == pytest.approx(blended + added, rel=1e-5)
+        assert row["critic/rewards/mean"] == pytest.approx(blended + alignment, rel=1e-5)
         assert row["timing_s/repr_align"] > 0
 
 
-def test_dumps_have_what_users_of_verl_expect(answers: dict[int, list[dict[str, Any]]]) -> None:
+def test_rollout_dumps_have_the_keys_of_verl(answers: dict[int, list[dict[str, Any]]]) -> None:
     for step, rows in answers.items():
         assert len(rows) == SAMPLES
         assert all({"input", "output", "gts", "score", "step"} <= row.keys() and row["step"] == step for row in rows)
 
 
-def test_failed_rewards_are_counted_and_never_a_zero(grpo: RunFiles, answers: dict[int, list[dict[str, Any]]]) -> None:
+def test_failed_rewards_are_counted_and_not_scored_as_zero(
+    grpo: RunFiles, answers: dict[int, list[dict[str, Any]]]
+) -> None:
     for step, row in grpo.steps.items():
         scored = [answer["score"] for answer in answers[step] if int(answer["gts"]) % 2]
         failed = [answer["score"] for answer in answers[step] if int(answer["gts"]) % 2 == 0]
@@ -116,14 +122,14 @@ def test_failed_rewards_are_counted_and_never_a_zero(grpo: RunFiles, answers: di
     assert before["val-aux/failed_rewards"] > 0 and before["val-core/arithmetic/reward/mean@1"] >= 1
 
 
-def test_tensorboard_has_the_metrics_of_the_file(grpo: RunFiles) -> None:
+def test_tensorboard_values_equal_the_metrics_file(grpo: RunFiles) -> None:
     events = EventAccumulator(str(grpo.newest / "tensorboard")).Reload()
     for name in ("critic/score/mean", "actor/kl_loss", "actor/grad_norm"):
-        written = {event.step: event.value for event in events.Scalars(name)}
-        assert written == pytest.approx({step: row[name] for step, row in grpo.steps.items()}, rel=1e-6)
+        values = {event.step: event.value for event in events.Scalars(name)}
+        assert values == pytest.approx({step: row[name] for step, row in grpo.steps.items()}, rel=1e-6)
 
 
-def test_wandb_wrote_its_run_without_a_network(grpo: RunFiles) -> None:
+def test_wandb_writes_an_offline_run(grpo: RunFiles) -> None:
     (file,) = grpo.newest.glob("wandb/offline-run-*/run-*.wandb")
     content = file.read_bytes()
     assert b"critic/score/mean" in content and b"actor/kl_loss" in content
@@ -131,7 +137,7 @@ def test_wandb_wrote_its_run_without_a_network(grpo: RunFiles) -> None:
 
 @pytest.fixture(scope="module")
 def ended(arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory) -> CliRun:
-    """The same run, which saves in the background, asked by a SIGTERM in the middle of its second step to end."""
+    """The same run with background saves, ended by SIGTERM in the middle of its second step."""
     folder = tmp_path_factory.mktemp("ended")
     paused = folder / "paused"
     pause_at = (ENDED_IN_STEP - 1) * SAMPLES + SAMPLES // 2
@@ -150,23 +156,23 @@ SAVING = [
 ]
 
 
-def test_sigterm_leaves_a_checkpoint_and_says_how_to_go_on(ended: CliRun) -> None:
+def test_sigterm_saves_a_checkpoint_and_prints_how_to_resume(ended: CliRun) -> None:
     files = RunFiles(ended.folder, "grpo")
     folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
-    said = "".join(ended.output.split())  # the terminal wraps
-    assert f"Endedafterstep{ENDED_IN_STEP}of{STEPS}(SIGTERM),savedin{folder}.Togoon,runthesamecommandwith" in said
+    output = "".join(ended.output.split())  # the terminal wraps lines
+    assert f"Endedafterstep{ENDED_IN_STEP}of{STEPS}(SIGTERM),savedin{folder}.Togoon,runthesamecommandwith" in output
     assert list(files.steps) == [1, ENDED_IN_STEP] and files.summary["steps"] == ENDED_IN_STEP
     assert [path.name for path in folder.parent.glob("*global_step*")] == [folder.name]
 
 
-def test_a_checkpoint_tells_what_wrote_it_and_holds_an_export(ended: CliRun) -> None:
+def test_checkpoint_has_config_versions_manifest_and_hf_export(ended: CliRun) -> None:
     files = RunFiles(ended.folder, "grpo")
     folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
     assert (folder / "config.yaml").read_text() == (files.newest / "config.yaml").read_text()
     versions = [
         json.loads((folder / name).read_text())["versions"] for name in ("trainer_state.json", "actor/state.json")
     ]
-    assert all({"megarl", "python", "torch", "megatron-core"} <= found.keys() for found in versions)
+    assert all({"megarl", "python", "torch", "megatron-core"} <= packages.keys() for packages in versions)
     assert "lm_head.weight" in load_file(folder / "actor" / "huggingface" / "model.safetensors")
     assert (folder / "actor" / "huggingface" / "tokenizer_config.json").is_file()
     listed = json.loads((folder / "manifest.json").read_text())["files"]
@@ -174,7 +180,7 @@ def test_a_checkpoint_tells_what_wrote_it_and_holds_an_export(ended: CliRun) -> 
     assert listed.keys() == present - {"manifest.json"}
 
 
-def test_the_run_that_ended_early_continues_to_the_last_digit(
+def test_run_ended_by_sigterm_resumes_bit_exact(
     arguments: list[str], ended: CliRun, grpo: RunFiles, start: Callable[..., CliRun]
 ) -> None:
     run = start(*arguments, *SAVING, folder=ended.folder)

@@ -1,4 +1,4 @@
-"""PPO from the command line: what a run leaves behind, and that a killed one continues exactly."""
+"""PPO from the command line: the files of a run, and bit-exact resume of a killed run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.ops.report.balance import balance_maps
+from megarl.ops.report.run_files import read_run
 from megarl.tracing.trace_file import read_trace
-from megarl.tracking.balance_file import read_balance
-from megarl.tracking.report.balance import balance_maps
-from megarl.tracking.report.run_files import read_run
-from megarl.tracking.report.tokens import TOKEN_COLUMNS, TokenValues
-from megarl.trainer.checkpoint_manifest import MANIFEST
-from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
+from megarl.tracking.jsonl_files import read_balance
+from megarl.tracking.token_columns import TOKEN_COLUMNS, TokenValues
+from megarl.trainer.state.checkpoint_manifest import MANIFEST
+from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
 
 STEPS, PROMPTS, SAMPLES = 5, 24, 48
 TARGET_KL, HORIZON = 0.1, 1000
@@ -45,7 +45,7 @@ OTHER_LAYOUT = [
 ]
 DYING_WRITER = Path(__file__).with_name("dying_writer")
 PROFILED_STEP = 2
-KILLED_IN_STEP = 3  # the checkpoint before is in the middle of an epoch; the next epoch begins with step 4
+KILLED_IN_STEP = 3  # the previous checkpoint is in the middle of an epoch; the next epoch starts with step 4
 
 METRICS = [
     *(f"actor/{name}" for name in ("pg_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "entropy", "grad_norm")),
@@ -91,7 +91,7 @@ TRACED = [
 
 @pytest.fixture(scope="module")
 def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
-    """Actor at TP=2, sequence parallel, with the reference in its host memory; critic at DP=2; KL in the reward."""
+    """Actor at TP=2 with sequence parallelism and the reference in host memory; critic at DP=2; KL in the reward."""
     return [
         *("--config-name", "quickstart", *small, *dense_reward),
         "trainer.experiment_name=ppo",
@@ -110,7 +110,7 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
 def whole_run(
     arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CliRun]:
-    """A run that nothing interrupts; where one may mount, its checkpoints' disk is full during one of its steps."""
+    """An uninterrupted run; if mounting is permitted, the checkpoint disk is full during one step."""
     folder = tmp_path_factory.mktemp("whole")
     checkpoints, env = folder / "outputs" / "ppo" / "checkpoints", {}
     checkpoints.mkdir(parents=True)
@@ -134,7 +134,7 @@ def whole(whole_run: CliRun) -> RunFiles:
     return RunFiles(whole_run.folder, "ppo")
 
 
-def test_every_step_has_the_metrics_that_users_of_verl_know(whole: RunFiles) -> None:
+def test_every_step_has_the_metrics_of_verl(whole: RunFiles) -> None:
     assert list(whole.steps) == list(range(1, STEPS + 1))
     for row in whole.steps.values():
         assert set(METRICS) <= row.keys(), set(METRICS) - row.keys()
@@ -145,17 +145,17 @@ def test_every_metric_is_documented(whole: RunFiles) -> None:
     assert not undocumented(name for row in whole.metrics for name in row)
 
 
-def test_every_process_has_a_log_of_its_own(whole: RunFiles) -> None:
+def test_every_process_has_a_log_file(whole: RunFiles) -> None:
     logs = {path.stem: path.read_text() for path in (whole.newest / "logs").glob("*.log")}
     processes = {f"{role}-{rank}" for role in ("actor", "critic", "rollout") for rank in range(2)}
     assert {"driver", "reward-0", *processes} <= logs.keys()
     assert all(f"{name} begins, pid" in text for name, text in logs.items())
     rows = [line for line in logs["driver"].splitlines() if "megarl.tracking.console: step " in line]
-    assert len(rows) == STEPS, "each step once"
+    assert len(rows) == STEPS, "one line per step"
     assert "driver ends" in logs["driver"]
 
 
-def test_validation_is_before_the_first_step_at_its_frequency_and_after_the_last(whole: RunFiles) -> None:
+def test_validation_before_training_at_its_frequency_and_after_the_last_step(whole: RunFiles) -> None:
     name = "val-core/arithmetic/reward/mean@1"
     validated = {int(row["step"]): row[name] for row in whole.metrics if name in row}
     assert list(validated) == [0, 2, 4, 5]
@@ -167,7 +167,7 @@ def test_validation_is_before_the_first_step_at_its_frequency_and_after_the_last
     assert whole.summary["val_accuracy_after"] == validated[5]
 
 
-def test_metrics_agree_with_the_dumped_answers(whole: RunFiles) -> None:
+def test_metrics_agree_with_the_dumped_responses(whole: RunFiles) -> None:
     for step, row in whole.steps.items():
         answers = read_jsonl(whole.folder / "rollouts" / f"{step}.jsonl")
         assert len(answers) == SAMPLES and {answer["step"] for answer in answers} == {step}
@@ -175,13 +175,13 @@ def test_metrics_agree_with_the_dumped_answers(whole: RunFiles) -> None:
         scores = [answer["score"] for answer in answers]
         assert row["critic/score/mean"] == pytest.approx(sum(scores) / SAMPLES, rel=1e-6)
         assert row["critic/score/max"] == max(scores) and row["critic/score/min"] == min(scores)
-        for pair in zip(answers[::2], answers[1::2], strict=True):  # the answers to a prompt stand together
+        for pair in zip(answers[::2], answers[1::2], strict=True):  # responses to one prompt are adjacent
             assert len({answer["input"] for answer in pair}) == 1
         a, b = map(int, re.fullmatch(r"What is (\d) \+ (\d)\?", answers[0]["input"]).groups())
         assert answers[0]["gts"] == str(a + b)
 
 
-def test_reference_stays_and_the_coefficient_follows_its_kl(whole: RunFiles) -> None:
+def test_reference_is_frozen_and_the_kl_coefficient_adapts(whole: RunFiles) -> None:
     rows = list(whole.steps.values())
     assert rows[0]["actor/reward_kl_penalty"] == 0 and rows[0]["actor/reward_kl_penalty_coeff"] == 0.001
     assert abs(rows[-1]["actor/reward_kl_penalty"]) > 1e-4
@@ -192,29 +192,29 @@ def test_reference_stays_and_the_coefficient_follows_its_kl(whole: RunFiles) -> 
         assert following["actor/reward_kl_penalty_coeff"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_engine_generates_with_the_weights_of_the_step(whole: RunFiles) -> None:
+def test_engine_generates_with_the_weights_of_each_step(whole: RunFiles) -> None:
     for row in whole.steps.values():
         assert row["training/rollout_probs_diff_max"] < 1e-5
         assert row["weight_sync/bytes"] > 0
 
 
-def test_what_each_rank_had_to_do_is_kept_and_in_the_report(whole: RunFiles) -> None:
-    """Of the actor, which has one data-parallel rank of two processes, and the critic, which has two."""
-    kept = read_balance(whole.newest / "balance.jsonl")
-    assert list(kept) == list(whole.steps)
+def test_rank_balance_is_recorded_and_reported(whole: RunFiles) -> None:
+    """The actor has one data-parallel rank of two processes; the critic has two data-parallel ranks."""
+    balance = read_balance(whole.newest / "balance.jsonl")
+    assert list(balance) == list(whole.steps)
     for step, row in whole.steps.items():
-        (tokens,), work = kept[step]["actor/tokens"], kept[step]["critic/work"]
-        assert tokens == row["global_seqlen/mean"] == sum(kept[step]["critic/tokens"])
+        (tokens,), work = balance[step]["actor/tokens"], balance[step]["critic/work"]
+        assert tokens == row["global_seqlen/mean"] == sum(balance[step]["critic/tokens"])
         assert len(work) == 2 and sum(work) == pytest.approx(2, abs=2e-3)
         for role, verb in (("actor", "update_actor"), ("actor", "compute_log_prob"), ("critic", "update_critic")):
-            busy = kept[step][f"{role}/{verb}_s"]
-            assert len(busy) == len(kept[step][f"{role}/tokens"]) and min(busy) > 0
-        assert max(kept[step]["critic/update_critic_s"]) < row["timing_s/update_critic"]
+            busy = balance[step][f"{role}/{verb}_s"]
+            assert len(busy) == len(balance[step][f"{role}/tokens"]) and min(busy) > 0
+        assert max(balance[step]["critic/update_critic_s"]) < row["timing_s/update_critic"]
     maps = balance_maps(read_run(whole.newest).balance)
     assert maps["critic/update_critic_s"]["steps"] == list(whole.steps) and "actor/tokens" not in maps
 
 
-def test_summary_is_complete(whole: RunFiles) -> None:
+def test_summary_has_all_figures(whole: RunFiles) -> None:
     summary = whole.summary
     assert summary["steps"] == STEPS
     for name in ("train_seconds", "wall_seconds", "rollout_tokens_per_s", "update_tokens_per_s"):
@@ -223,7 +223,7 @@ def test_summary_is_complete(whole: RunFiles) -> None:
     assert (whole.folder / summary["hf_dir"] / "config.json").is_file() and Path(summary["report"]).is_file()
 
 
-def test_report_needs_nothing_but_itself(whole: RunFiles) -> None:
+def test_report_is_self_contained(whole: RunFiles) -> None:
     addresses: list[str] = []
 
     class Page(HTMLParser):
@@ -241,10 +241,10 @@ def test_report_needs_nothing_but_itself(whole: RunFiles) -> None:
     assert {"torch", "command"} <= {row["key"] for row in data["environment"]}
 
 
-def test_kept_answers_have_the_numbers_of_every_token(whole: RunFiles) -> None:
+def test_sampled_responses_have_values_per_token(whole: RunFiles) -> None:
     for step in whole.steps:
         for answer in read_jsonl(whole.newest / "samples" / "train" / f"{step}.jsonl"):
-            tokens = TokenValues.decoded(answer["tokens"], len(answer["output"]))
+            tokens = TokenValues.decode(answer["tokens"], len(answer["output"]))
             assert tokens is not None and len(tokens.characters) == answer["response_length"]
             assert set(tokens.columns) == {column.name for column in TOKEN_COLUMNS}
             assert abs(tokens.columns["difference"]).max() < 1e-4 and tokens.columns["log_prob"].max() <= 0
@@ -253,18 +253,18 @@ def test_kept_answers_have_the_numbers_of_every_token(whole: RunFiles) -> None:
 def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:
     path = whole.newest / "timeline" / "trace.json"
     events = json.loads(path.read_text())
-    assert events == read_trace(whole.newest), "complete, one event a line"
+    assert events == read_trace(whole.newest), "complete, one event per line"
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     bars = [(names[event["pid"]], event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
-    seen = Counter((process, name) for process, name, *_ in bars)
+    counts = Counter((process, name) for process, name, *_ in bars)
     for rank in range(2):
         for role, verb in (("actor", "update_actor"), ("actor", "compute_log_prob"), ("critic", "update_critic")):
-            assert seen[f"{role} rank {rank}", verb] == STEPS
-        for inside in ("forward", "backward", "optimizer step", "all_reduce", "export_bucket"):
-            assert seen[f"actor rank {rank}", inside] > 0, inside
-        assert seen[f"rollout rank {rank}", "exchange"] > 0 and seen[f"rollout rank {rank}", "import_bucket"] > 0
-    assert seen["driver", "dense"] >= STEPS * SAMPLES and seen["driver", "request"] >= STEPS * SAMPLES
-    # All clocks are one: what the ranks do lies within the phase in which the driver waits for it.
+            assert counts[f"{role} rank {rank}", verb] == STEPS
+        for span in ("forward", "backward", "optimizer step", "all_reduce", "export_bucket"):
+            assert counts[f"actor rank {rank}", span] > 0, span
+        assert counts[f"rollout rank {rank}", "exchange"] > 0 and counts[f"rollout rank {rank}", "import_bucket"] > 0
+    assert counts["driver", "dense"] >= STEPS * SAMPLES and counts["driver", "request"] >= STEPS * SAMPLES
+    # Clocks are aligned: the spans of the ranks lie within the driver's phase.
     updates = [(process, start, start + length) for process, name, start, length in bars if name == "update_actor"]
     phases = [(start, end) for process, start, end in updates if process == "driver"]
     for process, start, end in updates:
@@ -273,35 +273,35 @@ def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:
     assert {"memory MiB", "replica 0 requests", "replica 1 requests", "requests waiting"} <= numbers
 
 
-def test_profile_is_of_the_chosen_step_and_rank(whole: RunFiles) -> None:
+def test_profile_of_the_configured_step_and_rank(whole: RunFiles) -> None:
     (profile,) = (whole.newest / "profile").iterdir()
     assert profile.name == f"actor-1-step{PROFILED_STEP}.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]}
     assert "aten::mm" in names and any(str(name).startswith("Optimizer.step") for name in names)
 
 
-def test_checkpoints_beyond_the_newest_are_removed(whole: RunFiles) -> None:
+def test_old_checkpoints_are_removed(whole: RunFiles) -> None:
     root = whole.root / "checkpoints"
     assert sorted(path.name for path in root.glob("global_step_*")) == [f"global_step_{step}" for step in (3, 4, 5)]
     assert [(root / f"global_step_{step}" / "critic").is_dir() for step in (3, 4, 5)] == [False, True, True]
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "5\n"
 
 
-def test_a_full_disk_is_told_and_training_goes_on(whole: RunFiles, whole_run: CliRun) -> None:
+def test_training_continues_after_a_failed_save_on_a_full_disk(whole: RunFiles, whole_run: CliRun) -> None:
     if not os.path.ismount(whole.root / "checkpoints"):
-        pytest.skip("this user may not mount a small file system")
-    said = " ".join(whole_run.output.split())
-    assert f"the checkpoint of step {FULL_IN_STEP} was not saved" in said and "No space left on device" in said
-    assert re.search(rf"Training goes on; kept: \S*global_step_{FULL_IN_STEP - 1}\b", said), said
+        pytest.skip("no permission to mount a file system")
+    output = " ".join(whole_run.output.split())
+    assert f"the checkpoint of step {FULL_IN_STEP} was not saved" in output and "No space left on device" in output
+    assert re.search(rf"Training continues; kept: \S*global_step_{FULL_IN_STEP - 1}\b", output), output
     failed = {step: row["checkpoint/failed_saves"] for step, row in whole.steps.items() if step > 1}
     assert failed == dict.fromkeys(range(2, STEPS + 1), 1.0) | {FULL_IN_STEP: 0.0}
     assert not [path.name for path in (whole.root / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
-def test_another_layout_continues_within_rounding_and_a_rank_that_dies_as_it_writes_harms_nothing(
+def test_resume_in_another_layout_is_equal_within_rounding_and_survives_a_rank_killed_during_save(
     arguments: list[str], whole: RunFiles, start: Callable[..., CliRun], tmp_path: Path
 ) -> None:
-    """From the checkpoint before the last: actor from TP2 to PP2, critic from DP2 to TP2; then the save is cut off."""
+    """Resume the second last checkpoint, actor TP2 to PP2 and critic DP2 to TP2; then a rank dies during the save."""
     saved = tmp_path / "outputs" / "ppo" / "checkpoints"
     shutil.copytree(whole.root / "checkpoints" / f"global_step_{STEPS - 1}", saved / f"global_step_{STEPS - 1}")
     (saved / POINTER).write_text(f"{STEPS - 1}\n")
@@ -312,19 +312,19 @@ def test_another_layout_continues_within_rounding_and_a_rank_that_dies_as_it_wri
     assert re.search(r"actor rank 1 \(pid \d+ on [\d.]+\) died in save_checkpoint", run.output), run.output
 
     last, expected = RunFiles(tmp_path, "ppo").steps[STEPS], reproducible(whole.steps[STEPS])
-    of_layout = ("global_seqlen/", "weight_sync/")  # who computes and sends what
-    expected = {name: value for name, value in expected.items() if not name.startswith(of_layout)}
+    layout_metrics = ("global_seqlen/", "weight_sync/")  # depend on the layout
+    expected = {name: value for name, value in expected.items() if not name.startswith(layout_metrics)}
     assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
     answers = [files.folder / "rollouts" / f"{STEPS}.jsonl" for files in (RunFiles(tmp_path, "ppo"), whole)]
     assert answers[0].read_text() == answers[1].read_text()
 
-    (cut_off,) = saved.glob(f".global_step_{STEPS}.*")
-    assert (cut_off / "actor" / "__1_0.distcp").stat().st_size > 0 and not (cut_off / MANIFEST).exists()
+    (partial,) = saved.glob(f".global_step_{STEPS}.*")
+    assert (partial / "actor" / "__1_0.distcp").stat().st_size > 0 and not (partial / MANIFEST).exists()
     store = CheckpointStore(saved)
     assert store.resolve("auto", None, ("actor", "critic")) == saved / f"global_step_{STEPS - 1}"
 
 
-def test_exported_policy_gives_the_answers_of_the_last_validation(whole: RunFiles) -> None:
+def test_exported_policy_repeats_the_last_validation_with_transformers(whole: RunFiles) -> None:
     tokenizer = AutoTokenizer.from_pretrained(whole.folder / "hf")
     model = AutoModelForCausalLM.from_pretrained(whole.folder / "hf", dtype=torch.float32).eval()
     before, after = (read_jsonl(whole.folder / "validation" / f"{step}.jsonl") for step in (0, STEPS))
@@ -339,12 +339,12 @@ def test_exported_policy_gives_the_answers_of_the_last_validation(whole: RunFile
         assert tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True) == answer["output"]
 
 
-def test_killed_run_continues_to_the_last_digit(
+def test_killed_run_resumes_bit_exact(
     arguments: list[str], whole: RunFiles, start: Callable[..., CliRun], tmp_path: Path
 ) -> None:
     paused = tmp_path / "paused"
-    pause_at = (KILLED_IN_STEP - 1) * SAMPLES + SAMPLES // 2  # half of the step's answers are scored
-    arguments = [*arguments, *IN_BACKGROUND]  # the run that is not interrupted waits for each save
+    pause_at = (KILLED_IN_STEP - 1) * SAMPLES + SAMPLES // 2  # half of the responses of the step are scored
+    arguments = [*arguments, *IN_BACKGROUND]  # the uninterrupted run waits for each save
     killed = start(*arguments, folder=tmp_path, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)})
     killed.wait_until(paused.exists)
     killed.signal_group(signal.SIGKILL)
@@ -355,7 +355,7 @@ def test_killed_run_continues_to_the_last_digit(
     resumed = start(*arguments, folder=tmp_path)
     assert resumed.wait() == 0, resumed.output
     again = RunFiles(tmp_path, "ppo")
-    # The save of the step before may have been under way still; the one before that was waited for.
+    # The save of the previous step may not have finished; the one before it has.
     assert STEPS - again.summary["steps"] in (KILLED_IN_STEP - 2, KILLED_IN_STEP - 1)
     last = again.steps[STEPS]
     assert last["checkpoint/failed_saves"] == 0
@@ -363,34 +363,33 @@ def test_killed_run_continues_to_the_last_digit(
     assert_equal_runs(again, whole)
 
 
-def assert_equal_files(one: Path, other: Path) -> None:
-    """Texts, or arrays but for the weight versions, which a run that continues counts anew."""
-    if one.suffix != ".npz":
-        assert one.read_text() == other.read_text()
+def assert_equal_files(actual: Path, expected: Path) -> None:
+    """Compare texts, or arrays except weight versions, which a resumed run counts from 0 again."""
+    if actual.suffix != ".npz":
+        assert actual.read_text() == expected.read_text()
         return
-    with np.load(one) as ours, np.load(other) as theirs:
-        assert set(ours) == set(theirs)
-        for name in set(ours) - {"weight_versions"}:
-            np.testing.assert_array_equal(ours[name], theirs[name])
+    with np.load(actual) as actual_arrays, np.load(expected) as expected_arrays:
+        assert set(actual_arrays) == set(expected_arrays)
+        for name in set(actual_arrays) - {"weight_versions"}:
+            np.testing.assert_array_equal(actual_arrays[name], expected_arrays[name])
 
 
-def assert_equal_runs(one: RunFiles, other: RunFiles) -> None:
-    """Every metric of every step, the answers and the final weights are the same, bit for bit."""
-
-    rows, expected = ([reproducible(row) for row in run.metrics] for run in (one, other))
-    assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    for row, wanted in zip(rows, expected, strict=True):
-        differing = [name for name in row.keys() | wanted.keys() if row.get(name) != wanted.get(name)]
-        assert not differing, f"step {row['step']}: {[(name, row.get(name), wanted.get(name)) for name in differing]}"
+def assert_equal_runs(actual: RunFiles, expected: RunFiles) -> None:
+    """Check that all metrics, responses and final weights are equal, bit for bit."""
+    rows, expected_rows = ([reproducible(row) for row in run.metrics] for run in (actual, expected))
+    assert [row["step"] for row in rows] == [row["step"] for row in expected_rows]
+    for row, other in zip(rows, expected_rows, strict=True):
+        differing = [name for name in row.keys() | other.keys() if row.get(name) != other.get(name)]
+        assert not differing, f"step {row['step']}: {[(name, row.get(name), other.get(name)) for name in differing]}"
     for kind in ("rollouts", "validation"):
-        assert {path.name for path in (one.folder / kind).iterdir()} == {
-            path.name for path in (other.folder / kind).iterdir()
+        assert {path.name for path in (actual.folder / kind).iterdir()} == {
+            path.name for path in (expected.folder / kind).iterdir()
         }
-        for path in (one.folder / kind).iterdir():
-            assert_equal_files(path, other.folder / kind / path.name)
-    weights, others = (load_file(run.folder / "hf" / "model.safetensors") for run in (one, other))
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+        for path in (actual.folder / kind).iterdir():
+            assert_equal_files(path, expected.folder / kind / path.name)
+    weights, expected_weights = (load_file(run.folder / "hf" / "model.safetensors") for run in (actual, expected))
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
 def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(
@@ -407,7 +406,7 @@ def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(
     assert next(answers) == next(answers)
 
 
-def test_val_only_measures_the_exported_policy_and_changes_nothing(
+def test_val_only_evaluates_the_exported_policy_without_training(
     small: list[str], dense_reward: list[str], whole: RunFiles, start: Callable[..., CliRun]
 ) -> None:
     run = start(

@@ -1,4 +1,4 @@
-"""Runs that choose what they learn from: prompts whose answers differ, the best of their answers, greedy baselines."""
+"""Dynamic sampling and best-of-n from the command line, and resume in the middle of a generation batch."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ PROMPTS, SAMPLES, KEPT = 24, 4, 2
 @pytest.fixture(scope="module")
 def arguments(small: list[str]) -> list[str]:
     return [
-        *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=chosen"),
+        *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=selection"),
         *("trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.val_before_train=false"),
         *("trainer.rollout_data_dir=rollouts", f"actor_rollout_ref.rollout.n={SAMPLES}"),
-        *(f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=dense_or_alike"),
+        *(f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=dense_or_constant"),
         *("algorithm.filter_groups.enable=true", "data.gen_batch_size=32"),
         *("algorithm.best_of_n.enable=true", f"algorithm.best_of_n.keep={KEPT}"),
     ]
 
 
 @pytest.fixture(scope="module")
-def chosen(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
+def selection(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
     run = start(*arguments, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null")
     assert run.wait() == 0, run.output
-    return RunFiles(run.folder, "chosen")
+    return RunFiles(run.folder, "selection")
 
 
-def test_every_step_is_full_of_prompts_that_teach_something(chosen: RunFiles) -> None:
-    for step, row in chosen.steps.items():
+def test_every_batch_is_full_of_groups_with_differing_scores(selection: RunFiles) -> None:
+    for step, row in selection.steps.items():
         assert_finite(row)
         assert row["train/num_gen_batches"] >= 2 and row["filter_groups/filled"] == 0
-        asked, dropped, surplus = (row[f"filter_groups/{name}"] for name in ("asked", "dropped", "surplus"))
-        assert asked - dropped - surplus == PROMPTS and dropped > 0
-        assert row["filter_groups/efficiency"] == pytest.approx(PROMPTS / asked)
+        generated, dropped, surplus = (row[f"filter_groups/{name}"] for name in ("asked", "dropped", "surplus"))
+        assert generated - dropped - surplus == PROMPTS and dropped > 0
+        assert row["filter_groups/efficiency"] == pytest.approx(PROMPTS / generated)
         assert row["best_of_n/kept/mean"] > row["best_of_n/all/mean"]
-        answers = read_jsonl(chosen.folder / "rollouts" / f"{step}.jsonl")
+        answers = read_jsonl(selection.folder / "rollouts" / f"{step}.jsonl")
         assert len(answers) == PROMPTS * KEPT and all(int(answer["gts"]) % 2 for answer in answers)
         assert row["critic/score/mean"] == pytest.approx(row["best_of_n/kept/mean"], rel=1e-5)
 
 
-def test_a_run_that_continues_in_the_middle_of_a_batch_is_the_same(
-    chosen: RunFiles, arguments: list[str], start: Callable[..., CliRun]
+def test_resume_in_the_middle_of_a_generation_batch_is_equal_within_rounding(
+    selection: RunFiles, arguments: list[str], start: Callable[..., CliRun]
 ) -> None:
-    checkpoint = chosen.folder / "outputs" / "chosen" / "checkpoints" / "global_step_1"
+    checkpoint = selection.folder / "outputs" / "selection" / "checkpoints" / "global_step_1"
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert state["dataloader"]["taken"] > 0
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     run = start(*arguments, *resume)
     assert run.wait() == 0, run.output
-    again = RunFiles(run.folder, "chosen")
+    again = RunFiles(run.folder, "selection")
     for step in (2, 3):
-        assert reproducible(again.steps[step]) == pytest.approx(reproducible(chosen.steps[step]), rel=1e-5, abs=1e-7)
+        assert reproducible(again.steps[step]) == pytest.approx(reproducible(selection.steps[step]), rel=1e-5, abs=1e-7)

@@ -1,4 +1,4 @@
-"""PPO with the real SGLang, where it is installed: replicas of one rank and of two."""
+"""PPO with SGLang, if installed: replicas of one rank and of two."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
 
 
 def sent_bytes(model: Path, ranks: int) -> int:
-    """What a replica is to be given in float32: every weight once, and norms, which all ranks hold, once per rank."""
+    """Bytes that one replica receives in float32: every weight once, norms once per rank."""
     with safe_open(model / "model.safetensors", "pt") as file:
         sizes = {name: prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return 4 * sum(size * (ranks if "norm" in name else 1) for name, size in sizes.items())
@@ -39,10 +39,10 @@ def sent_bytes(model: Path, ranks: int) -> int:
     [(1, [f"{ACTOR}.tensor_model_parallel_size=2"]), (2, ONE_PROCESS)],
     ids=["one-rank", "two-ranks"],
 )  # fmt: skip
-def test_the_engines_log_probs_are_the_actors_before_and_after_an_update(
+def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
     ranks: int, layout: list[str], arguments: list[str], task: Path, start: Callable[..., CliRun]
 ) -> None:
-    """And each rank is sent its own shard, and nothing else."""
+    """Each rank receives its shard and nothing else."""
     run = start(*arguments, *layout, f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}")
     assert run.wait() == 0, run.output
     assert run.remaining() == []
@@ -55,7 +55,7 @@ def test_the_engines_log_probs_are_the_actors_before_and_after_an_update(
         assert row["actor/grad_norm"] > 0 and row["rollout/replicas_lost"] == 0
 
 
-def test_a_replica_of_which_one_rank_dies_is_replaced_and_the_run_goes_on(
+def test_replica_with_a_dead_rank_is_replaced_and_training_continues(
     arguments: list[str], start: Callable[..., CliRun]
 ) -> None:
     deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_rank_reward.py')}"

@@ -1,4 +1,4 @@
-"""Sweeps as a user starts them, in processes of other programs: joblib with Optuna, and submitit."""
+"""Sweeps from the command line with Hydra plugins: Optuna with joblib, and submitit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TINY = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_mo
 SMALL = (*TINY, "critic.megatron.data_parallel_size=1", "trainer.total_training_steps=1", "trainer.test_freq=-1")
 
 
-def swept(run: CliRun) -> tuple[Path, list[dict[str, Any]]]:
-    """The sweep's folder, and what its file says of the runs."""
+def sweep_results(run: CliRun) -> tuple[Path, list[dict[str, Any]]]:
+    """Folder of the sweep and the runs in ``sweep.json``."""
     (file,) = run.folder.glob("outputs/quickstart/*/sweep.json")
     return file.parent, json.loads(file.read_text())["runs"]
 
 
-def test_optuna_draws_and_joblib_runs(small: list[str], start: Callable[..., CliRun]) -> None:
+def test_optuna_sweep_in_joblib_processes(small: list[str], start: Callable[..., CliRun]) -> None:
     run = start(
         *("--config-name", "quickstart", "-m", *small, *SMALL, "trainer.val_before_train=false"),
         *("hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "trainer.sweep_metric=actor/grad_norm"),
@@ -29,27 +29,25 @@ def test_optuna_draws_and_joblib_runs(small: list[str], start: Callable[..., Cli
         f"{LR}=tag(log,interval(1e-5,1e-3))",
     )
     assert run.wait(600) == 0, run.output
-    folder, results = swept(run)
+    folder, results = sweep_results(run)
     assert len({result["overrides"][LR] for result in results}) == 2
     for result in results:
         rows = [json.loads(line) for line in (folder / result["folder"] / "metrics.jsonl").read_text().splitlines()]
         assert result["value"] == rows[-1]["actor/grad_norm"] and result["error"] is None
-        told = yaml.safe_load((folder / result["folder"] / "config.yaml").read_text())
-        assert told["actor_rollout_ref"]["actor"]["optim"]["lr"] == float(result["overrides"][LR])
+        config = yaml.safe_load((folder / result["folder"] / "config.yaml").read_text())
+        assert config["actor_rollout_ref"]["actor"]["optim"]["lr"] == float(result["overrides"][LR])
     best = yaml.safe_load((folder / "optimization_results.yaml").read_text())
-    assert best["best_value"] == max(result["value"] for result in results)  # not Optuna's own default, the smallest
+    assert best["best_value"] == max(result["value"] for result in results)  # Optuna minimizes by default
     assert (folder / "comparison.html").is_file() and "<- best" in run.output
 
 
-def test_submitit_starts_processes_of_its_own_and_failures_are_told(
-    small: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_submitit_sweep_reports_failed_runs(small: list[str], start: Callable[..., CliRun]) -> None:
     run = start(
         *("--config-name", "quickstart", "-m", *small, *SMALL, "trainer.dry_run=true", "hydra/launcher=submitit_local"),
         "reward_model.name=arithmetic,no.such.reward",
     )
     assert run.wait(600) == 1, run.output
-    folder, (fine, failed) = swept(run)
+    folder, (fine, failed) = sweep_results(run)
     assert fine["error"] is None and fine["value"] is None  # a dry run has no score
     assert failed["error"].endswith("parts failed: rewards")
     assert failed["overrides"]["reward_model.name"] == "no.such.reward"

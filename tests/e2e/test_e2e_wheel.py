@@ -1,4 +1,4 @@
-"""What is built from this tree: a wheel that works where no checkout is, and a source distribution it is built from."""
+"""The wheel and the source distribution: their files, and the wheel without a checkout."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from megarl.cli import COMMANDS
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with both, built from a copy of the files that git knows; the wheel from the source distribution."""
+    """Folder with the source distribution of the files in git, and the wheel built from it."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
     packed = subprocess.run(["tar", "cf", "-", "--null", "-T", "-"], cwd=ROOT, input=names, capture_output=True)
     subprocess.run(["tar", "xf", "-"], cwd=source, input=packed.stdout, check=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return target
 
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Runs a command of an environment that has the wheel, and what it depends on from the one that tests run in."""
+    """Runs a command in an environment with the wheel and the dependencies of the test environment."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
@@ -43,21 +43,21 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", "--quiet"]
     subprocess.run([*pip, str(wheel)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # a folder in a .pth is searched behind the environment's own, and an editable megarl in it is not followed
+    # Folders in a .pth file come last in sys.path, and their own .pth files (an editable megarl) are ignored.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def run(*command: str, cwd: Path) -> str:
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "BASH_ENV")}
         environment |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         program = folder / "bin" / command[0]
-        done = subprocess.run([program, *command[1:]], cwd=cwd, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
+        result = subprocess.run([program, *command[1:]], cwd=cwd, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+        return result.stdout
 
     return run
 
 
-def test_the_wheel_has_every_file_of_the_package(built: Path) -> None:
+def test_wheel_has_every_file_of_the_package(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     files = [path for path in (ROOT / "megarl").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -65,11 +65,11 @@ def test_the_wheel_has_every_file_of_the_package(built: Path) -> None:
     expected |= {f"megarl/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert expected <= set(names), expected - set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    others = {name.split("/")[0] for name in names}
-    assert others == {"megarl", f"megarl-{megarl.__version__}.dist-info"}
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"megarl", f"megarl-{megarl.__version__}.dist-info"}
 
 
-def test_the_source_distribution_has_what_tests_and_docs_need(built: Path) -> None:
+def test_source_distribution_has_tests_and_docs(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
@@ -78,29 +78,29 @@ def test_the_source_distribution_has_what_tests_and_docs_need(built: Path) -> No
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")} <= names
 
 
-def test_it_works_where_no_checkout_is(installed: Callable[..., str], tmp_path: Path) -> None:
-    where = installed("python", "-c", "import megarl; print(megarl.__file__)", cwd=tmp_path)
-    assert "site-packages" in where and not where.startswith(str(ROOT))
+def test_wheel_works_without_a_checkout(installed: Callable[..., str], tmp_path: Path) -> None:
+    location = installed("python", "-c", "import megarl; print(megarl.__file__)", cwd=tmp_path)
+    assert "site-packages" in location and not location.startswith(str(ROOT))
     assert installed("megarl", "--version", cwd=tmp_path) == f"megarl {megarl.__version__}\n"
     assert "train" in installed("megarl", "--help", cwd=tmp_path)
     config = installed("megarl", "train", "--config-name", "quickstart", "--cfg", "job", cwd=tmp_path)
     assert "experiment_name: quickstart" in config
-    model = f"actor_rollout_ref.model.path={ROOT}/tests/plan/models/Qwen2.5-7B"
+    model = f"actor_rollout_ref.model.path={ROOT}/tests/ops/plan/models/Qwen2.5-7B"
     layout = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"
-    asked = ("--config-name", "grpo", "--hardware", "h100", model, layout, "data.train_files=none")
-    assert "Weight sync" in installed("megarl", "plan", *asked, cwd=tmp_path)
+    arguments = ("--config-name", "grpo", "--hardware", "h100", model, layout, "data.train_files=none")
+    assert "Weight sync" in installed("megarl", "plan", *arguments, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_every_command_is_there(name: str, installed: Callable[..., str], tmp_path: Path) -> None:
+def test_wheel_has_every_command(name: str, installed: Callable[..., str], tmp_path: Path) -> None:
     assert f"usage: megarl {name}" in installed("megarl", name, "--help", cwd=tmp_path)
 
 
-def test_it_runs_a_job(installed: Callable[..., str], task: Path, tmp_path: Path) -> None:
-    """Ray's processes import megarl as well. Four answers to each prompt of the file, and to one that is asked."""
+def test_wheel_runs_a_job(installed: Callable[..., str], task: Path, tmp_path: Path) -> None:
+    """Generate four responses per prompt of a file and of the command line; Ray workers import the wheel."""
     model, data = f"actor_rollout_ref.model.path={task}/model", f"data.val_files={task}/data/test.parquet"
-    asked, where = 'data.prompts=["What is 1 + 2?"]', "data.output_path=answers.parquet"
-    installed("megarl", "generate", "--config-name", "quickstart_generate", model, data, asked, where, cwd=tmp_path)
+    prompt, output = 'data.prompts=["What is 1 + 2?"]', "data.output_path=answers.parquet"
+    installed("megarl", "generate", "--config-name", "quickstart_generate", model, data, prompt, output, cwd=tmp_path)
     held_out = pq.read_table(task / "data" / "test.parquet").column("prompt").to_pylist()
     rows = pq.read_table(tmp_path / "answers.parquet").to_pylist()
     assert [row["prompt"] for row in rows] == [*held_out, [{"role": "user", "content": "What is 1 + 2?"}]]

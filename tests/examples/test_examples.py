@@ -1,8 +1,9 @@
-"""The examples compute what they say; tests/e2e/test_e2e_docs.py trains with all of them at once."""
+"""Results of the examples; tests/e2e/test_e2e_docs.py trains with all of them together."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import shlex
@@ -16,13 +17,17 @@ import torch
 from distributed import Place, ProcessPool
 
 from megarl import cli
+from megarl.agents import Conversation
+from megarl.agents.tools import ToolCall, answer_call, load_tools
 from megarl.algorithms import AdvantageInputs, PolicyLossInputs
-from megarl.errors import ConfigError
-from megarl.own_module import import_file
-from megarl.rollout.agents import Conversation
+from megarl.base.errors import ConfigError
+from megarl.base.user_code import import_file
+from megarl.config import TrainConfig
+from megarl.data import DataProto
 from megarl.rollout.interface import SamplingParams
-from megarl.rollout.tools import ToolCall, answer_call, load_tools
 from megarl.tracking import RunInfo, open_trackers
+from megarl.trainer.callbacks import TrainerView
+from megarl.workers.actor import loss_options
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples").glob("*.py"))
@@ -35,26 +40,26 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 @pytest.mark.usefixtures("at_root")
-def test_the_command_that_a_file_begins_with_is_right(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_in_the_docstring_is_valid(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = import_file(str(file)).__doc__ or ""
     (command,) = re.findall(r"^python .*(?:\\\n.*)*", text, re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))
     assert any(word.partition(":")[0].endswith(f"examples/{file.name}") for word in words) or file.stem in (
         "tool",
         "dataset",
-    ), "its command names the file, or another that does"
+    ), "the command must name the file"
     if words[1] == "-m":
         assert cli.run_job(words[2].removeprefix("megarl."), [*words[3:], "--cfg", "job"]) == 0, capsys.readouterr().err
 
 
-def test_every_file_is_in_the_table() -> None:
+def test_readme_lists_every_file() -> None:
     page = (ROOT / "examples" / "README.md").read_text()
     files = {file.name for file in (ROOT / "examples").iterdir() if file.suffix in (".py", ".yaml")}
     assert files == set(re.findall(r"`examples/([\w.]+)`", page))
 
 
-def test_the_estimator() -> None:
-    """Scores 0, 1, 5 of one prompt have the median 1; those of the other 2 and 4 have 3; the last row is taken out."""
+def test_estimator() -> None:
+    """Scores 0, 1, 5 of group a have the median 1, and scores 2, 4 of group b have 3; the last row is masked."""
     inputs = AdvantageInputs(
         token_level_rewards=torch.tensor([[0.0, 0.0], [0.5, 0.5], [0.0, 5.0], [2.0, 0.0], [4.0, 0.0], [9.0, 9.0]]),
         response_mask=torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0], [1, 0], [0, 0]]),
@@ -66,13 +71,16 @@ def test_the_estimator() -> None:
     torch.testing.assert_close(returns, expected)
 
 
-def test_the_policy_loss() -> None:
-    """By its definition at A = 2, eps = 0.2: r = 1 gives -2 and the gradient of -A; r = 1.2 is the optimum; at 1.4 the
-    gradient leads back."""
+def test_policy_loss() -> None:
+    """Loss and gradient by definition at A = 2, eps = 0.2.
+
+    At ratio 1 the loss is -2 and the gradient is -A; ratio 1.2 is the optimum; at 1.4 the gradient has the other sign.
+    """
     loss = import_file(str(ROOT / "examples/policy_loss.py")).simple_policy_optimization
     ratio = torch.tensor([1.0, 1.2, 1.4], dtype=torch.float64)
     log_prob = ratio.log().requires_grad_()
-    inputs = PolicyLossInputs(log_prob, torch.zeros(3), torch.full((3,), 2.0), torch.ones(3))
+    options = dataclasses.replace(loss_options(TrainConfig().actor_rollout_ref.actor), clip_ratio_high=0.2)
+    inputs = PolicyLossInputs(log_prob, torch.zeros(3), torch.full((3,), 2.0), torch.ones(3), options=options)
     result = loss(inputs)
     torch.testing.assert_close(result.loss, torch.tensor([-2.0, -2.2, -2.0]).double())
     result.loss.sum().backward()
@@ -82,26 +90,37 @@ def test_the_policy_loss() -> None:
 
 
 @pytest.mark.usefixtures("at_root")
-def test_the_tool() -> None:
+def test_tool() -> None:
     tools = load_tools("examples/tools.yaml")
-    talk = Conversation([{"role": "user", "content": "?"}], SamplingParams(max_new_tokens=8), [1], key="k")
+    conversation = Conversation([{"role": "user", "content": "?"}], SamplingParams(max_new_tokens=8), [1], key="k")
 
     def calculate(expression: str) -> str:
-        return asyncio.run(answer_call(ToolCall("calculate", {"expression": expression}), tools, talk)).text
+        return asyncio.run(answer_call(ToolCall("calculate", {"expression": expression}), tools, conversation)).text
 
     assert calculate("2 * (3 + 4) / 4") == "3.5" and calculate("-1/3") == "-0.333333"
     for wrong in ("1/0", "2+", "__import__('os').getcwd()", "'a' * 3"):
         assert calculate(wrong).startswith("Error: "), wrong
 
 
-def test_the_reward() -> None:
+def test_callback(tmp_path: Path) -> None:
+    """Scores 0 and 1 of group a have the standard deviation 1/2; the scores of group b are equal."""
+    callback = import_file(str(ROOT / "examples/callback.py")).GroupSpread()
+    scores = torch.tensor([[0.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 2.0]])
+    batch = DataProto.from_dict({"token_level_scores": scores}, {"uid": ["a", "a", "b", "b"]})
+    view = TrainerView(TrainConfig(), tmp_path, step=1, total_steps=2, epoch=0, batch=batch)
+    assert callback.on_step_end(view) == {"custom/group_score_std": 0.25}
+    callback.on_save(dataclasses.replace(view, checkpoint=tmp_path / "global_step_1"))
+    assert (tmp_path / "saves.txt").read_text() == f"{tmp_path / 'global_step_1'}\n"
+
+
+def test_reward() -> None:
     score = import_file(str(ROOT / "examples/reward.py")).compute_score
     assert score("arithmetic", " 42 ", "42", {}) == {"score": 1.0, "digits": 1.0, "pred": "42"}
     assert score("arithmetic", "41", "42", {}) == {"score": 0.0, "digits": 0.5, "pred": "41"}
 
 
 @pytest.mark.usefixtures("at_root")
-def test_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     posts = []
 
     class Chat(BaseHTTPRequestHandler):
@@ -111,7 +130,7 @@ def test_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             self.end_headers()
 
         def log_message(self, *words: object) -> None:
-            """Says nothing."""
+            """Suppress the request log."""
 
     run = RunInfo("project", "mine", tmp_path)
     monkeypatch.delenv("WEBHOOK_URL", raising=False)
@@ -132,12 +151,12 @@ def compare(place: Place, file: str) -> float:
     return import_file(file).largest_difference(place.port)
 
 
-def test_the_model_family(pool: ProcessPool) -> None:
+def test_model_family(pool: ProcessPool) -> None:
     assert pool.run(compare, 1, str(ROOT / "examples/compare_model_family.py"))[0] < 1e-5
 
 
-def test_the_page_on_families_shows_the_example() -> None:
-    """But for its annotations, which the page does without."""
+def test_add_a_model_page_shows_the_example() -> None:
+    """The page omits the type annotations."""
     text = (ROOT / "examples/model_family.py").read_text()
     shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add_a_model.md").read_text(), flags=re.DOTALL)
     family = (

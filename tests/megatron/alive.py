@@ -1,4 +1,4 @@
-"""How much memory tensors take at a time."""
+"""Measurement of live tensor memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 
 class Alive(TorchDispatchMode):
-    """Follows the storages that operations make until they are freed; those of given tensors do not count."""
+    """Tracks the storages that operations allocate until they are freed; those of given tensors do not count."""
 
     def __init__(self, given: list[torch.Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests run in each process: one engine in one layout."""
+"""Functions that the tests run in each process: one engine in one layout."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tiny_models import TEMPERATURE, Row
 from torch import Tensor
 from whole_tensors import whole_tensors
 
-from megarl.errors import MegarlError
+from megarl.base.errors import MegarlError
 from megarl.megatron import (
-    EngineOptions,
     MegatronEngine,
+    MegatronOptions,
     OptimizerOptions,
     OutputOptions,
     OverlapOptions,
@@ -55,7 +55,7 @@ def engine(place: Place, path: Path, setup: Setup) -> Iterator[MegatronEngine]:
             read_model_config(path),
             setup.layout,
             runtime,
-            EngineOptions(
+            MegatronOptions(
                 dtype=setup.dtype,
                 sequence_parallel=setup.sequence_parallel,
                 value_head=setup.value_head,
@@ -98,7 +98,7 @@ def value_loss(outputs: ValueOutputs, micro_batch: PackedMicroBatch) -> tuple[Te
 
 
 def forward(place: Place, path: Path, setup: Setup, rows: list[Row], with_entropy: bool = True) -> Any:
-    """Packed log-probs and entropies, or values, of all rows; None where the engine answers nothing."""
+    """Packed log-probs and entropies, or values, of all rows; None if the engine returns nothing."""
     with engine(place, path, setup) as built:
         outputs = built.forward(
             micro_batches(rows, setup), OutputOptions(temperature=TEMPERATURE, with_entropy=with_entropy)
@@ -112,7 +112,7 @@ def forward(place: Place, path: Path, setup: Setup, rows: list[Row], with_entrop
 
 
 class Training(NamedTuple):
-    """What one rank has after some optimizer steps."""
+    """One rank's results after some optimizer steps."""
 
     metrics: list[dict[str, float]]
     steps: list[StepResult]
@@ -136,12 +136,12 @@ def train(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> T
 
 
 def assemble(path: Path, setup: Setup, local: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Hugging Face tensors from what each rank holds."""
+    """Hugging Face tensors from the shards of each rank."""
     return whole_tensors(path, setup.layout, local, value_head=setup.value_head)
 
 
 def refusal(place: Place, case: Callable[..., Any], *args: Any) -> str:
-    """The error that a case ends with."""
+    """The error that a case raises."""
     try:
         case(place, *args)
     except MegarlError as error:

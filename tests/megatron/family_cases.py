@@ -1,4 +1,4 @@
-"""Tiny models of each family, what transformers says of them, and what the engine says in each process."""
+"""Tiny models of each family, their reference results of transformers, and the engine's results in each process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_models import TEMPERATURE, Row, policy_reference, save_model, value_re
 from torch import Tensor
 
 from megarl.megatron import OutputOptions, PolicyOutputs
-from megarl.megatron.moe import Router
+from megarl.megatron.moe import ExpertRouter
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENTS = {
@@ -65,10 +65,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Study(NamedTuple):
-    """What is known of a model and some rows.
+    """Results of a model for some rows.
 
-    ``outputs`` are log-probs and entropies, or values, row after row; ``routing`` the weights ``[tokens, experts]`` of
-    each layer with experts, 0 for experts that were not chosen, tokens in the order in which they were computed.
+    ``outputs`` are log-probs and entropies, or values, row after row. ``routing`` has the weights ``[tokens, experts]``
+    of each expert layer, 0 for unselected experts, with tokens in the order of computation.
     """
 
     outputs: list[tuple[Tensor, ...]]
@@ -78,7 +78,7 @@ class Study(NamedTuple):
 
 
 def reference(path: Path, settings: dict[str, Any], rows: list[Row]) -> Study:
-    """The same from transformers and autograd, the gradients under the names of the checkpoint."""
+    """Results of transformers and autograd, with gradients by checkpoint name."""
     model, critic = save_model(path, **settings), "critic" in settings
     routing: dict[Any, list[Tensor]] = {}
 
@@ -111,7 +111,7 @@ def reference(path: Path, settings: dict[str, Any], rows: list[Row]) -> Study:
 
 
 def in_checkpoint_names(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """transformers keeps all experts of a layer in two tensors; its files, and ours, have three per expert."""
+    """Split transformers' two expert tensors per layer into three per expert, as in its files and ours."""
     block, gate, up, down = ("mlp", "gate_proj", "up_proj", "down_proj")
     if family == "mixtral":
         block, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
@@ -129,13 +129,13 @@ def in_checkpoint_names(tensors: dict[str, Tensor], family: str) -> dict[str, Te
 
 
 def study(place: Place, path: Path, setup: Setup, rows: list[Row]) -> Study | None:
-    """What one rank's engine says of the rows of its data-parallel rank; outputs are empty before the last stage."""
+    """Results of one rank's engine for the rows of its data-parallel rank; outputs are empty before the last stage."""
     with engine(place, path, setup) as built:
         routing: dict[Any, list[Tensor]] = {}
         handles = []
         for chunk in built.chunks:
             for module in chunk.modules():
-                if isinstance(module, Router):
+                if isinstance(module, ExpertRouter):
                     handles.append(module.register_forward_hook(lambda m, i, o: routing.setdefault(m, []).append(o[0])))
         dp = built.runtime.coordinate.dp
         mine = micro_batches(rows, setup, dp, setup.layout.dp)

@@ -1,4 +1,4 @@
-"""The page on adding a family tells the truth: its code runs, and its model equals transformers'."""
+"""The page on adding a family: its code runs, and its model equals transformers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half precision stays near single precision while it trains: weights and gradients are kept in float32 beside."""
+"""Half-precision training stays near single precision: weights and gradients are also kept in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 20
 
 
 class Run(NamedTuple):
-    """Log-probs before each fifth step and after the last, and what the numbers are kept in."""
+    """Log-probs before each fifth step and after the last, and the number formats of the states."""
 
     log_probs: list[Tensor]
     formats: set[tuple[str, torch.dtype]]

@@ -1,4 +1,4 @@
-"""Restored roles go on as if nothing had happened: bit for bit in the same layout, within 1e-5 in another."""
+"""Restored roles resume bit for bit in the same layout, and within 1e-5 in another."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 
-from megarl.checkpoint_index import read_index
-from megarl.errors import CheckpointError
+from megarl.base.checkpoint_index import read_index
+from megarl.base.errors import CheckpointError
 from megarl.megatron import (
-    EngineOptions,
     MegatronEngine,
+    MegatronOptions,
     OptimizerOptions,
     OverlapOptions,
     PackedMicroBatch,
@@ -31,7 +31,7 @@ from megarl.megatron import (
 )
 from megarl.megatron.checkpoint import load_sharded, save_sharded
 from megarl.megatron.checkpoint_format import tensor_shapes
-from megarl.megatron.optimizer_state import state_shards
+from megarl.megatron.optimizer import state_shards
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 
 VOCAB = 70  # padded to 80 rows at TP1, to 96 at TP2
@@ -41,7 +41,7 @@ ADAM = {"lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1, "decay_style": "cosine"
 
 @pytest.fixture(scope="module")
 def saved(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A checkpoint of a tied model after two steps in TP2PP2, and how each rank went on."""
+    """A checkpoint of a tied model after two steps in TP2PP2, and each rank's continuation."""
     folder = tmp_path_factory.mktemp("saved") / "actor"
     return folder, pool.run(train_and_save, 4, TP2PP2, str(folder), {}, timeout=400)
 
@@ -76,7 +76,7 @@ def build(place: Place, layout: ParallelLayout, options: dict[str, Any], seed: i
         model_config(options.get("tied", True), options.get("layers", 2), options.get("hidden", 32)),
         layout,
         runtime,
-        EngineOptions(
+        MegatronOptions(
             dtype=getattr(torch, options.get("dtype", "float32")),
             value_head=options.get("value_head", False),
             optimizer=adam if options.get("optimizer", True) else None,
@@ -90,7 +90,7 @@ def build(place: Place, layout: ParallelLayout, options: dict[str, Any], seed: i
 
 
 def fill(engine: MegatronEngine) -> None:
-    """The same weights in every layout."""
+    """Set the same weights in every layout."""
     full = {}
     for number, (name, shape) in enumerate(sorted(engine.weight_map.hf_shapes().items())):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * 0.1
@@ -108,7 +108,7 @@ def fill(engine: MegatronEngine) -> None:
 
 
 def step(engine: MegatronEngine, number: int) -> tuple[str, ...]:
-    """One step over eight rows; its metrics to the last bit."""
+    """One step over eight rows; exact metrics."""
     generator = torch.Generator().manual_seed(100 + number)
     rows = [(torch.randint(VOCAB, (3,), generator=generator), torch.randint(VOCAB, (4,), generator=generator))
             for _ in range(8)]  # fmt: skip
@@ -136,8 +136,8 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return sha.hexdigest()
 
 
-def facts(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
-    """Draws random numbers, takes steps, and tells all that can be told of this rank."""
+def rank_state(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
+    """Draw random numbers, take steps, and return the full state of this rank."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     draws = [random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()]
@@ -180,7 +180,7 @@ def train_and_save(place: Place, layout: ParallelLayout, folder: str, options: d
         for number in range(2):
             step(engine, number)
         save_sharded(engine, folder)
-        return facts(engine, range(2, 4))
+        return rank_state(engine, range(2, 4))
     finally:
         shutdown_runtime()
 
@@ -190,7 +190,7 @@ def load_and_train(place: Place, layout: ParallelLayout, folder: str, options: d
         engine = build(place, layout, options, seed=99)
         load_sharded(engine, folder)
         assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
-        return {**facts(engine, range(2, 4)), "process": os.getpid()}
+        return {**rank_state(engine, range(2, 4)), "process": os.getpid()}
     finally:
         shutdown_runtime()
 
@@ -205,7 +205,7 @@ def load_forward_only(place: Place, layout: ParallelLayout, folder: str) -> dict
 
 
 def failing_load(place: Place, layout: ParallelLayout, folder: str, options: dict[str, Any]) -> str:
-    """The message of the error that must come on this rank."""
+    """The message of this rank's error."""
     try:
         engine = build(place, layout, options)
         with pytest.raises(CheckpointError) as caught:
@@ -216,7 +216,7 @@ def failing_load(place: Place, layout: ParallelLayout, folder: str, options: dic
 
 
 def failing_save(place: Place, layout: ParallelLayout, folder: str, how: str) -> list[str]:
-    """Messages of two failing saves; then a save that works, by the same processes."""
+    """Messages of two failed saves; then a successful save by the same processes."""
     messages = []
     try:
         engine = build(place, layout, {})
@@ -239,7 +239,7 @@ def break_writing(patch: pytest.MonkeyPatch, how: str) -> None:
         raise OSError(28, "No space left on device")
 
     if how == "random":
-        patch.setattr("megarl.megatron.random_state.save_file", full)
+        patch.setattr("megarl.megatron.checkpoint_state.save_file", full)
     elif how == "data":
         patch.setattr(torch, "save", full)
     elif how == "disagreement":
@@ -252,7 +252,7 @@ def break_writing(patch: pytest.MonkeyPatch, how: str) -> None:
 def assembled(
     results: list[dict[str, torch.Tensor]], layout: ParallelLayout, layers: int = 2
 ) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors from the local ones of all ranks, which must agree where they overlap."""
+    """Hugging Face tensors from the local ones of all ranks, which must agree on overlaps."""
     weight_map = WeightMap(model_config(layers=layers))
     full = {name: torch.full(shape, float("nan")) for name, shape in weight_map.hf_shapes().items()}
     for rank, local in enumerate(results):
@@ -260,29 +260,31 @@ def assembled(
             for piece in param.pieces:
                 stop = [at + size for at, size in zip(piece.at, piece.shape, strict=True)]
                 here = local[param.name][tuple(map(slice, piece.at, stop))].float()
-                there = full[piece.hf_name][tuple(map(slice, piece.start, piece.stop))]
-                torch.testing.assert_close(here[~there.isnan()], there[~there.isnan()], rtol=0, atol=1e-6)
-                there.copy_(here)
+                reference_part = full[piece.hf_name][tuple(map(slice, piece.start, piece.stop))]
+                torch.testing.assert_close(
+                    here[~reference_part.isnan()], reference_part[~reference_part.isnan()], rtol=0, atol=1e-6
+                )
+                reference_part.copy_(here)
     assert not any(tensor.isnan().any() for tensor in full.values())
     return full
 
 
 def assert_same_bits(resumed: list[dict[str, Any]], uninterrupted: list[dict[str, Any]]) -> None:
-    for rank, (found, expected) in enumerate(zip(resumed, uninterrupted, strict=True)):
+    for rank, (actual, expected) in enumerate(zip(resumed, uninterrupted, strict=True)):
         for key in ("draws", "steps", "digest", "adam", "counts"):
-            assert found[key] == expected[key], f"{key} of rank {rank}"
-        assert found["counts"] == [4.0]
-        assert found["shared"] == 0
-        assert found["padding"]
+            assert actual[key] == expected[key], f"{key} of rank {rank}"
+        assert actual["counts"] == [4.0]
+        assert actual["shared"] == 0
+        assert actual["padding"]
 
 
 def assert_close(resumed: list[dict[str, Any]], uninterrupted: list[dict[str, Any]]) -> None:
     expected = [[float.fromhex(value) for value in metrics] for metrics in uninterrupted[0]["steps"]]
-    for found in resumed:
-        steps = [[float.fromhex(value) for value in metrics] for metrics in found["steps"]]
+    for actual in resumed:
+        steps = [[float.fromhex(value) for value in metrics] for metrics in actual["steps"]]
         np.testing.assert_allclose(steps, expected, rtol=1e-5)
-        assert found["padding"]
-        assert found["shared"] == 0
+        assert actual["padding"]
+        assert actual["shared"] == 0
 
 
 # ---- tests
@@ -332,7 +334,7 @@ def test_resume_is_bit_exact(
     ],
     ids=ParallelLayout.describe,
 )
-def test_another_layout_goes_on_the_same(
+def test_checkpoint_resumes_in_another_layout(
     layout: ParallelLayout, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
 ) -> None:
     folder, uninterrupted = saved
@@ -353,7 +355,7 @@ def test_another_layout_goes_on_the_same(
     ],
     ids=str,
 )
-def test_from_shards_of_replicas_to_tensor_parallel(
+def test_data_parallel_checkpoint_resumes_tensor_parallel(
     layout: ParallelLayout, options: dict[str, Any], pool: ProcessPool, tmp_path: Path
 ) -> None:
     uninterrupted = pool.run(train_and_save, 2, layout, str(tmp_path / "role"), options)
@@ -362,7 +364,7 @@ def test_from_shards_of_replicas_to_tensor_parallel(
 
 
 @pytest.mark.parametrize("interleaved_first", [True, False])
-def test_interleaved_chunks_and_one_process_exchange_checkpoints(
+def test_interleaved_and_single_process_checkpoints_are_interchangeable(
     interleaved_first: bool, pool: ProcessPool, tmp_path: Path
 ) -> None:
     layouts = [ParallelLayout(pp=2, vpp=2), ParallelLayout()]
@@ -377,7 +379,7 @@ def test_interleaved_chunks_and_one_process_exchange_checkpoints(
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance)
 
 
-def test_an_engine_without_optimizer_takes_the_weights(
+def test_engine_without_optimizer_loads_the_weights(
     saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
 ) -> None:
     folder, uninterrupted = saved
@@ -386,7 +388,7 @@ def test_an_engine_without_optimizer_takes_the_weights(
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_everything_is_stored_once_under_hugging_face_names(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_every_tensor_is_stored_once_by_hugging_face_name(saved: tuple[Path, list[dict[str, Any]]]) -> None:
     index = read_index(saved[0])
     shapes = tensor_shapes(index)
     expected = WeightMap(model_config()).hf_shapes()
@@ -484,7 +486,7 @@ DAMAGES = [truncate, garble, remove, remove_index, cut_index, hostile_index, esc
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damage_is_named_on_every_rank(
+def test_damaged_checkpoint_raises_on_every_rank(
     damage: Any, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "role"
@@ -496,7 +498,7 @@ def test_damage_is_named_on_every_rank(
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_a_damaged_random_state_is_named(
+def test_damaged_random_state_raises(
     damage: str, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "role"
@@ -525,7 +527,7 @@ def test_a_damaged_random_state_is_named(
     ],
     ids=str,
 )
-def test_another_model_is_refused(
+def test_checkpoint_of_another_model_raises(
     options: dict[str, Any], expected: str, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
 ) -> None:
     (message,) = pool.run(failing_load, 1, ParallelLayout(), str(saved[0]), options)
@@ -541,9 +543,7 @@ def test_another_model_is_refused(
         ("disagreement", "No space left on device"),
     ],
 )
-def test_a_failing_save_fails_on_every_rank_and_none_hangs(
-    how: str, expected: str, pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_failed_save_raises_on_every_rank(how: str, expected: str, pool: ProcessPool, tmp_path: Path) -> None:
     results = pool.run(failing_save, 4, TP2PP2, str(tmp_path), how)
     for messages in results:
         assert [expected in message for message in messages] == [True, True], messages
@@ -552,7 +552,7 @@ def test_a_failing_save_fails_on_every_rank_and_none_hangs(
     assert resumed[0]["padding"]
 
 
-def test_a_folder_in_use_is_refused(saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool) -> None:
+def test_nonempty_folder_raises(saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool) -> None:
     (message,) = pool.run(save_into, 1, str(saved[0]))
     assert f"{saved[0]} is not empty" in message
 

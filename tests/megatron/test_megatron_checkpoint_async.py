@@ -1,4 +1,4 @@
-"""Saves that are written while the model trains on, parts of a state, and exports beside it."""
+"""Background saves during training, selected contents, and exports."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from test_megatron_checkpoint import (
     assembled,
     assert_same_bits,
     build,
-    facts,
     fill,
     load_and_train,
+    rank_state,
     step,
 )
 
-from megarl.errors import CheckpointError
-from megarl.files import read_entry
+from megarl.base.errors import CheckpointError
+from megarl.base.files import read_entry
 from megarl.megatron import MegatronEngine, shutdown_runtime
 from megarl.megatron.checkpoint import begin_save, load_sharded, save_sharded
-from megarl.megatron.checkpoint_blocks import Block
-from megarl.megatron.checkpoint_format import Item, ItemWriter
-from megarl.megatron.checkpoint_snapshot import HostSnapshot
+from megarl.megatron.checkpoint_format import Item, ItemWriter, TensorBlock
+from megarl.megatron.checkpoint_save import HostSnapshot
 from megarl.megatron.checkpoint_state import read_state
 from megarl.models import ParallelLayout
 
@@ -40,7 +39,7 @@ DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
 
 
 def train_while_saving(place: Place, layout: ParallelLayout, folder: str) -> dict[str, Any]:
-    """Two saves from one snapshot's memory; each is written only after the model has trained on."""
+    """Two saves with one snapshot's memory; each is written only after further training."""
     try:
         engine = build(place, layout, {})
         fill(engine)
@@ -57,18 +56,18 @@ def train_while_saving(place: Place, layout: ParallelLayout, folder: str) -> dic
             first.finish()
             may_write.clear()
             second = begin_save(engine, f"{folder}/2", snapshot=snapshot)
-            told = facts(engine, range(2, 4))
+            reports = rank_state(engine, range(2, 4))
             assert not second.is_written
             may_write.set()
             written = second.finish()
         assert snapshot.nbytes == size > 0 and second.is_written
-        return {**told, "entries": written.entries, "seconds": written.seconds}
+        return {**reports, "entries": written.entries, "seconds": written.seconds}
     finally:
         shutdown_runtime()
 
 
 def save_on_a_full_disk(place: Place, folder: str, in_background: bool) -> list[Any]:
-    """The kernel refuses rank 1's files beyond 8 KiB; then there is room again."""
+    """The kernel rejects rank 1's files beyond 8 KiB; then space is available again."""
     try:
         engine = build(place, DP2, {})
         fill(engine)
@@ -83,7 +82,7 @@ def save_on_a_full_disk(place: Place, folder: str, in_background: bool) -> list[
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         after = step(engine, 1)
         begin_save(engine, f"{folder}/room", snapshot=snapshot).finish()
-        return [str(caught.value), after, facts(engine, range(2, 4))]
+        return [str(caught.value), after, rank_state(engine, range(2, 4))]
     finally:
         shutdown_runtime()
 
@@ -105,7 +104,7 @@ def save_parts(place: Place, folder: str, source: str) -> dict[str, torch.Tensor
 
 
 def load_parts(place: Place, folder: str, contents: list[str]) -> Any:
-    """Learning rate, Adam's count and weights after loading, or the message of the refusal."""
+    """Learning rate, Adam's count and weights after loading, or the message of the error."""
     try:
         engine = build(place, ParallelLayout(), {})
         try:
@@ -120,7 +119,7 @@ def load_parts(place: Place, folder: str, contents: list[str]) -> Any:
 
 
 def first_step_is_adams(engine: MegatronEngine) -> bool:
-    """Whether a step's size is that of Adam's first one, about the learning rate, so that no moment was kept."""
+    """Whether a step has the size of Adam's first one, about the learning rate, so that no moment was kept."""
     before = {name: param.clone() for name, param in engine.named_local_params().items()}
     lr = engine.learning_rate
     step(engine, 5)
@@ -129,7 +128,7 @@ def first_step_is_adams(engine: MegatronEngine) -> bool:
 
 
 def export_on_a_full_disk(place: Place, folder: str) -> list[str]:
-    """The first of the export's files cannot be written, or its folder not even be made; no rank hangs."""
+    """The export's first file, or its folder, cannot be created; no rank hangs."""
     messages = []
     try:
         engine = build(place, TP2, {})
@@ -153,30 +152,30 @@ def refuse(*args: Any, **kwargs: Any) -> None:
 # ---- tests
 
 
-def test_what_is_written_later_is_what_was_there_when_the_save_began(pool: ProcessPool, tmp_path: Path) -> None:
-    told = pool.run(train_while_saving, 4, TP2PP2, str(tmp_path))
+def test_background_save_writes_the_state_at_its_start(pool: ProcessPool, tmp_path: Path) -> None:
+    reports = pool.run(train_while_saving, 4, TP2PP2, str(tmp_path))
     resumed = pool.run(load_and_train, 4, TP2PP2, str(tmp_path / "2"), {})
-    assert_same_bits(resumed, told)
-    for number, rank in enumerate(told):
+    assert_same_bits(resumed, reports)
+    for number, rank in enumerate(reports):
         assert {f"__{number}_0.distcp", f"random_{number:05d}.safetensors"} <= rank["entries"].keys()
         assert rank["seconds"] > 0
-    everything = {name: entry for rank in told for name, entry in rank["entries"].items()}
+    everything = {name: entry for rank in reports for name, entry in rank["entries"].items()}
     files = [path.relative_to(tmp_path / "2").as_posix() for path in (tmp_path / "2").rglob("*") if path.is_file()]
-    assert sorted(everything) == sorted(files) and sum(len(rank["entries"]) for rank in told) == len(files)
+    assert sorted(everything) == sorted(files) and sum(len(rank["entries"]) for rank in reports) == len(files)
     assert all(read_entry(tmp_path / "2" / name) == entry for name, entry in everything.items())
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_full_disk_is_told_on_every_rank_and_training_goes_on(
+def test_full_disk_raises_on_every_rank_and_training_continues(
     in_background: bool, pool: ProcessPool, tmp_path: Path
 ) -> None:
     (first, *_), (second, *_) = results = pool.run(save_on_a_full_disk, 2, str(tmp_path), in_background)
     assert first == second and "rank 1" in first and "File too large" in first, first
     resumed = pool.run(load_and_train, 2, DP2, str(tmp_path / "room"), {})
-    assert_same_bits(resumed, [told for _, _, told in results])
+    assert_same_bits(resumed, [reports for _, _, reports in results])
 
 
-def test_parts_of_a_state(pool: ProcessPool, tmp_path: Path) -> None:
+def test_save_and_load_of_selected_contents(pool: ProcessPool, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     saved = assembled(pool.run(save_parts, 2, str(tmp_path), str(tmp_path / "source")), TP2)
@@ -194,7 +193,7 @@ def test_parts_of_a_state(pool: ProcessPool, tmp_path: Path) -> None:
     assert "has no model" in message and read_state(tmp_path / "export").contents == ("hf_model",)
 
 
-def test_an_export_that_fails_fails_on_every_rank_and_none_hangs(pool: ProcessPool, tmp_path: Path) -> None:
+def test_failed_export_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
     for messages in pool.run(export_on_a_full_disk, 2, str(tmp_path)):
         assert ["No space left on device" in message for message in messages] == [True, True], messages
 
@@ -204,7 +203,9 @@ def test_snapshots_keep_values_and_memory(chunk_bytes: int) -> None:
     snapshot = HostSnapshot(torch.device("cpu"), chunk_bytes)
     tensors = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(0), torch.randn(2, 2, dtype=torch.float64)]
     for tensor in tensors * 2:
-        items = [Item("weight/x", tuple(t.shape), Block("x", (0,) * t.dim(), tuple(t.shape), 0), t) for t in tensors]
+        items = [
+            Item("weight/x", tuple(t.shape), TensorBlock("x", (0,) * t.dim(), tuple(t.shape), 0), t) for t in tensors
+        ]
         copies = snapshot.take(items)
         held = snapshot.nbytes
         expected = [t.clone() for t in tensors]

@@ -1,4 +1,4 @@
-"""Sequences divided over ranks: outputs of Hugging Face, gradients, metrics and steps of undivided sequences."""
+"""Context parallelism: outputs of Hugging Face, gradients, metrics and steps of undivided sequences."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BATCHES = [rows(1), rows(2)]
 
 
 class Run(NamedTuple):
-    """What one rank saw of a forward pass and two optimizer steps."""
+    """One rank's results of a forward pass and two optimizer steps."""
 
     outputs: tuple[Tensor, ...] | None
     computed: int  # tokens of the forward pass
@@ -73,7 +73,7 @@ def run(place: Place, path: Path, setup: Setup) -> Run:
 
 
 class Reference(NamedTuple):
-    """A model, what Hugging Face says of the first batch, and two steps of a single process."""
+    """A model, Hugging Face's outputs of the first batch, and two steps of a single process."""
 
     path: Path
     outputs: list[tuple[Tensor, ...]]
@@ -95,7 +95,7 @@ def references(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_divided_sequences_give_the_same_numbers(
+def test_context_parallel_outputs_equal_single_rank(
     pool: ProcessPool, references: dict[str, Reference], model: str, name: str
 ) -> None:
     reference = references[model]
@@ -124,13 +124,13 @@ def test_divided_sequences_give_the_same_numbers(
     assert results[0].computed * setup.layout.cp == computed_tokens(setup)
 
 
-def test_undivided_sequences_compute_no_token_that_is_not_real(references: dict[str, Reference]) -> None:
+def test_one_rank_computes_no_padding_tokens(references: dict[str, Reference]) -> None:
     for reference in references.values():
         assert reference.single.computed == sum(len(row.prompt) + len(row.response) for row in BATCHES[0])
 
 
 def computed_tokens(setup: Setup) -> int:
-    """Tokens of a forward pass over the first batch: of each sequence up to ``2 * cp - 1`` more than are real."""
+    """Tokens of a forward pass over the first batch: up to ``2 * cp - 1`` padding tokens per sequence."""
     unit, total = 2 * setup.layout.cp, 0
     filled = math.lcm(unit, setup.layout.cp * setup.layout.tp) if setup.sequence_parallel else unit
     for start in range(0, len(BATCHES[0]), setup.rows_per_micro_batch):

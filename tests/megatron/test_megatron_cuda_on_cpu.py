@@ -1,4 +1,4 @@
-"""The bridge does what it says, and a Megatron release that calls more of CUDA than it covers is noticed."""
+"""The CPU bridge works, and a Megatron release with further CUDA calls is detected."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def shim() -> None:
     cuda_on_cpu.install()
 
 
-def test_the_device_cuda_is_the_cpu_inside_the_scope_only() -> None:
+def test_device_cuda_is_cpu_inside_the_scope_only() -> None:
     with cuda_on_cpu.active():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.zeros(2).to("cuda:0").device.type == "cpu"
@@ -77,7 +77,7 @@ def test_the_device_cuda_is_the_cpu_inside_the_scope_only() -> None:
         torch.zeros(2, device="cuda")
 
 
-def test_types_read_as_on_cuda_inside_the_scope_only() -> None:
+def test_tensor_types_are_cuda_inside_the_scope_only() -> None:
     with cuda_on_cpu.active():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
@@ -86,7 +86,7 @@ def test_types_read_as_on_cuda_inside_the_scope_only() -> None:
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_the_scope_can_be_nested_and_belongs_to_a_thread() -> None:
+def test_scope_nests_and_belongs_to_a_thread() -> None:
     seen: list[str] = []
 
     def elsewhere() -> None:
@@ -103,7 +103,7 @@ def test_the_scope_can_be_nested_and_belongs_to_a_thread() -> None:
     assert seen == ["torch.FloatTensor", "torch.cuda.FloatTensor"]
 
 
-def test_random_states_of_cuda_are_those_of_the_cpu() -> None:
+def test_cuda_random_states_are_the_cpu_states() -> None:
     with cuda_on_cpu.active():
         torch.cuda.manual_seed(3)
         state = torch.cuda.get_rng_state()
@@ -112,8 +112,8 @@ def test_random_states_of_cuda_are_those_of_the_cpu() -> None:
         assert torch.equal(torch.rand(3), first)
 
 
-def test_every_cuda_call_on_our_way_is_covered() -> None:
-    """If this fails after an upgrade: cover the call in ``cuda_on_cpu.install``, or add it to ``OFF_OUR_WAY``."""
+def test_every_cuda_call_of_megatron_is_replaced() -> None:
+    """If this fails after an upgrade: replace the call in ``cuda_on_cpu.install``, or add it to ``OFF_OUR_WAY``."""
     uncovered: dict[str, set[str]] = {}
     for file in megatron_files():
         for name in cuda_names(ast.parse(file.read_text(encoding="utf-8"))):
@@ -122,7 +122,7 @@ def test_every_cuda_call_on_our_way_is_covered() -> None:
     assert not uncovered
 
 
-def test_the_scan_sees_what_is_there() -> None:
+def test_scan_finds_cuda_calls() -> None:
     code = "import torch\nfrom torch.cuda import Stream as S\ntorch.cuda.synchronize()\nx = torch.cuda.nvtx.range_push"
     assert cuda_names(ast.parse(code)) == {"Stream", "synchronize", "nvtx"}
     assert len(megatron_files()) > 40
@@ -135,7 +135,7 @@ def test_importing_megatron_does_not_load_the_compiler() -> None:
     assert "Warning" not in answer.stderr
 
 
-def test_a_function_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_function_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel import random
 
     monkeypatch.setattr(cuda_on_cpu, "_installed", False)

@@ -1,4 +1,4 @@
-"""What the engine holds while it only computes: of all micro-batches' logits those of one at a time."""
+"""Memory of the engine during inference: logits of one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from megarl.megatron import OutputOptions
 from megarl.models import ParallelLayout
 
 VOCAB, FLOAT32 = 8192, 4
-"""So many tokens that logits are much more than all else."""
+"""Large enough that logits dominate the memory."""
 PROMPT, RESPONSE = 4, 28
 READ = {1: (28,), 2: (12, 16)}
-"""Tokens of a row of which each context-parallel rank has the logits: of two, the first has tokens 0 to 7 and 24 to 31,
-and logits are read at tokens 3 to 30."""
+"""Tokens of a row whose logits each context-parallel rank holds. Of two ranks, the first has tokens 0 to 7 and 24 to
+31; logits are read at tokens 3 to 30.
+
+"""
 LAYOUTS = {
     "one": ParallelLayout(),
     "tp2": ParallelLayout(tp=2),
@@ -37,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peak(place: Place, path: Path, setup: Setup, rows: list[Row], with_entropy: bool) -> int:
-    """Most bytes besides weights while log-probs of all micro-batches are computed."""
+    """Peak bytes besides weights during the log-probs of all micro-batches."""
     with engine(place, path, setup) as built:
         with Alive([param.data for chunk in built.chunks for param in chunk.parameters()]) as alive:
             built.forward(micro_batches(rows, setup), OutputOptions(TEMPERATURE, with_entropy))
@@ -46,14 +48,14 @@ def peak(place: Place, path: Path, setup: Setup, rows: list[Row], with_entropy: 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_logits_of_one_micro_batch_are_held_at_a_time(
+def test_one_micro_batch_of_logits_is_alive_at_a_time(
     pool: ProcessPool, path: Path, name: str, with_entropy: bool
 ) -> None:
     """The logits and the shifted ones; with entropies also the probabilities and their product with the latter."""
     layout = LAYOUTS[name]
     setup = Setup(layout, rows_per_micro_batch=1)
-    found = pool.run(peak, layout.world_size, path, setup, rows_of([(PROMPT, RESPONSE)] * 4), with_entropy)
-    for rank, most in enumerate(found):
+    actual = pool.run(peak, layout.world_size, path, setup, rows_of([(PROMPT, RESPONSE)] * 4), with_entropy)
+    for rank, most in enumerate(actual):
         place = layout.coordinate(rank)
         if place.pp == layout.pp - 1:
             logits = READ[layout.cp][place.cp] * VOCAB * FLOAT32 // layout.tp

@@ -1,4 +1,4 @@
-"""Experts divided over ranks: training state resumes bit for bit, weights go in and out of files bit for bit."""
+"""Expert parallelism: training state and weights round-trip through files bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def take_steps(built: MegatronEngine, setup: Setup, seeds: range) -> None:
 def train(
     place: Place, path: Path, setup: Setup, seeds: range, load: Path | None = None, save: Path | None = None
 ) -> dict[str, Tensor]:
-    """Weights after some steps; with ``save`` a checkpoint lies one step before the end."""
+    """Weights after some steps; with ``save`` a checkpoint is written one step before the end."""
     with engine(place, path, setup) as built:
         if load is not None:
             with torch.no_grad():
@@ -48,7 +48,7 @@ def train(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resumed_training_goes_on_bit_for_bit(pool: ProcessPool, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_resumed_training_is_bit_exact(pool: ProcessPool, tmp_path: Path, dtype: torch.dtype) -> None:
     save_model(tmp_path / "in", **MODELS["deepseek_v3"])
     setup = Setup(EXPERTS_OVER_TP, dtype=dtype, optimizer=ADAM)
     arguments = (4, tmp_path / "in", setup)
@@ -63,7 +63,7 @@ def test_resumed_training_goes_on_bit_for_bit(pool: ProcessPool, tmp_path: Path,
 
 
 def check_other_layout(pool: ProcessPool, tmp_path: Path, expected: dict[str, Tensor]) -> None:
-    """The same, resumed in another layout and trained in one process from the beginning."""
+    """The same, resumed in another layout, against training in one process."""
     elsewhere = Setup(EXPERTS_OVER_DP, optimizer=ADAM)
     resumed = pool.run(train, 2, tmp_path / "in", elsewhere, range(2, 3), tmp_path / "state")
     alone = Setup(ParallelLayout(), optimizer=ADAM)
@@ -114,7 +114,7 @@ def build(place: Place, path: Path, setup: Setup) -> None:
         pass
 
 
-def test_experts_on_a_dense_model_are_refused(pool: ProcessPool, tmp_path: Path) -> None:
+def test_expert_parallelism_of_a_dense_model_raises(pool: ProcessPool, tmp_path: Path) -> None:
     save_model(tmp_path, **MODELS["mistral"])
     for message in pool.run(refusal, 2, build, tmp_path, Setup(EXPERTS_OVER_DP)):
         assert message.startswith("ConfigError") and "expert_model_parallel_size=2" in message

@@ -1,4 +1,4 @@
-"""Each family computes what transformers computes, chooses the same experts, and learns the same, in every layout."""
+"""Each family computes transformers' outputs, expert selection and gradients, in every layout."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check_outputs(sizes: ParallelLayout, ours: list[Study], theirs: Study) -> No
 
 
 def check_routing(sizes: ParallelLayout, ours: list[Study], theirs: Study) -> None:
-    """Token by token the same experts with the same weights."""
+    """Same experts with the same weights, token by token."""
     lengths = [len(row.prompt) + len(row.response) for row in rows()]
     for rank, answer in enumerate(ours):
         assert len(answer.routing) == len(theirs.routing)

@@ -1,4 +1,4 @@
-"""Which kernels are chosen, and torch's attention over packed sequences called as torch defines it."""
+"""Selection of kernels, and the call of torch's attention over packed sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNS = ((3, 4), (1, 5))
 ENDS = torch.tensor([0, 4, 8, 12, 17], dtype=torch.int32)
 
 
-def test_on_a_cpu_torch_computes() -> None:
+def test_cpu_uses_torch_kernels() -> None:
     chosen = kernels.kernels(torch.device("cpu"), torch.bfloat16, trains=False)
     assert chosen == ("torch", "torch's, length by length", "")
     assert chosen.describe().startswith("layers: torch, attention: torch's, length by length, Megatron-Core 0.")
@@ -34,7 +34,7 @@ def test_on_a_cpu_torch_computes() -> None:
         ("", torch.float32, ("torch", "torch's, length by length")),
     ],
 )
-def test_on_a_gpu_the_best_that_is_installed_computes(
+def test_gpu_uses_the_best_installed_kernels(
     monkeypatch: pytest.MonkeyPatch, package: str, dtype: torch.dtype, expected: tuple[str, str]
 ) -> None:
     find = kernels.importlib.util.find_spec
@@ -53,14 +53,14 @@ def test_on_a_gpu_the_best_that_is_installed_computes(
         ("torch.optim.adamw", "torch's"),
     ],
 )
-def test_adam_is_named_by_its_package(module: str, name: str) -> None:
+def test_adam_kernel_is_named_by_package(module: str, name: str) -> None:
     assert kernels.adam_kernel(type("FusedAdam", (), {"__module__": module})) == name
 
 
 def by_sequence(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, *_: Any, scale: float, **__: Any
 ) -> Tensor:
-    """What torch's kernel computes, with attention that runs here."""
+    """Result of torch's packed kernel, by attention that runs on a CPU."""
     parts = []
     for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
         q, k, v = (heads[start:stop].transpose(0, 1)[None] for heads in (query, key, value))
@@ -69,7 +69,7 @@ def by_sequence(
     return torch.cat(parts)
 
 
-def test_one_kernel_for_all_sequences_gives_what_one_call_per_length_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kernels.packed_attention()
     if real is None:
         pytest.skip("this torch has no attention over packed sequences")
@@ -94,7 +94,7 @@ def test_one_kernel_for_all_sequences_gives_what_one_call_per_length_gives(monke
     assert bound.arguments["window_size"] == (-1, 0) and bound.arguments["max_q"] == bound.arguments["max_k"] == 5
 
 
-def test_what_flash_attention_cannot_compute_goes_length_by_length() -> None:
+def test_heads_without_flash_kernel_use_one_call_per_length() -> None:
     on_gpu = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(17, 4, 64))
     assert kernels.fits_packed_attention(on_gpu, on_gpu) == (kernels.packed_attention() is not None)
     for other in ({"is_cuda": False}, {"dtype": torch.float32}, {"shape": (17, 4, 12)}, {"shape": (17, 4, 264)}):

@@ -1,4 +1,4 @@
-"""Our layers against plain formulas, values and gradients."""
+"""The torch layers against plain formulas: values and gradients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from megarl.megatron import cuda_on_cpu
-from megarl.megatron.layers import PackedAttention, PackedSequences, RMSNorm, SwiGLU, ValueHead
-from megarl.megatron.rotary import inverse_frequencies, rotate, rotation_table
+from megarl.megatron.layers import (
+    PackedAttention,
+    PackedSequences,
+    RMSNorm,
+    SwiGLU,
+    ValueHead,
+    rotate,
+    rotation_table,
+)
 from megarl.models import ModelConfig, parse_model_config
+from megarl.models.rope import inverse_frequencies
 
 RUNS = ((3, 4), (1, 5), (2, 7))
 HEADS, GROUPS, WIDTH = 4, 2, 6
@@ -48,7 +56,7 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     assert_same(norm(inputs), theirs, inputs, norm.weight)
 
 
-def test_rms_norm_in_half_precision_is_taken_in_single() -> None:
+def test_half_precision_rms_norm_computes_in_single_precision() -> None:
     norm = RMSNorm(config(torch.bfloat16), 8)
     inputs = (torch.randn(5, 1, 8) * 100).bfloat16()
     exact = inputs.float() / (inputs.float().square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -147,7 +155,7 @@ def test_rotary_table_equals_transformers(scaling: dict[str, object] | None) -> 
     torch.testing.assert_close(ours, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
-def test_rotation_is_differentiated_as_autograd_does() -> None:
+def test_rotation_gradient_equals_autograd() -> None:
     heads = torch.randn(6, 2, 8, requires_grad=True)
     angles = torch.randn(6, 1, 4)
     a, b = heads[..., :4], heads[..., 4:]

@@ -1,4 +1,4 @@
-"""Interleaved and uneven pipelines, recomputation and overlapped communication: the numbers of a single process."""
+"""Interleaved and uneven pipelines, recomputation and overlapped communication equal a single process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SETUPS = {
 
 
 class Run(NamedTuple):
-    """What one rank saw: outputs before and after two optimizer steps, and what changed."""
+    """One rank's outputs before and after two optimizer steps, and the changes."""
 
     before: Tensor | None
     metrics: list[dict[str, float]]
@@ -93,7 +93,7 @@ def single(pool: ProcessPool, model: tuple[Path, Any]) -> Run:
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_the_numbers_are_those_of_a_single_process(
+def test_every_layout_equals_a_single_process(
     pool: ProcessPool, model: tuple[Path, Any], single: Run, name: str
 ) -> None:
     path, reference = model
@@ -125,9 +125,7 @@ def odd_number(place: Place, path: Path, setup: Setup) -> None:
         built.forward(micro_batches(rows(), setup))
 
 
-def test_an_interleaved_schedule_refuses_a_number_that_stages_do_not_divide(
-    pool: ProcessPool, model: tuple[Path, Any]
-) -> None:
+def test_interleaved_schedule_raises_on_indivisible_micro_batches(pool: ProcessPool, model: tuple[Path, Any]) -> None:
     for message in pool.run(refusal, 2, odd_number, model[0], SETUPS["pp2vpp3"]):
         assert "3 micro-batches with virtual_pipeline_model_parallel_size=3" in message
         assert "a multiple of pipeline_model_parallel_size=2" in message

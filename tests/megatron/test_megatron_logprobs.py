@@ -23,7 +23,7 @@ def sample(width: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expected(logits: Tensor, targets: Tensor, weights: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """By torch's own log-softmax in float64: log-probs, entropies, and the gradient of their weighted sum."""
+    """Log-probs, entropies, and the gradient of their weighted sum, by torch's log-softmax in float64."""
     leaf = logits.clone().requires_grad_()
     log_probs = (leaf[:, :VOCAB] / temperature).log_softmax(-1)
     chosen = log_probs[torch.arange(N), targets]
@@ -55,7 +55,9 @@ def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor,
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 @pytest.mark.parametrize(("ranks", "width"), [(2, 32), (2, 48), (3, 24)])
-def test_shards_agree_with_the_whole(pool: ProcessPool, ranks: int, width: int, temperature: float) -> None:
+def test_sharded_vocabulary_equals_whole_vocabulary(
+    pool: ProcessPool, ranks: int, width: int, temperature: float
+) -> None:
     """At width 48 the second of two ranks holds padding only."""
     logits, targets, weights = sample(width)
     log_probs, entropy, grad = expected(logits, targets, weights.double(), temperature)
@@ -118,7 +120,7 @@ def test_half_precision_logits_get_half_precision_gradients() -> None:
     assert leaf.grad.dtype is torch.bfloat16
 
 
-def test_no_response_token_at_all() -> None:
+def test_no_response_tokens() -> None:
     leaf = torch.randn(0, 32, requires_grad=True)
     log_probs, entropy = one_rank(leaf, torch.empty(0, dtype=torch.int64), with_entropy=True)
     (log_probs.sum() + entropy.sum()).backward()

@@ -1,4 +1,4 @@
-"""What leaves the device between phases comes back bit for bit, and training goes on as if it had stayed."""
+"""Offloaded parts return bit for bit, and training is unaffected."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tiny_models import rows, save_model
 from torch import Tensor
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, StepResult
-from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, Residence
-from megarl.megatron.optimizer_state import state_shards
+from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
+from megarl.megatron.optimizer import state_shards
 from megarl.megatron.options import OverlapOptions
 from megarl.models import ParallelLayout
 
@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("chunk_bytes", [7, 64, 2**20])
-def test_views_and_names_survive_and_every_byte_comes_back(chunk_bytes: int) -> None:
+def test_offload_and_onload_restore_every_byte_in_place(chunk_bytes: int) -> None:
     base = torch.randn(11)
     view, half, alone = base[3:8].view(5, 1), torch.randn(5).bfloat16(), torch.randn(3, requires_grad=True)
     before = [tensor.detach().clone() for tensor in (base, half, alone)]
     offloader = Offloader(lambda: [view, half, base, alone], CPU, chunk_bytes=chunk_bytes)
     for _ in range(2):
         assert offloader.offload() == offloader.offload() == 44 + 10 + 12  # a storage that two share counts once
-        assert offloader.is_away and not any(tensor.untyped_storage().nbytes() for tensor in (base, half, alone))
+        assert offloader.is_offloaded and not any(tensor.untyped_storage().nbytes() for tensor in (base, half, alone))
         offloader.onload()
         offloader.onload()
         assert all(torch.equal(a, b) for a, b in zip((base, half, alone), before, strict=True))
@@ -41,7 +41,7 @@ def test_views_and_names_survive_and_every_byte_comes_back(chunk_bytes: int) -> 
         before[0] = base.clone()
 
 
-def test_what_is_not_kept_comes_back_as_zeros() -> None:
+def test_discarded_storages_return_as_zeros() -> None:
     buffer = torch.ones(4)
     offloader = Offloader(lambda: [buffer], CPU, keep=False)
     assert offloader.offload() == 16
@@ -49,7 +49,7 @@ def test_what_is_not_kept_comes_back_as_zeros() -> None:
     assert torch.equal(buffer, torch.zeros(4))
 
 
-def test_memory_that_numpy_points_into_stays() -> None:
+def test_memory_shared_with_numpy_is_not_offloaded() -> None:
     free, pinned = torch.ones(4), torch.ones(4)
     array = pinned.numpy()
     offloader = Offloader(lambda: [free, pinned], CPU)
@@ -58,34 +58,34 @@ def test_memory_that_numpy_points_into_stays() -> None:
     assert torch.equal(free, pinned)
 
 
-def test_a_model_that_only_computes_has_only_weights_to_offload() -> None:
+def test_inference_model_offloads_weights_only() -> None:
     layer = torch.nn.Linear(2, 2)
-    residence = Residence([layer], None, PARTS, CPU)
-    assert residence.rest() == {PARAM: 24}
-    assert residence.away == (PARAM,)
-    residence.need(*PARTS)
-    assert residence.away == ()
+    manager = OffloadManager([layer], None, PARTS, CPU)
+    assert manager.offload() == {PARAM: 24}
+    assert manager.offloaded == (PARAM,)
+    manager.onload(*PARTS)
+    assert manager.offloaded == ()
 
 
 def steps(place: Place, path: Path, setup: Setup, parts: tuple[str, ...]) -> tuple[list[StepResult], dict[str, Tensor]]:
-    """Forward, three steps and an export, with a pause wherever a worker would make one, and before each call."""
+    """Forward, three steps and an export, with an offload after each phase and before each call."""
     with engine(place, path, setup) as built:
         # Chunks so small that every storage is spread over several.
-        built.residence = Residence(built.chunks, built.optimizer, parts, CPU, chunk_bytes=1000)
+        built.offload_manager = OffloadManager(built.chunks, built.optimizer, parts, CPU, chunk_bytes=1000)
         mine = micro_batches(rows(), setup, built.runtime.coordinate.dp, setup.layout.dp)
         results = []
         for _ in range(3):
-            built.residence.rest()
+            built.offload_manager.offload()
             built.forward(mine)
-            built.residence.rest()
-            assert built.residence.away == tuple(part for part in PARTS if part in parts)
+            built.offload_manager.offload()
+            assert built.offload_manager.offloaded == tuple(part for part in PARTS if part in parts)
             built.forward_backward(mine, policy_loss, OutputOptions(with_entropy=True))
             results.append(built.optimizer_step())
-        freed = built.residence.rest()
+        freed = built.offload_manager.offload()
         assert built.optimizer is not None
         weights = built.weights_to_host()
         check_bytes(built, freed, weights)
-        built.residence.need(*PARTS)
+        built.offload_manager.onload(*PARTS)
         shards = state_shards(built.optimizer, built.weights.parameters())
         state = {f"{name}/{kind}": t.clone() for name, shard in shards.items() for kind, t in shard.tensors.items()}
         return results, weights | state
@@ -99,7 +99,7 @@ def threads_left(place: Place) -> tuple[int, int]:
 
 
 def check_bytes(built: Any, freed: dict[str, int], weights: dict[str, Tensor]) -> None:
-    """What was freed is what arithmetic says, up to the padding of Megatron's buffers."""
+    """The released bytes equal the computed ones, up to the padding of Megatron's buffers."""
     count = sum(weight.numel() for weight in weights.values())
     width = built.options.dtype.itemsize
     adam = 8 if width == 4 else 12  # two moments, and float32 weights beside half-precision ones
@@ -125,7 +125,7 @@ def check_bytes(built: Any, freed: dict[str, int], weights: dict[str, Tensor]) -
         (ParallelLayout(dp=2, ep=2), "qwen3_moe", torch.float32, True, OverlapOptions()),
     ],
 )
-def test_training_goes_on_bit_for_bit(
+def test_offload_keeps_training_bit_exact(
     pool: ProcessPool,
     tmp_path: Path,
     layout: ParallelLayout,

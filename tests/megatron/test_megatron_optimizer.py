@@ -21,8 +21,8 @@ from megarl.models import ParallelLayout
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD linear", "WSD cosine", "WSD exponential"])
-def test_learning_rates_are_megatrons(style: str) -> None:
-    """Step by step after the warm-up; during it a step ahead, since Megatron's first step has a rate of zero."""
+def test_learning_rates_equal_megatron(style: str) -> None:
+    """Step by step after the warm-up; during it one step ahead, since Megatron's first step has a rate of zero."""
     decay_style, _, wsd_style = style.partition(" ")
     ours = LearningRateSchedule(
         lr=3.0,
@@ -47,7 +47,7 @@ def test_learning_rates_are_megatrons(style: str) -> None:
 
 
 def decayed(place: Place, path: Path, setup: Setup) -> dict[str, tuple[float, float, bool]]:
-    """Weight decay and learning rate of each of Adam's groups after a step, by the parameters in it."""
+    """Weight decay and learning rate of each of Adam's groups after a step, by parameter."""
     with engine(place, path, setup) as built:
         built.forward_backward(micro_batches(rows(), setup), policy_loss, OutputOptions(with_entropy=True))
         built.optimizer_step()
@@ -68,8 +68,8 @@ def decayed(place: Place, path: Path, setup: Setup) -> dict[str, tuple[float, fl
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "deepseek_v3"])
-def test_matrices_decay_and_norms_and_biases_do_not(pool: ProcessPool, tmp_path: Path, family: str) -> None:
-    """Biases of queries, norms of queries and keys, routers, experts and compressed attention among them."""
+def test_weight_decay_applies_to_matrices_only(pool: ProcessPool, tmp_path: Path, family: str) -> None:
+    """Includes biases of queries, norms of queries and keys, routers, experts and latent attention."""
     save_model(tmp_path, **MODELS.get(family, {"family": family}))
     options = OptimizerOptions(lr=1e-3, weight_decay=0.25, use_distributed_optimizer=family != "qwen2")
     (groups,) = pool.run(decayed, 1, tmp_path, Setup(ParallelLayout(), optimizer=options))
@@ -81,7 +81,7 @@ def test_matrices_decay_and_norms_and_biases_do_not(pool: ProcessPool, tmp_path:
 
 
 class Faulty(NamedTuple):
-    """What a rank saw of three optimizer steps, the second of which was skipped."""
+    """One rank's results of three optimizer steps; the second was skipped."""
 
     results: list[StepResult]
     changed: list[bool]
@@ -90,7 +90,7 @@ class Faulty(NamedTuple):
 
 
 def steps_with_a_fault(place: Place, path: Path, setup: Setup, fault: str, param: str) -> Faulty:
-    """Three optimizer steps; in the second, the last rank has a loss or a gradient that is not finite."""
+    """Three optimizer steps; in the second, the last rank has a non-finite loss or gradient."""
 
     def faulty(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = policy_loss(outputs, micro_batch)
@@ -132,7 +132,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("layout", "family", "fault", "param"), FAULTS)
-def test_a_fault_on_one_rank_skips_the_step_on_all(
+def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(
     pool: ProcessPool, tmp_path: Path, layout: ParallelLayout, family: str, fault: str, param: str
 ) -> None:
     save_model(tmp_path, **MODELS.get(family, {"family": family}))

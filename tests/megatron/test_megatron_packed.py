@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.errors import DataError
+from megarl.base.errors import DataError
 from megarl.megatron import PackedMicroBatch
 
 ROWS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=9)
@@ -39,9 +39,7 @@ def test_predictors_point_at_the_token_before_each_response_token(lengths: list[
 
 @settings(max_examples=60)
 @given(ROWS, st.booleans())
-def test_rows_that_are_judged_at_their_end_have_an_output_at_their_last_token(
-    lengths: list[tuple[int, int]], share: bool
-) -> None:
+def test_sequence_outputs_are_at_the_last_token(lengths: list[tuple[int, int]], share: bool) -> None:
     rows = make_rows(lengths)
     rows += [(rows[0][0], torch.tensor([501, 502]))]  # of a prompt that there is already
     packed = PackedMicroBatch.from_rows(rows, {"place": torch.arange(len(rows))}, share_prompts=share, at_end=True)
@@ -53,7 +51,7 @@ def test_rows_that_are_judged_at_their_end_have_an_output_at_their_last_token(
 
 @settings(max_examples=60)
 @given(ROWS)
-def test_sequences_lie_whole_in_order_of_length(lengths: list[tuple[int, int]]) -> None:
+def test_sequences_are_stored_in_order_of_length(lengths: list[tuple[int, int]]) -> None:
     rows = make_rows(lengths)
     packed = PackedMicroBatch.from_rows(rows)
     whole = {tuple(torch.cat(row).tolist()) for row in rows}
@@ -64,7 +62,7 @@ def test_sequences_lie_whole_in_order_of_length(lengths: list[tuple[int, int]]) 
 
 @settings(max_examples=80)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
-def test_a_shared_prompt_is_stored_once_and_every_sequence_found_again(prompts: list[int], data: st.DataObject) -> None:
+def test_shared_prompt_is_stored_once(prompts: list[int], data: st.DataObject) -> None:
     numbers = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=9))
     responses = data.draw(st.lists(st.integers(0, 5), min_size=len(numbers), max_size=len(numbers)))
     drawn = [prompt for prompt, _ in make_rows([(length, 0) for length in prompts])]
@@ -88,7 +86,7 @@ def test_a_shared_prompt_is_stored_once_and_every_sequence_found_again(prompts: 
         assert torch.equal(packed.shared.spread[packed.shared.kept], torch.arange(packed.num_tokens))
 
 
-def test_columns_go_along() -> None:
+def test_columns_keep_row_order() -> None:
     packed = PackedMicroBatch.from_rows(make_rows([(1, 2), (2, 1)]), {"weights": torch.arange(3.0)})
     assert packed.to(torch.device("cpu")).columns["weights"].tolist() == [0.0, 1.0, 2.0]
 
@@ -101,6 +99,6 @@ def test_columns_go_along() -> None:
         ([(1, 2)], {"advantages": torch.zeros(3)}, "'advantages' has 3 entries for 2 response tokens"),
     ],
 )
-def test_malformed_rows_are_refused(lengths: list[tuple[int, int]], columns: object, message: str) -> None:
+def test_malformed_rows_raise(lengths: list[tuple[int, int]], columns: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         PackedMicroBatch.from_rows(make_rows(lengths), columns)

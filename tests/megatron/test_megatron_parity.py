@@ -1,4 +1,4 @@
-"""Log-probs, entropies and values equal Hugging Face's in every layout, and the gradients of losses on them."""
+"""Log-probs, entropies, values and their gradients equal Hugging Face's in every layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS = {
 
 
 class Reference:
-    """A model and, from plain transformers and autograd, its outputs and gradients."""
+    """A model, and its outputs and gradients from plain transformers and autograd."""
 
     def __init__(self, path: Path, critic: bool, model: Any) -> None:
         self.path, self.critic, self.model = path, critic, model
@@ -150,7 +150,7 @@ def test_steps_equal_torch_adamw(pool: ProcessPool, references: dict[str, Refere
     assert [step.lr for step in results[0].steps] == [0.5e-2, 1e-2, 1e-2]
 
 
-def test_a_value_head_that_the_folder_lacks_starts_at_zero(pool: ProcessPool, references: dict[str, Reference]) -> None:
+def test_missing_value_head_starts_at_zero(pool: ProcessPool, references: dict[str, Reference]) -> None:
     reference = references["llama"]
     setup = LAYOUTS["tp2"]._replace(value_head=True)
     answers = pool.run(forward, 2, reference.path, setup, reference.rows)
@@ -158,7 +158,7 @@ def test_a_value_head_that_the_folder_lacks_starts_at_zero(pool: ProcessPool, re
     assert not answers[0].any()
 
 
-def test_without_entropy_there_is_none(pool: ProcessPool, references: dict[str, Reference]) -> None:
+def test_entropy_is_none_unless_requested(pool: ProcessPool, references: dict[str, Reference]) -> None:
     reference = references["llama"]
     (log_probs, entropies), _ = pool.run(forward, 2, reference.path, LAYOUTS["tp2"], reference.rows, False)
     assert entropies == [None, None, None]
@@ -166,7 +166,7 @@ def test_without_entropy_there_is_none(pool: ProcessPool, references: dict[str, 
 
 
 def test_bfloat16_is_near_float32(pool: ProcessPool, references: dict[str, Reference]) -> None:
-    """Half precision trains in the most divided layout, with float32 master weights; only roughly the same numbers."""
+    """Half-precision training in the most divided layout, with float32 master weights; results agree roughly."""
     reference = references["qwen2_tied"]
     setup = LAYOUTS["tp2pp2sp"]._replace(dtype=torch.bfloat16, optimizer=OptimizerOptions(lr=1e-6))
     results = pool.run(train, 4, reference.path, setup, [reference.rows] * 2)

@@ -8,29 +8,29 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 
-from megarl.errors import ConfigError, ResourceError
+from megarl.base.errors import ConfigError, ResourceError
 from megarl.megatron import init_runtime, shutdown_runtime
 from megarl.models import ParallelLayout
 
 
-def test_a_layout_of_another_size_is_refused() -> None:
+def test_layout_of_another_world_size_raises() -> None:
     with pytest.raises(ConfigError, match="TP2 PP1 DP1 has 2 processes, but 3 were started"):
         init_runtime(ParallelLayout(tp=2), 0, 3, "127.0.0.1", 1)
 
 
-def test_an_unknown_device_is_refused() -> None:
+def test_unknown_device_raises() -> None:
     with pytest.raises(ConfigError, match="device='gpu' must be one of auto, cpu, cuda"):
         init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", 1, device="gpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
-def test_cuda_where_there_is_none_is_refused() -> None:
+def test_cuda_without_a_device_raises() -> None:
     with pytest.raises(ResourceError, match="no CUDA device"):
         init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", 1, device="cuda")
 
 
 def describe(place: Place, layout: ParallelLayout) -> tuple[object, ...]:
-    """Joins a layout and leaves it."""
+    """Join a layout and leave it."""
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu")
     ranks = {name: torch.distributed.get_process_group_ranks(getattr(runtime, f"{name}_group")) for name in GROUPS}
     seen = (tuple(runtime.coordinate), runtime.is_first_stage, runtime.is_last_stage, ranks)
@@ -42,7 +42,7 @@ GROUPS = ("tp", "dp", "pp", "cp", "dp_cp", "ep", "etp", "edp")
 
 
 def expected_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
-    """The ranks that differ from ``rank`` in the axes of each group only."""
+    """Ranks that differ from ``rank`` only in the axes of each group."""
 
     def same(coordinate: Callable[[int], Any], *free: str) -> list[int]:
         fixed = [axis for axis in coordinate(rank)._fields if axis not in free]
@@ -58,7 +58,7 @@ def expected_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
     return dense | {name: same(layout.expert_coordinate, name) for name in ("ep", "etp", "edp")}
 
 
-def test_groups_follow_the_layout_and_a_process_can_join_another(pool: ProcessPool) -> None:
+def test_groups_follow_the_layout_and_can_be_replaced(pool: ProcessPool) -> None:
     layouts = [
         ParallelLayout(tp=2, pp=2),
         ParallelLayout(pp=2, dp=2, vpp=2),
@@ -89,5 +89,5 @@ def join_in_a_thread(place: Place) -> str:
     return repr(failures)
 
 
-def test_any_thread_may_join(pool: ProcessPool) -> None:
+def test_runtime_starts_in_any_thread(pool: ProcessPool) -> None:
     assert pool.run(join_in_a_thread, 1) == ["[]"]

@@ -1,4 +1,4 @@
-"""Fields of Megatron's configuration that the user sets: they reach the model, and megarl's own are told apart."""
+"""User-set fields of Megatron's configuration reach the model; fields reserved for megarl are rejected."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import TEMPERATURE, rows, save_model
 from torch import Tensor
 
-from megarl.config.transformer_fields import OPEN, OWNED, attention_backends, transformer_fields
-from megarl.megatron import EngineOptions, OutputOptions, RecomputeOptions, transformer_config
+from megarl.config.checks.transformer_fields import OPEN, OWNED, attention_backends, transformer_fields
+from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions, transformer_config
 from megarl.megatron.transformer_config import build_transformer_config
 from megarl.models import ParallelLayout, read_model_config
 
@@ -26,53 +26,53 @@ CHOSEN = {"batch_p2p_sync": False, "clone_scatter_output_in_embedding": False}
 
 
 def fields_and_log_probs(place: Place, path: Path, setup: Setup) -> tuple[dict[str, Any], Tensor]:
-    """What the layers of a running engine go by, and what comes out."""
+    """Configuration of the running engine's layers, and its outputs."""
     with engine(place, path, setup) as built:
         answers = built.forward(micro_batches(rows(1), setup), OutputOptions(TEMPERATURE))
         config = built._stage.chunks[0].decoder.layers[0].config
         return {name: getattr(config, name) for name in CHOSEN}, torch.cat([answer.log_probs for answer in answers])
 
 
-def test_fields_reach_every_rank_and_leave_the_results_alone(pool: ProcessPool, tmp_path: Path) -> None:
+def test_user_fields_reach_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3")
     layout = ParallelLayout(tp=2)
     plain = pool.run(fields_and_log_probs, 2, tmp_path, Setup(layout))
     chosen = pool.run(fields_and_log_probs, 2, tmp_path, Setup(layout, transformer=tuple(CHOSEN.items())))
-    for (before, expected), (after, found) in zip(plain, chosen, strict=True):
+    for (before, expected), (after, actual) in zip(plain, chosen, strict=True):
         assert before != after == CHOSEN
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama_yarn", "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_every_field_that_megarl_sets_is_refused_or_open(
+def test_every_field_of_megarl_is_reserved_or_open(
     name: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The configuration's list of fields, which may not import Megatron, against what is set here."""
+    """The config room's list of fields, which may not import Megatron, against the fields set here."""
     seen: dict[str, Any] = {}
-    take = transformer_config.known_arguments
+    take = transformer_config.supported_arguments
 
     def note(config: type, arguments: dict[str, Any]) -> dict[str, Any]:
         seen.update(arguments)
         return take(config, arguments)
 
-    monkeypatch.setattr(transformer_config, "known_arguments", note)
+    monkeypatch.setattr(transformer_config, "supported_arguments", note)
     save_model(tmp_path, **MODELS[name])
-    options = EngineOptions(sequence_parallel=True, recompute=RecomputeOptions())
+    options = MegatronOptions(sequence_parallel=True, recompute=RecomputeOptions())
     with suppress(ValueError):  # fused kernels are refused where Transformer Engine is not installed
         build_transformer_config(read_model_config(tmp_path), ParallelLayout(tp=2, pp=2), options, fused=fused)
     assert len(seen) > 30
     assert seen.keys() <= OWNED.keys() | OPEN, sorted(seen.keys() - OWNED.keys() - OPEN)
 
 
-def test_an_open_field_is_the_users(tmp_path: Path) -> None:
+def test_user_value_overrides_an_open_field(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3")
-    options = EngineOptions(transformer={"batch_p2p_comm": True, "attention_backend": "unfused"})
+    options = MegatronOptions(transformer={"batch_p2p_comm": True, "attention_backend": "unfused"})
     config = build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)
     assert config.batch_p2p_comm and config.attention_backend is AttnBackend.unfused
 
 
-def test_fields_that_are_read_from_the_source_are_those_of_the_class() -> None:
+def test_fields_from_source_equal_those_of_the_class() -> None:
     assert {field.name for field in dataclasses.fields(TransformerConfig)} == set(transformer_fields())
     assert tuple(AttnBackend.__members__) == attention_backends()
     assert set(transformer_fields()) >= OPEN

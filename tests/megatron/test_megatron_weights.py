@@ -1,4 +1,4 @@
-"""Weights come in from Hugging Face, go out again bit for bit, and can be exchanged for a while."""
+"""Weights round-trip through Hugging Face folders bit for bit, and can be swapped temporarily."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_round_trip_is_bit_exact(
     assert torch.equal(next(reloaded.parameters()), next(original.parameters()))
 
 
-def test_export_leaves_an_existing_folder_alone(pool: ProcessPool, tmp_path: Path) -> None:
+def test_export_keeps_an_existing_folder(pool: ProcessPool, tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     (message,) = pool.run(refusal, 1, export, tmp_path, Setup(ParallelLayout()), tmp_path)
     assert message.startswith("CheckpointError") and str(tmp_path) in message
 
 
-def test_a_folder_without_a_tensor_is_refused(pool: ProcessPool, tmp_path: Path) -> None:
+def test_folder_without_a_tensor_raises(pool: ProcessPool, tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -67,7 +67,7 @@ def test_a_folder_without_a_tensor_is_refused(pool: ProcessPool, tmp_path: Path)
 
 
 def swap(place: Place, path: Path, setup: Setup) -> dict[str, Any]:
-    """Log-probs of the first weights, of the trained ones, of the first ones swapped in, and of the trained again."""
+    """Log-probs of the initial weights, the trained ones, the initial ones swapped in, and the trained ones again."""
     batch = rows()
     with engine(place, path, setup) as built:
         mine = micro_batches(batch, setup, built.runtime.coordinate.dp, setup.layout.dp)
@@ -108,9 +108,7 @@ def steps(place: Place, path: Path, setup: Setup, count: int) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swapped_weights_come_back_exactly_and_training_does_not_notice(
-    pool: ProcessPool, tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_swapped_weights_are_restored_exactly(pool: ProcessPool, tmp_path: Path, dtype: torch.dtype) -> None:
     save_model(tmp_path, "qwen2", tied=True)
     setup = Setup(ParallelLayout(tp=2, dp=2), dtype=dtype, optimizer=OptimizerOptions(lr=1e-2))
     answers = pool.run(swap, 4, tmp_path, setup)
@@ -147,6 +145,6 @@ def another_layout(place: Place, path: Path) -> None:
         (another_layout, "layout TP2 PP1 DP1 is not that of the process group: TP1 PP1 DP1"),
     ],
 )
-def test_misuse_is_refused(pool: ProcessPool, tmp_path: Path, case: Callable[..., None], message: str) -> None:
+def test_misuse_raises(pool: ProcessPool, tmp_path: Path, case: Callable[..., None], message: str) -> None:
     save_model(tmp_path, "llama")
     assert message in pool.run(refusal, 1, case, tmp_path)[0]

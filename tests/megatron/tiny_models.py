@@ -1,4 +1,4 @@
-"""Small random Hugging Face models, and what they say of a batch: the reference that Megatron is compared with."""
+"""Small random Hugging Face models and their outputs, the reference for Megatron."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Row(NamedTuple):
 
 
 def save_model(path: Path, family: str, *, tied: bool = False, critic: bool | str = False, **changes: Any) -> Any:
-    """Writes a model with large random weights (so that errors show) and returns it.
+    """Save a model with large random weights, so that errors show, and return it.
 
-    ``critic`` is the kind of its head, such as ``TokenClassification``, or true for ``SequenceClassification``.
+    ``critic`` is the type of its head, such as ``TokenClassification``, or true for ``SequenceClassification``.
     """
     import transformers
 
@@ -60,7 +60,7 @@ def rows(seed: int = 0) -> list[Row]:
 
 
 def rows_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Row]:
-    """Rows of given prompt and response lengths."""
+    """Rows of the given prompt and response lengths."""
     generator = torch.Generator().manual_seed(seed)
     result = []
     for prompt, response in lengths:

@@ -25,7 +25,7 @@ def tiny_config(
 
 
 def labelled_checkpoint(shapes, dtype=np.int64) -> dict[str, np.ndarray]:
-    """Every element of every tensor has a value of its own, none of them zero."""
+    """Tensors with distinct nonzero elements."""
     tensors, label = {}, 1
     for name, shape in shapes.items():
         size = int(np.prod(shape))
@@ -35,7 +35,7 @@ def labelled_checkpoint(shapes, dtype=np.int64) -> dict[str, np.ndarray]:
 
 
 def assemble(param, checkpoint) -> np.ndarray:
-    """A local parameter from its pieces; elements that no piece covers are zero."""
+    """A local parameter from its pieces; elements outside all pieces are zero."""
     local = np.zeros(param.shape, dtype=next(iter(checkpoint.values())).dtype)
     for piece in param.pieces:
         source = checkpoint[piece.hf_name][tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))]
@@ -52,7 +52,7 @@ def _divide(array: np.ndarray, parts: int, part: int, axis: int = 0) -> np.ndarr
 
 
 def megatron_reference(hf, config: ModelConfig, layout: ParallelLayout, rank: int, padded: int, value_head=False):
-    """One training rank's parameters: whole Megatron tensors first, then divided as Megatron's layers divide them."""
+    """One training rank's parameters: complete Megatron tensors, then divided as in Megatron's layers."""
     tp = rank % layout.tp
     stage = rank // (layout.tp * layout.dp)
     per_stage = config.num_layers // layout.pp

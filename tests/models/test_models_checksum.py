@@ -17,7 +17,7 @@ def test_any_dtype_and_stride(dtype):
     assert tensor_checksum(tensor[0, 0]) == tensor_checksum(tensor[0, 0].clone())
 
 
-def test_it_is_blake2b_of_the_bytes():
+def test_tensor_checksum_is_blake2b_of_the_bytes():
     digest = hashlib.blake2b(b"torch.int16(2,)" + b"\x01\x00\x02\x00", digest_size=16).hexdigest()
     assert tensor_checksum(torch.tensor([1, 2], dtype=torch.int16)) == digest
 
@@ -55,7 +55,7 @@ def by_hand(tensor, start):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "start"), [((5,), (3,)), ((3, 4), (7, 2)), ((2, 3, 4), (1, 0, 5))])
-def test_a_rectangles_checksum_is_a_weighted_sum_of_its_words(dtype, shape, start):
+def test_rectangle_checksum_is_a_weighted_sum_of_words(dtype, shape, start):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert rectangle_checksum(tensor, start) == by_hand(tensor, start)
 
@@ -80,7 +80,7 @@ def test_large_values_in_wide_rows_are_summed_exactly():
     assert rectangle_checksum(widest, (0, 0)) == expected % 2**64
 
 
-def test_every_bit_and_place_counts():
+def test_checksum_depends_on_every_bit_and_position():
     tensor = torch.randn(64, 32)
     checksum = rectangle_checksum(tensor, (0, 0))
     for bit in (0, 15, 16, 31):
@@ -93,6 +93,6 @@ def test_every_bit_and_place_counts():
     assert rectangle_checksum(tensor.T.contiguous().T, (0, 0)) == checksum
 
 
-def test_it_is_of_what_the_values_become_in_another_number_format():
+def test_checksum_after_conversion_to_another_dtype():
     tensor = torch.randn(300, 1000)
     assert rectangle_checksum(tensor, (5, 7), torch.bfloat16) == rectangle_checksum(tensor.bfloat16(), (5, 7))

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import ModelError
-from megarl.models.eos import all_eos_token_ids, eos_token_ids
+from megarl.base.errors import ModelError
+from megarl.models.hf_folder import all_eos_token_ids, eos_token_ids
 
 
 @pytest.fixture
 def folder(real_model_folder, tmp_path):
-    """A folder with the configuration of a model, and a function that sets its end-of-sequence tokens."""
+    """A function that writes a model config with given end-of-sequence tokens."""
     raw = json.loads((real_model_folder() / "config.json").read_text())
 
     def make(eos_token_id: Any) -> Path:
@@ -24,7 +24,7 @@ def folder(real_model_folder, tmp_path):
     ("config", "generation", "first", "both"),
     [(2, None, (2,), {2}), (2, [5, 7], (5, 7), {2, 5, 7}), ([1, 2], {}, (1, 2), {1, 2}), (None, 3, (3,), {3})],
 )
-def test_the_generation_config_comes_first(folder, config, generation, first, both):
+def test_generation_config_takes_precedence(folder, config, generation, first, both):
     path = folder(config)
     if generation is not None:
         settings = {} if generation == {} else {"eos_token_id": generation}
@@ -32,7 +32,7 @@ def test_the_generation_config_comes_first(folder, config, generation, first, bo
     assert eos_token_ids(path) == first and all_eos_token_ids(path) == both
 
 
-def test_a_broken_file_is_named(folder):
+def test_malformed_generation_config_is_named(folder):
     path = folder(1)
     (path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config\.json is not valid JSON"):

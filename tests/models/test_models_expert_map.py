@@ -1,4 +1,4 @@
-"""Experts and latent attention in the weight map: who holds what, in any layout; and what is refused."""
+"""Experts and latent attention in the weight map: shards in any layout, and errors."""
 
 from collections import defaultdict
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_weights import assemble, labelled_checkpoint
 
-from megarl.errors import ConfigError, ModelError
+from megarl.base.errors import ConfigError, ModelError
 from megarl.models import ParallelLayout, WeightMap, canonical_name, check_layout, parse_model_config
 
 SIZES = {
@@ -60,7 +60,7 @@ def layouts(draw):
 
 @settings(max_examples=30)
 @given(st.sampled_from(sorted(MODELS)), layouts())
-def test_each_rank_holds_its_part_of_its_experts(model, layout):
+def test_each_rank_holds_its_shard_of_its_experts(model, layout):
     config = config_of(model)
     check_layout(config, layout, "megatron")
     weight_map = WeightMap(config)
@@ -87,7 +87,7 @@ def test_each_rank_holds_its_part_of_its_experts(model, layout):
 
 @settings(max_examples=30)
 @given(st.sampled_from(sorted(MODELS)), layouts())
-def test_replicas_contribute_each_element_once_and_shards_name_their_ranks(model, layout):
+def test_replicas_contribute_each_element_once(model, layout):
     weight_map = WeightMap(config_of(model))
     seen = defaultdict(lambda: {name: np.zeros(shape, int) for name, shape in weight_map.hf_shapes().items()})
     held = [{p.name: p for p in weight_map.megatron_params(layout, rank)} for rank in range(layout.world_size)]
@@ -108,7 +108,7 @@ def test_replicas_contribute_each_element_once_and_shards_name_their_ranks(model
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp,ep", [(2, 1), (2, 2), (4, 2), (4, 4)])
-def test_the_engine_stacks_its_share_of_the_experts_of_a_layer(model, tp, ep):
+def test_engine_stacks_its_experts(model, tp, ep):
     weight_map = WeightMap(config_of(model))
     checkpoint = labelled_checkpoint(weight_map.hf_shapes())
     block, names = ("block_sparse_moe", "w1 w3 w2") if model == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
@@ -132,7 +132,7 @@ def test_the_engine_stacks_its_share_of_the_experts_of_a_layer(model, tp, ep):
 
 
 @pytest.mark.parametrize("tp,ep", [(2, 4), (4, 3), (16, 16)])
-def test_experts_that_do_not_divide_over_the_engine_are_refused(tp, ep):
+def test_experts_that_do_not_divide_over_the_engine_are_rejected(tp, ep):
     with pytest.raises(ValueError, match=f"ep={ep} must divide tensor parallelism tp={tp} and .* experts 8"):
         WeightMap(config_of("qwen3_moe")).rollout_params(tp, 0, ep)
 
@@ -145,18 +145,18 @@ def stack(param, checkpoint):
     return local
 
 
-def test_only_the_correction_of_the_choice_stays_in_float32():
+def test_only_the_correction_bias_is_float32():
     weight_map = WeightMap(config_of("deepseek_v3"))
     exact = [name for name in weight_map.hf_shapes() if weight_map.is_float32(name)]
     assert exact == [f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2, 3)]
 
 
-def test_grouped_experts_of_transformer_engine_are_known_by_their_numbers():
+def test_transformer_engine_names_of_grouped_experts():
     name = canonical_name("decoder.layers.2.mlp.experts.linear_fc1.weight11")
     assert name == "decoder.layers.2.mlp.experts.local_experts.11.linear_fc1.weight"
 
 
-def test_the_sizes_of_latent_heads():
+def test_latent_head_sizes():
     config = config_of("deepseek_v3", head_dim=2)  # transformers writes the rotated part's width there
     assert (config.head_dim, config.num_key_value_heads, config.latent.v_dim) == (6, 4, 3)
     shapes = WeightMap(config).hf_shapes()
@@ -177,7 +177,7 @@ def test_the_sizes_of_latent_heads():
         ("dense", {"dp": 2, "etp": 2}, ["expert_tensor_parallel_size=2", "no experts"]),
     ],
 )
-def test_layouts_that_do_not_fit_the_experts(model, layout, parts):
+def test_layouts_that_do_not_fit_the_experts_are_rejected(model, layout, parts):
     config = config_of("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]) if model == "dense" else config_of(model)
     with pytest.raises(ConfigError) as error:
         check_layout(config, ParallelLayout(**layout), "critic.megatron")
@@ -206,7 +206,7 @@ def test_layouts_that_do_not_fit_the_experts(model, layout, parts):
         ),
     ],
 )
-def test_what_is_wrong_with_experts_in_the_config_is_named(model, change, parts):
+def test_expert_config_errors_are_named(model, change, parts):
     with pytest.raises(ModelError) as error:
         config_of(model, **change)
     for part in parts:

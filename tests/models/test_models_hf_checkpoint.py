@@ -7,14 +7,14 @@ import torch
 from reference_weights import megatron_reference, rollout_reference
 from safetensors.torch import load_file, save_file
 
-from megarl.errors import ModelError
+from megarl.base.errors import ModelError
 from megarl.models import ParallelLayout, Piece, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_a_real_checkpoint_is_read_into_every_rank(family, tied, real_model_folder):
+def test_checkpoint_is_read_into_every_rank(family, tied, real_model_folder):
     folder = real_model_folder(family, tied)
     checkpoint = {name: t.numpy() for name, t in load_file(folder / "model.safetensors").items()}
     reader = HFReader(folder)
@@ -30,7 +30,7 @@ def test_a_real_checkpoint_is_read_into_every_rank(family, tied, real_model_fold
         np.testing.assert_array_equal(tensor.numpy(), reference[name], err_msg=name)
 
 
-def test_only_the_ranks_own_elements_are_read(real_model_folder, monkeypatch):
+def test_only_the_elements_of_the_rank_are_read(real_model_folder, monkeypatch):
     reader = HFReader(real_model_folder())
     read = []
     original = HFReader.read
@@ -42,7 +42,7 @@ def test_only_the_ranks_own_elements_are_read(real_model_folder, monkeypatch):
     assert sum(t.numel() for t in read) < sum(np.prod(s) for s in WeightMap(reader.config).hf_shapes().values()) / 3
 
 
-def test_weights_are_converted_to_the_dtype_asked_for(real_model_folder):
+def test_weights_are_converted_to_the_requested_dtype(real_model_folder):
     reader = HFReader(real_model_folder())
     full = load_file(real_model_folder() / "model.safetensors")
     params = WeightMap(reader.config).rollout_params(1, 0)
@@ -50,7 +50,7 @@ def test_weights_are_converted_to_the_dtype_asked_for(real_model_folder):
     assert torch.equal(local["model.norm.weight"], full["model.norm.weight"].bfloat16())
 
 
-def test_a_missing_value_head_may_be_left_out_and_only_that(real_model_folder):
+def test_only_the_head_may_be_missing(real_model_folder):
     reader = HFReader(real_model_folder())
     params = WeightMap(reader.config, value_head=True).megatron_params(ParallelLayout(), 0)
     names = [name for name, _ in load_local(reader, params, torch.float32, optional=("score.weight",))]
@@ -59,7 +59,7 @@ def test_a_missing_value_head_may_be_left_out_and_only_that(real_model_folder):
         list(load_local(reader, params, torch.float32))
 
 
-def test_a_value_model_has_a_score_and_no_output_layer(real_model_folder, tmp_path):
+def test_value_model_has_a_score_and_no_output_layer(real_model_folder, tmp_path):
     folder = shutil.copytree(real_model_folder(), tmp_path / "value")
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -72,7 +72,7 @@ def test_a_value_model_has_a_score_and_no_output_layer(real_model_folder, tmp_pa
     assert torch.equal(dict(load_local(reader, params, torch.float32))["output_layer.weight"], tensors["score.weight"])
 
 
-def test_rectangles_outside_the_file_are_refused(real_model_folder):
+def test_rectangles_outside_the_file_are_rejected(real_model_folder):
     reader = HFReader(real_model_folder())
     assert reader.read(Piece("model.norm.weight", (3,), (7,), (0,))).shape == (4,)
     with pytest.raises(ModelError, match=r"'model\.norm\.weight' has shape \[32\], expected at least \[33\]"):

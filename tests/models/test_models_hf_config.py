@@ -5,7 +5,7 @@ import sys
 import pytest
 from reference_weights import tiny_config
 
-from megarl.errors import ConfigError, ModelError
+from megarl.base.errors import ConfigError, ModelError
 from megarl.models import ParallelLayout, check_layout, known_architectures, parse_model_config, read_model_config
 
 QWEN25 = {  # Qwen2.5-0.5B as published, the fields that matter
@@ -47,7 +47,7 @@ def test_reads_a_published_config(tmp_path):
     assert config.raw == QWEN25
 
 
-def test_head_width_and_key_value_heads_of_their_own():
+def test_separate_head_width_and_key_value_heads():
     raw = {**QWEN25, "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
     config = parse_model_config(raw)
     assert (config.head_dim, config.qkv_bias, config.qk_norm) == (128, False, True)
@@ -78,7 +78,7 @@ def test_rotary_parameters_of_old_and_new_transformers(fields, theta, scaling):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_agrees_with_the_config_that_transformers_writes(family, real_model_folder):
+def test_agrees_with_configs_of_transformers(family, real_model_folder):
     import transformers
 
     folder = real_model_folder(family)
@@ -109,7 +109,7 @@ def test_agrees_with_the_config_that_transformers_writes(family, real_model_fold
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
     ],
 )
-def test_what_is_wrong_in_the_config_is_named(tmp_path, change, parts):
+def test_config_errors_are_named(tmp_path, change, parts):
     with pytest.raises(ModelError) as error:
         read_model_config(write_config(tmp_path, {**QWEN25, **change}))
     for part in [str(tmp_path), *parts]:
@@ -145,7 +145,7 @@ def test_layouts_that_fit(layout):
         (ParallelLayout(pp=4), {}, ["pipeline_model_parallel_size=4", "does not divide", "num_hidden_layers=6"]),
     ],
 )
-def test_layouts_that_do_not_fit_name_key_value_and_choices(layout, model, parts):
+def test_layout_error_names_key_value_and_choices(layout, model, parts):
     config = tiny_config(**{"layers": 6, "hidden": 16, "heads": 8, "groups": 4, "ffn": 16, **model})
     with pytest.raises(ConfigError) as error:
         check_layout(config, layout, "critic.megatron")
@@ -153,7 +153,7 @@ def test_layouts_that_do_not_fit_name_key_value_and_choices(layout, model, parts
         assert part in str(error.value)
 
 
-def test_the_package_imports_without_torch():
+def test_package_imports_without_torch():
     code = "import sys, megarl.models as m; m.known_architectures(); assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -164,7 +164,7 @@ def test_known_architectures_are_sorted_and_complete():
     assert {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"} <= set(known)
 
 
-def test_a_language_model_as_a_reward_model():
+def test_language_model_as_reward_model():
     language = parse_model_config({**QWEN25, "pad_token_id": None})
     model = language.as_reward_model(pad_token_id=5)
     assert model.architecture == "Qwen2ForSequenceClassification" and model.is_value_model and not model.has_head_bias

@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.errors import ModelError
+from megarl.base.errors import ModelError
 from megarl.models import check_model_folder
 
 
 @pytest.fixture()
 def folder(real_model_folder, tmp_path):
-    """A copy of a whole model folder, to be damaged."""
+    """A copy of a complete model folder, to be damaged."""
     return shutil.copytree(real_model_folder("qwen2"), tmp_path / "model")
 
 
@@ -34,7 +34,7 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_whole_folder_passes_in_one_file_or_in_shards(folder):
+def test_complete_folder_passes_in_one_file_or_in_shards(folder):
     entry = check_model_folder(folder).tensors["model.norm.weight"]
     assert (entry.shape, entry.dtype) == ((32,), "F32")
     make_sharded(folder)
@@ -43,34 +43,34 @@ def test_a_whole_folder_passes_in_one_file_or_in_shards(folder):
     assert len({entry.file for entry in checked.tensors.values()}) == 2
 
 
-def test_a_missing_shard_is_named(folder):
+def test_missing_shard_is_named(folder):
     make_sharded(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match=r"lacks shard 'model-00002-of-00002\.safetensors'"):
         check_model_folder(folder)
 
 
-def test_a_tensor_that_is_not_in_its_shard_is_named(folder):
+def test_tensor_missing_in_its_shard_is_named(folder):
     placed = make_sharded(folder)
     save_file({"other": torch.zeros(1)}, folder / placed["model.norm.weight"])
     with pytest.raises(ModelError, match="lacks tensor"):
         check_model_folder(folder)
 
 
-def test_no_weights(folder):
+def test_folder_without_weights(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no weights: neither model\.safetensors nor"):
         check_model_folder(folder)
 
 
-def test_a_missing_tensor_is_named_with_its_shape(folder):
+def test_missing_tensor_is_named_with_its_shape(folder):
     rewrite(folder, lambda t: t.pop("lm_head.weight"))
     with pytest.raises(ModelError, match=r"lacks tensor 'lm_head\.weight' of shape \[50, 32\]"):
         check_model_folder(folder)
 
 
 @pytest.mark.parametrize("name,shape", [("model.norm.weight", (31,)), ("lm_head.weight", (51, 32))])
-def test_a_wrong_shape_is_named_even_where_the_tensor_is_too_large(folder, name, shape):
+def test_wrong_shape_is_named_even_for_a_larger_tensor(folder, name, shape):
     rewrite(folder, lambda t: t.update({name: torch.zeros(shape)}))
     with pytest.raises(ModelError) as error:
         check_model_folder(folder)
@@ -78,7 +78,7 @@ def test_a_wrong_shape_is_named_even_where_the_tensor_is_too_large(folder, name,
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_a_truncated_file_is_named(folder, keep):
+def test_truncated_file_is_named(folder, keep):
     file = folder / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:keep])
@@ -87,14 +87,14 @@ def test_a_truncated_file_is_named(folder, keep):
 
 
 @pytest.mark.parametrize("header", [b"{" * 16, b"[]              ", b'{"a": 1}        ', b'{"a": {}}       '])
-def test_a_file_that_is_not_safetensors_is_named(folder, header):
+def test_non_safetensors_file_is_named(folder, header):
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ModelError, match=r"model\.safetensors is not a safetensors file"):
         check_model_folder(folder)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
-def test_a_malformed_index_is_named(folder, content):
+def test_malformed_index_is_named(folder, content):
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         check_model_folder(folder)
@@ -113,7 +113,7 @@ def as_reward_model(folder, labels, *, bias=False):
     rewrite(folder, change)
 
 
-def test_a_head_of_several_labels_is_refused(folder):
+def test_head_with_several_labels_is_rejected(folder):
     as_reward_model(folder, 1)
     assert check_model_folder(folder).config.is_value_model
     rewrite(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(3, 32)}))
@@ -123,9 +123,9 @@ def test_a_head_of_several_labels_is_refused(folder):
         check_model_folder(folder)
 
 
-def test_a_bias_that_would_be_left_out_is_refused(folder):
+def test_head_bias_without_architecture_is_rejected(folder):
     as_reward_model(folder, 1, bias=True)
-    with pytest.raises(ModelError, match=r"'score.bias' would be left out.*Qwen2ForTokenClassification"):
+    with pytest.raises(ModelError, match=r"'score.bias' would be dropped.*Qwen2ForTokenClassification"):
         check_model_folder(folder)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["Qwen2ForTokenClassification"]}))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from reference_weights import tiny_config
 from safetensors.torch import load_file, save_file
 
-from megarl.errors import CheckpointError
+from megarl.base.errors import CheckpointError
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, read_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.hf_writer import HFWriter
@@ -77,7 +77,7 @@ def test_round_trip_is_bit_exact_in_any_layout_order_and_shard_size(tmp_path_fac
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_transformers_loads_an_export_and_computes_the_same(family, tied, real_model_folder, tmp_path):
+def test_transformers_computes_the_same_from_an_export(family, tied, real_model_folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
     source = real_model_folder(family, tied)
@@ -89,7 +89,7 @@ def test_transformers_loads_an_export_and_computes_the_same(family, tied, real_m
     assert torch.equal(*logits)
 
 
-def test_a_value_model_is_exported_with_the_architecture_that_loads_it(real_model_folder, tmp_path):
+def test_value_model_export_names_a_loadable_architecture(real_model_folder, tmp_path):
     from transformers import AutoModelForTokenClassification
 
     reader = HFReader(real_model_folder())
@@ -108,7 +108,7 @@ def test_a_value_model_is_exported_with_the_architecture_that_loads_it(real_mode
     assert torch.equal(load_all(tmp_path / "again")["score.weight"], score)
 
 
-def test_config_and_tokenizer_go_along_and_nothing_else(real_model_folder, tmp_path):
+def test_config_and_tokenizer_files_are_copied(real_model_folder, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     config = tiny_config()
@@ -128,18 +128,18 @@ def two_tensors():
     return {"a": (4, 6), "b": (3,)}
 
 
-def test_an_incomplete_export_leaves_nothing(tmp_path, two_tensors):
+def test_incomplete_export_leaves_no_folder(tmp_path, two_tensors):
     with (
-        pytest.raises(CheckpointError, match="2 tensors are not whole, the first is 'a'"),
+        pytest.raises(CheckpointError, match="2 tensors are incomplete, the first is 'a'"),
         writer_of(tmp_path, two_tensors) as writer,
     ):
         writer.add_piece(Piece("a", (0, 0), (4, 5), (0, 0)), torch.zeros(4, 5))
-    with pytest.raises(CheckpointError, match="2 tensors are not whole"), writer_of(tmp_path, two_tensors):
+    with pytest.raises(CheckpointError, match="2 tensors are incomplete"), writer_of(tmp_path, two_tensors):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_in_the_middle_leaves_nothing_or_what_was_there(tmp_path, two_tensors):
+def test_failed_export_keeps_the_old_folder(tmp_path, two_tensors):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/old").write_text("old")
     with pytest.raises(KeyError), writer_of(tmp_path, two_tensors, overwrite=True) as writer:
@@ -148,7 +148,7 @@ def test_a_failure_in_the_middle_leaves_nothing_or_what_was_there(tmp_path, two_
     assert [p.name for p in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/old").read_text() == "old"
 
 
-def test_an_existing_folder_is_replaced_only_on_request(tmp_path, two_tensors):
+def test_existing_folder_is_replaced_only_on_request(tmp_path, two_tensors):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/old").write_text("old")
     with pytest.raises(CheckpointError, match="exists already"):
@@ -163,7 +163,7 @@ def test_an_existing_folder_is_replaced_only_on_request(tmp_path, two_tensors):
 @pytest.mark.parametrize(
     "piece,values,message",
     [
-        (Piece("c", (0,), (1,), (0,)), torch.zeros(1), "'c' is not part of the model"),
+        (Piece("c", (0,), (1,), (0,)), torch.zeros(1), "'c' is not part of the exported model"),
         (Piece("a", (0, 0), (5, 6), (0, 0)), torch.zeros(5, 6), r"'a' of shape \[4, 6\]"),
         (Piece("a", (0,), (4,), (0,)), torch.zeros(4), r"'a' of shape \[4, 6\]"),
         (Piece("a", (0, 0), (2, 6), (0, 0)), torch.zeros(2, 5), r"\[2, 5\] elements do not fit"),
@@ -172,14 +172,14 @@ def test_an_existing_folder_is_replaced_only_on_request(tmp_path, two_tensors):
         (Piece("a", (0, 0), (1, 1), (0, 0)), torch.zeros(1, 1, dtype=torch.half), "'a' arrived as torch.float16"),
     ],
 )
-def test_pieces_that_do_not_belong_are_refused(tmp_path, two_tensors, piece, values, message):
+def test_wrong_pieces_are_rejected(tmp_path, two_tensors, piece, values, message):
     with pytest.raises(CheckpointError, match=message), writer_of(tmp_path, two_tensors, max_shard_bytes=1) as writer:
         writer.add_piece(Piece("b", (0,), (3,), (0,)), torch.zeros(3))
         writer.add_piece(Piece("a", (3, 0), (4, 4), (0, 0)), torch.zeros(1, 4))
         writer.add_piece(piece, values)
 
 
-def test_a_local_parameter_of_another_shape_is_refused(tmp_path, two_tensors):
+def test_local_parameter_with_wrong_shape_is_rejected(tmp_path, two_tensors):
     param = LocalParam("x", (4, 6), (Piece("a", (0, 0), (4, 6), (0, 0)),))
     with pytest.raises(CheckpointError, match=r"'x' has shape \[4, 7\]"), writer_of(tmp_path, two_tensors) as writer:
         writer.add(param, torch.zeros(4, 7))

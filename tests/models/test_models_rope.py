@@ -1,4 +1,4 @@
-"""Frequencies and factors are transformers' to the last bit."""
+"""Frequencies and factors equal transformers' bit for bit."""
 
 import math
 
@@ -34,7 +34,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_po
     ids=lambda scaling: scaling["rope_type"],
 )
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
-def test_scaled_frequencies_equal_those_of_transformers(scaling, family):
+def test_scaled_frequencies_equal_transformers(scaling, family):
     if family == "llama":
         theirs, name = LlamaConfig(**SIZES, rope_parameters=dict(scaling)), "LlamaForCausalLM"
     else:
@@ -45,7 +45,7 @@ def test_scaled_frequencies_equal_those_of_transformers(scaling, family):
     assert attention_factor(ours) == factor
 
 
-def test_latent_attention_is_sharpened_by_its_scale():
+def test_latent_attention_softmax_scale():
     plain = DeepseekV3Config(**SIZES, rope_parameters=dict(YARN))
     sharp = DeepseekV3Config(**SIZES, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0})
     scales = [softmax_scale(parse_model_config({**c.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}))

@@ -35,7 +35,7 @@ def counted(model, tokens):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_it_is_what_a_forward_pass_takes(family):
+def test_sequence_cost_equals_the_flops_of_a_forward_pass(family):
     config = getattr(transformers, f"{family}Config")(
         **{**SIZES, **MODELS[family]}, attn_implementation="eager", experts_implementation="eager"
     )

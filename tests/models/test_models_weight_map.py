@@ -37,7 +37,7 @@ def equal(params, reference, checkpoint):
 
 @settings(max_examples=40)
 @given(models_and_layouts(), st.booleans())
-def test_training_shards_equal_a_reference_that_reshapes_whole_tensors(case, value_head):
+def test_training_shards_equal_whole_tensor_reshapes(case, value_head):
     config, layout = case
     weight_map = WeightMap(config, value_head)
     checkpoint = labelled_checkpoint(weight_map.hf_shapes())
@@ -49,7 +49,7 @@ def test_training_shards_equal_a_reference_that_reshapes_whole_tensors(case, val
 
 @settings(max_examples=40)
 @given(models_and_layouts())
-def test_rollout_shards_equal_a_reference_that_reshapes_whole_tensors(case):
+def test_rollout_shards_equal_whole_tensor_reshapes(case):
     config, layout = case
     weight_map = WeightMap(config)
     checkpoint = labelled_checkpoint(weight_map.hf_shapes())
@@ -59,7 +59,7 @@ def test_rollout_shards_equal_a_reference_that_reshapes_whole_tensors(case):
 
 
 @pytest.mark.parametrize("groups,tp", [(2, 4), (1, 4), (2, 8), (4, 2)])
-def test_ranks_of_the_engine_share_a_key_value_head_where_there_are_too_few(groups, tp):
+def test_engine_ranks_share_key_value_heads(groups, tp):
     config = tiny_config(heads=8, groups=groups, head_dim=2)
     weight_map = WeightMap(config)
     checkpoint = labelled_checkpoint(weight_map.hf_shapes())
@@ -78,7 +78,7 @@ def test_ranks_of_the_engine_share_a_key_value_head_where_there_are_too_few(grou
             np.testing.assert_array_equal(assemble(param, checkpoint), expected)
 
 
-def test_a_layout_that_the_model_does_not_divide_over_is_refused():
+def test_layout_that_does_not_divide_the_model_is_rejected():
     weight_map = WeightMap(tiny_config(heads=6, groups=3, head_dim=2))
     with pytest.raises(ValueError, match="3 key-value heads do not divide over 2 ranks"):
         weight_map.rollout_params(2, 0)
@@ -88,7 +88,7 @@ def test_a_layout_that_the_model_does_not_divide_over_is_refused():
 
 @settings(max_examples=40)
 @given(models_and_layouts(), st.booleans())
-def test_an_export_holds_each_element_exactly_once(case, value_head):
+def test_export_has_each_element_exactly_once(case, value_head):
     config, layout = case
     weight_map = WeightMap(config, value_head)
     seen = {name: np.zeros(shape, dtype=int) for name, shape in weight_map.hf_shapes().items()}
@@ -127,7 +127,7 @@ def test_layer_names_are_global_under_pipeline_parallelism():
         assert {n.split(".")[2] for n in names if n.startswith("decoder.layers.")} == layers
 
 
-def test_a_tied_output_layer_is_a_copy_on_the_last_stage_only():
+def test_tied_output_layer_is_copied_on_the_last_stage_only():
     weight_map = WeightMap(tiny_config(tied=True))
 
     def names(layout, rank):
@@ -140,7 +140,7 @@ def test_a_tied_output_layer_is_a_copy_on_the_last_stage_only():
     assert "lm_head.weight" not in weight_map.hf_shapes()
 
 
-def test_a_value_head_takes_the_place_of_the_output_layer():
+def test_value_head_replaces_the_output_layer():
     weight_map = WeightMap(tiny_config(hidden=12), value_head=True)
     assert weight_map.hf_shapes()["score.weight"] == (1, 12)
     assert "lm_head.weight" not in weight_map.hf_shapes()

@@ -1,4 +1,4 @@
-"""Reward functions that the pool's tests name by ``path.py``; read by megarl in other processes, not by pytest."""
+"""Reward functions for the tests of the pool, referenced by ``path.py`` and imported in its processes."""
 
 import asyncio
 import ctypes
@@ -10,18 +10,18 @@ import time
 CALLS = 0
 
 
-def naughty(data_source, solution_str, ground_truth, extra_info):
-    """Does what the response says."""
+def misbehaving(data_source, solution_str, ground_truth, extra_info):
+    """Fails in the way named by the response."""
     global CALLS
     CALLS += 1
-    if solution_str == "regex":  # holds the interpreter's lock, for longer than any run
+    if solution_str == "regex":  # holds the interpreter lock for longer than any test
         re.match(r"(a+)+$", "a" * 50 + "b")
     if solution_str == "exit":
         os._exit(3)
     if solution_str == "segfault":
         ctypes.string_at(0)
-    if solution_str == "away":
-        raise ConnectionError("the service is away")
+    if solution_str == "unreachable":
+        raise ConnectionError("the service is unreachable")
     if solution_str == "wrong":
         raise KeyError("no such thing")
     if solution_str == "sleeping child":
@@ -29,8 +29,8 @@ def naughty(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str), "calls": CALLS, "process": os.getpid()}
 
 
-def once_away(data_source, solution_str, ground_truth, extra_info):
-    """Cannot be computed at the first attempt."""
+def fails_once(data_source, solution_str, ground_truth, extra_info):
+    """Raises a TimeoutError at the first attempt."""
     if not os.path.exists(ground_truth):
         with open(ground_truth, "w"):
             pass
@@ -39,7 +39,7 @@ def once_away(data_source, solution_str, ground_truth, extra_info):
 
 
 def whole_batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
-    """Ranks the answers of a batch by their lengths."""
+    """Scores each response by its rank in length."""
     if "regex" in solution_strs:
         re.match(r"(a+)+$", "a" * 50 + "b")
     return [
@@ -48,35 +48,35 @@ def whole_batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0
     ]
 
 
-async def later(data_source, solution_str, ground_truth, extra_info):
-    """Waits so many seconds; ``block`` blocks the loop."""
+async def sleeping(data_source, solution_str, ground_truth, extra_info):
+    """Sleeps the number of seconds in the response; ``block`` blocks the event loop."""
     if solution_str == "block":
         re.match(r"(a+)+$", "a" * 50 + "b")
     await asyncio.sleep(float(solution_str))
     return float(solution_str)
 
 
-PRESENT: list[asyncio.Future] = []
+WAITING: list[asyncio.Future] = []
 
 
-async def meeting(data_source, solution_str, ground_truth, extra_info):
-    """Waits until as many calls are under way; they leave together."""
+async def barrier(data_source, solution_str, ground_truth, extra_info):
+    """Waits until the number of concurrent calls equals the response, then releases all."""
     arrived = asyncio.get_running_loop().create_future()
-    PRESENT.append(arrived)
-    if len(PRESENT) == int(solution_str):
-        for other in PRESENT:
-            other.set_result(None)
-        PRESENT.clear()
+    WAITING.append(arrived)
+    if len(WAITING) == int(solution_str):
+        for future in WAITING:
+            future.set_result(None)
+        WAITING.clear()
     await arrived
     return float(solution_str)
 
 
 def odd_results(data_source, solution_str, ground_truth, extra_info):
-    """Fields of all kinds."""
+    """Returns extra fields of many types."""
     return {"score": 1, "lock": time.localtime, "bytes": b"x", "set": {1}, "nested": {1: (2, 3.5)}, "big": 2**70}
 
 
-def told(data_source, solution_str, ground_truth, extra_info, prompt_str):
-    """What it was told."""
+def echo(data_source, solution_str, ground_truth, extra_info, prompt_str):
+    """Returns its arguments."""
     extra_info["seen"] = True
-    return {"score": 0, "told": [data_source, solution_str, ground_truth, extra_info, prompt_str]}
+    return {"score": 0, "arguments": [data_source, solution_str, ground_truth, extra_info, prompt_str]}

@@ -1,4 +1,4 @@
-"""Real HTTP servers for judges and sandboxes, each with a behaviour of its own."""
+"""HTTP servers that imitate judges and sandboxes, with configurable behaviour."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from aiohttp import web
 
 
 class Service:
-    """Answers ``POST`` at any path with what a function makes of the request's number and body.
+    """Answers every ``POST`` with the result of a function of the request's number and body.
 
-    The function returns JSON, or ``(status, text)``; None = hang.
+    The function returns JSON, or ``(status, text)``; None = no answer.
     """
 
     def __init__(self, answer: Callable[[int, Any], Any]) -> None:
@@ -26,18 +26,18 @@ class Service:
     async def handle(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.json())
         self.headers.append(dict(request.headers))
-        given = self.answer(len(self.bodies), self.bodies[-1])
-        given = await given if isinstance(given, Awaitable) else given
-        if given is None:
+        result = self.answer(len(self.bodies), self.bodies[-1])
+        result = await result if isinstance(result, Awaitable) else result
+        if result is None:
             await asyncio.sleep(1000)
-        if isinstance(given, tuple):
-            return web.Response(status=given[0], text=given[1])
-        return web.json_response(given)
+        if isinstance(result, tuple):
+            return web.Response(status=result[0], text=result[1])
+        return web.json_response(result)
 
 
 @contextmanager
 def serving(answer: Callable[[int, Any], Any]) -> Iterator[Service]:
-    """A service on a free port, in a thread of its own."""
+    """Run a service on a free port, in a thread."""
     service, ready = Service(answer), threading.Event()
     loop = asyncio.new_event_loop()
 
@@ -52,8 +52,8 @@ def serving(answer: Callable[[int, Any], Any]) -> Iterator[Service]:
         try:
             await asyncio.Event().wait()
         finally:
-            for other in asyncio.all_tasks() - {task}:
-                other.cancel()  # handlers that hang
+            for handler in asyncio.all_tasks() - {task}:
+                handler.cancel()  # hanging requests
             await runner.cleanup()
 
     task = loop.create_task(run())

@@ -1,4 +1,4 @@
-"""Programs against test cases, in the local sandbox and in a service that speaks SandboxFusion's interface."""
+"""Programs against test cases, in the local sandbox and in a service with SandboxFusion's API."""
 
 import asyncio
 import json
@@ -8,7 +8,8 @@ from services import serving
 
 from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.rules import code_tests
-from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, extract_code, read_cases
+from megarl.rewards.rules.code import extract_code, read_cases
+from megarl.rewards.sandbox import LocalSandbox, SandboxLimits
 
 SUMS = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7", "11 \n\n"]}
 GOOD = "Here:\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
@@ -28,7 +29,7 @@ def score(text, truth, **kwargs):
         ("print(1)", "print(1)"),
     ],
 )
-def test_the_program_in_a_response(text, code):
+def test_extract_code(text, code):
     assert extract_code(text) == code
 
 
@@ -46,9 +47,9 @@ def test_whole_programs():
     assert score("print(0)", SUMS)["status"] == "wrong"
 
 
-def test_a_program_that_loops_is_wrong_and_tried_once():
-    found = score("while True: pass", SUMS, timeout_s=1.0)
-    assert (found["score"], found["status"]) == (0.0, "timeout")
+def test_timeout_ends_the_tests():
+    result = score("while True: pass", SUMS, timeout_s=1.0)
+    assert (result["score"], result["status"]) == (0.0, "timeout")
 
 
 @pytest.mark.parametrize(
@@ -73,20 +74,20 @@ def test_functions_and_assertions(code, truth, rate):
 @pytest.mark.parametrize(
     "truth", [{}, {"inputs": ["1"]}, {"inputs": [], "outputs": []}, '{"inputs": 1}', "no json", None]
 )
-def test_a_truth_without_test_cases_is_an_error(truth):
+def test_ground_truth_without_test_cases_is_an_error(truth):
     with pytest.raises((ValueError, TypeError)):
         read_cases(truth)
 
 
 def fusion(number, body):
-    """SandboxFusion's answer, with a real program run by the local sandbox."""
-    done = LocalSandbox(SandboxLimits(timeout_s=body["run_timeout"])).run(body["code"], body["stdin"])
-    state = "TimeLimitExceeded" if done.status == "timeout" else "Finished"
-    run = {"status": state, "return_code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr}
-    return {"status": "Success" if done.succeeded else "Failed", "compile_result": None, "run_result": run}
+    """SandboxFusion's response for a program run by the local sandbox."""
+    execution = LocalSandbox(SandboxLimits(timeout_s=body["run_timeout"])).run(body["code"], body["stdin"])
+    state = "TimeLimitExceeded" if execution.status == "timeout" else "Finished"
+    run = {"status": state, "return_code": execution.exit_code, "stdout": execution.stdout, "stderr": execution.stderr}
+    return {"status": "Success" if execution.succeeded else "Failed", "compile_result": None, "run_result": run}
 
 
-def test_a_remote_sandbox_gives_what_the_local_one_gives():
+def test_remote_sandbox_equals_local_sandbox():
     with serving(lambda number, body: asyncio.to_thread(fusion, number, body)) as service:
         url = f"{service.url}/run_code"
         for text in (GOOD, "```python\n1 / 0\n```", "print(3)"):
@@ -101,17 +102,17 @@ def test_a_remote_sandbox_gives_what_the_local_one_gives():
     ("answer", "message"),
     [
         ({"status": "SandboxError", "message": "no room"}, "the sandbox failed: .*no room"),
-        ({"status": "Success"}, "tells of no run"),
+        ({"status": "Success"}, "has no result of a run"),
         ([], "the sandbox failed"),
         ((504, "late"), "status 504"),
     ],
 )
-def test_a_sandbox_that_fails_itself_is_no_bad_program(answer, message):
+def test_failed_sandbox_is_an_infrastructure_failure(answer, message):
     with serving(lambda number, body: answer) as service, pytest.raises(InfrastructureFailure, match=message):
         score(GOOD, SUMS, url=service.url)
 
 
-def test_a_program_that_does_not_compile_is_wrong():
+def test_compile_error_is_an_error():
     compiled = {"status": "Finished", "return_code": 1, "stderr": "syntax"}
     answer = {"status": "Failed", "compile_result": compiled, "run_result": None}
     with serving(lambda number, body: answer) as service:

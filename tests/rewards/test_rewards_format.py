@@ -1,8 +1,8 @@
-"""The form of a response."""
+"""The format reward."""
 
 import pytest
 
-from megarl.errors import RewardError
+from megarl.base.errors import RewardError
 from megarl.rewards.rules import format_reward
 
 
@@ -23,6 +23,6 @@ def test_the_whole_response_must_match(text, kwargs, score):
     assert format_reward("d", text, None, {}, **kwargs)["score"] == score
 
 
-def test_a_pattern_that_is_none_is_refused():
+def test_invalid_pattern_is_refused():
     with pytest.raises(RewardError, match=r"pattern '\(' is no regular expression"):
         format_reward("d", "x", None, {}, pattern="(")

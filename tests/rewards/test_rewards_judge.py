@@ -1,4 +1,4 @@
-"""A judge behind a real endpoint that answers, fails, hangs and talks nonsense."""
+"""The judge reward with an endpoint that answers, fails, hangs or returns garbage."""
 
 import asyncio
 import socket
@@ -6,29 +6,29 @@ import socket
 import pytest
 from services import serving
 
-from megarl.rewards.calling import FunctionSpec, InfrastructureFailure, Task
+from megarl.rewards.calling import FunctionSpec, InfrastructureFailure, RewardTask
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE
-from megarl.rewards.pool import InDriver, Job, RewardPool
+from megarl.rewards.pool import InDriverRunner, RewardJob, RewardPool
 from megarl.rewards.rules import judge
-from megarl.rewards.rules.judge import filled, read_score
+from megarl.rewards.rules.judge import fill_template, read_score
 
 
-def said(text):
+def completion(text):
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
 def ask(url, **kwargs):
-    given = {"base_url": f"{url}/v1/", "model": "grader", "timeout_s": 5.0, **kwargs}
-    return asyncio.run(judge("d", "It is {prompt}.", "Paris", {}, "Capital of France?", **given))
+    options = {"base_url": f"{url}/v1/", "model": "grader", "timeout_s": 5.0, **kwargs}
+    return asyncio.run(judge("d", "It is {prompt}.", "Paris", {}, "Capital of France?", **options))
 
 
-def test_the_judges_number_is_the_score(monkeypatch):
+def test_score_is_the_judges_number(monkeypatch):
     monkeypatch.setenv("MEGARL_TEST_KEY", "sesame")
-    with serving(lambda number, body: said("Good, but Score: 3\nOn reflection: Score: 7.5")) as service:
-        found = ask(service.url, api_key_env="MEGARL_TEST_KEY", template="{prompt}|{response}|{ground_truth}")
-    assert found == {"score": 0.75, "judgement": "Good, but Score: 3\nOn reflection: Score: 7.5"}
+    with serving(lambda number, body: completion("Good, but Score: 3\nOn reflection: Score: 7.5")) as service:
+        result = ask(service.url, api_key_env="MEGARL_TEST_KEY", template="{prompt}|{response}|{ground_truth}")
+    assert result == {"score": 0.75, "judgement": "Good, but Score: 3\nOn reflection: Score: 7.5"}
     (body,) = service.bodies
-    # what an answer says in braces stays what it is
+    # braces in the response stay unchanged
     assert body["messages"] == [{"role": "user", "content": "Capital of France?|It is {prompt}.|Paris"}]
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("grader", 1024, 0.0)
     assert service.headers[0]["Authorization"] == "Bearer sesame"
@@ -37,8 +37,8 @@ def test_the_judges_number_is_the_score(monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "kind", "message"),
     [
-        (lambda number, body: said("Very good."), ValueError, "gave no score"),
-        (lambda number, body: said("Score: 11"), ValueError, "11 is not from 0 to 10"),
+        (lambda number, body: completion("Very good."), ValueError, "gave no score"),
+        (lambda number, body: completion("Score: 11"), ValueError, "11 is not from 0 to 10"),
         (lambda number, body: (400, "too long"), ValueError, "status 400: too long"),
         (lambda number, body: (429, "busy"), InfrastructureFailure, "status 429: busy"),
         (lambda number, body: (500, "oops"), InfrastructureFailure, "status 500: oops"),
@@ -49,29 +49,29 @@ def test_the_judges_number_is_the_score(monkeypatch):
     ],
     ids=["no score", "out of range", "refused", "busy", "error", "key", "no json", "no completion", "hangs"],
 )
-def test_a_service_at_fault_is_told_from_a_bad_sample(answer, kind, message):
+def test_failed_service_is_distinguished_from_bad_sample(answer, kind, message):
     with serving(answer) as service, pytest.raises(kind, match=message):
         ask(service.url, timeout_s=0.5 if "within" in message else 5.0)
 
 
-def test_nobody_listens():
+def test_unreachable_endpoint_is_an_infrastructure_failure():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(InfrastructureFailure, match="did not answer"):
         ask(f"http://127.0.0.1:{port}")
 
 
-def test_failures_that_pass_are_tried_again_and_others_given_up():
-    """As in a run: from a process of the pool, twenty at a time."""
+def test_transient_failures_are_retried():
+    """In processes of the pool, with ten concurrent calls each."""
 
     def answer(number, body):
         text = body["messages"][0]["content"]
         if "never" in text:
-            return 503, "away"
+            return 503, "unavailable"
         if "nonsense" in text:
-            return said("I cannot say.")
+            return completion("I cannot say.")
         attempts[text] = attempts.get(text, 0) + 1
-        return said("Score: 10") if attempts[text] == 3 else (500, "oops")
+        return completion("Score: 10") if attempts[text] == 3 else (500, "oops")
 
     attempts: dict[str, int] = {}
     texts = [*(f"answer {number}" for number in range(20)), "never", "nonsense"]
@@ -79,22 +79,22 @@ def test_failures_that_pass_are_tried_again_and_others_given_up():
         kwargs = {"base_url": service.url, "model": "m", "template": "{response}", "timeout_s": 5.0}
         spec = FunctionSpec("judge", kwargs, 30.0, 10)
         with RewardPool([spec], [spec.load().traits], processes=2, max_retries=2) as pool:
-            found, counts = pool.run([Job(0, Task("d", text, "t", {}, "p")) for text in texts])
-    assert [outcome.score for outcome in found[:20]] == [1.0] * 20
-    assert [outcome.kind for outcome in found[20:]] == [INFRASTRUCTURE, BAD_SAMPLE]
+            outcomes, counts = pool.run([RewardJob(0, RewardTask("d", text, "t", {}, "p")) for text in texts])
+    assert [outcome.score for outcome in outcomes[:20]] == [1.0] * 20
+    assert [outcome.kind for outcome in outcomes[20:]] == [INFRASTRUCTURE, BAD_SAMPLE]
     assert counts.retries == 21 * 2 and counts.replaced == 0
     assert len(service.bodies) == 21 * 3 + 1
 
 
-def test_a_coroutine_may_be_called_in_the_driver():
-    with serving(lambda number, body: said("Score: 5")) as service:
-        here = InDriver([FunctionSpec("judge", {"base_url": service.url, "model": "m"}).load()])
-        found, _ = here.run([Job(0, Task("d", "x", "t", {}, "p"))] * 5)
-    assert [outcome.score for outcome in found] == [0.5] * 5
+def test_coroutine_function_runs_in_the_driver():
+    with serving(lambda number, body: completion("Score: 5")) as service:
+        runner = InDriverRunner([FunctionSpec("judge", {"base_url": service.url, "model": "m"}).load()])
+        outcomes, _ = runner.run([RewardJob(0, RewardTask("d", "x", "t", {}, "p"))] * 5)
+    assert [outcome.score for outcome in outcomes] == [0.5] * 5
 
 
 def test_scores_and_templates():
     assert read_score("Score: -2 Score: 4", r"Score: (-?\d+)", -5, 5) == 4
     with pytest.raises(ValueError, match="'high' is no number"):
         read_score("Score: high", r"Score: (\w+)", 0, 1)
-    assert filled("{a}{response}{b}", "p", "{prompt}", 7) == "{a}{prompt}{b}"
+    assert fill_template("{a}{response}{b}", "p", "{prompt}", 7) == "{a}{prompt}{b}"

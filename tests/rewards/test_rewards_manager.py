@@ -1,3 +1,5 @@
+"""The reward manager: scores, masks, failures, extra fields and length rewards."""
+
 import logging
 import math
 from fractions import Fraction
@@ -8,10 +10,10 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megarl.base.errors import RewardError, StepImpossible
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
-from megarl.errors import RewardError, StepImpossible
-from megarl.rewards import FailurePolicy, RewardManager, Shaping, agent_score, exact_integer, in_driver
-from megarl.rewards.shaping import Overlong
+from megarl.rewards import FailurePolicy, RewardManager, agent_score, exact_integer, in_driver
+from megarl.rewards.shaping import LengthShaping, OverlongPenalty
 
 EOS = 1
 COUNTS = dict.fromkeys(
@@ -55,7 +57,7 @@ def batch_of(tokenizer):
 
 
 def fails_on(bad, how):
-    """A reward function that goes wrong for the responses ``bad``."""
+    """A reward function that fails for the responses ``bad``."""
 
     def fn(data_source, solution_str, ground_truth, extra_info):
         return how() if solution_str in bad else 0.5
@@ -67,7 +69,7 @@ def divide():
     return 1 / 0
 
 
-def test_the_score_stands_on_the_last_response_token(tokenizer, batch_of):
+def test_score_is_at_the_last_response_token(tokenizer, batch_of):
     batch = batch_of(("1+1=", "2", "2"), ("10+10=", "200", "20"), ("5+7=", "12", "12"))
     scored = RewardManager(in_driver(exact_integer), tokenizer).score(batch)
     scores = scored.batch.batch["token_level_scores"]
@@ -79,7 +81,7 @@ def test_the_score_stands_on_the_last_response_token(tokenizer, batch_of):
     assert "token_level_scores" not in batch.batch
 
 
-def test_the_function_gets_verls_arguments(tokenizer, batch_of):
+def test_function_gets_verls_arguments(tokenizer, batch_of):
     seen = []
 
     def fn(data_source, solution_str, ground_truth, extra_info):
@@ -101,13 +103,13 @@ def test_the_function_gets_verls_arguments(tokenizer, batch_of):
 @pytest.mark.parametrize(
     "value", [1, True, np.float32(1), np.bool_(True), np.array([1.0]), torch.tensor(1.0), torch.ones(1, 1), Fraction(1)]
 )
-def test_any_kind_of_number_is_a_score(tokenizer, batch_of, value):
+def test_any_number_type_is_a_score(tokenizer, batch_of, value):
     for result in (value, {"score": value}):
         scored = RewardManager(in_driver(lambda *, _r=result, **kwargs: _r), tokenizer).score(batch_of(("1", "2", "2")))
         assert scored.batch.batch["token_level_scores"].tolist() == [[0.0, 1.0]]
 
 
-def test_what_stands_beside_the_score_is_recorded(tokenizer, batch_of):
+def test_extra_fields_are_recorded(tokenizer, batch_of):
     def fn(data_source, solution_str, ground_truth, extra_info):
         extras = {"acc": solution_str == ground_truth, "pred": solution_str, "tags": [1, 2]}
         return {"score": -1.0, **extras, **({"length": 10} if solution_str == "2" else {})}
@@ -143,7 +145,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("how", "message"), FAILURES)
-def test_a_failure_stops_with_the_sample_shown(tokenizer, batch_of, how, message):
+def test_failure_stops_and_shows_the_sample(tokenizer, batch_of, how, message):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", "oops", "7"))
     with pytest.raises(RewardError, match=message) as caught:
         RewardManager(in_driver(fails_on(["oops"], how)), tokenizer).score(batch)
@@ -154,7 +156,7 @@ def test_a_failure_stops_with_the_sample_shown(tokenizer, batch_of, how, message
 
 
 @pytest.mark.parametrize(("how", "message"), FAILURES)
-def test_a_masked_failure_trains_nothing_and_is_counted(tokenizer, batch_of, how, message, caplog):
+def test_masked_failure_is_excluded_and_counted(tokenizer, batch_of, how, message, caplog):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", "oops", "7"), ("1+1=", "22", "2"))
     with caplog.at_level(logging.WARNING):
         scored = RewardManager(in_driver(fails_on(["oops"], how)), tokenizer, FailurePolicy("mask")).score(batch)
@@ -165,7 +167,7 @@ def test_a_masked_failure_trains_nothing_and_is_counted(tokenizer, batch_of, how
     assert "prompt: '3+4='" in caplog.text
 
 
-def test_failed_rows_do_not_count_into_means(tokenizer, batch_of):
+def test_failed_rows_are_excluded_from_means(tokenizer, batch_of):
     def fn(data_source, solution_str, ground_truth, extra_info):
         return {"score": 1.0 if solution_str == "2" else math.nan, "acc": 1.0}
 
@@ -176,14 +178,14 @@ def test_failed_rows_do_not_count_into_means(tokenizer, batch_of):
     assert scored.extra_columns["reward_extra_acc"].tolist() == [1.0, None]
 
 
-def test_a_response_mask_that_is_there_is_kept(tokenizer, batch_of):
+def test_existing_response_mask_is_kept(tokenizer, batch_of):
     batch = batch_of(("1", "234", "2"), ("1", "xx", "2"))
     batch = batch.with_columns({"response_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])})
     scored = RewardManager(in_driver(fails_on(["xx"], divide)), tokenizer, FailurePolicy("mask")).score(batch)
     assert scored.batch.batch["response_mask"].tolist() == [[1, 0, 1, 1], [0, 0, 0, 0]]
 
 
-def test_a_response_without_a_token_is_a_failure(tokenizer, batch_of):
+def test_empty_response_is_a_failure(tokenizer, batch_of):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", None, "7"))
     with pytest.raises(RewardError, match="row 1 failed: the response has no token"):
         RewardManager(in_driver(exact_integer), tokenizer).score(batch)
@@ -192,13 +194,13 @@ def test_a_response_without_a_token_is_a_failure(tokenizer, batch_of):
     assert scored.batch.batch["token_level_scores"].tolist() == [[0, 1], [0, 0]]
 
 
-def test_nothing_but_failures_stops_even_under_mask(tokenizer, batch_of):
+def test_only_failures_stop_even_under_mask(tokenizer, batch_of):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", "2", "7"))
     with pytest.raises(RewardError, match=r"none of 2 rows could be scored; the first: .*row 0 .*ZeroDivision"):
         RewardManager(in_driver(fails_on(["2"], divide)), tokenizer, FailurePolicy("mask")).score(batch)
 
 
-def test_long_samples_are_shortened_in_messages(tokenizer, batch_of):
+def test_long_samples_are_truncated_in_messages(tokenizer, batch_of):
     batch = batch_of(("1+1=", "a" * 30000, "2"))
     with pytest.raises(RewardError) as caught:
         RewardManager(in_driver(exact_integer), tokenizer).score(batch_of(("1", "a" * 30000, "x")))
@@ -206,7 +208,7 @@ def test_long_samples_are_shortened_in_messages(tokenizer, batch_of):
     assert RewardManager(in_driver(exact_integer), tokenizer).score(batch).metrics["reward/failed"] == 0
 
 
-def test_bad_use(tokenizer, batch_of):
+def test_invalid_arguments(tokenizer, batch_of):
     with pytest.raises(RewardError, match="on_error must be one of raise, mask, got 'ignore'"):
         FailurePolicy("ignore")
     with pytest.raises(RewardError, match="keyword arguments data_source, solution_str"):
@@ -222,9 +224,9 @@ def test_bad_use(tokenizer, batch_of):
             RewardManager(in_driver(exact_integer), tokenizer, FailurePolicy("mask")).score(broken)
 
 
-def test_a_row_whose_conversation_failed_is_masked_and_never_scored(tokenizer, batch_of):
-    """Even under ``raise``: the reward function has done nothing wrong, and would be shown an answer that is none."""
-    batch = batch_of(("1+1=", "2", 2), ("1+2=", "", 3), agent_error=[None, "the search server is gone"])
+def test_failed_conversation_is_masked_and_not_scored(tokenizer, batch_of):
+    """Also under ``raise``: the reward function is not at fault."""
+    batch = batch_of(("1+1=", "2", 2), ("1+2=", "", 3), agent_error=[None, "the search server is unreachable"])
     seen = []
 
     def fn(data_source, solution_str, ground_truth, extra_info):
@@ -237,10 +239,10 @@ def test_a_row_whose_conversation_failed_is_masked_and_never_scored(tokenizer, b
     assert scored.extra_columns["reward_failed"].tolist() == [False, True] and scored.metrics["reward/failed"] == 1
 
 
-def test_what_an_agent_returned_reaches_the_reward_and_may_be_it(tokenizer, batch_of):
-    told = [{"score": 0.25, "steps": 3.0}, {"score": -1}]
+def test_agent_result_reaches_the_reward_function(tokenizer, batch_of):
+    results = [{"score": 0.25, "steps": 3.0}, {"score": -1}]
     info = [{"level": 1}, None]
-    batch = batch_of(("1+1=", "2", 2), ("1+2=", "3", 3), agent_result=told, extra_info=info)
+    batch = batch_of(("1+1=", "2", 2), ("1+2=", "3", 3), agent_result=results, extra_info=info)
     scored = RewardManager(in_driver(agent_score), tokenizer).score(batch)
     assert scored.batch.batch["token_level_scores"].sum(-1).tolist() == [0.25, -1.0]
     assert scored.extra_columns["reward_extra_steps"].tolist() == [3.0, None]
@@ -251,17 +253,17 @@ def test_what_an_agent_returned_reaches_the_reward_and_may_be_it(tokenizer, batc
         return 0.0
 
     RewardManager(in_driver(fn), tokenizer).score(batch)
-    assert seen == [{"level": 1, "agent_result": told[0]}, {"agent_result": told[1]}]
+    assert seen == [{"level": 1, "agent_result": results[0]}, {"agent_result": results[1]}]
     with pytest.raises(RewardError, match=r"the agent returned no score but \{\}; it must return a number"):
         RewardManager(in_driver(agent_score), tokenizer).score(batch_of(("1", "2", 2), agent_result=[{}]))
 
 
-def test_lengths_add_to_the_score(tokenizer, batch_of):
+def test_length_rewards_are_added(tokenizer, batch_of):
     rows = [("1", "1", "1"), ("1", "333", "3"), ("1", "55555", "x"), ("1", "1", "1")]
     batch = batch_of(*rows, uid=["a", "a", "a", "b"])
-    shaping = Shaping(Overlong(max_resp_len=6, length=4, penalty_factor=2.0, log=True), length_weight=0.5)
+    shaping = LengthShaping(OverlongPenalty(max_resp_len=6, length=4, penalty_factor=2.0, log=True), length_weight=0.5)
     scored = RewardManager(in_driver(exact_integer_or_zero), tokenizer, shaping=shaping).score(batch)
-    # lengths with their end 2, 4, 6, 2; Kimi: 0.5, 0, -0.5 and 0; DAPO: 0, -(4 - 2) / 4 * 2, -2 and 0
+    # lengths with end token 2, 4, 6, 2; Kimi: 0.5, 0, -0.5 and 0; DAPO: 0, -(4 - 2) / 4 * 2, -2 and 0
     assert scored.batch.batch["token_level_scores"].sum(-1).tolist() == [1.25, -1.0, -2.25, 1.0]
     assert scored.extra_columns["reward_extra_overlong"].tolist() == [False, True, True, False]
     assert scored.metrics["reward_extra/overlong_reward/mean"] == pytest.approx(-3 / 4)
@@ -271,17 +273,15 @@ def exact_integer_or_zero(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == ground_truth)
 
 
-def test_too_many_failures_stop_what_a_few_do_not(tokenizer, batch_of):
+def test_max_failure_ratio(tokenizer, batch_of):
     batch = batch_of(*[("1", text, "1") for text in ("1", "2", "3", "4")])
-    away = fails_on(["2"], lambda: (_ for _ in ()).throw(ConnectionError("away")))
-    manager = RewardManager(in_driver(away), tokenizer, FailurePolicy("raise", 0.25))
-    scored = manager.score(batch)  # no fault of the sample: masked even under ``raise``
+    unreachable = fails_on(["2"], lambda: (_ for _ in ()).throw(ConnectionError("away")))
+    manager = RewardManager(in_driver(unreachable), tokenizer, FailurePolicy("raise", 0.25))
+    scored = manager.score(batch)  # an infrastructure failure is masked even under ``raise``
     assert scored.extra_columns["reward_failure"].tolist() == [None, "infrastructure", None, None]
     assert scored.metrics["reward/infrastructure_failures"] == scored.metrics["reward/failed"] == 1
-    message = (
-        r"1 of 4 rows could not be scored \(0 raised .* 1 for outer reasons\), more than .*max_failure_ratio=0\.2 "
-    )
+    message = r"1 of 4 rows .* \(0 raised .* 1 had an infrastructure failure\), more than .*max_failure_ratio=0\.2 "
     with pytest.raises(StepImpossible, match=message):
-        RewardManager(in_driver(away), tokenizer, FailurePolicy("raise", 0.2)).score(batch)
+        RewardManager(in_driver(unreachable), tokenizer, FailurePolicy("raise", 0.2)).score(batch)
     lost = batch.with_columns(None, {"agent_error": ["gone", "gone", None, None]})
-    assert manager.score(lost).metrics["reward/failed"] == 2  # conversations are another's failures
+    assert manager.score(lost).metrics["reward/failed"] == 2  # failed conversations do not count in the ratio

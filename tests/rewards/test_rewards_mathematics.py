@@ -1,12 +1,11 @@
-"""Rewards of mathematics, against cases written by hand; sympy says which expressions are equal."""
+"""Rewards of mathematics, with cases written by hand; sympy defines equality of expressions."""
 
 import pytest
 import sympy
 
-from megarl.errors import RewardError
+from megarl.base.errors import RewardError
 from megarl.rewards.rules import gsm8k, math_dapo, mathematics
-from megarl.rewards.rules.boxed import last_boxed
-from megarl.rewards.rules.math_dapo import normalized
+from megarl.rewards.rules.mathematics import boxed_answer, normalize_math_answer
 
 
 @pytest.mark.parametrize(
@@ -25,11 +24,11 @@ from megarl.rewards.rules.math_dapo import normalized
 )
 def test_gsm8k(text, truth, strict, flexible):
     assert gsm8k("d", text, truth, {}, format_score=0.1)["score"] == strict
-    found = gsm8k("d", text, truth, {}, method="flexible", format_score=0.1)
-    assert found["score"] == flexible and found["acc"] == (flexible == 1.0)
+    result = gsm8k("d", text, truth, {}, method="flexible", format_score=0.1)
+    assert result["score"] == flexible and result["acc"] == (flexible == 1.0)
 
 
-def test_gsm8k_refuses_what_it_cannot_compare():
+def test_gsm8k_refuses_invalid_arguments():
     with pytest.raises(ValueError, match="has no number"):
         gsm8k("d", "#### 1", "one", {})
     with pytest.raises(RewardError, match="one of strict, flexible, got 'loose'"):
@@ -54,9 +53,9 @@ def test_gsm8k_refuses_what_it_cannot_compare():
     ],
 )
 def test_math(text, truth, right):
-    found = mathematics("d", text, truth, {})
-    assert found["score"] == found["acc"] == float(right)
-    assert (found["pred"] is None) == (text == "no idea")
+    result = mathematics("d", text, truth, {})
+    assert result["score"] == result["acc"] == float(right)
+    assert (result["pred"] is None) == (text == "no idea")
 
 
 def test_math_agrees_with_sympy_on_polynomials():
@@ -86,9 +85,9 @@ def test_math_dapo(text, truth, score):
     assert math_dapo("d", text, truth, {})["score"] == score
 
 
-def test_math_dapo_reads_boxes_where_asked_to():
+def test_math_dapo_strict_box_verify():
     strict = {"strict_box_verify": True}
     assert math_dapo("d", r"\boxed{1} \boxed{\frac{1}{2}}", r"\frac{1}{2}", {}, **strict)["score"] == 1.0
     assert math_dapo("d", "Answer: 7", "7", {}, **strict) == {"score": -1.0, "acc": 0.0, "pred": ""}
-    assert last_boxed(r"\boxed{a{b}c} \boxed{open") is None and last_boxed(r"\boxed{a{b}c} x") == "a{b}c"
-    assert normalized(r"3 \text{ and } 4") == "3,4"
+    assert boxed_answer(r"\boxed{a{b}c} \boxed{open") is None and boxed_answer(r"\boxed{a{b}c} x") == "a{b}c"
+    assert normalize_math_answer(r"3 \text{ and } 4") == "3,4"

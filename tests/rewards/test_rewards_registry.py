@@ -1,9 +1,11 @@
+"""Reward functions by name, file and dotted path, and their signatures."""
+
 import subprocess
 import sys
 
 import pytest
 
-from megarl.errors import RewardError
+from megarl.base.errors import RewardError
 from megarl.rewards import custom_reward_spec, exact_integer, load_reward_function, register_reward
 from megarl.rewards.registry import REWARDS
 
@@ -23,7 +25,7 @@ def with_more(data_source, solution_str, ground_truth, extra_info, bonus=1.0, **
 def other_names(source, answer, truth, info):
     return 0.0
 
-async def later(data_source, solution_str, ground_truth, extra_info):
+async def asynchronous(data_source, solution_str, ground_truth, extra_info):
     return 0.0
 
 number = 3
@@ -37,28 +39,28 @@ def path(tmp_path):
     return str(file)
 
 
-def test_by_name():
+def test_find_by_name():
     assert load_reward_function("arithmetic") is exact_integer
-    with pytest.raises(RewardError, match=r"no reward 'arithmetics'; did you mean 'arithmetic'\? known are \["):
+    with pytest.raises(RewardError, match=r"reward_function='arithmetics' is unknown; did you mean 'arithmetic'\?"):
         load_reward_function("arithmetics")
 
 
-def test_a_name_belongs_to_one_function():
-    with pytest.raises(RewardError, match=r"'arithmetic' is registered already, by megarl\.rewards\.rules\.arithmetic"):
+def test_duplicate_name_is_refused():
+    with pytest.raises(RewardError, match=r"'arithmetic' is registered already, by megarl\.rewards\.rules"):
         register_reward("arithmetic")(lambda **kwargs: 0.0)
     assert register_reward("arithmetic")(exact_integer) is exact_integer
     assert REWARDS["arithmetic"] is exact_integer
 
 
-def test_by_file(path):
+def test_find_by_file(path):
     fn = load_reward_function(custom_reward_spec(path, "compute_score"))
     assert fn(data_source="x", solution_str="4", ground_truth="4", extra_info=None) == 1.0
     assert load_reward_function(f"{path}:compute_score") is fn  # one module per file
     assert load_reward_function(f"{path}:with_more")(data_source=0, solution_str=0, ground_truth=0, extra_info=0) == 1.0
 
 
-def test_by_dotted_path():
-    assert load_reward_function("megarl.rewards.rules.arithmetic.exact_integer") is exact_integer
+def test_find_by_dotted_path():
+    assert load_reward_function("megarl.rewards.rules.mathematics.exact_integer") is exact_integer
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_by_dotted_path():
     [
         (
             "compute",
-            r"my-reward\.py:compute': it has no 'compute'; its functions are \['compute_score', .*'other_names'",
+            r"my-reward\.py:compute': it has no 'compute'; its functions are .*'compute_score', .*'other_names'",
         ),
         ("number", "is a int; it must be a function"),
         (
@@ -75,12 +77,12 @@ def test_by_dotted_path():
         ),
     ],
 )
-def test_a_function_that_cannot_be_called(path, function, message):
+def test_invalid_function_is_refused(path, function, message):
     with pytest.raises(RewardError, match=message):
         load_reward_function(f"{path}:{function}")
 
 
-def test_what_cannot_be_imported(tmp_path):
+def test_import_errors(tmp_path):
     with pytest.raises(RewardError, match=r"there is no file .*nowhere\.py"):
         load_reward_function(f"{tmp_path}/nowhere.py:compute_score")
     broken = tmp_path / "broken.py"
@@ -104,7 +106,7 @@ def test_what_cannot_be_imported(tmp_path):
         load_reward_function("megarl.rewards.rules.nothing")
 
 
-def test_checking_a_function_imports_no_torch(path):
+def test_check_imports_no_torch(path):
     code = (
         "import sys; from megarl.rewards import load_reward_function;"
         f"load_reward_function({path + ':compute_score'!r}); load_reward_function('arithmetic');"
@@ -131,6 +133,6 @@ def test_arithmetic(answer, truth, score):
     assert exact_integer("toy", answer, truth, {}) == {"score": score, "pred": answer.strip()}
 
 
-def test_arithmetic_refuses_a_truth_that_is_no_integer():
+def test_arithmetic_refuses_non_integer_ground_truth():
     with pytest.raises(ValueError, match="about 29"):
         exact_integer("toy", "29", "about 29", {})

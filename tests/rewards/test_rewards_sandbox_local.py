@@ -1,4 +1,4 @@
-"""Programs that try what they must not, in the sandbox of this machine."""
+"""The local sandbox: programs that try to exceed their limits and to escape."""
 
 import os
 
@@ -16,14 +16,14 @@ def run():
     return LocalSandbox(LIMITS).run
 
 
-def test_a_program_reads_and_writes(run):
+def test_program_reads_stdin_and_writes_files(run):
     source = "import math, sys\nprint(sum(map(int, sys.stdin.read().split())), math.gcd(12, 18))"
-    done = run(source, "1 2\n3\n")
-    assert done.succeeded and done.stdout == "6 6\n"
-    done = run("open('a.txt', 'w').write('ä'); print(open('/tmp/a.txt').read()); raise SystemExit(3)")
-    assert (done.status, done.exit_code, done.stdout) == ("finished", 3, "ä\n")
-    done = run("1 / 0")
-    assert done.exit_code == 1 and "ZeroDivisionError" in done.stderr
+    execution = run(source, "1 2\n3\n")
+    assert execution.succeeded and execution.stdout == "6 6\n"
+    execution = run("open('a.txt', 'w').write('ä'); print(open('/tmp/a.txt').read()); raise SystemExit(3)")
+    assert (execution.status, execution.exit_code, execution.stdout) == ("finished", 3, "ä\n")
+    execution = run("1 / 0")
+    assert execution.exit_code == 1 and "ZeroDivisionError" in execution.stderr
 
 
 NETWORK = """
@@ -38,15 +38,15 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", PORT)), (socket.AF_INET, 
 """
 
 
-def test_there_is_no_network(run):
+def test_no_network(run):
     import errno
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind("\0megarl-test")
         local.listen()
-        done = run(NETWORK.replace("PORT", str(server.getsockname()[1])))
-    assert done.stdout.split() == [str(errno.ENETUNREACH), str(errno.ENETUNREACH), str(errno.ECONNREFUSED)]
+        execution = run(NETWORK.replace("PORT", str(server.getsockname()[1])))
+    assert execution.stdout.split() == [str(errno.ENETUNREACH), str(errno.ENETUNREACH), str(errno.ECONNREFUSED)]
 
 
 FILES = """
@@ -62,12 +62,12 @@ print(os.path.exists(OUTSIDE), os.environ.get("MEGARL_SECRET"), [n for n in os.l
 """
 
 
-def test_files_outside_are_neither_written_nor_seen(run, tmp_path, monkeypatch):
+def test_outside_files_are_not_accessible(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGARL_SECRET", "key")
     secret = tmp_path / "secret"
     secret.write_text("untouched")
-    done = run(FILES.replace("OUTSIDE", repr(str(secret))))
-    assert done.stdout.splitlines() == ["[]", "False None ['main.py']"], done
+    execution = run(FILES.replace("OUTSIDE", repr(str(secret))))
+    assert execution.stdout.splitlines() == ["[]", "False None ['main.py']"], execution
     assert secret.read_text() == "untouched"
 
 
@@ -86,31 +86,31 @@ def test_files_outside_are_neither_written_nor_seen(run, tmp_path, monkeypatch):
     ],
     ids=["memory", "file", "disk", "open files", "setuid", "mount", "namespace", "kill", "chroot"],
 )
-def test_limits_hold(run, source, stderr):
-    done = run(source)
-    assert not done.succeeded
-    assert stderr in done.stderr or (done.exit_code is not None and done.exit_code < 0), done
+def test_limits(run, source, stderr):
+    execution = run(source)
+    assert not execution.succeeded
+    assert stderr in execution.stderr or (execution.exit_code is not None and execution.exit_code < 0), execution
 
 
 BOMB = """
 import os, time
-made = 0
+count = 0
 try:
-    while made < 1000:
+    while count < 1000:
         if os.fork() == 0:
             time.sleep(1000)
-        made += 1
+        count += 1
 except BlockingIOError:
-    print(made)
+    print(count)
 """
 
 
-def test_a_fork_bomb_stops_at_its_limit_and_leaves_nothing(run):
+def test_fork_bomb_is_limited_and_cleaned_up(run):
     before = {process.pid for process in psutil.process_iter()}
-    done = run(BOMB)
-    assert 1 <= int(done.stdout) < LIMITS.max_processes
-    own = [process for process in psutil.process_iter() if process.pid not in before]
-    assert not [process for process in own if _is_program(process)]
+    execution = run(BOMB)
+    assert 1 <= int(execution.stdout) < LIMITS.max_processes
+    new = [process for process in psutil.process_iter() if process.pid not in before]
+    assert not [process for process in new if _is_program(process)]
 
 
 def _is_program(process):
@@ -128,12 +128,12 @@ def _is_program(process):
         "import os, time; os.fork() or os.setsid(); time.sleep(999)",
     ],
 )
-def test_a_program_that_does_not_end_is_ended(source):
-    done = LocalSandbox(SandboxLimits(timeout_s=1)).run(source)
-    assert done.status == "timeout" and not done.succeeded
+def test_timeout_kills_the_program(source):
+    execution = LocalSandbox(SandboxLimits(timeout_s=1)).run(source)
+    assert execution.status == "timeout" and not execution.succeeded
 
 
-def test_output_is_bounded(run):
-    done = run("while True: print('x' * 10000)")
-    assert done.status == "output_limit" and len(done.stdout) < 2 * 2**20
+def test_output_limit(run):
+    execution = run("while True: print('x' * 10000)")
+    assert execution.status == "output_limit" and len(execution.stdout) < 2 * 2**20
     assert not [name for name in os.listdir("/tmp") if name.startswith("megarl-sandbox-")]

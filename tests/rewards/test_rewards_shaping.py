@@ -1,15 +1,15 @@
-"""Rewards for lengths, against the papers' formulas written out."""
+"""Length rewards against the papers' formulas."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.shaping import Overlong, length_rewards
+from megarl.rewards.shaping import OverlongPenalty, length_rewards
 
 
 def dapo(length, longest, cache):
-    """Equation 13 of arXiv:2503.14476, case by case."""
+    """Equation 13 of arXiv:2503.14476."""
     if length <= longest - cache:
         return 0.0
     if length <= longest:
@@ -18,9 +18,9 @@ def dapo(length, longest, cache):
 
 
 @given(st.integers(1, 200), st.integers(1, 100), st.integers(0, 300), st.floats(0, 3))
-def test_overlong_is_dapos_equation(extra, cache, length, factor):
+def test_overlong_penalty_is_dapos_equation(extra, cache, length, factor):
     longest = extra + cache
-    overlong = Overlong(longest, cache, factor)
+    overlong = OverlongPenalty(longest, cache, factor)
     assert overlong.reward(length) == pytest.approx(factor * dapo(length, longest, cache), abs=1e-12)
 
 
@@ -34,10 +34,10 @@ def kimi(lengths, right):
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 50), st.booleans()), min_size=1, max_size=12))
-def test_length_rewards_are_kimis_within_each_prompt(rows):
+def test_length_rewards_are_kimis_per_group(rows):
     groups, lengths, right = zip(*rows, strict=True)
-    found = length_rewards(lengths, right, groups)
+    rewards = length_rewards(lengths, right, groups)
     for group in set(groups):
-        own = [at for at, name in enumerate(groups) if name == group]
-        expected = kimi([lengths[at] for at in own], [right[at] for at in own])
-        assert [found[at] for at in own] == pytest.approx(expected.tolist())
+        members = [at for at, name in enumerate(groups) if name == group]
+        expected = kimi([lengths[at] for at in members], [right[at] for at in members])
+        assert [rewards[at] for at in members] == pytest.approx(expected.tolist())

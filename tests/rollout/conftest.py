@@ -1,6 +1,6 @@
-"""Engines under test, and tiny random models whose Hugging Face forward is the reference.
+"""Engines under test, and tiny random models with a Hugging Face forward as reference.
 
-The contract suite runs against every engine named in ``ENGINES``; an engine joins by adding its registered name.
+The contract suite runs against every engine in ``ENGINES``.
 """
 
 import pytest
@@ -9,11 +9,11 @@ import transformers
 from sglang_engines import IN_PROCESS, OVER_HTTP, TWO_RANKS, SGLangEngines, is_for_ci, is_for_engine
 
 from megarl.rollout import EngineOptions, create_engine
-from megarl.rollout.sglang.features import is_installed
+from megarl.rollout.sglang.options import is_installed
 
 SGLANG = [IN_PROCESS, OVER_HTTP, TWO_RANKS] if is_installed() else []
 ENGINES = ["embedded", *SGLANG]
-# Run where SGLang is installed, in an environment of its own.
+# Run only with SGLang installed, in a separate environment.
 collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py", "test_rollout_sglang_experts.py"]
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 VOCAB, EOS = 50, 7
@@ -29,12 +29,12 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory):
-    """``make_folder(family, tied, seed, **config fields)``: a folder as transformers saves it, made once."""
-    made = {}
+    """``make_folder(family, tied, seed, **config fields)``: a folder saved by transformers, created once."""
+    created = {}
 
     def make(family="qwen2", tied=False, seed=0, **fields):
         key = (family, tied, seed, repr(sorted(fields.items())))
-        if key not in made:
+        if key not in created:
             settings = {
                 "num_hidden_layers": 2,
                 "hidden_size": 32,
@@ -56,9 +56,9 @@ def make_folder(tmp_path_factory):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.15 * torch.randn_like(parameter))
-            made[key] = tmp_path_factory.mktemp(f"{family}-{seed}")
-            model.save_pretrained(made[key])
-        return made[key]
+            created[key] = tmp_path_factory.mktemp(f"{family}-{seed}")
+            model.save_pretrained(created[key])
+        return created[key]
 
     return make
 
@@ -87,12 +87,12 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def reference_for():
-    made = {}
+    created = {}
 
     def make(folder):
-        if folder not in made:
-            made[folder] = Reference(folder)
-        return made[folder]
+        if folder not in created:
+            created[folder] = Reference(folder)
+        return created[folder]
 
     return make
 
@@ -103,7 +103,7 @@ def engine_name(request):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the few cases that say nothing of an engine, or would only start it once more; marks those for CI."""
+    """Drop redundant cases that would start SGLang once more, and mark the cases for CI."""
     items[:] = [item for item in items if is_for_engine(item)]
     for item in items:
         if is_for_ci(item):
@@ -112,9 +112,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def _engines():
-    made = {}
-    yield made
-    for engine in made.values():
+    created = {}
+    yield created
+    for engine in created.values():
         engine.shutdown()
 
 
@@ -127,7 +127,7 @@ def _sglang():
 
 @pytest.fixture
 def engine_for(engine_name, _engines, _sglang):
-    """``engine_for(folder, **options)``: an engine with the folder's weights; started once, since some start slowly."""
+    """``engine_for(folder, **options)``: an engine with the folder's weights, started once."""
 
     def make(folder, **options):
         if engine_name in SGLANG:
@@ -146,15 +146,15 @@ def engine_for(engine_name, _engines, _sglang):
 
 @pytest.fixture
 def new_engine(engine_name, _sglang):
-    """``new_engine(folder)``: one that nothing was done with yet."""
-    made = []
+    """``new_engine(folder)``: an unused engine."""
+    created = []
 
     def make(folder):
         if engine_name in SGLANG:
             return _sglang.new(engine_name, folder)
-        made.append(create_engine(engine_name, str(folder)))
-        return made[-1]
+        created.append(create_engine(engine_name, str(folder)))
+        return created[-1]
 
     yield make
-    for engine in made:
+    for engine in created:
         engine.shutdown()

@@ -1,4 +1,4 @@
-"""Engines of the real SGLang, shared by tests since each takes 10 to 30 seconds to start."""
+"""Engines of the real SGLang, shared by tests, since each takes 10 to 30 seconds to start."""
 
 import json
 from pathlib import Path
@@ -13,45 +13,45 @@ _OPTIONS = {
     TWO_RANKS: {"mode": "http", "tensor_parallel_size": 2},
 }
 
-# What an engine is left out of: a start each, for what another case shows.
-_STOP_STRINGS = "test_generation_ends_with_the_token_that_completes_a_stop_string"
-_LEFT_OUT = {
-    IN_PROCESS: {"test_a_waiting_request_can_be_aborted", "test_the_models_own_eos_ends_the_answer"},
+# Cases that an engine skips: each would start SGLang for something that another case covers.
+_STOP_STRINGS = "test_a_stop_string_ends_generation_after_the_completing_token"
+_SKIPPED = {
+    IN_PROCESS: {"test_a_waiting_request_can_be_aborted", "test_the_models_eos_ends_the_response"},
     OVER_HTTP: {"test_a_waiting_request_can_be_aborted", _STOP_STRINGS},
     TWO_RANKS: {
         "test_a_waiting_request_can_be_aborted",
         _STOP_STRINGS,
         "test_tokens_follow_the_models_distribution",
-        "test_top_k_and_top_p_keep_to_the_likely_tokens",
+        "test_top_k_and_top_p_sample_only_likely_tokens",
     },
 }
-# Of the engine in this process, what would start it once more; and a server of one rank altogether.
-_NOT_IN_CI = {"test_a_new_engine_serves_nothing", "test_shutdown_is_final", _STOP_STRINGS}
+# Cases that would start the engine in this process once more.
+_NOT_IN_CI = {"test_a_new_engine_is_stale", "test_shutdown_is_final", _STOP_STRINGS}
 _ONE_RANK = "test_rollout_contract_weights"
-"""Cases that give weights to one rank; test_rollout_sglang_two_ranks.py has those of several."""
+"""Cases that update one rank; test_rollout_sglang_two_ranks.py has those for several."""
 _FAMILIES = {"family": "qwen2", "tied": False}
 
 
 def engine_of(item):
-    """Name of the engine that a collected test is about; None where it has no such parameter."""
+    """Name of a collected test's engine; None without this parameter."""
     values = getattr(item, "callspec", None) and item.callspec.params
     return values and values.get("engine_name")
 
 
 def is_for_engine(item):
-    """Whether a collected test is to run: SGLang's models are SGLang's to test, one family stands for all."""
+    """Whether a collected test runs; one model family is enough for SGLang."""
     engine = engine_of(item)
-    if engine not in _LEFT_OUT:
+    if engine not in _SKIPPED:
         return True
     if any(item.callspec.params.get(name, value) != value for name, value in _FAMILIES.items()):
         return False
     if engine == TWO_RANKS and item.module.__name__ == _ONE_RANK:
         return False
-    return item.originalname not in _LEFT_OUT[engine]
+    return item.originalname not in _SKIPPED[engine]
 
 
 def is_for_ci(item):
-    """Whether a test of SGLang is among those that CI has the time for, which are marked ``sglang``."""
+    """Whether a test of SGLang runs in CI, marked ``sglang``."""
     engine = engine_of(item)
     if engine is None:
         return "server" in item.fixturenames
@@ -59,20 +59,20 @@ def is_for_ci(item):
 
 
 def kind_of(folder):
-    """What a running SGLang cannot change: the model's sizes, and whether there is a tokenizer."""
+    """Properties that a running SGLang cannot change: the model's sizes and its tokenizer."""
     sizes = json.loads((Path(folder) / "config.json").read_text())
     sizes.pop("eos_token_id")
     return json.dumps(sizes, sort_keys=True), (Path(folder) / "tokenizer_config.json").is_file()
 
 
 class SGLangEngines:
-    """At most one engine in this process and one server of each size; started anew for another kind of model."""
+    """At most one engine in this process and one server of each size, restarted for other models."""
 
     def __init__(self):
         self._kinds, self._running, self._attached = {}, {}, {}
 
     def running(self, name, folder):
-        """The engine for models of the folder's kind that started SGLang; does so if need be."""
+        """The engine that started SGLang for models of the folder's kind; starts it if needed."""
         if self._kinds.get(name) != kind_of(folder) or self._running[name].closed:
             self._start(name, folder)
         return self._running[name]
@@ -88,7 +88,7 @@ class SGLangEngines:
         return self._attached[name, folder]
 
     def new(self, name, folder):
-        """An engine of which nothing was asked yet; over HTTP, one that knows a running server by its address."""
+        """An unused engine; over HTTP one with the URL of a running server."""
         if name == IN_PROCESS:
             self._start(name, folder)
             return self._running[name]
@@ -96,7 +96,7 @@ class SGLangEngines:
         return create_engine("sglang", str(folder), options)
 
     def make_room(self):
-        """Ends the engine in this process, of which there can be one."""
+        """End the engine in this process."""
         if IN_PROCESS in self._running:
             self._running[IN_PROCESS].shutdown()
 

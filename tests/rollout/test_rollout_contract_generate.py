@@ -1,4 +1,4 @@
-"""What every engine must generate; each expectation comes from transformers' own whole-sequence forward."""
+"""Contract of generation for every engine; the reference is transformers' whole-sequence forward."""
 
 import random
 from collections import Counter
@@ -44,7 +44,7 @@ def test_log_probs_equal_a_whole_forward_while_slots_are_refilled(engine_for, re
     assert_log_probs_match(reference_for(folder), requests, completions)
 
 
-def test_prompts_with_a_common_start(engine_for, reference_for, make_folder):
+def test_prompts_with_a_shared_prefix(engine_for, reference_for, make_folder):
     folder = make_folder()
     start = [3] * 3 + list(range(20, 40))
     requests = requests_of([start + tail for tail in mixed_prompts(9, shortest=1, longest=9)], max_new_tokens=12)
@@ -52,7 +52,7 @@ def test_prompts_with_a_common_start(engine_for, reference_for, make_folder):
     assert_log_probs_match(reference_for(folder), requests, completions)
 
 
-def test_sequences_of_different_lengths_go_on_when_others_end_together(engine_for, reference_for, make_folder):
+def test_running_sequences_continue_after_others_end(engine_for, reference_for, make_folder):
     folder = make_folder()
     prompts = [[1], [2], [3], *mixed_prompts(3, shortest=25, longest=30), [4, 5], [6]]
     limits = [1, 2, 1, 9, 9, 9, 9, 9]
@@ -72,7 +72,7 @@ def test_greedy_takes_the_most_likely_token(engine_for, reference_for, make_fold
     assert [c.token_ids for c in completions] == [reference_for(folder).greedy(p, 8) for p in prompts]
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company(engine_for, make_folder):
+def test_a_seed_gives_the_same_tokens_in_any_batch(engine_for, make_folder):
     folder = make_folder()
     requests = requests_of(mixed_prompts(12), seed=100, max_new_tokens=15)
     together = engine_for(folder, max_num_seqs=16).generate(requests)
@@ -107,7 +107,7 @@ def test_tokens_follow_the_models_distribution(engine_for, reference_for, make_f
     assert chi_square < freedom + 6 * (2 * freedom) ** 0.5
 
 
-def test_top_k_and_top_p_keep_to_the_likely_tokens(engine_for, reference_for, make_folder):
+def test_top_k_and_top_p_sample_only_likely_tokens(engine_for, reference_for, make_folder):
     folder, prompt = make_folder(), [9, 4, 30, 2]
     probs = reference_for(folder).next_logits(prompt).softmax(-1)
     ranked = probs.argsort(descending=True).tolist()
@@ -137,7 +137,7 @@ class TestStopping:
         params = {"max_new_tokens": 12, "temperature": 0.0, **params}
         return engine_for(folder, max_num_seqs=16).generate([Request("r", [1, 2, 3], SamplingParams(**params), 0)])[0]
 
-    def test_a_stop_token_ends_the_answer_and_belongs_to_it(self, engine_for, make_folder, answer):
+    def test_a_stop_token_ends_the_response_and_is_included(self, engine_for, make_folder, answer):
         stop = answer[4]
         first = answer.index(stop)
         done = self.generate(engine_for, make_folder(), stop_token_ids=(stop,))
@@ -149,11 +149,11 @@ class TestStopping:
         done = self.generate(engine_for, make_folder(), stop_token_ids=(answer[4],), ignore_eos=True)
         assert (done.token_ids, done.finish_reason) == (answer, "length")
 
-    def test_the_limit_ends_the_answer(self, engine_for, make_folder, answer):
+    def test_the_limit_ends_the_response(self, engine_for, make_folder, answer):
         done = self.generate(engine_for, make_folder(), max_new_tokens=3, stop_token_ids=())
         assert (done.token_ids, done.finish_reason) == (answer[:3], "length" if answer[2] != EOS else "stop")
 
-    def test_the_models_own_eos_ends_the_answer(self, engine_for, make_folder, answer):
+    def test_the_models_eos_ends_the_response(self, engine_for, make_folder, answer):
         folder = make_folder(eos_token_id=answer[4])
         done = self.generate(engine_for, folder)
         assert done.token_ids == answer[: answer.index(answer[4]) + 1]
@@ -174,12 +174,12 @@ class TestStopping:
         assert [len(c.token_ids) for c in done] == lengths
 
 
-def test_nothing_to_do(engine_for, make_folder):
+def test_generate_without_requests(engine_for, make_folder):
     assert engine_for(make_folder(), max_num_seqs=16).generate([]) == []
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "says"),
+    ("prompt", "params", "message"),
     [
         ([], {}, "the prompt is empty"),
         ([1, VOCAB], {}, f"{VOCAB} is no token id"),
@@ -188,10 +188,10 @@ def test_nothing_to_do(engine_for, make_folder):
         ([1], {"stop_token_ids": (999,)}, "999 is no token id"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_by_name(engine_for, make_folder, prompt, params, says):
+def test_an_invalid_request_is_refused_by_id(engine_for, make_folder, prompt, params, message):
     good = Request("good", [1], SamplingParams(2), 0)
     bad = Request("bad", prompt, SamplingParams(**{"max_new_tokens": 2, **params}), 0)
-    with pytest.raises(RolloutError, match=rf"request 'bad'.*{says}"):
+    with pytest.raises(RolloutError, match=rf"request 'bad'.*{message}"):
         engine_for(make_folder(), max_num_seqs=16).generate([good, bad])
 
 
@@ -206,7 +206,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name(engine_for, make_fol
         {"top_k": 0},
     ],
 )
-def test_sampling_parameters_out_of_range(field):
+def test_sampling_parameters_out_of_range_are_refused(field):
     name, value = next(iter(field.items()))
     with pytest.raises(RolloutError, match=f"{name}={value}, expected"):
         SamplingParams(**{"max_new_tokens": 1, **field})

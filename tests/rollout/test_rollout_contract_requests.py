@@ -1,10 +1,10 @@
-"""Requests that come and go while others run; each expectation is what the same request gets alone."""
+"""Contract of requests that are added and aborted while others run; the reference is the same request alone."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.rollout import Request, RolloutError, SamplingParams
 
 VOCAB = 50
@@ -25,7 +25,7 @@ def poll_until(engine, count):
     return {completion.request_id: completion for completion in completions}
 
 
-def test_requests_that_come_later_are_answered_as_if_alone(engine_for, make_folder):
+def test_later_requests_give_the_same_tokens_as_alone(engine_for, make_folder):
     engine = engine_for(make_folder())
     requests = requests_of([30, 3, 12, 25, 1, 40, 8, 19], temperature=0.0)
     alone = {request.request_id: engine.generate([request])[0].token_ids for request in requests}
@@ -41,14 +41,14 @@ def test_requests_that_come_later_are_answered_as_if_alone(engine_for, make_fold
     assert engine.poll(0.0) == engine.poll(1.0) == []
 
 
-def test_a_poll_that_may_not_wait_returns_at_once(engine_for, make_folder):
+def test_a_poll_without_timeout_returns_at_once(engine_for, make_folder):
     engine = engine_for(make_folder())
     engine.submit(requests_of([40]))
     assert engine.poll(0.0) == []
     assert len(poll_until(engine, 1)["r0"].token_ids) == 40
 
 
-def test_an_aborted_request_brings_what_it_has_and_the_others_go_on(engine_for, make_folder):
+def test_an_aborted_request_returns_its_tokens_and_others_continue(engine_for, make_folder):
     engine = engine_for(make_folder())
     requests = requests_of([100, 5, 30, 100], temperature=0.0)
     alone = {request.request_id: engine.generate([request])[0].token_ids for request in requests}
@@ -63,7 +63,7 @@ def test_an_aborted_request_brings_what_it_has_and_the_others_go_on(engine_for, 
         assert len(completion.log_probs) == len(completion.token_ids)
     assert len(done["r0"].token_ids) < 100
     assert done["r2"].token_ids == alone["r2"]
-    # Their names are free again.
+    # Their ids are free again.
     assert engine.generate(requests[:1])[0].token_ids == alone["r0"]
 
 
@@ -76,24 +76,24 @@ def test_a_waiting_request_can_be_aborted(engine_for, make_folder):
     assert len(done["r0"].token_ids) == len(done["r2"].token_ids) == 20
 
 
-def test_names_under_way_must_differ(engine_for, make_folder):
+def test_ids_of_running_requests_must_differ(engine_for, make_folder):
     engine = engine_for(make_folder())
     requests = requests_of([30])
-    with pytest.raises(RolloutError, match="request 'r0' is under way already"):
+    with pytest.raises(RolloutError, match="request 'r0' is running already"):
         engine.submit([*requests, *requests])
     assert engine.poll(0.0) == []
     engine.submit(requests)
-    with pytest.raises(RolloutError, match="request 'r0' is under way already"):
+    with pytest.raises(RolloutError, match="request 'r0' is running already"):
         engine.submit(requests)
     poll_until(engine, 1)
 
 
-def test_weights_and_memory_stay_while_requests_are_under_way(engine_for, make_folder):
+def test_running_requests_forbid_updates_and_sleep(engine_for, make_folder):
     engine = engine_for(make_folder())
     engine.submit(requests_of([60]))
-    with pytest.raises(WeightSyncError, match="1 requests are under way"):
+    with pytest.raises(WeightSyncError, match="1 requests are running"):
         engine.begin_update(3)
-    with pytest.raises(RolloutError, match="1 requests are under way"):
+    with pytest.raises(RolloutError, match="1 requests are running"):
         engine.sleep(["kv_cache"])
     assert engine.health().ready
     poll_until(engine, 1)
@@ -118,7 +118,7 @@ def letter(token):
     return chr(ord("A") + token)
 
 
-def test_generation_ends_with_the_token_that_completes_a_stop_string(engine_for, folder_with_text):
+def test_a_stop_string_ends_generation_after_the_completing_token(engine_for, folder_with_text):
     engine = engine_for(folder_with_text)
     whole = engine.generate(requests_of([60] * 6, temperature=0.0))
     texts = ["".join(map(letter, completion.token_ids)) for completion in whole]

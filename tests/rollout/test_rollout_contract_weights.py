@@ -1,10 +1,10 @@
-"""How every engine takes new weights: whole, exactly once, or it serves nothing."""
+"""Contract of weight updates: every element exactly once, or the engine stays stale."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.errors import ModelError, WeightSyncError
+from megarl.base.errors import ModelError, WeightSyncError
 from megarl.models.checksum import tensor_checksum
 from megarl.rollout import (
     NO_VERSION,
@@ -17,7 +17,7 @@ REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_
 
 
 def rollout_tensors(folder):
-    """The engine's parameters, fused here by hand from the Hugging Face tensors."""
+    """The engine's parameters, fused by hand from the Hugging Face tensors."""
     source = load_file(folder / "model.safetensors")
     fused = {}
     for name, tensor in source.items():
@@ -33,7 +33,7 @@ def rollout_tensors(folder):
     return fused
 
 
-def row_slabs(tensors, rows):
+def row_slices(tensors, rows):
     for name, tensor in tensors.items():
         for start in range(0, len(tensor), rows):
             yield name, (start, *[0] * (tensor.dim() - 1)), tensor[start : start + rows]
@@ -49,21 +49,21 @@ def engine(engine_for, folders):
     return engine_for(folders[0], max_num_seqs=16)
 
 
-def test_a_new_engine_serves_nothing(new_engine, folders):
+def test_a_new_engine_is_stale(new_engine, folders):
     fresh = new_engine(folders[0])
     assert (fresh.stale, fresh.weight_version, fresh.health().ready) == (True, NO_VERSION, False)
     with pytest.raises(WeightSyncError, match="absent or incomplete"):
         fresh.generate(REQUESTS)
 
 
-def test_new_weights_in_buckets_of_slabs(engine, folders, reference_for):
+def test_update_in_buckets_of_slices(engine, folders, reference_for):
     old = engine.generate(REQUESTS)
     tensors = rollout_tensors(folders[1])
-    slabs = list(row_slabs(tensors, rows=7))
+    slices = list(row_slices(tensors, rows=7))
     engine.begin_update(5)
     assert engine.stale
-    for start in range(0, len(slabs), 10):
-        engine.update_weights(slabs[start : start + 10])
+    for start in range(0, len(slices), 10):
+        engine.update_weights(slices[start : start + 10])
     engine.end_update(5)
     assert (engine.stale, engine.weight_version) == (False, 5)
     new = engine.generate(REQUESTS)
@@ -83,7 +83,7 @@ def test_whole_parameters_need_no_offset(engine, folders):
     assert engine.checksum() == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
 
 
-def test_a_slabs_memory_may_be_reused(engine, folders):
+def test_the_memory_of_a_slice_may_be_reused(engine, folders):
     tensors = rollout_tensors(folders[1])
     largest = max(t.numel() for t in tensors.values())
     buffer = torch.empty(largest)
@@ -101,7 +101,7 @@ def test_a_slabs_memory_may_be_reused(engine, folders):
     assert engine.checksum() == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
 
 
-BAD_SLABS = {
+BAD_SLICES = {
     "unknown name": (("model.layers.9.nothing", (0,), torch.zeros(1)), "'model.layers.9.nothing' is not a parameter"),
     "beyond the end": (("model.norm.weight", (31,), torch.zeros(2)), r"\[2\] at \[31\] does not fit shape \[32\]"),
     "before the start": (("model.norm.weight", (-1,), torch.zeros(2)), "does not fit"),
@@ -111,20 +111,20 @@ BAD_SLABS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_SLABS)
-def test_a_bad_slab_is_refused_and_the_engine_stays_stale(engine, folders, case):
-    slab, says = BAD_SLABS[case]
+@pytest.mark.parametrize("case", BAD_SLICES)
+def test_a_bad_slice_is_refused_and_the_engine_stays_stale(engine, folders, case):
+    tensor_slice, message = BAD_SLICES[case]
     tensors = rollout_tensors(folders[0])
     engine.begin_update(1)
     engine.update_weights([("model.norm.weight", (8,), tensors["model.norm.weight"][8:])])
-    with pytest.raises(WeightSyncError, match=says):
-        engine.update_weights([slab])
+    with pytest.raises(WeightSyncError, match=message):
+        engine.update_weights([tensor_slice])
     with pytest.raises(WeightSyncError, match="no weight update is open"):
         engine.end_update(1)
     with pytest.raises(WeightSyncError):
         engine.generate(REQUESTS)
     assert engine.stale
-    # A new session, complete, makes it well again.
+    # A complete update makes the engine ready again.
     engine.begin_update(2)
     engine.update_weights(tensors.items())
     engine.end_update(2)
@@ -132,15 +132,15 @@ def test_a_bad_slab_is_refused_and_the_engine_stays_stale(engine, folders, case)
 
 
 def test_one_missing_row_leaves_the_engine_stale(engine, folders):
-    slabs = list(row_slabs(rollout_tensors(folders[0]), rows=16))
+    slices = list(row_slices(rollout_tensors(folders[0]), rows=16))
     engine.begin_update(3)
-    engine.update_weights(slabs[:-1])
-    with pytest.raises(WeightSyncError, match=rf"incomplete: 1 of \d+ parameters, first '{slabs[-1][0]}' with"):
+    engine.update_weights(slices[:-1])
+    with pytest.raises(WeightSyncError, match=rf"incomplete: 1 of \d+ parameters, first '{slices[-1][0]}' with"):
         engine.end_update(3)
     assert (engine.stale, engine.weight_version, engine.health().ready) == (True, NO_VERSION, False)
 
 
-def test_sessions_are_begun_and_ended_in_order(engine, folders):
+def test_updates_begin_and_end_in_order(engine, folders):
     with pytest.raises(WeightSyncError, match="no weight update is open"):
         engine.update_weights(rollout_tensors(folders[0]).items())
     with pytest.raises(WeightSyncError, match="no weight update is open"):
@@ -155,12 +155,12 @@ def test_sessions_are_begun_and_ended_in_order(engine, folders):
     assert engine.stale
 
 
-def test_what_an_unfinished_session_wrote_does_not_count(engine, folders):
-    slabs = list(row_slabs(rollout_tensors(folders[0]), rows=16))
+def test_slices_of_an_unfinished_update_do_not_count(engine, folders):
+    slices = list(row_slices(rollout_tensors(folders[0]), rows=16))
     engine.begin_update(1)
-    engine.update_weights(slabs[:20])
+    engine.update_weights(slices[:20])
     engine.begin_update(2)
-    engine.update_weights(slabs[20:])
+    engine.update_weights(slices[20:])
     with pytest.raises(WeightSyncError, match="incomplete"):
         engine.end_update(2)
 
@@ -171,7 +171,7 @@ def test_a_folder_of_another_model_is_refused(engine, make_folder):
     assert not engine.stale
 
 
-def test_sleeping_cache(engine):
+def test_sleep_and_wake_of_the_kv_cache(engine):
     before = engine.generate(REQUESTS)
     engine.sleep(["kv_cache"])
     assert engine.health().asleep == ("kv_cache",)
@@ -201,7 +201,7 @@ def test_sleeping_weights_come_back_empty(engine, folders):
     assert engine.generate(REQUESTS)[0].weight_version == 1
 
 
-def test_a_fingerprint_is_of_the_weights_and_of_nothing_else(engine, folders):
+def test_a_fingerprint_depends_on_the_weights_only(engine, folders):
     first = engine.fingerprint()
     assert len(first) == 1
     engine.generate(REQUESTS)
@@ -212,7 +212,7 @@ def test_a_fingerprint_is_of_the_weights_and_of_nothing_else(engine, folders):
     assert engine.fingerprint() == first
 
 
-def test_unknown_sleep_tag(engine):
+def test_an_unknown_sleep_tag_is_refused(engine):
     with pytest.raises(RolloutError, match="'weight' is unknown; known ones: weights, kv_cache"):
         engine.sleep(["weight"])
 

@@ -1,4 +1,4 @@
-"""What the embedded engine adds to the contract: work saved, memory reused, formats, and its own failures."""
+"""Embedded engine beyond the contract: saved work, reused memory, dtypes, and failures."""
 
 import json
 import shutil
@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 from megarl.models import read_model_config
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.embedded import EmbeddedEngine
-from megarl.rollout.embedded.decoder import Decoder
+from megarl.rollout.embedded.decoder import TransformerDecoder
 
 
 def loaded(folder, options=None, **settings):
@@ -28,13 +28,13 @@ def requests_of(prompts, **params):
 def computed(monkeypatch):
     """Tokens of each forward pass."""
     sizes = []
-    forward = Decoder.hidden
+    forward = TransformerDecoder.hidden
 
     def counting(self, tokens, *args, **kwargs):
         sizes.append(len(tokens))
         return forward(self, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(Decoder, "hidden", counting)
+    monkeypatch.setattr(TransformerDecoder, "hidden", counting)
     return sizes
 
 
@@ -44,7 +44,7 @@ class TestComputedTokens:
         loaded(make_folder()).generate(requests_of(prompts, max_new_tokens=3))
         assert computed == [13, 8, 8]
 
-    def test_what_all_prompts_begin_with_is_computed_once(self, make_folder, computed):
+    def test_the_shared_prefix_is_computed_once(self, make_folder, computed):
         prompts = [[*range(20), *[20 + i] * (1 + i)] for i in range(5)]
         loaded(make_folder()).generate(requests_of(prompts, max_new_tokens=1))
         assert computed == [20, 1 + 2 + 3 + 4 + 5]
@@ -67,13 +67,13 @@ class TestComputedTokens:
         assert computed == [8, 9, 4]
 
 
-def test_prompt_passes_of_any_size_give_the_same(make_folder):
+def test_prompt_passes_of_any_size_give_equal_tokens(make_folder):
     requests = requests_of([[i] * (i + 1) for i in range(9)] * 2)
     small, large = loaded(make_folder(), prompt_tokens=4), loaded(make_folder())
     assert [c.token_ids for c in small.generate(requests)] == [c.token_ids for c in large.generate(requests)]
 
 
-def test_later_calls_do_not_see_earlier_ones(make_folder):
+def test_later_calls_are_independent_of_earlier_ones(make_folder):
     engine = loaded(make_folder())
     short = requests_of([[1, 2], [3]])
     before = loaded(make_folder()).generate(short)
@@ -89,7 +89,7 @@ def test_weights_changed_between_calls_are_used_at_once(make_folder):
     assert engine.generate(requests)[0].token_ids == loaded(make_folder(seed=1)).generate(requests)[0].token_ids
 
 
-def test_a_model_that_diverged_is_reported_and_leaves_nothing_behind(make_folder):
+def test_non_finite_log_probs_are_reported_and_the_cache_is_dropped(make_folder):
     folder = make_folder()
     engine = loaded(folder)
     requests = requests_of([[1, 2], [3]])
@@ -98,7 +98,7 @@ def test_a_model_that_diverged_is_reported_and_leaves_nothing_behind(make_folder
     engine.begin_update(4)
     engine.update_weights((name, torch.full(shape, torch.nan)) for name, shape in shapes.items())
     engine.end_update(4)
-    with pytest.raises(RolloutError, match=r"weight version 4 .* not finite, in request 'r[01]'; 2 requests"):
+    with pytest.raises(RolloutError, match=r"weight version 4 .* not finite, in request 'r[01]'; 2 running requests"):
         engine.generate(requests)
     engine.load_hf(str(folder))
     assert engine.generate(requests) == before
@@ -122,31 +122,31 @@ class TestEndOfSequence:
         engine.load_hf(folder)
         return engine.generate([Request("r", [1], SamplingParams(4, 0.0), 0)])[0]
 
-    def test_generation_config_comes_before_config(self, make_folder, tmp_path, reference_for):
+    def test_generation_config_overrides_config(self, make_folder, tmp_path, reference_for):
         greedy = reference_for(make_folder()).greedy([1], 4)
         folder = self.folder_with(make_folder, tmp_path, [49, greedy[0]])
         assert self.first_token(create_engine("embedded", folder), folder).token_ids == greedy[:1]
 
-    def test_options_come_before_both(self, make_folder, tmp_path, reference_for):
+    def test_options_override_both(self, make_folder, tmp_path, reference_for):
         greedy = reference_for(make_folder()).greedy([1], 4)
         folder = self.folder_with(make_folder, tmp_path, greedy[0])
         unused = next(t for t in range(50) if t not in greedy)
         engine = create_engine("embedded", folder, EngineOptions(eos_token_ids=(unused,)))
         assert self.first_token(engine, folder).token_ids == greedy
 
-    def test_outside_the_vocabulary(self, make_folder):
+    def test_eos_outside_the_vocabulary_is_refused(self, make_folder):
         with pytest.raises(RolloutError, match="eos_token_ids: 50 is no token id"):
             create_engine("embedded", str(make_folder()), EngineOptions(eos_token_ids=(50,)))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"dtype": "float8"}, "dtype='float8'"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
     ],
 )
-def test_options_it_does_not_have(make_folder, options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_unsupported_options_are_refused(make_folder, options, message):
+    with pytest.raises(ConfigError, match=message):
         create_engine("embedded", str(make_folder()), EngineOptions(**options))

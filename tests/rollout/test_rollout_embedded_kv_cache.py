@@ -1,4 +1,4 @@
-"""The cache that changes its width: what a slot holds is held after every change, like in a list of lists."""
+"""The KV cache keeps its tokens through every change of width."""
 
 import pytest
 import torch
@@ -28,17 +28,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @settings(max_examples=60)
 @given(lengths=st.lists(st.lists(st.integers(1, LENGTH), min_size=SLOTS, max_size=SLOTS), min_size=2, max_size=6))
 def test_slots_keep_their_tokens_through_every_change_of_width(config: ModelConfig, lengths: list[list[int]]) -> None:
-    """Each round wants other lengths: tokens that still fit are there, and what is new is written behind them."""
+    """Each round has other lengths: fitting tokens stay, and new tokens are written after them."""
     cache = KVCache(config, SLOTS, LENGTH, torch.float32, torch.device("cpu"))
     held = [torch.zeros(0, HEADS, HEAD_DIM) for _ in range(SLOTS)]
-    for wanted in lengths:
-        held = [tokens[:length] for tokens, length in zip(held, wanted, strict=True)]
-        cache.fit(max(wanted), SLOTS)
-        for slot, (tokens, length) in enumerate(zip(held, wanted, strict=True)):
+    for lengths_now in lengths:
+        held = [tokens[:length] for tokens, length in zip(held, lengths_now, strict=True)]
+        cache.fit(max(lengths_now), SLOTS)
+        for slot, (tokens, length) in enumerate(zip(held, lengths_now, strict=True)):
             new = torch.randn(length - len(tokens), HEADS, HEAD_DIM)
             positions = torch.arange(len(tokens), length)
             for layer in range(2):
-                cache.write(layer, cache.places(torch.full_like(positions, slot), positions), new, -new)
+                cache.write(layer, cache.write_indices(torch.full_like(positions, slot), positions), new, -new)
             held[slot] = torch.cat([tokens, new])
         for layer in range(2):
             keys, values = cache.read(layer, 0, SLOTS)
@@ -48,8 +48,8 @@ def test_slots_keep_their_tokens_through_every_change_of_width(config: ModelConf
                 torch.testing.assert_close(values[slot, :, : len(tokens)].transpose(0, 1), -tokens, rtol=0, atol=0)
 
 
-def test_width_hugs_the_longest_and_ignores_small_falls(config: ModelConfig) -> None:
-    """At most a multiple too wide when it grows; a fall of less than a quarter is not worth moving everything."""
+def test_width_follows_the_longest_sequence_with_hysteresis(config: ModelConfig) -> None:
+    """It grows to the next multiple, and shrinks only by a quarter or more."""
     cache = KVCache(config, SLOTS, LENGTH, torch.float32, torch.device("cpu"))
     widths = []
     for length in (1, 32, 33, 200, 190, 161, 160, 100, 300, 290):

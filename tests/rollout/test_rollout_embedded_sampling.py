@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rollout import SamplingParams
-from megarl.rollout.embedded.sampling import Sampler, keep_likely, uniform_table
+from megarl.rollout.embedded.sampling import Sampler, filter_top_k_top_p, uniform_table
 
 
 def split_mix(seed, count):
@@ -21,7 +21,7 @@ def split_mix(seed, count):
     return [(mix((start + j * golden) & mask) >> 11) / 2**53 for j in range(1, count + 1)]
 
 
-def test_uniforms_depend_on_seed_and_place_only():
+def test_uniforms_depend_on_seed_and_position_only():
     seeds = [0, 1, 2**63 + 5, 2**64 - 1]
     table = uniform_table(seeds, 7)
     assert table.tolist() == [split_mix(seed, 7) for seed in seeds]
@@ -41,7 +41,7 @@ def test_uniforms_are_uniform_along_both_axes():
 
 
 def loop_keep(probs, top_k, top_p):
-    """Top-k, then top-p over what is left, one token at a time."""
+    """Top-k, then top-p over the rest, one token at a time."""
     ranked = sorted(range(len(probs)), key=lambda token: (-probs[token], token))[:top_k]
     mass, before, kept = sum(probs[t] for t in ranked), 0.0, [0.0] * len(probs)
     for rank, token in enumerate(ranked):
@@ -57,11 +57,11 @@ def loop_keep(probs, top_k, top_p):
     top_k=st.sampled_from([1, 2, 5, 2**31]),
     top_p=st.sampled_from([1e-9, 0.3, 0.75, 1.0]),
 )
-def test_keep_likely_against_a_loop(weights, top_k, top_p):
+def test_top_k_and_top_p_filter_against_a_loop(weights, top_k, top_p):
     # Multiples of 1/64 add up exactly, so that no outcome hangs on rounding.
     probs = torch.tensor(weights, dtype=torch.float32) / 64
     rows = len(weights)
-    kept = keep_likely(probs, torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64))
+    kept = filter_top_k_top_p(probs, torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64))
     for row, expected in zip(kept.tolist(), probs.tolist(), strict=True):
         wanted = loop_keep(expected, top_k, top_p)
         assert row == wanted
@@ -80,7 +80,7 @@ def draw(logits, params, seeds=None, steps=None):
     return sampler.draw(logits, torch.tensor(lanes), steps)
 
 
-def test_tokens_invert_the_cumulated_distribution():
+def test_tokens_invert_the_cumulative_distribution():
     torch.manual_seed(0)
     logits, count = torch.randn(40, 13), 40
     temperature = 0.8
@@ -125,7 +125,7 @@ def test_each_row_has_its_own_parameters():
     assert together[1][1] == logits[0].log_softmax(-1).max()
 
 
-def test_a_stream_goes_on_with_the_steps():
+def test_a_random_stream_continues_with_the_steps():
     logits = torch.zeros(1, 1000)
     params = [SamplingParams(50)]
     drawn = [int(draw(logits, params, [9], torch.tensor([step]))[0]) for step in range(50)]

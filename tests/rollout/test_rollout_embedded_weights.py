@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam
 from megarl.rollout.embedded.weights import WeightStore
 
 
-def test_nothing_is_written_by_a_refused_slab_and_other_formats_are_converted():
+def test_a_refused_slice_writes_nothing_and_other_dtypes_are_converted():
     store = WeightStore([LocalParam("p", (4,), ())], torch.float32, torch.device("cpu"))
     store.allocate()
     store.begin(0)
@@ -17,7 +17,7 @@ def test_nothing_is_written_by_a_refused_slab_and_other_formats_are_converted():
     assert store.tensors["p"].dtype == torch.float32
 
 
-def test_updates_keep_the_memory():
+def test_updates_are_in_place():
     store = WeightStore([LocalParam("p", (4,), ())], torch.float32, torch.device("cpu"))
     store.allocate()
     address = store.tensors["p"].data_ptr()

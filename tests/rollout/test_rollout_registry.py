@@ -1,18 +1,18 @@
 import pytest
 
-from megarl.errors import ConfigError, ModelError
+from megarl.base.errors import ConfigError, ModelError
 from megarl.models import parse_model_config
 from megarl.rollout import EngineOptions, check_engine_model, create_engine, known_engines, register_engine
-from megarl.rollout.registry import _FACTORIES
+from megarl.rollout.registry import ENGINES
 
 
 def test_an_unknown_engine_lists_the_known_ones(make_folder):
-    with pytest.raises(ConfigError, match="rollout engine 'vllm' is unknown; known ones: embedded, sglang"):
+    with pytest.raises(ConfigError, match=r"rollout\.name='vllm' is unknown; .*embedded, sglang"):
         create_engine("vllm", str(make_folder()))
 
 
-def test_an_engine_of_ones_own(monkeypatch):
-    monkeypatch.setattr("megarl.rollout.registry._FACTORIES", dict(_FACTORIES))
+def test_a_registered_user_engine_is_created(monkeypatch):
+    monkeypatch.setattr(ENGINES, "_entries", dict(ENGINES._entries))
 
     @register_engine("mine")
     def make(model_path, options):
@@ -29,7 +29,7 @@ def test_an_engine_of_ones_own(monkeypatch):
         ("deepseek", "experts.* and latent attention"),
     ],
 )
-def test_a_model_that_the_engine_does_not_run_is_refused_before_it_is_built(family, why):
+def test_an_unsupported_model_is_refused_before_the_engine_is_built(family, why):
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     sizes |= {"vocab_size": 9, "max_position_embeddings": 16, "num_experts_per_tok": 2}
     if family == "mixtral":
@@ -42,6 +42,6 @@ def test_a_model_that_the_engine_does_not_run_is_refused_before_it_is_built(fami
         check_engine_model("embedded", parse_model_config(raw), EngineOptions())
 
 
-def test_a_missing_model_folder(tmp_path):
+def test_a_missing_model_folder_is_an_error(tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
         create_engine("embedded", str(tmp_path / "nothing"))

@@ -1,11 +1,11 @@
-"""The router over scripted replicas: what it gives out, gets back, moves, and gives up."""
+"""The router over scripted replicas: dispatch, results, moved and aborted requests."""
 
 import asyncio
 import random
 
 import pytest
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.rollout import Completion, RolloutError, SamplingParams
 from megarl.rollout.router import NoReplicaLeft, ReplicaLost, RequestGivenUp, Router
 
@@ -13,7 +13,7 @@ PARAMS = SamplingParams(1000)
 
 
 class Scripted:
-    """Answers a request with its prompt, after as many exchanges as the prompt's first token says."""
+    """Answers a request with its prompt after a number of exchanges: the prompt's first token."""
 
     def __init__(self, dies_after=None, hangs_after=None, error=None):
         self.dies_after, self.hangs_after, self.error = dies_after, hangs_after, error
@@ -53,7 +53,7 @@ def ask_all(replicas, prompts, capacity=4, timeout_s=5.0):
                 ),
                 return_exceptions=True,
             )
-        return answers, router.traffic
+        return answers, router.stats
 
     return asyncio.run(run())
 
@@ -65,17 +65,17 @@ def prompts_of(count, longest=30, seed=0):
 
 def test_every_request_is_answered_by_one_replica():
     replicas, prompts = [Scripted() for _ in range(3)], prompts_of(50)
-    answers, traffic = ask_all(replicas, prompts)
+    answers, stats = ask_all(replicas, prompts)
     assert [answer.token_ids for answer in answers] == prompts
     assert sum(len(replica.seen) for replica in replicas) == 50
-    assert traffic.lost == {} and traffic.moved == 0 and traffic.idle_while_waiting_s == 0
-    assert set(traffic.metrics()) == {
+    assert stats.lost == {} and stats.moved == 0 and stats.idle_while_waiting_s == 0
+    assert set(stats.metrics()) == {
         "rollout/replica_utilization/mean", "rollout/replica_utilization/min", "rollout/idle_while_waiting_s",
         "rollout/replicas_lost", "rollout/requests_moved"}  # fmt: skip
 
 
-def test_lengths_of_any_skew_leave_no_replica_idle():
-    """Replicas take turns of equal length, so exchanges are time: all end within the longest answer of each other."""
+def test_skewed_lengths_leave_no_replica_idle():
+    """Exchanges have equal durations, so their number is the time; replicas end within one longest response."""
     rng = random.Random(1)
     prompts = [[min(400, max(1, round(20 * rng.lognormvariate(0, 1.2)))), number] for number in range(200)]
     replicas = [Scripted() for _ in range(4)]
@@ -86,43 +86,43 @@ def test_lengths_of_any_skew_leave_no_replica_idle():
 
 
 @pytest.mark.parametrize("how", ["dies_after", "hangs_after"])
-def test_what_a_lost_replica_had_is_answered_by_others_once(how):
+def test_requests_of_a_lost_replica_are_answered_once_by_others(how):
     replicas, prompts = [Scripted(), Scripted(**{how: 3}), Scripted()], prompts_of(40)
-    answers, traffic = ask_all(replicas, prompts, timeout_s=0.2)
+    answers, stats = ask_all(replicas, prompts, timeout_s=0.2)
     assert [answer.token_ids for answer in answers] == prompts
-    assert list(traffic.lost) == [1] and traffic.moved == len(replicas[1].under_way) > 0
-    assert ("killed" if how == "dies_after" else "no answer within 0.2 s") in traffic.lost[1]
+    assert list(stats.lost) == [1] and stats.moved == len(replicas[1].under_way) > 0
+    assert ("killed" if how == "dies_after" else "no answer within 0.2 s") in stats.lost[1]
 
 
-def test_when_all_are_lost_every_request_says_so():
-    answers, traffic = ask_all([Scripted(dies_after=1), Scripted(dies_after=2)], prompts_of(9))
-    assert any(isinstance(answer, NoReplicaLeft) for answer in answers) and len(traffic.lost) == 2
+def test_every_request_fails_if_all_replicas_are_lost():
+    answers, stats = ask_all([Scripted(dies_after=1), Scripted(dies_after=2)], prompts_of(9))
+    assert any(isinstance(answer, NoReplicaLeft) for answer in answers) and len(stats.lost) == 2
     assert all(isinstance(a, NoReplicaLeft | RequestGivenUp) or a.finish_reason == "stop" for a in answers)
     assert "all 2 rollout replicas are lost; the last: its process was killed" in str(
         next(answer for answer in answers if isinstance(answer, NoReplicaLeft))
     )
 
 
-def test_a_request_that_kills_replicas_is_given_up_before_all_are_dead():
+def test_a_request_that_kills_replicas_is_given_up():
     class Fragile(Scripted):
         async def exchange(self, requests, aborted, slice_s):
             if any(request.prompt_ids == [666, 0] for request in requests):
                 raise ReplicaLost("segmentation fault")
             return await super().exchange(requests, aborted, slice_s)
 
-    answers, traffic = ask_all([Fragile() for _ in range(5)], [[666, 0], *prompts_of(10)[1:]])
+    answers, stats = ask_all([Fragile() for _ in range(5)], [[666, 0], *prompts_of(10)[1:]])
     assert isinstance(answers[0], RequestGivenUp) and "3 rollout replicas were lost" in str(answers[0])
-    assert len(traffic.lost) == 3
+    assert len(stats.lost) == 3
     assert all(answer.finish_reason == "stop" for answer in answers[1:])
 
 
 @pytest.mark.parametrize("error", [WeightSyncError("serves nothing"), RolloutError("prompt is empty")])
-def test_what_is_no_replicas_fault_ends_everything(error):
-    answers, traffic = ask_all([Scripted(error=error), Scripted(error=error)], prompts_of(5))
-    assert all(answer is error or str(answer) == str(error) for answer in answers) and not traffic.lost
+def test_other_errors_end_the_router(error):
+    answers, stats = ask_all([Scripted(error=error), Scripted(error=error)], prompts_of(5))
+    assert all(answer is error or str(answer) == str(error) for answer in answers) and not stats.lost
 
 
-def test_a_caller_that_is_cancelled_gives_its_request_up():
+def test_cancelling_a_caller_aborts_its_request():
     replica = Scripted()
 
     async def run():
@@ -140,8 +140,8 @@ def test_a_caller_that_is_cancelled_gives_its_request_up():
     assert replica.aborted == [replica.seen[0].request_id]
 
 
-def test_replicas_have_nothing_left_to_do_when_the_last_caller_has_given_up():
-    """What is left behind would hold up the weights, and meet the names of the next router's requests."""
+def test_replicas_have_no_running_requests_after_the_last_caller():
+    """Leftover requests would block weight updates and collide with the next router's ids."""
     replicas = [Scripted(), Scripted()]
 
     async def run():
@@ -150,14 +150,14 @@ def test_replicas_have_nothing_left_to_do_when_the_last_caller_has_given_up():
             await asyncio.sleep(0.02)
             for caller in callers:
                 caller.cancel()
-        return router.traffic
+        return router.stats
 
-    traffic = asyncio.run(run())
-    assert all(replica.seen and not replica.under_way for replica in replicas) and not traffic.lost
+    stats = asyncio.run(run())
+    assert all(replica.seen and not replica.under_way for replica in replicas) and not stats.lost
     assert asyncio.run(run()).lost == {}
 
 
-def test_a_replica_that_is_lost_while_all_is_given_up_keeps_nobody_waiting():
+def test_losing_a_replica_while_aborting_does_not_block():
     replica = Scripted(hangs_after=2)
 
     async def run():

@@ -1,16 +1,16 @@
 from megarl.config import RolloutConfig
-from megarl.config.engines import EngineKwargsConfig, SGLangConfig
+from megarl.config.schema.rollout import EngineKwargsConfig, SGLangConfig
 from megarl.rollout import EngineOptions
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.options import SGLangOptions
 
 
-def test_every_engine_gets_what_all_have():
+def test_common_options_of_every_engine():
     rollout = RolloutConfig(dtype="float32", max_num_seqs=7)
     assert engine_options(rollout, "cuda:1") == EngineOptions(dtype="float32", device="cuda:1", max_num_seqs=7)
 
 
-def test_sglang_gets_its_own_section():
+def test_sglang_options_come_from_its_section():
     own = SGLangConfig(mode="http", update_weights_bucket_megabytes=2, server_args={"mem_fraction_static": 0.5})
     rollout = RolloutConfig(
         name="sglang", tensor_model_parallel_size=2, engine_kwargs=EngineKwargsConfig(sglang=own), dtype="bfloat16"
@@ -27,7 +27,7 @@ def test_sglang_gets_its_own_section():
     assert isinstance(options, SGLangOptions) and options.seeded and not options.stop_strings
 
 
-def test_each_replica_has_its_own_server():
+def test_each_replica_has_its_server_url():
     own = SGLangConfig(urls=["http://a:1", "http://b:1"])
     rollout = RolloutConfig(
         name="sglang", tensor_model_parallel_size=8, engine_kwargs=EngineKwargsConfig(sglang=own), dtype="bfloat16"

@@ -1,7 +1,7 @@
-"""Models with experts and latent attention in the real SGLang: its own loading, and updates, against transformers.
+"""Models with experts and latent attention in the real SGLang: loading and updates against transformers.
 
 A replica of two ranks each. DeepSeek's attention is computed from matrices that SGLang derives from ``kv_b_proj``:
-log-probs after an update tell whether they were derived anew.
+log-probs after an update show whether they were derived again.
 """
 
 import pytest
@@ -82,7 +82,7 @@ def shards_of(folder):
 
 
 def assert_serves(engine, folder, reference, version):
-    """Log-probs are those of transformers, and what the ranks hold is what the weight map says of the folder."""
+    """Log-probs equal transformers', and the ranks hold the weight map's shards of the folder."""
     for request, completion in zip(REQUESTS, engine.generate(REQUESTS), strict=True):
         expected = reference.log_probs(request.prompt_ids, completion.token_ids)
         assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
@@ -94,11 +94,11 @@ def assert_serves(engine, folder, reference, version):
 
 
 CASES = [pytest.param(kind, marks=[pytest.mark.sglang] if kind == "DeepseekV3" else []) for kind in MODELS]
-"""CI has the time for one of them: it has all that the others have, of latent attention and of experts."""
+"""CI runs one of them, which covers latent attention and experts."""
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_sglang_loads_and_what_it_is_sent_are_the_same(kind, _sglang, reference_for, tmp_path):
+def test_loading_and_updating_give_the_same_weights_in_sglang(kind, _sglang, reference_for, tmp_path):
     _sglang.make_room()
     folders = [saved(kind, seed, tmp_path / str(seed)) for seed in (0, 1)]
     engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=RANKS, bucket_bytes=20_000))

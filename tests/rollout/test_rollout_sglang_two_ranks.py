@@ -1,6 +1,6 @@
-"""A replica of two ranks: each is sent its own shard, by every way that SGLang offers.
+"""A replica of two ranks: each gets its shard, by every weight transport of SGLang.
 
-Of a vocabulary of 50 the weight map's shards have 25 rows, SGLang's 32.
+With a vocabulary of 50 the weight map's shards have 25 rows, SGLang's have 32.
 """
 
 import json
@@ -14,16 +14,15 @@ import pytest
 import torch
 from sglang_engines import TWO_RANKS
 
-from megarl.errors import ConfigError, WeightSyncError
+from megarl.base.errors import ConfigError, WeightSyncError
+from megarl.base.ports import free_port
 from megarl.models import WeightMap
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.ports import free_port
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
-from megarl.rollout.seal import Seal
-from megarl.rollout.sglang.environment import environment
-from megarl.rollout.sglang.options import SGLangOptions
+from megarl.rollout.sglang.options import SGLangOptions, environment
+from megarl.rollout.weight_checks import WeightFingerprint
 
 REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
 
@@ -56,7 +55,7 @@ def folders(make_folder):
 
 @pytest.fixture(scope="module")
 def owner(_sglang, folders):
-    """The engine that started the server, which the contract suite has used by then."""
+    """The engine that started the server, after its use by the contract suite."""
     return _sglang.running(TWO_RANKS, folders[0])
 
 
@@ -75,7 +74,7 @@ def tied(make_folder):
 
 @pytest.fixture(scope="module")
 def front_end(_sglang, tied):
-    """Two ranks behind a front end in this process, of Qwen3 with a tied output layer."""
+    """Two ranks in process, of Qwen3 with a tied output layer."""
     _sglang.make_room()
     engine = create_engine("sglang", str(tied[0]), SGLangOptions(tensor_parallel_size=2, max_num_seqs=2))
     yield engine
@@ -84,15 +83,15 @@ def front_end(_sglang, tied):
 
 @pytest.fixture
 def two_nodes(folders):
-    """Address of a server of two nodes with a rank each, both of them here, that somebody else started."""
+    """URL of a running server with two nodes of one rank each, both on this host."""
     http, met = free_port(), free_port()
     servers = []
     for node in (0, 1):
         args = {"nnodes": 2, "node_rank": node, "dist_init_addr": f"127.0.0.1:{met}"}
         port = http if node == 0 else free_port()
         options = SGLangOptions(tensor_parallel_size=2, port=port, server_args=args)
-        order = {"folder": str(folders[0]), "max_model_len": 128, "options": vars(options)}
-        command = [sys.executable, "-m", "megarl.rollout.sglang.serve", json.dumps(order)]
+        job = {"folder": str(folders[0]), "max_model_len": 128, "options": vars(options)}
+        command = [sys.executable, "-m", "megarl.rollout.sglang.serve", json.dumps(job)]
         servers.append(subprocess.Popen(command, env=os.environ | environment(options)))
     yield f"http://127.0.0.1:{http}"
     for server in servers:
@@ -121,7 +120,7 @@ def test_each_rank_gets_its_shard_in_buckets(server, folders, reference_for):
 
 
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
-def test_whole_tensors_put_together_of_both_shards(server, folders, reference_for, transport):
+def test_update_with_whole_tensors(server, folders, reference_for, transport):
     folder = folders[2 if transport == "disk" else 3]
     options = SGLangOptions(url=server.url, tensor_parallel_size=2, bucket_bytes=5000, weight_transport=transport)
     engine = create_engine("sglang", str(folders[0]), options)
@@ -132,7 +131,7 @@ def test_whole_tensors_put_together_of_both_shards(server, folders, reference_fo
     server.load_hf(str(folders[0]))
 
 
-def test_two_ranks_behind_a_front_end_in_this_process(front_end, tied, reference_for):
+def test_two_ranks_in_process(front_end, tied, reference_for):
     with pytest.raises(RolloutError, match="this process already holds an SGLang engine"):
         create_engine("sglang", str(tied[0]), SGLangOptions())
     update(front_end, tied[1], 2)
@@ -145,7 +144,7 @@ def test_two_ranks_behind_a_front_end_in_this_process(front_end, tied, reference
     assert_holds(front_end, tied[2])
 
 
-def test_a_server_over_two_nodes_is_sent_its_shards_in_requests(two_nodes, folders, reference_for):
+def test_a_two_node_server_gets_its_shards_in_requests(two_nodes, folders, reference_for):
     options = SGLangOptions(url=two_nodes, tensor_parallel_size=2, bucket_bytes=5000)
     for _ in range(600):
         try:
@@ -158,18 +157,18 @@ def test_a_server_over_two_nodes_is_sent_its_shards_in_requests(two_nodes, folde
     update(engine, folders[1], 2, rows=7)
     assert_generates(engine, reference_for(folders[1]), 2)
     assert_holds(engine, folders[1])
-    # Its ranks know this host by the address at which they met, and read no memory of it.
+    # Its ranks know this host by their rendezvous address and do not read its memory.
     assert engine._backend.ranks_host == "127.0.0.1"
     assert not any(staging._shared for staging in engine._session._tensors._stagings)
     engine.shutdown()
 
 
-def test_a_weight_that_changes_behind_our_back_is_seen(server, folders):
-    """By SGLang's own way of loading whole tensors, of which megarl's loader learns nothing."""
+def test_a_weight_changed_by_sglang_is_detected(server, folders):
+    """The change bypasses megarl's loader: SGLang loads a whole tensor."""
     update(server, folders[0], 1)
-    seal = Seal(server)
-    seal.put()
-    seal.check("for no reason")
+    fingerprint = WeightFingerprint(server)
+    fingerprint.record()
+    fingerprint.verify("for no reason")
     name = "model.layers.1.mlp.down_proj.weight"
     checksums = [server.checksum(rank)[name] for rank in (0, 1)]
     whole = torch.cat([shard[name] for shard in shards_of(folders[0])], dim=1)
@@ -179,7 +178,7 @@ def test_a_weight_that_changes_behind_our_back_is_seen(server, folders):
     assert server._call("update_weights_from_tensor", serialized_named_tensors=[payload] * 2).success
     server._call("end_weight_update")
     with pytest.raises(WeightSyncError, match=r"on its rank 1 were compared .* changed in this test"):
-        seal.check("in this test")
+        fingerprint.verify("in this test")
     assert server.checksum(0)[name] == checksums[0] and server.checksum(1)[name] != checksums[1]
 
 
@@ -196,7 +195,7 @@ def test_the_shard_of_one_rank_is_not_enough(server, folders):
     assert server.health().ready
 
 
-def test_a_request_that_waits_is_given_up(front_end, tied):
+def test_a_waiting_request_is_aborted(front_end, tied):
     front_end.load_hf(str(tied[0]))
     front_end.submit([Request(f"r{i}", [1, 2, i], SamplingParams(60, ignore_eos=True), i) for i in range(6)])
     front_end.abort(["r5"])
@@ -207,15 +206,15 @@ def test_a_request_that_waits_is_given_up(front_end, tied):
     assert all(len(done[f"r{i}"].token_ids) == 60 for i in range(5))
 
 
-def test_a_server_that_is_not_what_the_options_say(server, folders):
-    with pytest.raises(ConfigError, match="runs with tp_size=2, the options say 1"):
+def test_a_server_with_other_arguments_is_refused(server, folders):
+    with pytest.raises(ConfigError, match="runs with tp_size=2, the options have 1"):
         create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url))
     with pytest.raises(RolloutError, match="does not answer"):
         create_engine("sglang", str(folders[0]), SGLangOptions(url="http://127.0.0.1:9"))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"server_args": {"tp_size": 2}}, "server_args.tp_size: the engine sets this itself"),
         ({"server_args": {"chunked_prefil_size": 2}}, "no such argument; nearest: chunked_prefill_size"),
@@ -223,17 +222,17 @@ def test_a_server_that_is_not_what_the_options_say(server, folders):
         ({"tensor_parallel_size": 3}, "tensor_model_parallel_size=3"),
     ],
 )
-def test_options_are_refused_before_anything_starts(folders, options, says):
-    from megarl.rollout.sglang.server_args import check_server_args
+def test_invalid_options_are_refused_before_the_start(folders, options, message):
+    from megarl.rollout.sglang.options import check_server_args
 
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         if "server_args" in options:
             check_server_args(options["server_args"])
         create_engine("sglang", str(folders[0]), SGLangOptions(**options))
 
 
-def test_a_rank_that_dies_is_noticed(front_end, tied):
-    """Ends what the tests before share."""
+def test_a_dead_rank_is_detected(front_end, tied):
+    """Ends the engine of the tests above."""
     front_end.load_hf(str(tied[0]))
     front_end.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
     front_end._backend._processes[0].kill()
@@ -243,8 +242,8 @@ def test_a_rank_that_dies_is_noticed(front_end, tied):
     assert not front_end.health().ready
 
 
-def test_a_server_that_dies_is_noticed(server, owner, folders):
-    """Comes last: ends the server that the others share."""
+def test_a_dead_server_is_detected(server, owner, folders):
+    """Runs last: ends the shared server."""
     server.load_hf(str(folders[0]))
     server.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
     owner._backend._process.kill()

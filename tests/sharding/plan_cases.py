@@ -1,4 +1,4 @@
-"""Random models, layouts and placements for the tests of the reshard plan, and plans made by hand."""
+"""Random models, layouts and placements for tests of the reshard plan, and hand-written plans."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -16,21 +16,21 @@ EXPERTS = 4
 
 @dataclass(frozen=True)
 class ListedPlan:
-    """A plan as a list of buckets, with as much of a plan's interface as those who follow one use."""
+    """A plan as a list of buckets, with the methods that senders and receivers use."""
 
     buckets: tuple[Bucket, ...]
     float32_params: frozenset = frozenset()
 
     def sent_by(self, rank):
-        return [Bucket(tuple(m for m in b.moves if m.src_rank == rank), b.nbytes) for b in self.buckets]
+        return [Bucket(tuple(m for m in b.ops if m.src_rank == rank), b.nbytes) for b in self.buckets]
 
     def received_by(self, rank):
-        return [Bucket(tuple(m for m in b.moves if m.dst_rank == rank), b.nbytes) for b in self.buckets]
+        return [Bucket(tuple(m for m in b.ops if m.dst_rank == rank), b.nbytes) for b in self.buckets]
 
 
 @dataclass(frozen=True)
 class Case:
-    """All arguments of a plan but the sizes."""
+    """All arguments of a plan except the sizes."""
 
     weight_map: WeightMap
     train: ParallelLayout
@@ -74,7 +74,7 @@ def model(architecture, *, layers, hidden, ffn, heads, groups, vocab, tied, head
 
 @st.composite
 def layouts(draw, experts):
-    """A training layout, the tensor and expert parallelism of an engine, and what both divide the sizes by."""
+    """A training layout and a rollout layout."""
     train = ParallelLayout(
         tp=draw(st.sampled_from([1, 2, 3, 4])),
         pp=draw(st.integers(1, 3)),
@@ -94,7 +94,7 @@ def layouts(draw, experts):
 
 @st.composite
 def placements(draw, train, rollout):
-    """None, or any: devices that hold several ranks of a role, and such that hold none."""
+    """None, or a random placement: a device may hold several ranks of a role or none."""
     if draw(st.booleans()):
         return None
     devices = st.integers(0, draw(st.integers(0, train.world_size)))
@@ -104,7 +104,7 @@ def placements(draw, train, rollout):
 
 @st.composite
 def plan_cases(draw):
-    """Everything that a plan is made of but the sizes, for a model of any kind of family."""
+    """All arguments of a plan except the sizes, for a model of any family."""
     architecture = draw(st.sampled_from(DENSE + MIXTURES))
     train, rollout = draw(layouts(architecture in MIXTURES))
     common = lcm(train.tp, rollout.tp)
@@ -132,7 +132,7 @@ def plan_cases(draw):
 
 
 def labels(weight_map):
-    """A number of its own for each element of the checkpoint, by tensor; none is zero."""
+    """A unique non-zero number for each element of the checkpoint, by tensor."""
     tensors, first = {}, 1
     for name, shape in weight_map.hf_shapes().items():
         size = int(np.prod(shape))
@@ -146,7 +146,7 @@ def box(start, shape):
 
 
 def labelled(params, numbers, padding=0):
-    """A rank's tensors, each element with the number of the one it stands for."""
+    """A rank's tensors; each element has the number of its checkpoint element."""
     local = {}
     for param in params:
         local[param.name] = np.full(param.shape, padding)
@@ -156,7 +156,7 @@ def labelled(params, numbers, padding=0):
 
 
 def held_in_training(case, numbers):
-    """Each training rank's tensors; padding has a number that nobody expects."""
+    """Each training rank's tensors; padding has an unexpected number."""
     ranks = range(case.train.world_size)
     return [labelled(case.weight_map.megatron_params(case.train, rank), numbers, padding=-1) for rank in ranks]
 

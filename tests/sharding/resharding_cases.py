@@ -1,4 +1,4 @@
-"""Models, layouts and labelled weights for the tests of resharding."""
+"""Models, layouts and labelled weights for tests of resharding."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def weight_map_of(
 
 @st.composite
 def cases(draw):
-    """A model, a training layout, an engine layout that both fit it, and a number of replicas."""
+    """A model, a training layout, an engine's tensor-parallel size, and a number of replicas."""
     tp, rollout_tp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 3, 4]))
     pp = draw(st.integers(1, 3))
     groups = int(np.lcm(tp, rollout_tp))
@@ -45,7 +45,7 @@ def cases(draw):
 
 
 def labelled_checkpoint(weight_map, dtype=torch.int64):
-    """Every element has a value of its own, none of them zero."""
+    """Every element has a unique non-zero value."""
     tensors, label = {}, 1
     for name, shape in weight_map.hf_shapes().items():
         size = int(np.prod(shape))
@@ -59,7 +59,7 @@ def box(start, shape):
 
 
 def local_tensors(params, checkpoint, padding):
-    """Local parameters made from their pieces, padding filled with a value that must never travel."""
+    """Local parameters built from their pieces; the value of the padding must never be sent."""
     local = {}
     for param in params:
         tensor = torch.full(param.shape, padding, dtype=next(iter(checkpoint.values())).dtype)

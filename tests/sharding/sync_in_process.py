@@ -1,6 +1,6 @@
-"""Both sides of a weight sync in one process, the real manager above, futures between them.
+"""Both sides of a weight sync in one process, led by the real manager.
 
-A thread stands for a process: of the trainer each rank has one, of the rollout each replica.
+A thread represents a process: one per training rank and one per replica.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -8,22 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from resharding_cases import box, labelled_checkpoint, rollout_tensors, training_tensors
 
-from megarl.cluster.sync_peers import RankByRank
-from megarl.sharding import ProcessPlace, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
-from megarl.sharding.links import Address, Links
-from megarl.sharding.places import this_place
-from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, route_shipments, sources
-from megarl.sharding.sender import BucketSender, destinations
+from megarl.cluster.adapters import ResultsByRank
+from megarl.sharding import ProcessLocation, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
+from megarl.sharding.placement import current_location
+from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, route_messages, source_ranks
+from megarl.sharding.sender import BucketSender, destination_ranks
 from megarl.sharding.transports import host_store
-from megarl.sharding.verification import shares_of
+from megarl.sharding.transports.interface import PeerTransports, StoreAddress
+from megarl.sharding.verification import partial_checksums
 
 CPU = torch.device("cpu")
 KEPT = []
-"""Stores, which must outlive the groups that met there."""
+"""TCP stores, which must outlive their process groups."""
 
 
 class Engine:
-    """What an engine holds on one rank."""
+    """The weights of an engine on one rank."""
 
     def __init__(self, weights):
         self.weights = {name: torch.zeros_like(t) for name, t in weights.items()}
@@ -59,7 +59,7 @@ class Replica:
 
 
 class Together:
-    """Futures of several ranks, as one."""
+    """Futures of several ranks as one."""
 
     def __init__(self, futures):
         self.futures = futures
@@ -69,7 +69,7 @@ class Together:
 
 
 class Side:
-    """Ranks with a thread each; a call that begins like ``fail_at`` raises on the last rank."""
+    """Ranks with a thread each; a call that starts with ``fail_at`` raises on the last rank."""
 
     def __init__(self, count, log):
         self.threads = [ThreadPoolExecutor(1) for _ in range(count)]
@@ -90,7 +90,7 @@ class Side:
         return Together([thread.submit(call, rank) for rank, thread in enumerate(self.threads)])
 
     def settle(self):
-        """Waits for what was submitted."""
+        """Wait for all submitted calls."""
         Together([thread.submit(int) for thread in self.threads]).result()
 
 
@@ -102,8 +102,8 @@ class Source(Side):
         self.setup, self.ranks = setup, setup.trainer(0)
 
         def sender(rank):
-            links = Links.of_trainer(routes, rank, destinations(setup.plan.sent_by(rank)), CPU, address)
-            return BucketSender(setup.plan, rank, lambda: self.ranks[rank], links, setup.dtype)
+            peers = PeerTransports.for_sender(routes, rank, destination_ranks(setup.plan.sent_by(rank)), CPU, address)
+            return BucketSender(setup.plan, rank, lambda: self.ranks[rank], peers, setup.dtype)
 
         self.senders = [sender(rank) for rank in range(len(self.ranks))]
 
@@ -126,12 +126,12 @@ class Source(Side):
         def shares(rank):
             params = self.setup.weight_map.export_params(self.setup.train, rank)
             kept = self.setup.plan.float32_params
-            return shares_of(params, self.ranks[rank], self.setup.dtype, kept, convert=True)
+            return partial_checksums(params, self.ranks[rank], self.setup.dtype, kept, convert=True)
 
         return self.run("checksums of source", shares)
 
     def lent(self):
-        """Buffers that are in use."""
+        """Number of buffers in use."""
         self.settle()
         return sum(len(pool._lent) for sender in self.senders for pool in sender.pools.values())
 
@@ -149,8 +149,8 @@ class Target(Side):
         def receiver(rank, engine):
             buckets, params = setup.plan.received_by(rank), setup.rollout_params(rank)
             size = largest_bucket(buckets, setup.dtype, setup.plan.float32_params)
-            links = Links.of_rollout(routes, rank, sources(buckets), CPU, address, size)
-            return BucketReceiver(setup.plan, rank, params, engine, links, setup.dtype)
+            peers = PeerTransports.for_receiver(routes, rank, source_ranks(buckets), CPU, address, size)
+            return BucketReceiver(setup.plan, rank, params, engine, peers, setup.dtype)
 
         replicas = [(Replica([self.engines[rank] for rank in ranks]), ranks) for ranks in self.ranks]
         self.receivers = [
@@ -171,8 +171,8 @@ class Target(Side):
 
     def import_bucket(self, index, exported):
         def write(number, index):
-            shipments = route_shipments(exported.result())
-            own = [shipment for rank in self.ranks[number] for shipment in shipments.get(rank, [])]
+            messages = route_messages(exported.result())
+            own = [message for rank in self.ranks[number] for message in messages.get(rank, [])]
             self.receivers[number].import_bucket(index, own)
 
         return self.run("import", write, index)
@@ -184,11 +184,13 @@ class Target(Side):
         def shares(number):
             kept, dtype = self.setup.plan.float32_params, self.setup.dtype
             return [
-                shares_of(self.setup.rollout_params(rank), self.engines[rank].weights, dtype, kept, convert=False)
+                partial_checksums(
+                    self.setup.rollout_params(rank), self.engines[rank].weights, dtype, kept, convert=False
+                )
                 for rank in self.ranks[number]
             ]
 
-        return RankByRank(self.run("checksums of target", shares))
+        return ResultsByRank(self.run("checksums of target", shares))
 
     def end_update(self, version):
         return self.run("end_update", lambda number, version: self.receivers[number].end_update(version), version)
@@ -215,12 +217,15 @@ class Setup:
         self.held = held or dtype  # by the trainer; sent and held by the engines is ``dtype``
         self.tp, self.ep, self.replicas = tp, ep, replicas
         self.plan = build_plan(weight_map, train, RolloutLayout(tp, ep, replicas), bucket, dtype.itemsize)
-        train_places, rollout_places = places or ([this_place()] * train.world_size, [this_place()] * tp * replicas)
+        train_places, rollout_places = places or (
+            [current_location()] * train.world_size,
+            [current_location()] * tp * replicas,
+        )
         routes = Routes(train_places, rollout_places, transport)
         address = None
-        if routes.need_meeting():
+        if routes.needs_rendezvous():
             KEPT.append(host_store("127.0.0.1"))
-            address = Address("127.0.0.1", KEPT[-1].port)
+            address = StoreAddress("127.0.0.1", KEPT[-1].port)
         self.source, self.target = Source(self, routes, address), Target(self, routes, address)
         self.engines = self.target.engines
         self.manager = ShardingManager(
@@ -254,5 +259,5 @@ class Setup:
 
 
 def two_nodes(train, rollout):
-    """Places of so many training and rollout ranks on two nodes, in turn."""
-    return tuple([ProcessPlace(f"node {rank % 2}") for rank in range(count)] for count in (train, rollout))
+    """Locations of training and rollout ranks on two nodes, in turn."""
+    return tuple([ProcessLocation(f"node {rank % 2}") for rank in range(count)] for count in (train, rollout))

@@ -1,4 +1,4 @@
-"""The whole way of the weights: what a sync leaves behind, in which order it does things, and what a failure leaves."""
+"""Weight syncs end to end: their result, the order of their stages, and failures."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from plan_cases import model, plan_cases
 from resharding_cases import cases, weight_map_of
 from sync_in_process import Engine, Setup, two_nodes
 
-from megarl.errors import ConfigError, WeightSyncError
+from megarl.base.errors import ConfigError, WeightSyncError
 from megarl.models import ParallelLayout
 
 LAYOUT = ParallelLayout(2, 2, 2)
@@ -20,15 +20,15 @@ LAYOUT = ParallelLayout(2, 2, 2)
 
 @pytest.fixture()
 def setup():
-    made = []
+    created = []
 
     def make(*args, **options):
-        made.append(Setup(*(args or (weight_map_of(), LAYOUT, 4, 2)), **options))
-        return made[-1]
+        created.append(Setup(*(args or (weight_map_of(), LAYOUT, 4, 2)), **options))
+        return created[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for sync in created:
+        sync.close()
 
 
 def assert_two_syncs_are_exact(setup):
@@ -48,7 +48,7 @@ def assert_two_syncs_are_exact(setup):
 
 @settings(max_examples=15)
 @given(cases(), st.sampled_from(["inline", "shared_memory"]), st.integers(0, 2))
-def test_after_each_sync_the_engines_hold_the_trainers_weights_bit_for_bit(case, transport, verify_freq):
+def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_sync(case, transport, verify_freq):
     setup = Setup(*case, transport=transport, verify_freq=verify_freq)
     try:
         assert_two_syncs_are_exact(setup)
@@ -57,35 +57,35 @@ def test_after_each_sync_the_engines_hold_the_trainers_weights_bit_for_bit(case,
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, ParallelLayout(1, 2, 1)])
-def test_the_same_over_a_process_group(setup, layout):
-    one = setup(weight_map_of("Qwen2MoeForCausalLM"), layout, 2, 2, transport="gloo", verify_freq=1)
-    assert_two_syncs_are_exact(one)
+def test_sync_over_a_process_group_is_exact(setup, layout):
+    sync = setup(weight_map_of("Qwen2MoeForCausalLM"), layout, 2, 2, transport="gloo", verify_freq=1)
+    assert_two_syncs_are_exact(sync)
 
 
-def test_on_two_nodes_each_pair_of_processes_has_its_own_way(setup):
+def test_each_pair_of_processes_on_two_nodes_has_its_transport(setup):
     places = two_nodes(LAYOUT.world_size, 4)
-    one = setup(weight_map_of(), LAYOUT, 4, 1, transport="auto", places=places, verify_freq=1)
-    used = {name for sender in one.source.senders for name in sender._links.transports}
+    sync = setup(weight_map_of(), LAYOUT, 4, 1, transport="auto", places=places, verify_freq=1)
+    used = {name for sender in sync.source.senders for name in sender._peers.transports}
     assert used == {"gloo", "shared_memory"}
-    assert_two_syncs_are_exact(one)
+    assert_two_syncs_are_exact(sync)
 
 
-def test_a_way_that_does_not_lead_there_is_refused(setup):
+def test_a_transport_that_cannot_connect_two_ranks_is_refused(setup):
     with pytest.raises(ConfigError, match=r"sync\.transport=shared_memory: .*different nodes.*rollout rank"):
         setup(weight_map_of(), LAYOUT, 4, 1, transport="shared_memory", places=two_nodes(LAYOUT.world_size, 4))
 
 
 @pytest.mark.parametrize("transport", ["inline", "shared_memory", "gloo"])
-def test_bfloat16(setup, transport):
+def test_sync_in_bfloat16(setup, transport):
     layout = ParallelLayout(2, 1, 1)
-    one = setup(weight_map_of(), layout, 1, 1, transport=transport, dtype=torch.bfloat16, verify_freq=1)
-    one.manager.sync_weights()
-    one.assert_engines_hold(0)
+    sync = setup(weight_map_of(), layout, 1, 1, transport=transport, dtype=torch.bfloat16, verify_freq=1)
+    sync.manager.sync_weights()
+    sync.assert_engines_hold(0)
 
 
 @settings(max_examples=15)
 @given(plan_cases(), st.sampled_from(["inline", "shared_memory"]))
-def test_every_family_in_the_number_format_of_the_engine_but_for_what_is_kept_in_float32(case, transport):
+def test_every_family_syncs_in_the_engine_dtype_except_float32_parameters(case, transport):
     tp, ep, replicas = case.rollout
     options = {"transport": transport, "ep": ep, "dtype": torch.bfloat16, "held": torch.float32, "verify_freq": 1}
     setup = Setup(case.weight_map, case.train, tp, replicas, **options)
@@ -99,25 +99,25 @@ def test_every_family_in_the_number_format_of_the_engine_but_for_what_is_kept_in
 def test_deepseeks_router_bias_arrives_in_float32(setup):
     sizes = {"layers": 2, "hidden": 8, "ffn": 4, "heads": 2, "groups": 2, "vocab": 20, "tied": False}
     weight_map = model("DeepseekV3ForCausalLM", **sizes)
-    one = setup(weight_map, ParallelLayout(pp=2), 2, 1, dtype=torch.bfloat16, held=torch.float32, verify_freq=1)
+    sync = setup(weight_map, ParallelLayout(pp=2), 2, 1, dtype=torch.bfloat16, held=torch.float32, verify_freq=1)
     # The plan's limit holds one element of four bytes; labels beyond 256 are no bfloat16 numbers.
-    one.manager.sync_weights()
-    one.assert_engines_hold(0)
-    (kept,) = {name for name in one.plan.float32_params if name in one.engines[0].weights}
-    bias = one.engines[1].weights[kept]
+    sync.manager.sync_weights()
+    sync.assert_engines_hold(0)
+    (kept,) = {name for name in sync.plan.float32_params if name in sync.engines[0].weights}
+    bias = sync.engines[1].weights[kept]
     assert bias.dtype == torch.float32 and not torch.equal(bias, bias.bfloat16().float())
 
 
 # ---- order
 
 
-def test_the_device_goes_from_hand_to_hand(setup):
-    one = setup(weight_map_of(), ParallelLayout(), 1, 1, bucket=1 << 20, free_engine=True, verify_freq=1)
-    one.manager.sync_weights()
-    one.manager.free_engines()
-    assert len(one.plan.buckets) == 1
-    one.source.settle()
-    steps = [event for event in one.log if event[0] not in ("open target", "checksums of target", "release")]
+def test_order_of_stages_on_a_shared_device(setup):
+    sync = setup(weight_map_of(), ParallelLayout(), 1, 1, bucket=1 << 20, free_engine=True, verify_freq=1)
+    sync.manager.sync_weights()
+    sync.manager.free_engines()
+    assert len(sync.plan.buckets) == 1
+    sync.source.settle()
+    steps = [event for event in sync.log if event[0] not in ("open target", "checksums of target", "release")]
     assert steps == [
         ("make_room",),
         ("wake", "weights"),
@@ -134,45 +134,45 @@ def test_the_device_goes_from_hand_to_hand(setup):
     ]
 
 
-def test_engines_with_devices_of_their_own_stay_awake(setup):
-    one = setup()
-    one.manager.sync_weights()
-    one.manager.free_engines()
-    assert not {event[0] for event in one.log} & {"sleep", "wake"}
+def test_engines_on_separate_devices_stay_awake(setup):
+    sync = setup()
+    sync.manager.sync_weights()
+    sync.manager.free_engines()
+    assert not {event[0] for event in sync.log} & {"sleep", "wake"}
 
 
-def test_the_next_bucket_is_exported_while_one_is_imported_and_no_further(setup):
-    one = setup()
-    count = len(one.plan.buckets)
+def test_export_is_one_bucket_ahead_of_import(setup):
+    sync = setup()
+    count = len(sync.plan.buckets)
     assert count > 3
     most_ahead = []
-    write = one.target.receivers[0].import_bucket
+    write = sync.target.receivers[0].import_bucket
 
-    def import_bucket(index, shipments):
+    def import_bucket(index, messages):
         # Would time out if the export of the next bucket began only after this import.
         deadline = time.monotonic() + 30
-        while ("export", min(index + 1, count - 1)) not in one.log:
+        while ("export", min(index + 1, count - 1)) not in sync.log:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        out = {i for verb, *rest in one.log if verb == "export" for i in rest}
-        back = {i for verb, *rest in one.log if verb == "release" for i in rest}
+        out = {i for verb, *rest in sync.log if verb == "export" for i in rest}
+        back = {i for verb, *rest in sync.log if verb == "release" for i in rest}
         most_ahead.append(len(out - back))
-        write(index, shipments)
+        write(index, messages)
 
-    one.target.receivers[0].import_bucket = import_bucket
-    one.manager.sync_weights()
+    sync.target.receivers[0].import_bucket = import_bucket
+    sync.manager.sync_weights()
     assert max(most_ahead) == 2
 
 
 def test_no_process_holds_more_than_two_buckets(setup):
     limit = 400
-    one = setup(weight_map_of(), LAYOUT, 4, 2, transport="shared_memory", bucket=limit)
-    metrics = one.manager.sync_weights()
-    pools = [pool for sender in one.source.senders for pool in sender.pools.values()]
+    sync = setup(weight_map_of(), LAYOUT, 4, 2, transport="shared_memory", bucket=limit)
+    metrics = sync.manager.sync_weights()
+    pools = [pool for sender in sync.source.senders for pool in sender.pools.values()]
     largest = max(pool.peak_bytes for pool in pools)
     assert metrics["weight_sync/peak_mb"] == largest / 2**20
-    destinations = 8  # each packing of a bucket may begin up to 63 bytes after the last
-    assert limit < largest <= 2 * (limit + 63 * destinations)
+    destination_ranks = 8  # each packing of a bucket may begin up to 63 bytes after the last
+    assert limit < largest <= 2 * (limit + 63 * destination_ranks)
     assert all(pool.held_bytes <= 2 * pool.size for pool in pools)
 
 
@@ -204,67 +204,67 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("transport", "side", "event"), FAILURES, ids=str)
-def test_a_failure_at_any_stage_leaves_the_engines_stale_and_a_retry_mends_them(setup, transport, side, event):
-    one = setup(weight_map_of(), ParallelLayout(1, 2, 1), 1, 2, transport=transport, free_engine=True, verify_freq=1)
-    one.manager.sync_weights()
-    one.source.ranks = one.trainer(1)
-    getattr(one, side).fail_at = event
+def test_engines_are_stale_after_a_failure_at_any_stage_and_a_retry_succeeds(setup, transport, side, event):
+    sync = setup(weight_map_of(), ParallelLayout(1, 2, 1), 1, 2, transport=transport, free_engine=True, verify_freq=1)
+    sync.manager.sync_weights()
+    sync.source.ranks = sync.trainer(1)
+    getattr(sync, side).fail_at = event
     with pytest.raises(WeightSyncError, match=r"version 2 failed at .*serve nothing: lost rank"):
-        one.manager.sync_weights()
-    assert one.manager.version == 1
-    one.target.settle()
-    begun = one.engines[:-1] if event == ("begin_update",) else one.engines
+        sync.manager.sync_weights()
+    assert sync.manager.version == 1
+    sync.target.settle()
+    begun = sync.engines[:-1] if event == ("begin_update",) else sync.engines
     assert all(engine.stale for engine in begun)
-    assert one.source.lent() == 0
+    assert sync.source.lent() == 0
 
-    getattr(one, side).fail_at = None
-    one.manager.sync_weights()
-    one.assert_engines_hold(1)
-    assert {(e.version, e.stale) for e in one.engines} == {(2, False)}
+    getattr(sync, side).fail_at = None
+    sync.manager.sync_weights()
+    sync.assert_engines_hold(1)
+    assert {(e.version, e.stale) for e in sync.engines} == {(2, False)}
 
 
 @pytest.mark.parametrize("index", [0, 3])
 def test_the_failing_bucket_is_named(setup, index):
-    one = setup()
-    one.source.fail_at = ("export", index)
-    count = len(one.plan.buckets)
+    sync = setup()
+    sync.source.fail_at = ("export", index)
+    count = len(sync.plan.buckets)
     with pytest.raises(WeightSyncError, match=f"version 1 failed at bucket {index + 1} of {count}; .*lost rank"):
-        one.manager.sync_weights()
+        sync.manager.sync_weights()
 
 
-def test_an_interrupt_passes_and_frees_what_was_packed(setup):
-    one = setup(transport="shared_memory")
+def test_an_interrupt_propagates_and_frees_the_buffers(setup):
+    sync = setup(transport="shared_memory")
 
-    def interrupt(index, shipments):
+    def interrupt(index, messages):
         raise KeyboardInterrupt
 
-    one.target.receivers[0].import_bucket = interrupt
+    sync.target.receivers[0].import_bucket = interrupt
     with pytest.raises(KeyboardInterrupt):
-        one.manager.sync_weights()
-    assert one.source.lent() == 0 and one.engines[0].stale
+        sync.manager.sync_weights()
+    assert sync.source.lent() == 0 and sync.engines[0].stale
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_descriptors_do_not_grow_over_many_syncs(setup, transport):
-    one = setup(weight_map_of(), ParallelLayout(2, 1, 1), 1, 2, transport=transport)
+    sync = setup(weight_map_of(), ParallelLayout(2, 1, 1), 1, 2, transport=transport)
 
     def open_descriptors():
-        one.source.settle()
+        sync.source.settle()
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     def fail_and_retry():
-        one.target.fail_at = ("import", 1)
+        sync.target.fail_at = ("import", 1)
         with pytest.raises(WeightSyncError):
-            one.manager.sync_weights()
-        one.target.fail_at = None
-        one.manager.sync_weights()
+            sync.manager.sync_weights()
+        sync.target.fail_at = None
+        sync.manager.sync_weights()
 
     fail_and_retry()
     before = open_descriptors()
     for _ in range(3):
         fail_and_retry()
-        one.manager.sync_weights()
+        sync.manager.sync_weights()
     assert open_descriptors() <= before
 
 
@@ -272,7 +272,7 @@ def test_descriptors_do_not_grow_over_many_syncs(setup, transport):
 
 
 def corrupted(engine, name):
-    """An engine that writes one element of a parameter wrong."""
+    """An engine that corrupts one element of a parameter."""
 
     def update_weights(updates):
         Engine.update_weights(engine, updates)
@@ -284,32 +284,32 @@ def corrupted(engine, name):
 
 
 @pytest.mark.parametrize("transport", ["inline", "shared_memory", "gloo"])
-def test_verification_names_the_parameter_that_differs(setup, transport):
-    one = setup(transport=transport, verify_freq=1)
-    victim = one.engines[5]
+def test_verification_names_the_differing_parameter(setup, transport):
+    sync = setup(transport=transport, verify_freq=1)
+    victim = sync.engines[5]
     victim.update_weights = corrupted(victim, "model.layers.1.mlp.down_proj.weight")
     where = r"'model\.layers\.1\.mlp\.down_proj\.weight' of rollout replica 1 \(rank 4 to 7\) differs"
     with pytest.raises(WeightSyncError, match=f"failed at verification.*{where}"):
-        one.manager.sync_weights()
+        sync.manager.sync_weights()
     assert victim.stale
 
 
-def test_without_verification_such_a_fault_would_pass(setup):
-    one = setup(verify_freq=0)
-    one.engines[0].update_weights = lambda updates: None
-    one.manager.sync_weights()
-    assert one.engines[0].weights["model.norm.weight"].sum() == 0
+def test_without_verification_the_fault_passes(setup):
+    sync = setup(verify_freq=0)
+    sync.engines[0].update_weights = lambda updates: None
+    sync.manager.sync_weights()
+    assert sync.engines[0].weights["model.norm.weight"].sum() == 0
 
 
 @pytest.mark.parametrize(("freq", "verified"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (20, [1])])
-def test_the_first_sync_is_verified_and_every_so_many_after_it(setup, freq, verified):
-    one, seen, told = setup(weight_map_of(), ParallelLayout(), 1, 1, verify_freq=freq), [], []
+def test_the_first_sync_and_every_nth_one_are_verified(setup, freq, verified):
+    sync, seen, reported = setup(weight_map_of(), ParallelLayout(), 1, 1, verify_freq=freq), [], []
     for number in range(1, 6):
-        one.log.clear()
-        metrics = one.manager.sync_weights()
-        seen += [number] if ("checksums of source",) in one.log else []
-        told += [number] if metrics["weight_sync/verified"] == 1.0 else []
+        sync.log.clear()
+        metrics = sync.manager.sync_weights()
+        seen += [number] if ("checksums of source",) in sync.log else []
+        reported += [number] if metrics["weight_sync/verified"] == 1.0 else []
         seconds = metrics.get("weight_sync/verify_seconds")
         assert (seconds is not None) == (number in seen)
         assert seconds is None or 0 < seconds < metrics["weight_sync/seconds"]
-    assert seen == told == verified
+    assert seen == reported == verified

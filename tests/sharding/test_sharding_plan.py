@@ -1,5 +1,6 @@
-"""The plan against numbered elements that are followed move by move, independently of how the plan was made."""
+"""The plan, checked op by op on numbered elements, independently of the planner."""
 
+import pickle
 import tracemalloc
 from collections import Counter, defaultdict
 from math import prod
@@ -12,7 +13,7 @@ from plan_cases import Case, box, held_in_training, labelled, labels, model, pla
 from resharding_cases import weight_map_of
 
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.sharding import Placement, RolloutLayout, Slot, build_plan, check_coverage
+from megarl.sharding import Placement, RolloutLayout, Slot, build_plan, check_coverage, receiver_plans, sender_plans
 
 ELEMENT = 2
 BUCKETS = st.sampled_from([6, 40, 300, 5000, 1 << 20])
@@ -22,33 +23,33 @@ def plan_of(case, bucket_bytes):
     return build_plan(case.weight_map, case.train, case.rollout, bucket_bytes, ELEMENT, case.placement)
 
 
-def nbytes(plan, move):
-    return prod(move.shape) * (4 if move.dst_param in plan.float32_params else ELEMENT)
+def nbytes(plan, op):
+    return prod(op.shape) * (4 if op.dst_param in plan.float32_params else ELEMENT)
 
 
-def moves_of(plan, case):
-    return [m for rank in range(case.rollout.world_size) for b in plan.received_by(rank) for m in b.moves]
+def ops_of(plan, case):
+    return [m for rank in range(case.rollout.world_size) for b in plan.received_by(rank) for m in b.ops]
 
 
-def cut(move, source):
-    """What a move reads, in the shape in which it arrives."""
-    shape = move.shape[len(move.shape) - len(move.src_start) :]
-    return source[move.src_rank][move.src_param][box(move.src_start, shape)].reshape(move.shape)
+def cut(op, source):
+    """The values that an op reads, in the shape of the receiver."""
+    shape = op.shape[len(op.shape) - len(op.src_start) :]
+    return source[op.src_rank][op.src_param][box(op.src_start, shape)].reshape(op.shape)
 
 
 @settings(max_examples=80)
 @given(plan_cases(), BUCKETS)
-def test_every_element_of_every_engine_is_written_once_from_one_that_is_its_own(case, bucket_bytes):
+def test_every_engine_element_is_written_exactly_once_from_the_right_source(case, bucket_bytes):
     numbers = labels(case.weight_map)
     source, plan = held_in_training(case, numbers), plan_of(case, bucket_bytes)
     for rank in range(case.rollout.world_size):
         params = rollout_params(case, rank)
         written = {param.name: np.zeros(param.shape, int) for param in params}
         for bucket in plan.received_by(rank):
-            for move in bucket.moves:
-                assert move.dst_rank == rank
-                # Adding, not assigning: an element that is written twice comes out wrong.
-                written[move.dst_param][box(move.dst_start, move.shape)] += cut(move, source)
+            for op in bucket.ops:
+                assert op.dst_rank == rank
+                # Add instead of assign: an element that is written twice is wrong.
+                written[op.dst_param][box(op.dst_start, op.shape)] += cut(op, source)
         for name, expected in labelled(params, numbers).items():
             np.testing.assert_array_equal(written[name], expected, err_msg=f"{rank} {name}")
         check_coverage(plan, {rank: params})
@@ -56,7 +57,7 @@ def test_every_element_of_every_engine_is_written_once_from_one_that_is_its_own(
 
 @settings(max_examples=200)
 @given(plan_cases(), st.sampled_from([6, 40, 300]))
-def test_every_parcel_comes_from_a_rank_that_holds_it(case, bucket_bytes):
+def test_every_transfer_comes_from_a_rank_that_holds_it(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
     for number, holders in enumerate(plan.table.holder_sets):
         assert np.isin(plan.source[:, plan.table.holders == number], holders).all()
@@ -64,7 +65,7 @@ def test_every_parcel_comes_from_a_rank_that_holds_it(case, bucket_bytes):
 
 @settings(max_examples=60)
 @given(plan_cases(), BUCKETS)
-def test_no_rank_sends_or_receives_more_than_a_bucket_in_one(case, bucket_bytes):
+def test_no_rank_sends_or_receives_more_than_the_bucket_size(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
     total = [0] * len(plan.buckets)
     for parts in (
@@ -74,7 +75,7 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_one(case, bucket_bytes)
         total = [0] * len(plan.buckets)
         for part in parts:
             for number, bucket in enumerate(part):
-                own = sum(nbytes(plan, move) for move in bucket.moves)
+                own = sum(nbytes(plan, op) for op in bucket.ops)
                 assert own <= bucket_bytes
                 total[number] += own
                 assert bucket.nbytes == plan.buckets[number].nbytes
@@ -84,7 +85,7 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_one(case, bucket_bytes)
 
 @settings(max_examples=40)
 @given(plan_cases(), BUCKETS)
-def test_both_ends_of_a_pair_of_ranks_list_the_same_moves_in_one_order(case, bucket_bytes):
+def test_sender_and_receiver_list_the_same_ops_in_the_same_order(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
     ends = [defaultdict(list), defaultdict(list)]
     for listed, parts in (
@@ -93,19 +94,19 @@ def test_both_ends_of_a_pair_of_ranks_list_the_same_moves_in_one_order(case, buc
     ):
         for part in parts:
             for number, bucket in enumerate(part):
-                for move in bucket.moves:
-                    listed[number, move.src_rank, move.dst_rank].append(move)
+                for op in bucket.ops:
+                    listed[number, op.src_rank, op.dst_rank].append(op)
     assert ends[0] == ends[1]
     pairs = Counter()
-    for (_, src, dst), moves in ends[0].items():
-        pairs[src, dst] += sum(nbytes(plan, move) for move in moves)
+    for (_, src, dst), ops in ends[0].items():
+        pairs[src, dst] += sum(nbytes(plan, op) for op in ops)
     src, dst, amounts = (column.tolist() for column in plan.pair_nbytes())
     assert dict(zip(zip(src, dst, strict=True), amounts, strict=True)) == pairs
 
 
 @settings(max_examples=60)
 @given(plan_cases(), BUCKETS)
-def test_what_is_on_the_device_or_the_node_is_never_fetched_from_farther_away(case, bucket_bytes):
+def test_elements_on_the_same_device_or_node_are_never_fetched_from_farther_away(case, bucket_bytes):
     numbers = labels(case.weight_map)
     source, plan = held_in_training(case, numbers), plan_of(case, bucket_bytes)
     placement = case.placement or Placement(
@@ -117,36 +118,36 @@ def test_what_is_on_the_device_or_the_node_is_never_fetched_from_farther_away(ca
         for tensor in tensors.values():
             on_device[slot].update(tensor.ravel().tolist())
             on_node[slot.node].update(tensor.ravel().tolist())
-    for move in moves_of(plan, case):
-        here, there = placement.rollout[move.dst_rank], placement.train[move.src_rank]
-        if here != there:
-            assert on_device[here].isdisjoint(elements := cut(move, source).ravel().tolist())
-            assert here.node == there.node or on_node[here.node].isdisjoint(elements)
+    for op in ops_of(plan, case):
+        receiver, sender = placement.rollout[op.dst_rank], placement.train[op.src_rank]
+        if receiver != sender:
+            assert on_device[receiver].isdisjoint(elements := cut(op, source).ravel().tolist())
+            assert receiver.node == sender.node or on_node[receiver.node].isdisjoint(elements)
 
 
 @settings(max_examples=40)
 @given(plan_cases())
-def test_a_rank_receives_its_shard_less_what_its_device_holds_and_nothing_else(case):
+def test_a_rank_receives_only_its_shard_minus_the_elements_on_its_device(case):
     numbers = labels(case.weight_map)
     source, plan = held_in_training(case, numbers), plan_of(case, 300)
     src, dst, amounts = plan.pair_nbytes()
     for rank in range(case.rollout.world_size):
         slot = case.placement and case.placement.rollout[rank]
         here = [n for n, other in enumerate(case.placement.train if case.placement else ()) if other == slot]
-        there = {element for n in here for tensor in source[n].values() for element in tensor.ravel().tolist()}
+        on_device = {element for n in here for tensor in source[n].values() for element in tensor.ravel().tolist()}
         bound = 0
         for name, tensor in labelled(rollout_params(case, rank), numbers).items():
-            missing = sum(element != 0 and element not in there for element in tensor.ravel().tolist())
+            missing = sum(element != 0 and element not in on_device for element in tensor.ravel().tolist())
             bound += missing * (4 if name in plan.float32_params else ELEMENT)
         assert amounts[(dst == rank) & ~np.isin(src, here)].sum() == bound
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("architecture,ep", [("LlamaForCausalLM", 1), ("Qwen2MoeForCausalLM", 2)])
-def test_ranks_that_hold_the_same_send_the_same_amount(architecture, ep, replicas):
+def test_holders_of_the_same_elements_send_equal_bytes(architecture, ep, replicas):
     train = ParallelLayout(tp=2, pp=2, dp=4, ep=ep, etp=1 if ep > 1 else 0)
     case = Case(weight_map_of(architecture, layers=8, hidden=64, ffn=16), train, RolloutLayout(2, ep, replicas), None)
-    plan = plan_of(case, 800)  # small parts: a sixteenth is what a part is cut to, and twice that a parcel at most
+    plan = plan_of(case, 800)  # small parts: a sixteenth is what a part is cut to, and twice that a transfer at most
     sent = Counter()
     for src, _, amount in zip(*(column.tolist() for column in plan.pair_nbytes()), strict=True):
         sent[src] += amount
@@ -156,16 +157,16 @@ def test_ranks_that_hold_the_same_send_the_same_amount(architecture, ep, replica
             assert max(loads) - min(loads) <= 4 * 100 < 0.1 * max(loads)
 
 
-def test_the_copy_of_a_tied_embedding_sends_its_half():
+def test_the_tied_embedding_copy_sends_half_of_the_bytes():
     weight_map = weight_map_of(hidden=32, vocab=4000, tied=True)
     plan = build_plan(weight_map, ParallelLayout(pp=2), RolloutLayout(), 20000, ELEMENT)
-    sent = [sum(nbytes(plan, m) for b in plan.sent_by(rank) for m in b.moves) for rank in range(2)]
+    sent = [sum(nbytes(plan, m) for b in plan.sent_by(rank) for m in b.ops) for rank in range(2)]
     assert abs(sent[0] - sent[1]) <= 20000 / 8
-    names = {m.src_param for b in plan.sent_by(1) for m in b.moves if m.dst_param == "model.embed_tokens.weight"}
+    names = {m.src_param for b in plan.sent_by(1) for m in b.ops if m.dst_param == "model.embed_tokens.weight"}
     assert names == {"output_layer.weight"}
 
 
-def test_ranks_elsewhere_are_served_by_those_that_serve_nobody_near():
+def test_distant_ranks_are_served_by_idle_senders():
     # Four copies on four nodes, engines on the first two: each takes from its own node, the third from the idle ones.
     train, rollout = ParallelLayout(dp=4), RolloutLayout(replicas=4)
     placement = Placement.of_devices([0, 10, 20, 30], [1, 11, 41, 51], devices_per_node=10)
@@ -183,16 +184,16 @@ def test_all_pipeline_stages_send_in_every_bucket():
     plan = build_plan(weight_map, train, RolloutLayout(), total // 6, ELEMENT)
     assert 6 < len(plan.buckets) <= 8
     for bucket in plan.received_by(0)[:6]:
-        assert {move.src_rank for move in bucket.moves} == {0, 1, 2, 3}
+        assert {op.src_rank for op in bucket.ops} == {0, 1, 2, 3}
 
 
-def test_experts_travel_one_by_one():
+def test_experts_are_sent_one_by_one():
     case = Case(
         weight_map_of("Qwen2MoeForCausalLM", layers=2), ParallelLayout(tp=2, ep=2, etp=1), RolloutLayout(2, 2), None
     )
-    moves = [m for m in moves_of(plan_of(case, 1 << 20), case) if ".experts." in m.dst_param]
-    assert {move.shape[0] for move in moves} == {1} and {move.dst_start[0] for move in moves} == {0, 1}
-    assert {move.src_param.split(".")[6] for move in moves} == {"0", "1", "2", "3"}
+    ops = [m for m in ops_of(plan_of(case, 1 << 20), case) if ".experts." in m.dst_param]
+    assert {op.shape[0] for op in ops} == {1} and {op.dst_start[0] for op in ops} == {0, 1}
+    assert {op.src_param.split(".")[6] for op in ops} == {"0", "1", "2", "3"}
 
 
 def test_float32_parameters_count_four_bytes_and_are_named_at_both_ends():
@@ -219,16 +220,16 @@ def test_a_bucket_must_hold_an_element():
     assert build_plan(weight_map_of(), ParallelLayout(), RolloutLayout(), 2, ELEMENT).buckets[0].nbytes == 2
 
 
-def test_a_training_layout_that_has_too_few_ranks_for_its_experts_is_refused():
+def test_a_training_layout_with_too_few_ranks_for_its_experts_is_refused():
     with pytest.raises(ValueError, match=r"TP2 PP1 DP1 EP2.* 2 ranks of a stage do not divide into 2 x 2"):
         build_plan(weight_map_of("Qwen2MoeForCausalLM"), ParallelLayout(2, ep=2), RolloutLayout(), 100, ELEMENT)
 
 
 def test_a_placement_of_other_layouts_is_refused():
     placement = Placement.of_devices([0, 1], [0], devices_per_node=8)
-    with pytest.raises(ValueError, match=r"placement\.train names the slots of 2 ranks, the layout has 4"):
+    with pytest.raises(ValueError, match=r"placement\.train has slots of 2 ranks, the layout has 4 ranks"):
         build_plan(weight_map_of(), ParallelLayout(tp=4), RolloutLayout(), 100, ELEMENT, placement)
-    with pytest.raises(ValueError, match=r"placement\.rollout names the slots of 1 ranks, the layout has 3"):
+    with pytest.raises(ValueError, match=r"placement\.rollout has slots of 1 ranks, the layout has 3 ranks"):
         build_plan(weight_map_of(), ParallelLayout(tp=2), RolloutLayout(replicas=3), 100, ELEMENT, placement)
 
 
@@ -254,7 +255,7 @@ DEEPSEEK = {
 }
 
 
-def test_a_model_of_671b_parameters_on_512_ranks_is_planned_in_little_memory():
+def test_planning_671b_parameters_on_512_ranks_needs_little_memory():
     weight_map = WeightMap(parse_model_config(DEEPSEEK))
     train = ParallelLayout(tp=8, pp=8, dp=8, ep=8, last_stage_layers=5)
     rollout = RolloutLayout(16, 16, 4)
@@ -273,3 +274,28 @@ def test_a_model_of_671b_parameters_on_512_ranks_is_planned_in_little_memory():
         assert received[rank] == float32 + ELEMENT * sum(prod(p.shape) for param in shard for p in param.pieces)
     # Hardly more buckets than the busiest rank must have.
     assert len(plan.buckets) <= 1.1 * max(sent.max(), received.max()) / (1 << 29)
+
+
+@settings(max_examples=40)
+@given(plan_cases())
+def test_a_rank_plan_has_the_ops_of_its_rank(case):
+    plan = build_plan(case.weight_map, case.train, case.rollout, 300, 2, case.placement)
+    senders, receivers = list(sender_plans(plan, case.train.world_size)), list(receiver_plans(plan))
+    assert len(senders) == case.train.world_size and len(receivers) == case.rollout.world_size
+    for rank, part in enumerate(senders):
+        assert part.sent_by(rank) == plan.sent_by(rank)
+    for rank, part in enumerate(receivers):
+        assert part.received_by(rank) == plan.received_by(rank)
+        check_coverage(part, {rank: rollout_params(case, rank)})
+    assert all(part.float32_params == plan.float32_params for part in (*senders, *receivers))
+
+
+def test_a_rank_plan_is_small_and_refuses_other_ranks():
+    plan = build_plan(weight_map_of(layers=32), ParallelLayout(tp=2, pp=8), RolloutLayout(tp=2, replicas=32), 1000, 2)
+    sender, receiver = next(sender_plans(plan, 16)), next(receiver_plans(plan))
+    with pytest.raises(ValueError, match="this is the plan of training rank 0, not of training rank 1"):
+        sender.sent_by(1)
+    with pytest.raises(ValueError, match="this is the plan of rollout rank 0, not of training rank 0"):
+        receiver.sent_by(0)
+    whole = len(pickle.dumps(plan))
+    assert all(len(pickle.dumps(part)) < whole / 5 for part in (*sender_plans(plan, 16), *receiver_plans(plan)))

@@ -6,13 +6,12 @@ import torch
 from plan_cases import ListedPlan
 from resharding_cases import labelled_checkpoint, training_tensors, weight_map_of
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.models import ParallelLayout
-from megarl.sharding import Bucket, Move, RolloutLayout, build_plan
-from megarl.sharding.links import Links
-from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, route_shipments
-from megarl.sharding.sender import BucketSender
-from megarl.sharding.wire import packing_of
+from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan
+from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, route_messages
+from megarl.sharding.sender import BucketSender, message_layout
+from megarl.sharding.transports.interface import PeerTransports
 
 
 class Engine:
@@ -31,27 +30,27 @@ class Engine:
         self.calls.append("end")
 
 
-MOVE = Move(0, "src", 1, "dst", (1, 0), (0, 2), (2, 3))
-BUCKET = Bucket((MOVE, MOVE._replace(src_rank=2), MOVE._replace(dst_rank=0)), 0)
+OP = TransferOp(0, "src", 1, "dst", (1, 0), (0, 2), (2, 3))
+BUCKET = Bucket((OP, OP._replace(src_rank=2), OP._replace(dst_rank=0)), 0)
 PARAMS = {"src": torch.arange(12.0).reshape(4, 3)}
 
 
 def sender_of(plan, rank=0, params=PARAMS, dtype=torch.float32, transport="inline"):
-    return BucketSender(plan, rank, lambda: params, Links(dict.fromkeys(range(2), transport)), dtype)
+    return BucketSender(plan, rank, lambda: params, PeerTransports(dict.fromkeys(range(2), transport)), dtype)
 
 
-def values_of(shipment, moves, dtype=torch.float32, float32_params=frozenset()):
-    data = torch.from_numpy(shipment.payload.data)
-    packing = packing_of(moves, dtype, float32_params)
-    return dict(zip(packing.moves, packing.views(data), strict=True))
+def values_of(message, ops, dtype=torch.float32, float32_params=frozenset()):
+    data = torch.from_numpy(message.handle.data)
+    layout = message_layout(ops, dtype, float32_params)
+    return dict(zip(layout.ops, layout.views(data), strict=True))
 
 
-def test_a_rank_exports_what_it_sends_and_to_whom():
+def test_a_rank_exports_its_messages_by_receiver():
     exports = {rank: sender_of(ListedPlan((BUCKET,)), rank).export_bucket(0) for rank in range(3)}
     assert {rank: set(export) for rank, export in exports.items()} == {0: {0, 1}, 1: set(), 2: {1}}
-    routed = route_shipments(exports.values())
+    routed = route_messages(exports.values())
     assert {dst: [s.src_rank for s in group] for dst, group in routed.items()} == {0: [0], 1: [0, 2]}
-    assert torch.equal(values_of(exports[2][1], [BUCKET.moves[1]])[BUCKET.moves[1]], PARAMS["src"][1:3])
+    assert torch.equal(values_of(exports[2][1], [BUCKET.ops[1]])[BUCKET.ops[1]], PARAMS["src"][1:3])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_a_rank_exports_what_it_sends_and_to_whom():
         ({"src": torch.zeros(2, 3)}, r"'src' of training rank 0 has shape \[2, 3\]"),
     ],
 )
-def test_parameters_that_the_plan_does_not_fit_are_refused_and_nothing_stays_packed(params, message):
+def test_parameters_that_do_not_fit_the_plan_are_refused_and_buffers_are_freed(params, message):
     sender = sender_of(ListedPlan((BUCKET,)), params=params)
     with pytest.raises(WeightSyncError, match=message):
         sender.export_bucket(0)
@@ -81,18 +80,18 @@ def test_a_third_bucket_waits_for_the_first_to_be_released():
     assert not sender.pools["host"]._lent
 
 
-def test_weights_are_sent_in_the_engines_number_format_but_for_those_kept_in_float32():
-    bias = Move(0, "bias", 1, "router.bias", (1,), (0,), (3,))
-    moves = (MOVE, bias, MOVE._replace(src_start=(0, 1), shape=(3, 1)))
+def test_weights_are_sent_in_the_engine_dtype_except_float32_parameters():
+    bias = TransferOp(0, "bias", 1, "router.bias", (1,), (0,), (3,))
+    ops = (OP, bias, OP._replace(src_start=(0, 1), shape=(3, 1)))
     params = {"src": torch.arange(12.0).reshape(4, 3) / 7, "bias": torch.tensor([0.1, 0.2, 0.3, 0.4])}
     kept = frozenset(["router.bias", "bias"])
-    sender = sender_of(ListedPlan((Bucket(moves, 0),), kept), params=params, dtype=torch.bfloat16)
-    shipment = sender.export_bucket(0)[1]
-    assert len(shipment.payload.data) == 6 * 2 + 3 * 4 + 3 * 2
-    values = values_of(shipment, moves, torch.bfloat16, kept)
+    sender = sender_of(ListedPlan((Bucket(ops, 0),), kept), params=params, dtype=torch.bfloat16)
+    message = sender.export_bucket(0)[1]
+    assert len(message.handle.data) == 6 * 2 + 3 * 4 + 3 * 2
+    values = values_of(message, ops, torch.bfloat16, kept)
     assert torch.equal(values[bias], params["bias"][1:])
-    assert torch.equal(values[MOVE], params["src"][1:3].bfloat16())
-    assert torch.equal(values[moves[2]], params["src"][0:3, 1:2].bfloat16())
+    assert torch.equal(values[OP], params["src"][1:3].bfloat16())
+    assert torch.equal(values[ops[2]], params["src"][0:3, 1:2].bfloat16())
 
 
 # ---- receiving
@@ -100,27 +99,27 @@ def test_weights_are_sent_in_the_engines_number_format_but_for_those_kept_in_flo
 
 @pytest.fixture()
 def way():
-    """A model of one training rank, its exports, and a receiver that has begun an update."""
+    """A plan with one training rank, its sender, and a receiver with an open update."""
     weight_map, layout = weight_map_of(), ParallelLayout()
     plan = build_plan(weight_map, layout, RolloutLayout(), 400, 4)
     params = training_tensors(weight_map, layout, labelled_checkpoint(weight_map, torch.float32))[0]
-    sender = BucketSender(plan, 0, lambda: params, Links({0: "inline"}), torch.float32)
-    receiver_params, links, engine = weight_map.rollout_params(1, 0), Links({0: "inline"}), Engine()
-    rank = BucketReceiver(plan, 0, receiver_params, engine, links, torch.float32)
+    sender = BucketSender(plan, 0, lambda: params, PeerTransports({0: "inline"}), torch.float32)
+    receiver_params, peers, engine = weight_map.rollout_params(1, 0), PeerTransports({0: "inline"}), Engine()
+    rank = BucketReceiver(plan, 0, receiver_params, engine, peers, torch.float32)
     receiver = ReplicaReceiver(engine, [rank])
     receiver.begin_update(1)
     return plan, sender, receiver
 
 
-def test_missing_extra_and_short_shipments_are_refused(way):
+def test_missing_extra_and_short_messages_are_refused(way):
     _, sender, receiver = way
-    (shipment,) = sender.export_bucket(0).values()
-    for wrong in ([], [shipment, shipment], [shipment._replace(src_rank=7)]):
-        with pytest.raises(WeightSyncError, match="rollout rank 0 received shipments of training ranks"):
+    (message,) = sender.export_bucket(0).values()
+    for wrong in ([], [message, message], [message._replace(src_rank=7)]):
+        with pytest.raises(WeightSyncError, match="rollout rank 0 received messages of training ranks"):
             receiver.import_bucket(0, wrong)
-    size = len(shipment.payload.data)
-    short = shipment._replace(payload=shipment.payload._replace(data=shipment.payload.data[4:]))
-    with pytest.raises(WeightSyncError, match=f"has {size - 4} bytes, the plan says {size}"):
+    size = len(message.handle.data)
+    short = message._replace(handle=message.handle._replace(data=message.handle.data[4:]))
+    with pytest.raises(WeightSyncError, match=f"has {size - 4} bytes, the plan has {size}"):
         receiver.import_bucket(0, [short])
 
 
@@ -129,9 +128,9 @@ def test_an_update_ends_only_after_every_bucket_in_order(way):
     count, calls = len(plan.buckets), receiver._engine.calls
 
     def exported(index):
-        shipments = list(sender.export_bucket(index).values())
+        messages = list(sender.export_bucket(index).values())
         sender.release_bucket(index)
-        return shipments
+        return messages
 
     receiver.import_bucket(0, exported(0))
     for wrong in (0, 2):
@@ -147,11 +146,11 @@ def test_an_update_ends_only_after_every_bucket_in_order(way):
     assert calls[-1] == "end"
 
 
-def test_a_receiver_refuses_a_plan_that_does_not_cover_it():
+def test_a_receiver_refuses_a_plan_without_full_coverage():
     plan = build_plan(weight_map_of(layers=2), ParallelLayout(), RolloutLayout(), 400, 4)
     params = weight_map_of(layers=3).rollout_params(1, 0)
     with pytest.raises(WeightSyncError, match=r"model\.layers\.2"):
-        BucketReceiver(plan, 0, params, Engine(), Links({0: "inline"}), torch.float32)
+        BucketReceiver(plan, 0, params, Engine(), PeerTransports({0: "inline"}), torch.float32)
 
 
 def test_importing_the_plan_needs_no_torch():

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.errors import ConfigError, WeightSyncError
+from megarl.base.errors import ConfigError, WeightSyncError
 from megarl.sharding.transports import (
     BufferPool,
+    BufferSlice,
     CudaIpcTransport,
     DeviceBuffer,
-    HostBuffer,
-    Meeting,
-    Region,
+    Rendezvous,
+    SharedHostBuffer,
     SharedMemoryTransport,
     TransportOptions,
     create_transport,
@@ -29,29 +29,29 @@ from megarl.sharding.transports import cuda_ipc as ipc
 READER = """
 import pickle, sys, torch
 from megarl.sharding.transports import create_transport
-name, payload = pickle.load(sys.stdin.buffer)
-((rank, data),) = create_transport(name).receive({0: payload})
+name, handle = pickle.load(sys.stdin.buffer)
+((rank, data),) = create_transport(name).receive({0: handle})
 print(data.view(torch.float32).double().sum().item(), len(data))
 """
 HOLDER = """
 import pickle, sys, time, torch
-from megarl.sharding.transports import HostBuffer, Region, create_transport
-buffer = HostBuffer(4000)
+from megarl.sharding.transports import SharedHostBuffer, BufferSlice, create_transport
+buffer = SharedHostBuffer(4000)
 buffer.data.view(torch.float32).fill_(1)
-payload = create_transport("shared_memory").send(Region(buffer, 0, 4000), 0, 0)
-sys.stdout.buffer.write(pickle.dumps(payload)); sys.stdout.flush()
+handle = create_transport("shared_memory").send(BufferSlice(buffer, 0, 4000), 0, 0)
+sys.stdout.buffer.write(pickle.dumps(handle)); sys.stdout.flush()
 time.sleep(60)
 """
 
 
 def open_descriptors():
-    """Descriptors of shared memory; what other tests of this process left open or closed late does not count."""
+    """Descriptors of shared memory, without those of other tests."""
     gc.collect()
-    links = []
+    peers = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sum(link.startswith("/memfd:") for link in links)
+            peers.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(link.startswith("/memfd:") for link in peers)
 
 
 def shared_files():
@@ -59,25 +59,25 @@ def shared_files():
 
 
 def packed(values):
-    buffer = HostBuffer(values.numel() * values.element_size())
+    buffer = SharedHostBuffer(values.numel() * values.element_size())
     buffer.data.view(values.dtype).copy_(values)
     return buffer
 
 
-def received(transport, payload):
-    ((rank, data),) = transport.receive({3: payload})
+def received(transport, handle):
+    ((rank, data),) = transport.receive({3: handle})
     assert rank == 3
     return data
 
 
 class Pair:
-    """A training rank's and a rollout rank's end of a transport."""
+    """Both ends of a transport: of a training rank and of a rollout rank."""
 
     def __init__(self, name, session=0):
         self.name, self.store = name, host_store("127.0.0.1")
         self.sender, self.receiver = (
             create_transport(
-                name, TransportOptions(meeting=Meeting(rank, 1, 2, (1 - rank,), "127.0.0.1", self.store.port))
+                name, TransportOptions(rendezvous=Rendezvous(rank, 1, 2, (1 - rank,), "127.0.0.1", self.store.port))
             )
             for rank in range(2)
         )
@@ -87,18 +87,18 @@ class Pair:
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda end: end.open(session), (self.sender, self.receiver)))
 
-    def carry(self, region, tag=0):
-        payload = pickle.loads(pickle.dumps(self.sender.send(region, 0, tag)))
-        ((_, data),) = self.receiver.receive({0: payload})
+    def carry(self, buffer_slice, tag=0):
+        handle = pickle.loads(pickle.dumps(self.sender.send(buffer_slice, 0, tag)))
+        ((_, data),) = self.receiver.receive({0: handle})
         data = data.clone()
         self.receiver.settle()
-        self.sender.finish(payload)
+        self.sender.finish(handle)
         return data
 
 
 @pytest.fixture(params=["inline", "shared_memory", "gloo"])
 def pair(request):
-    """Both ends of each kind; whatever a test does, no descriptor and no file in /dev/shm may be left."""
+    """Both ends of each transport; no test may leave a descriptor or a file in /dev/shm."""
     files, descriptors = shared_files(), open_descriptors()
     both = Pair(request.param)
     yield both
@@ -108,97 +108,99 @@ def pair(request):
     assert not {f for f in shared_files() - files if "megarl" in f}
 
 
-def test_regions_of_a_buffer_arrive_bit_for_bit_however_often_it_is_filled(pair):
-    buffer = HostBuffer(3000)
+def test_buffer_slices_arrive_bit_for_bit_after_each_refill(pair):
+    buffer = SharedHostBuffer(3000)
     for tag in range(4):
         values = torch.randint(0, 256, (3000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(tag))
         buffer.data.copy_(values)
         for start, stop in ((0, 1001), (1001, 1002), (1002, 3000)):
-            assert torch.equal(pair.carry(Region(buffer, start, stop), tag), values[start:stop])
+            assert torch.equal(pair.carry(BufferSlice(buffer, start, stop), tag), values[start:stop])
     buffer.close()
 
 
-def test_two_buckets_are_on_the_way_at_once(pair):
+def test_two_buckets_are_in_flight_at_once(pair):
     buffers = [packed(torch.full((100,), float(n))) for n in range(2)]
-    payloads = [pair.sender.send(Region(buffer, 0, 400), 0, tag) for tag, buffer in enumerate(buffers)]
-    for tag, payload in enumerate(payloads):
-        ((_, data),) = pair.receiver.receive({0: payload})
+    handles = [pair.sender.send(BufferSlice(buffer, 0, 400), 0, tag) for tag, buffer in enumerate(buffers)]
+    for tag, handle in enumerate(handles):
+        ((_, data),) = pair.receiver.receive({0: handle})
         assert data.view(torch.float32).tolist() == [float(tag)] * 100
         pair.receiver.settle()
-        pair.sender.finish(payload)
+        pair.sender.finish(handle)
 
 
 def test_after_a_failure_a_new_session_starts_clean(pair):
     buffer = packed(torch.zeros(100))
-    pair.sender.send(Region(buffer, 0, 400), 0, 0)  # nobody receives it
+    pair.sender.send(BufferSlice(buffer, 0, 400), 0, 0)  # nobody receives it
     pair.receiver.end(False)
     pair.sender.end(False)
     pair.open(1)
     buffer.data.view(torch.float32).fill_(7)
-    assert pair.carry(Region(buffer, 0, 400)).view(torch.float32).tolist() == [7] * 100
+    assert pair.carry(BufferSlice(buffer, 0, 400)).view(torch.float32).tolist() == [7] * 100
 
 
 @pytest.mark.parametrize("name", ["inline", "shared_memory"])
-def test_a_process_that_is_no_relative_reads_it(name):
+def test_an_unrelated_process_reads_the_slice(name):
     buffer = packed(torch.arange(1000.0))
-    payload = create_transport(name).send(Region(buffer, 400, 4000), 0, 0)
+    handle = create_transport(name).send(BufferSlice(buffer, 400, 4000), 0, 0)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", READER], input=pickle.dumps((name, payload)), capture_output=True
+        [sys.executable, "-W", "error", "-c", READER], input=pickle.dumps((name, handle)), capture_output=True
     )
     assert done.stderr == b"" and done.stdout.split() == [b"494550.0", b"3600"]  # without 0 to 99
 
 
-def test_a_read_only_array_as_an_object_store_gives_it(recwarn):
+def test_inline_accepts_a_read_only_array_of_an_object_store(recwarn):
     transport, buffer = create_transport("inline"), packed(torch.ones(3))
-    payload = transport.send(Region(buffer, 0, 12), 0, 0)
-    data = np.frombuffer(payload.data.tobytes(), dtype=np.uint8)
+    handle = transport.send(BufferSlice(buffer, 0, 12), 0, 0)
+    data = np.frombuffer(handle.data.tobytes(), dtype=np.uint8)
     assert not data.flags.writeable
-    assert received(transport, payload._replace(data=data)).view(torch.float32).tolist() == [1, 1, 1]
+    assert received(transport, handle._replace(data=data)).view(torch.float32).tolist() == [1, 1, 1]
     assert not recwarn.list
 
 
 def test_unknown_transport_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="'mpi' is unknown; known ones: cuda_ipc, gloo, inline, nccl, shared_memory"):
+    with pytest.raises(
+        ConfigError, match=r"sync\.transport='mpi' is unknown; .*cuda_ipc, gloo, inline, nccl, shared_memory"
+    ):
         create_transport("mpi")
 
 
 # ---- shared memory
 
 
-def test_a_buffer_that_was_given_back_cannot_be_read():
+def test_a_closed_buffer_cannot_be_read():
     transport, buffer = create_transport("shared_memory"), packed(torch.ones(3))
-    payload = transport.send(Region(buffer, 0, 12), 0, 0)
+    handle = transport.send(BufferSlice(buffer, 0, 12), 0, 0)
     buffer.close()
     with pytest.raises(WeightSyncError, match="has released it"):
-        received(transport, payload)
+        received(transport, handle)
 
 
-def test_another_file_under_the_same_descriptor_is_not_taken_for_it(tmp_path):
+def test_another_file_under_the_same_descriptor_is_refused(tmp_path):
     transport, buffer = create_transport("shared_memory"), packed(torch.ones(3))
-    payload = transport.send(Region(buffer, 0, 12), 0, 0)
+    handle = transport.send(BufferSlice(buffer, 0, 12), 0, 0)
     buffer.close()
     (tmp_path / "other").write_bytes(b"x" * 100)
     descriptor = os.open(tmp_path / "other", os.O_RDWR)
     try:
-        os.dup2(descriptor, payload.fd)
+        os.dup2(descriptor, handle.fd)
         with pytest.raises(WeightSyncError, match="cannot be opened"):
-            received(transport, payload)
+            received(transport, handle)
     finally:
         os.close(descriptor)
-        if descriptor != payload.fd:
-            os.close(payload.fd)
+        if descriptor != handle.fd:
+            os.close(handle.fd)
 
 
-def test_memory_of_a_killed_process_is_gone():
+def test_shared_memory_of_a_killed_process_is_freed():
     files = shared_files()
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE)
     try:
-        payload = pickle.load(holder.stdout)
-        assert received(create_transport("shared_memory"), payload).view(torch.float32).sum() == 1000
+        handle = pickle.load(holder.stdout)
+        assert received(create_transport("shared_memory"), handle).view(torch.float32).sum() == 1000
         holder.send_signal(signal.SIGKILL)
         holder.wait(timeout=30)
         with pytest.raises(WeightSyncError, match="the process is gone"):
-            received(create_transport("shared_memory"), payload)
+            received(create_transport("shared_memory"), handle)
     finally:
         holder.kill()
         holder.wait()
@@ -210,38 +212,38 @@ def test_a_receiver_keeps_no_more_than_two_buffers_of_a_sender_mapped():
     transport = create_transport("shared_memory")
     for _ in range(5):
         buffer = packed(torch.ones(3))
-        received(transport, transport.send(Region(buffer, 0, 12), 0, 0))
+        received(transport, transport.send(BufferSlice(buffer, 0, 12), 0, 0))
         buffer.close()
     assert [len(buffers) for buffers in transport._mapped.values()] == [2]
 
 
-def test_no_memory_is_said_and_leaves_nothing(monkeypatch):
+def test_exhausted_memory_is_reported_without_a_leak(monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
     before = open_descriptors()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(WeightSyncError, match=r"no shared memory for 12 bytes \(No space left on device\)"):
-        HostBuffer(12)
+        SharedHostBuffer(12)
     assert open_descriptors() == before
 
 
-def test_elsewhere_than_on_linux_it_says_what_to_use(monkeypatch):
+def test_shared_memory_needs_linux_and_the_error_names_inline(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(WeightSyncError, match="use 'inline'"):
         SharedMemoryTransport(TransportOptions())
-    assert len(HostBuffer(12).data) == 12  # in which inline and gloo pack there
+    assert len(SharedHostBuffer(12).data) == 12  # in which inline and gloo pack there
 
 
 # ---- buffers
 
 
-def test_a_pool_makes_two_buffers_and_uses_them_again():
-    made = []
+def test_a_pool_allocates_two_buffers_and_reuses_them():
+    created = []
 
     def allocate(nbytes):
-        made.append(DeviceBuffer(nbytes, torch.device("cpu")))
-        return made[-1]
+        created.append(DeviceBuffer(nbytes, torch.device("cpu")))
+        return created[-1]
 
     pool = BufferPool(allocate, 100)
     for _ in range(3):
@@ -252,7 +254,7 @@ def test_a_pool_makes_two_buffers_and_uses_them_again():
         assert pool.take() is first
         pool.give_back(second)
         pool.give_back(first)
-    assert len(made) == 2 and pool.peak_bytes == pool.held_bytes == 200
+    assert len(created) == 2 and pool.peak_bytes == pool.held_bytes == 200
     pool.close()
     assert pool.held_bytes == 0 and pool.peak_bytes == 200
 
@@ -260,32 +262,32 @@ def test_a_pool_makes_two_buffers_and_uses_them_again():
 # ---- messages
 
 
-def test_a_peer_that_is_gone_is_told():
+def test_a_lost_peer_is_reported():
     pair = Pair("gloo")
-    payload = pair.sender.send(Region(packed(torch.zeros(1000)), 0, 4000), 0, 0)
+    handle = pair.sender.send(BufferSlice(packed(torch.zeros(1000)), 0, 4000), 0, 0)
     pair.sender.end(False)
     with pytest.raises(WeightSyncError, match="receive from"):
-        list(pair.receiver.receive({0: payload}))
+        list(pair.receiver.receive({0: handle}))
 
 
-def test_a_meeting_that_nobody_hosts_is_told(monkeypatch):
+def test_a_missing_store_is_reported(monkeypatch):
     from datetime import timedelta
 
-    from megarl.sharding.transports import point_to_point
+    from megarl.sharding.transports import process_group
 
-    monkeypatch.setattr(point_to_point, "STORE_TIMEOUT", timedelta(seconds=1))
-    transport = create_transport("gloo", TransportOptions(meeting=Meeting(0, 1, 2, (1,), "127.0.0.1", 9)))
+    monkeypatch.setattr(process_group, "STORE_TIMEOUT", timedelta(seconds=1))
+    transport = create_transport("gloo", TransportOptions(rendezvous=Rendezvous(0, 1, 2, (1,), "127.0.0.1", 9)))
     with pytest.raises(WeightSyncError, match=r"training rank 0 could not join .* at 127\.0\.0\.1:9"):
         transport.open(0)
 
 
-def test_a_peer_that_does_not_come_is_named_and_one_that_is_not_needed_is_not_waited_for():
-    """Of training rank 0 and rollout ranks 0, 1 and 2, the last does not come; only the first two exchange weights."""
+def test_only_needed_peers_are_awaited_and_a_missing_one_is_named():
+    """Of training rank 0 and rollout ranks 0 to 2, the last one is missing; only the first two exchange weights."""
     store = host_store("127.0.0.1")
 
     def end(rank, peers, timeout_s):
-        meeting = Meeting(rank, 1, 4, peers, "127.0.0.1", store.port)
-        return create_transport("gloo", TransportOptions(meeting=meeting, timeout_s=timeout_s))
+        rendezvous = Rendezvous(rank, 1, 4, peers, "127.0.0.1", store.port)
+        return create_transport("gloo", TransportOptions(rendezvous=rendezvous, timeout_s=timeout_s))
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda end: end.open(0), (end(0, (1,), 60), end(1, (0,), 60))))
@@ -296,37 +298,37 @@ def test_a_peer_that_does_not_come_is_named_and_one_that_is_not_needed_is_not_wa
         end(0, (3,), 0.2).open(1)
 
 
-def test_without_an_open_sync_nothing_is_sent():
-    transport = create_transport("gloo", TransportOptions(meeting=Meeting(0, 1, 2, (1,))))
+def test_send_without_an_open_sync_is_an_error():
+    transport = create_transport("gloo", TransportOptions(rendezvous=Rendezvous(0, 1, 2, (1,))))
     with pytest.raises(WeightSyncError, match="no sync is open"):
-        transport.send(Region(packed(torch.zeros(1)), 0, 4), 0, 0)
+        transport.send(BufferSlice(packed(torch.zeros(1)), 0, 4), 0, 0)
 
 
 def test_nccl_refuses_a_process_on_the_cpu():
     with pytest.raises(WeightSyncError, match="'nccl' moves GPU memory and this process computes on cpu"):
-        create_transport("nccl", TransportOptions(meeting=Meeting(0, 1, 2, (1,))))
+        create_transport("nccl", TransportOptions(rendezvous=Rendezvous(0, 1, 2, (1,))))
 
 
 # ---- CUDA's handles, as far as they go without CUDA
 
 
 class FakeHandles:
-    """Stands for torch's handles: counts how often each is made and opened, on which device."""
+    """Fake IPC handles of torch; counts how often each is created and opened, and on which device."""
 
     def __init__(self, monkeypatch, uuids=("GPU-b", "GPU-a")):
-        self.made, self.opened, self.buffers = [], [], {}
+        self.created, self.opened, self.buffers = [], [], {}
         monkeypatch.setattr(ipc, "_handle", self.make)
         monkeypatch.setattr(ipc, "_uuid", lambda device: uuids[device.index] if device.index is not None else "GPU-a")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
 
     def make(self, data):
-        self.made.append(data)
-        return rebuild, (len(self.made) - 1, *range(1, ipc.DEVICE_ARGUMENT), "the sender's index", "requires grad")
+        self.created.append(data)
+        return rebuild, (len(self.created) - 1, *range(1, ipc.DEVICE_ARGUMENT), "the sender's index", "requires grad")
 
 
 def rebuild(number, *arguments):
     HANDLES.opened.append((number, arguments[ipc.DEVICE_ARGUMENT - 1]))
-    return HANDLES.made[number]
+    return HANDLES.created[number]
 
 
 @pytest.fixture()
@@ -343,42 +345,42 @@ def test_a_gpu_buffer_is_opened_once_per_receiver_and_sync(handles):
         for bucket in range(6):
             buffer = buffers[bucket % 2]
             buffer.data.fill_(bucket)
-            payload = pickle.loads(pickle.dumps(sender.send(Region(buffer, 10, 30), 0, bucket)))
-            assert received(receiver, payload).tolist() == [bucket] * 20
+            handle = pickle.loads(pickle.dumps(sender.send(BufferSlice(buffer, 10, 30), 0, bucket)))
+            assert received(receiver, handle).tolist() == [bucket] * 20
             receiver.settle()
-            sender.finish(payload)
+            sender.finish(handle)
         receiver.end(True)
         sender.end(True)
         # On the receiver the GPU has another number than on the sender.
         assert handles.opened[2 * sync :] == [(2 * sync, 1), (2 * sync + 1, 1)]
 
 
-def test_each_receiver_gets_a_handle_of_its_own(handles):
+def test_each_receiver_gets_its_own_handle(handles):
     sender = CudaIpcTransport(TransportOptions())
     buffer = DeviceBuffer(100, torch.device("cpu"))
     for receiver in (0, 1, 0, 1):
-        sender.send(Region(buffer, 0, 10), receiver, 0)
-    assert len(handles.made) == 2
+        sender.send(BufferSlice(buffer, 0, 10), receiver, 0)
+    assert len(handles.created) == 2
 
 
-def test_a_gpu_that_the_receiver_does_not_see_is_named(handles, monkeypatch):
+def test_an_invisible_gpu_is_named(handles, monkeypatch):
     sender = CudaIpcTransport(TransportOptions())
-    payload = sender.send(Region(DeviceBuffer(100, torch.device("cpu")), 0, 10), 0, 0)
+    handle = sender.send(BufferSlice(DeviceBuffer(100, torch.device("cpu")), 0, 10), 0, 0)
     with pytest.raises(WeightSyncError, match="GPU GPU-z holds weights for this process, which does not see it"):
-        received(CudaIpcTransport(TransportOptions()), payload._replace(uuid="GPU-z"))
+        received(CudaIpcTransport(TransportOptions()), handle._replace(uuid="GPU-z"))
 
 
 def test_a_buffer_of_an_earlier_sync_is_refused(handles):
     sender = CudaIpcTransport(TransportOptions())
     buffer = DeviceBuffer(100, torch.device("cpu"))
-    sender.send(Region(buffer, 0, 10), 0, 0)
-    second = sender.send(Region(buffer, 0, 10), 0, 1)
+    sender.send(BufferSlice(buffer, 0, 10), 0, 0)
+    second = sender.send(BufferSlice(buffer, 0, 10), 0, 1)
     with pytest.raises(WeightSyncError, match="never opened here"):
         received(CudaIpcTransport(TransportOptions()), second)
 
 
-def test_the_devices_place_among_torchs_arguments():
-    """torch's own function, which is told there on which device the memory is."""
+def test_position_of_the_device_among_torchs_arguments():
+    """The argument of torch's function that names the device of the memory."""
     import inspect
 
     from torch.multiprocessing.reductions import rebuild_cuda_tensor

@@ -1,11 +1,76 @@
+"""TODO."""
+
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import ListedPlan, plan_cases, rollout_params
 from resharding_cases import cases, labelled_checkpoint, rollout_tensors, training_tensors, weight_map_of
 
-from megarl.errors import WeightSyncError
-from megarl.models import ParallelLayout
-from megarl.sharding.verification import Share, check_shares, shares_of
+from megarl.base.errors import WeightSyncError
+from megarl.models import LocalParam, ParallelLayout, Piece
+from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan, check_coverage
+from megarl.sharding.verification import PartialChecksum, compare_checksums, partial_checksums
+
+
+def plan_of(*ops):
+    return ListedPlan((Bucket(tuple(ops), 0),))
+
+
+def op(start, shape, param="w", rank=0):
+    return TransferOp(0, "src", rank, param, (0,) * len(shape), start, shape)
+
+
+PARAM = LocalParam("w", (4, 6), (Piece("hf", (0, 0), (3, 6), (0, 0)),))  # the last row is padding
+
+
+def test_any_exact_tiling_passes_the_coverage_check():
+    check_coverage(plan_of(op((0, 0), (3, 6))), {0: [PARAM]})
+    check_coverage(plan_of(op((0, 0), (3, 2)), op((0, 2), (1, 4)), op((1, 2), (2, 4))), {0: [PARAM]})
+
+
+@pytest.mark.parametrize(
+    "ops,message",
+    [
+        ([], r"elements \[0, 0\] to \[3, 6\] of parameter 'w' on rollout rank 0 0 times instead of 1"),
+        ([op((0, 0), (2, 6))], r"elements \[2, 0\] to \[3, 6\] of parameter 'w' on rollout rank 0 0 times"),
+        ([op((0, 0), (3, 6)), op((1, 1), (1, 2))], r"\[1, 1\] to \[2, 3\] of parameter 'w'.* 2 times instead of 1"),
+        ([op((0, 0), (4, 6))], r"\[3, 0\] to \[4, 6\] of parameter 'w'.* 1 times instead of 0"),
+        ([op((0, 0), (3, 6)), op((0,), (1,), param="v")], "'v' to rollout rank 0, which does not hold it"),
+        # Right in number, wrong in place.
+        ([op((0, 0), (2, 6)), op((1, 0), (1, 6))], r"\[1, 0\] to \[2, 6\] .* 2 times instead of 1"),
+    ],
+)
+def test_a_coverage_error_names_the_elements(ops, message):
+    with pytest.raises(WeightSyncError, match=message):
+        check_coverage(plan_of(*ops), {0: [PARAM]})
+
+
+def test_only_requested_ranks_are_checked():
+    check_coverage(plan_of(op((0, 0), (3, 6)), op((0, 0), (9, 9), rank=1)), {0: [PARAM]})
+
+
+@settings(max_examples=30)
+@given(plan_cases(), st.data())
+def test_a_plan_with_a_lost_repeated_or_shifted_op_is_refused(case, data):
+    plan = build_plan(case.weight_map, case.train, case.rollout, 300, 2, case.placement)
+    params = {rank: rollout_params(case, rank) for rank in range(case.rollout.world_size)}
+    check_coverage(plan, params)
+    ops = [m for rank in params for bucket in plan.received_by(rank) for m in bucket.ops]
+    index = data.draw(st.integers(0, len(ops) - 1))
+    victim = ops[index]
+    shifted = victim._replace(dst_start=(victim.dst_start[0] + 1, *victim.dst_start[1:]))
+    for damage in ([], [victim, victim], [shifted]):
+        damaged = plan_of(*ops[:index], *damage, *ops[index + 1 :])
+        with pytest.raises(WeightSyncError, match=victim.dst_param.replace(".", r"\.")):
+            check_coverage(damaged, params)
+
+
+def test_a_plan_for_another_model_is_refused():
+    plan = build_plan(weight_map_of(layers=2), ParallelLayout(), RolloutLayout(), 1 << 20, 4)
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.2\."):
+        check_coverage(plan, {0: weight_map_of(layers=3).rollout_params(1, 0)})
+
 
 FLOAT32 = torch.float32
 
@@ -14,18 +79,21 @@ def shares_of_both(weight_map, train, tp, replicas, train_tensors, engine_tensor
     exported = [weight_map.export_params(train, rank) for rank in range(train.world_size)]
     held = [weight_map.rollout_params(tp, rank % tp) for rank in range(tp * replicas)]
     return (
-        [shares_of(p, t, dtype, frozenset(), convert=True) for p, t in zip(exported, train_tensors, strict=True)],
-        [shares_of(p, t, dtype, frozenset(), convert=False) for p, t in zip(held, engine_tensors, strict=True)],
+        [
+            partial_checksums(p, t, dtype, frozenset(), convert=True)
+            for p, t in zip(exported, train_tensors, strict=True)
+        ],
+        [partial_checksums(p, t, dtype, frozenset(), convert=False) for p, t in zip(held, engine_tensors, strict=True)],
     )
 
 
 @settings(max_examples=15)
 @given(cases())
-def test_equal_weights_agree_in_every_two_layouts(case):
+def test_equal_weights_have_equal_checksums_in_any_two_layouts(case):
     weight_map, train, tp, replicas = case
     checkpoint = labelled_checkpoint(weight_map, FLOAT32)
     engines = rollout_tensors(weight_map, tp, replicas, checkpoint)
-    check_shares(*shares_of_both(*case, training_tensors(weight_map, train, checkpoint), engines), tp)
+    compare_checksums(*shares_of_both(*case, training_tensors(weight_map, train, checkpoint), engines), tp)
 
 
 @pytest.fixture()
@@ -38,7 +106,7 @@ def sides():
 
 def check(sides, dtype=FLOAT32):
     weight_map, train, engines = sides
-    check_shares(*shares_of_both(weight_map, ParallelLayout(2, 2, 2), 2, 2, train, engines, dtype), 2)
+    compare_checksums(*shares_of_both(weight_map, ParallelLayout(2, 2, 2), 2, 2, train, engines, dtype), 2)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +118,7 @@ def check(sides, dtype=FLOAT32):
         lambda w: w[:2].copy_(w[:2].clone() * -1),  # one bit of each
     ],
 )
-def test_the_first_tensor_that_differs_is_named(sides, damage):
+def test_the_first_differing_tensor_is_named(sides, damage):
     check(sides)
     damage(sides[2][3]["model.layers.1.mlp.down_proj.weight"])
     with pytest.raises(
@@ -62,13 +130,13 @@ def test_the_first_tensor_that_differs_is_named(sides, damage):
         check(sides)
 
 
-def test_a_copy_on_one_rank_that_differs_is_seen(sides):
+def test_a_differing_copy_on_one_rank_is_detected(sides):
     sides[2][1]["model.norm.weight"][0] += 1  # both ranks of a replica hold it
     with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' of rollout replica 0 \(rank 0 to 1\) differs"):
         check(sides)
 
 
-def test_what_is_sent_is_compared_not_what_it_was_made_of(sides):
+def test_checksums_are_of_the_sent_dtype(sides):
     weight_map, train, engines = sides
     engines = [{name: t.bfloat16() for name, t in rank.items()} for rank in engines]
     check((weight_map, train, engines), torch.bfloat16)
@@ -76,13 +144,13 @@ def test_what_is_sent_is_compared_not_what_it_was_made_of(sides):
         check((weight_map, train, engines))
 
 
-def test_what_is_missing_or_unknown_is_named():
-    whole = [{"w": Share(5, 10)}]
-    check_shares(whole, [{"w": Share(5, 10)}, {"w": Share(10, 20)}], 1)
+def test_missing_and_unknown_tensors_are_named():
+    whole = [{"w": PartialChecksum(5, 10)}]
+    compare_checksums(whole, [{"w": PartialChecksum(5, 10)}, {"w": PartialChecksum(10, 20)}], 1)
     for held, message in (
         ({}, "holds 0 elements of 'w', the actor 10"),
-        ({"w": Share(5, 15)}, "holds 15 elements of 'w', the actor 10"),
-        ({"w": Share(5, 10), "v": Share(0, 1)}, "holds 'v', which the actor does not"),
+        ({"w": PartialChecksum(5, 15)}, "holds 15 elements of 'w', the actor 10"),
+        ({"w": PartialChecksum(5, 10), "v": PartialChecksum(0, 1)}, "holds 'v', which the actor does not"),
     ):
         with pytest.raises(WeightSyncError, match=message):
-            check_shares(whole, [held], 1)
+            compare_checksums(whole, [held], 1)

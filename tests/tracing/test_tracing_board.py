@@ -11,12 +11,12 @@ from megarl.tracing.board import BOARD, GROUPS, SPANS, Board, find_file, read_bo
 
 @pytest.fixture
 def board() -> Iterator[Board]:
-    own = Board()
-    yield own
-    own.close()
+    board = Board()
+    yield board
+    board.close()
 
 
-def test_others_see_what_is_under_way(board: Board) -> None:
+def test_board_shows_open_spans(board: Board) -> None:
     now = time.monotonic_ns()
     board.push("update_actor", now)
     board.push("forward number=2", now + 5)
@@ -28,7 +28,7 @@ def test_others_see_what_is_under_way(board: Board) -> None:
     assert content is not None and [one.name for one in content.spans] == ["update_actor"]
 
 
-def test_counts_of_groups_are_the_latest(board: Board) -> None:
+def test_board_shows_latest_group_counts(board: Board) -> None:
     board.issue("tensor [0, 1]", "all_reduce", 1)
     board.issue("data [0, 2]", "barrier", 1)
     board.issue("tensor [0, 1]", "all_gather", 2)
@@ -40,7 +40,7 @@ def test_counts_of_groups_are_the_latest(board: Board) -> None:
     }
 
 
-def test_more_than_there_is_room_for_is_left_out_and_long_names_are_cut(board: Board) -> None:
+def test_overflow_is_dropped_and_long_names_are_cut(board: Board) -> None:
     for depth in range(SPANS + 3):
         board.push(f"{depth} " + "ü" * 200, depth)
     for number in range(GROUPS + 3):
@@ -54,6 +54,6 @@ def test_more_than_there_is_room_for_is_left_out_and_long_names_are_cut(board: B
     assert content is not None and len(content.spans) == SPANS - 1
 
 
-def test_a_process_without_a_board_shows_none() -> None:
+def test_process_without_a_board() -> None:
     assert read_board(os.getpid()) is None
     assert find_file(2**22 + 1, BOARD) is None

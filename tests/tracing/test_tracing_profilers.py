@@ -15,7 +15,7 @@ from ray.runtime_env import RuntimeEnv
 from megarl.cluster.processes import nsight_options
 from megarl.tracing import ProfileOptions, RoleProfile, TracingOptions
 from megarl.tracing.profilers import TOOLS, ProfiledProcess
-from megarl.trainer.profiling import NSIGHT
+from megarl.trainer.records.tracing import NSIGHT
 
 
 def trace(path: Path) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def multiply(size: int) -> None:
     torch.ones(size, size) @ torch.ones(size, size)
 
 
-def test_a_file_per_step_with_what_was_asked_for(tmp_path: Path) -> None:
+def test_torch_profiler_writes_a_file_per_step(tmp_path: Path) -> None:
     options = ProfileOptions("torch", str(tmp_path / "new"), contents=("cpu", "shapes", "memory"))
     process = ProfiledProcess(options, "actor-0")
     process.record("step2")
@@ -49,7 +49,7 @@ def test_a_file_per_step_with_what_was_asked_for(tmp_path: Path) -> None:
         assert any(event.get("name") == "[memory]" for event in events)
 
 
-def test_a_file_per_verb(tmp_path: Path) -> None:
+def test_torch_profiler_writes_a_file_per_verb(tmp_path: Path) -> None:
     process = ProfiledProcess(ProfileOptions("torch", str(tmp_path), discrete=True), "critic-1")
     process.record("step4")
     for verb in ("compute_values", "update_critic", "update_critic"):
@@ -63,7 +63,7 @@ def test_a_file_per_verb(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {f"critic-1-step4-{name}.json.gz" for name in names}
 
 
-def test_a_process_without_a_profiler_does_nothing(tmp_path: Path) -> None:
+def test_process_without_profiler_writes_nothing(tmp_path: Path) -> None:
     process = ProfiledProcess(None, "actor-0")
     process.record("step1")
     process.begin_verb()
@@ -71,22 +71,22 @@ def test_a_process_without_a_profiler_does_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_of_a_role() -> None:
+def test_profiled_ranks_of_a_role() -> None:
     options = ProfileOptions("torch", "x")
     tracing = TracingOptions(profiles={"actor": RoleProfile(options, (1,)), "critic": RoleProfile(options)})
     assert tracing.profile("actor", 1) is options and tracing.profile("actor", 0) is None
     assert tracing.profile("critic", 5) is options and tracing.profile("rollout", 0) is None
 
 
-def test_processes_under_nsys_start_as_ray_takes_it() -> None:
-    given = nsight_options(ProfileOptions("nsys", "x", nsight=NSIGHT | {"trace": "cuda"}))
-    command = parse_nsight_config(RuntimeEnv(**given["runtime_env"]).nsight())
+def test_nsys_options_have_rays_form() -> None:
+    options = nsight_options(ProfileOptions("nsys", "x", nsight=NSIGHT | {"trace": "cuda"}))
+    command = parse_nsight_config(RuntimeEnv(**options["runtime_env"]).nsight())
     assert command[:2] == ["nsys", "profile"]
     assert {"--trace=cuda", "--capture-range=cudaProfilerApi", "--capture-range-end=repeat"} <= set(command)
     assert nsight_options(ProfileOptions("torch", "x")) == {} == nsight_options(None)
 
 
-def test_tools_of_cuda_call_what_torch_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cuda_tools_call_existing_torch_functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By the names and arguments of the installed torch: a call that it does not take fails here, too."""
     calls: list[str] = []
     for module, names in (

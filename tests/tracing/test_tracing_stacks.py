@@ -1,4 +1,4 @@
-"""Stacks of real processes: those that work, that hold Python's lock, that are stopped, that know nothing of it."""
+"""Stacks of real processes: running, holding the GIL, stopped, or not serving their stacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from megarl.tracing.stacks import process_state, take_reports
 
-TELLS = "from megarl.tracing.stack_writer import tell_stacks; tell_stacks()\n"
+SERVES = "from megarl.tracing.stacks import serve_stacks; serve_stacks()\n"
 BUSY = """
 import threading
 def deep(n):
@@ -30,7 +30,7 @@ LOCKED = "import re\ndef hang():\n    print('up', flush=True)\n    re.match('(a+
 
 @pytest.fixture
 def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a program that says ``up``."""
+    """Start a program that prints ``up``."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(code: str) -> subprocess.Popen[str]:
@@ -45,9 +45,9 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_threads_that_run_while_they_are_looked_at_go_on(start) -> None:
+def test_running_threads_survive_an_observation(start) -> None:
     """A dump without Python's lock ends such a process at the first attempt or soon after it."""
-    process = start(TELLS + BUSY + WAIT)
+    process = start(SERVES + BUSY + WAIT)
     for _ in range(30):
         (report,) = take_reports([process.pid])
         assert [frame.function for frame in report.frames] == ["idle", "<module>"]
@@ -55,17 +55,17 @@ def test_threads_that_run_while_they_are_looked_at_go_on(start) -> None:
     assert process.poll() is None
 
 
-def test_a_process_that_holds_the_lock_tells_by_the_signal(start) -> None:
-    process = start(TELLS + LOCKED)
+def test_process_that_holds_the_gil_is_read_by_signal(start) -> None:
+    process = start(SERVES + LOCKED)
     (report,) = take_reports([process.pid])
-    while "[MainThread]" in report.stacks:  # its own thread told them: it does not hold the lock yet
+    while "[MainThread]" in report.stacks:  # its thread wrote them: it does not hold the GIL yet
         (report,) = take_reports([process.pid])
     # CPython's matching of expressions never gives the lock up.
     assert [frame.function for frame in report.frames][-2:] == ["hang", "<module>"] and process.poll() is None
 
 
-def test_a_stopped_process_is_left_alone(start) -> None:
-    process = start(TELLS + WAIT)
+def test_stopped_process_is_not_signaled(start) -> None:
+    process = start(SERVES + WAIT)
     os.kill(process.pid, signal.SIGSTOP)
     while process_state(process.pid) != "stopped":
         time.sleep(0.01)
@@ -76,7 +76,7 @@ def test_a_stopped_process_is_left_alone(start) -> None:
     assert report.frames[0].function == "idle"
 
 
-def test_processes_that_never_offered_to_tell_are_not_signalled(start) -> None:
+def test_process_without_served_stacks_is_not_signaled(start) -> None:
     unaware, gone = start(WAIT), start(WAIT)
     gone.kill()
     gone.wait()
@@ -85,12 +85,12 @@ def test_processes_that_never_offered_to_tell_are_not_signalled(start) -> None:
     assert second.state == "dead"
 
 
-def test_several_are_asked_at_once_and_this_process_too(start) -> None:
-    from megarl.tracing.stack_writer import tell_stacks
+def test_several_processes_are_observed_at_once(start) -> None:
+    from megarl.tracing.stacks import serve_stacks
 
-    tell_stacks()
-    processes = [start(TELLS + WAIT) for _ in range(2)]
+    serve_stacks()
+    processes = [start(SERVES + WAIT) for _ in range(2)]
     reports = take_reports([os.getpid(), *(process.pid for process in processes)])
     functions = {frame.function for frame in reports[0].frames}
-    assert "test_several_are_asked_at_once_and_this_process_too" in functions
+    assert "test_several_processes_are_observed_at_once" in functions
     assert [report.frames[0].function for report in reports[1:]] == ["idle", "idle"]

@@ -1,36 +1,35 @@
-"""Who is named, from what processes show; processes that really hang are in tests/trainer/test_trainer_watchdog.py."""
+"""Diagnosis from boards and stacks; tests/trainer/test_trainer_watchdog.py has processes that really hang."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.tracing.board import BoardContent, GroupCount, OpenSpan
-from megarl.tracing.ranks import describe_ranks, parse_ranks
+from megarl.tracing.board import BoardContent, GroupCount, OpenSpan, describe_ranks, parse_ranks
 from megarl.tracing.stacks import Frame, ProcessReport, main_frames
-from megarl.tracing.stall import Seen, explain, place, unreachable
+from megarl.tracing.stall import ObservedProcess, describe_frames, explain_stall, unreachable_process
 
 DP, TP = "data-parallel [0, 1, 2, 3]", "tensor-model-parallel [0, 1]"
 
 
-def seen(rank: int, *spans: str, state: str = "sleeping", counts: dict[str, int] | None = None) -> Seen:
+def seen(rank: int, *spans: str, state: str = "sleeping", counts: dict[str, int] | None = None) -> ObservedProcess:
     groups = {group: GroupCount(group, count, "all_reduce") for group, count in (counts or {}).items()}
     board = BoardContent([OpenSpan(name, 0) for name in spans], groups)
     frames = (Frame("/usr/lib/python3/threading.py", 9, "wait"), Frame("/my/code.py", 7, "work"))
-    return Seen("actor", rank, "10.0.0.1", ProcessReport(100 + rank, state, board, frames=frames))
+    return ObservedProcess("actor", rank, "10.0.0.1", ProcessReport(100 + rank, state, board, frames=frames))
 
 
-def test_the_one_that_is_missing_from_a_collective_is_named_with_its_place() -> None:
+def test_rank_missing_from_a_collective_is_named_with_its_location() -> None:
     waiting = [seen(rank, "update_actor", f"all_reduce #7 of {DP}") for rank in (0, 2, 3)]
-    told = explain([waiting[0], seen(1, "update_actor", "backward number=3"), *waiting[1:]])
-    assert told.splitlines() == [
+    lines = explain_stall([waiting[0], seen(1, "update_actor", "backward number=3"), *waiting[1:]])
+    assert lines.splitlines() == [
         "actor rank 1 is in update_actor > backward number=3, at wait < work (/my/code.py:7); "
         f"actor ranks 0, 2, 3 wait for it in all_reduce #7 of {DP}",
         f"actor ranks 0, 2, 3 wait in all_reduce #7 of {DP}",
     ]
 
 
-def test_a_chain_of_waits_ends_at_the_one_that_waits_for_nobody() -> None:
+def test_chain_of_waits_ends_at_the_culprit() -> None:
     """0 waits for 1 in one group, 1 for 3 in another; 3 is stopped."""
     processes = [
         seen(0, "update_actor", f"all_reduce #4 of {TP}"),
@@ -38,51 +37,53 @@ def test_a_chain_of_waits_ends_at_the_one_that_waits_for_nobody() -> None:
         seen(2, "update_actor", f"all_reduce #2 of {DP}"),
         seen(3, "update_actor", state="stopped"),
     ]
-    first, *others = explain(processes).splitlines()
+    first, *others = explain_stall(processes).splitlines()
     assert first.startswith("actor rank 3 (pid 103 on 10.0.0.1) is stopped in update_actor; `kill -CONT 103` there")
     assert first.endswith(f"actor ranks 1, 2 wait for it in all_reduce #2 of {DP}")
     assert not any(line.startswith("actor rank 1 is") for line in others)
 
 
-def test_a_rank_that_has_gone_on_after_it_began_the_collective_is_not_blamed() -> None:
-    """As under NCCL: the call comes back at once, and the process hangs where it needs the result."""
+def test_rank_that_passed_the_collective_is_not_blamed() -> None:
+    """As under NCCL: the call returns at once, and the process hangs when it needs the result."""
     processes = [
         seen(0, "update_actor", f"all_reduce #9 of {TP}", counts={TP: 9}),
         seen(1, "update_actor", "optimizer step", counts={TP: 9}),
     ]
-    assert "wait for it" not in explain(processes)
+    assert "wait for it" not in explain_stall(processes)
     behind = [processes[0], seen(1, "update_actor", "optimizer step", counts={TP: 8})]
-    assert explain(behind).startswith("actor rank 1 is in update_actor > optimizer step")
+    assert explain_stall(behind).startswith("actor rank 1 is in update_actor > optimizer step")
 
 
-def test_ranks_that_call_collectives_in_different_orders_are_told_so() -> None:
+def test_different_orders_of_collectives_are_reported() -> None:
     processes = [
         seen(0, "update_actor", "all_reduce #5 of pipeline [0, 1]"),
         seen(1, "update_actor", f"barrier #5 of {TP}"),
     ]
-    told = explain(processes).splitlines()
-    assert len(told) == 2 and all("the ranks call collectives in different orders" in line for line in told)
+    lines = explain_stall(processes).splitlines()
+    assert len(lines) == 2 and all("the ranks call collectives in different orders" in line for line in lines)
 
 
-def test_a_node_that_does_not_answer_and_a_process_of_an_engine_that_is_stopped() -> None:
+def test_unreachable_node_and_stopped_engine_process() -> None:
     child = ProcessReport(7, "stopped", command="sglang::scheduler")
     engine = ProcessReport(6, "sleeping", BoardContent([OpenSpan("exchange", 0)]), children=(child,))
-    lost = Seen("critic", 0, "10.0.0.2", unreachable(5))
-    told = explain([lost, Seen("rollout", 1, "10.0.0.1", engine)]).splitlines()
-    assert told[0] == "critic rank 0 (pid 5): its node 10.0.0.2 does not answer"
-    assert told[1] == "rollout rank 1 is in exchange, and told no stack; its process 7 is stopped: sglang::scheduler"
+    lost = ObservedProcess("critic", 0, "10.0.0.2", unreachable_process(5))
+    lines = explain_stall([lost, ObservedProcess("rollout", 1, "10.0.0.1", engine)]).splitlines()
+    assert lines[0] == "critic rank 0 (pid 5): its node 10.0.0.2 does not reply"
+    assert lines[1] == "rollout rank 1 is in exchange, without a stack; its process 7 is stopped: sglang::scheduler"
 
 
-def test_known_places_are_put_into_words() -> None:
+def test_known_frames_are_described() -> None:
     inner = Frame("/usr/lib/python3.11/socket.py", 3, "readinto")
-    assert place([inner, Frame("/usr/lib/python3.11/http/client.py", 1, "begin")]).startswith(
-        "waits for an HTTP answer at"
+    assert describe_frames([inner, Frame("/usr/lib/python3.11/http/client.py", 1, "begin")]).startswith(
+        "waits for an HTTP reply at"
     )
     wait = Frame("/x/ray/_private/worker.py", 5, "get")
-    assert place([wait]) == "waits for Ray at get (ray/_private/worker.py:5)"
+    assert describe_frames([wait]) == "waits for Ray at get (ray/_private/worker.py:5)"
+    verb = [Frame("/x/mine.py", 7, "hang"), Frame("/x/ray/_private/worker.py", 9, "main_loop")]
+    assert describe_frames(verb) == "at hang (/x/mine.py:7)"
 
 
-def test_frames_are_those_of_the_thread_that_took_the_signal() -> None:
+def test_frames_are_those_of_the_main_thread() -> None:
     dump = (
         'Thread 0x00007f1 (most recent call first):\n  File "/a/other.py", line 1 in idle\n\n'
         'Current thread 0x00007f2 (most recent call first):\n  File "/a/mine.py", line 5 in inner\n'
@@ -94,7 +95,7 @@ def test_frames_are_those_of_the_thread_that_took_the_signal() -> None:
 @given(
     st.lists(st.integers(0, 5000), unique=True, max_size=20), st.integers(0, 9), st.integers(1, 70), st.integers(0, 600)
 )
-def test_ranks_come_back_from_their_text(any_ranks: list[int], first: int, step: int, count: int) -> None:
+def test_ranks_are_parsed_from_their_text(any_ranks: list[int], first: int, step: int, count: int) -> None:
     assert parse_ranks(describe_ranks(any_ranks)) == tuple(any_ranks)
     evenly = list(range(first, first + step * count, step))
     assert parse_ranks(describe_ranks(evenly)) == tuple(evenly)

@@ -1,3 +1,5 @@
+"""The timeline file, and clock offsets."""
+
 from __future__ import annotations
 
 import gzip
@@ -5,11 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
+from megarl.ops.timeline.command import main
 from megarl.tracing import Event
-from megarl.tracing.command import main
-from megarl.tracing.trace_file import TraceFile, read_trace
+from megarl.tracing.trace_file import ClockReading, TraceFile, estimate_offset, read_trace
 
 MS = 1_000_000
 
@@ -26,7 +30,7 @@ def write_two_processes(path: Path) -> TraceFile:
     return file
 
 
-def test_a_complete_file_is_json_with_times_in_microseconds_on_one_clock(tmp_path: Path) -> None:
+def test_complete_file_is_json_in_microseconds_on_one_clock(tmp_path: Path) -> None:
     with write_two_processes(tmp_path / "trace.json") as file:
         file.flush()
     events = {event["name"]: event for event in json.loads((tmp_path / "trace.json").read_text())}
@@ -38,7 +42,7 @@ def test_a_complete_file_is_json_with_times_in_microseconds_on_one_clock(tmp_pat
     assert events["process_labels"]["args"] == {"labels": "node-1, pid 7"}
 
 
-def test_a_file_whose_run_was_killed_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_file_of_a_killed_run_is_readable(tmp_path: Path) -> None:
     path = tmp_path / "run" / "timeline" / "trace.json"
     file = write_two_processes(path)
     file.flush()
@@ -50,7 +54,7 @@ def test_a_file_whose_run_was_killed_is_read_as_far_as_it_goes(tmp_path: Path) -
     file.close()
 
 
-def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"a": 1}')
     with pytest.raises(ConfigError, match="is not a timeline"):
         read_trace(tmp_path / "other.json")
@@ -60,11 +64,29 @@ def test_what_is_no_timeline_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "nowhere")
 
 
-def test_the_command_tells_a_timeline_and_packs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_and_compresses_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_two_processes(tmp_path / "trace.json").close()
     assert main([str(tmp_path), "--out", str(tmp_path / "new" / "all.json.gz")]) == 0
-    told = capsys.readouterr().out
-    assert "1 processes" in told and "actor rank 0" in told and "gen" in told
+    output = capsys.readouterr().out
+    assert "1 processes" in output and "actor rank 0" in output and "gen" in output
     packed = json.loads(gzip.decompress((tmp_path / "new" / "all.json.gz").read_bytes()))
     assert packed == read_trace(tmp_path / "new" / "all.json.gz") == read_trace(tmp_path)
     assert main([str(tmp_path / "nowhere")]) == 2
+
+
+def test_fastest_clock_reading_wins() -> None:
+    slow, fast = ClockReading(0, 5_900, 1_000), ClockReading(2_000, 7_110, 2_200)
+    assert estimate_offset([slow, fast]) == (7_110 - 2_100, 100)
+
+
+@given(
+    ahead=st.integers(-(10**15), 10**15),
+    delays=st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7)), min_size=1, max_size=8),
+)
+def test_true_clock_offset_is_within_the_error(ahead: int, delays: list[tuple[int, int]]) -> None:
+    readings, now = [], 0
+    for request_ns, reply_ns in delays:
+        readings.append(ClockReading(now, now + request_ns + ahead, now + request_ns + reply_ns))
+        now += request_ns + reply_ns + 1
+    offset = estimate_offset(readings)
+    assert abs(offset.ahead_ns - ahead) <= offset.error_ns + 1

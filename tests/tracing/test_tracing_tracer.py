@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.tracing import TRACER, counter, past_span, span, unwatch_process
-from megarl.tracing.tracer import LEFT_OUT, Tracer
+from megarl.tracing.tracer import MISSING_EVENTS, Tracer
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def recording() -> Iterator[Tracer]:
     unwatch_process()
 
 
-def test_spans_tell_when_and_how_long_and_keep_their_order_of_ending(recording: Tracer) -> None:
+def test_spans_have_start_and_duration_in_order_of_their_ends(recording: Tracer) -> None:
     before = time.monotonic_ns()
     with span("outer", "verb", rows=3), span("inner"):
         time.sleep(0.01)
@@ -30,14 +30,14 @@ def test_spans_tell_when_and_how_long_and_keep_their_order_of_ending(recording: 
     assert recording.take() == []
 
 
-def test_a_span_that_raises_ends_and_what_raised_goes_on(recording: Tracer) -> None:
+def test_span_ends_and_propagates_an_exception(recording: Tracer) -> None:
     with pytest.raises(ValueError, match="no"), span("fails"):
         raise ValueError("no")
     assert [event.name for event in recording.take()] == ["fails"]
     assert recording.stack == []
 
 
-def test_threads_have_lanes_of_their_own(recording: Tracer) -> None:
+def test_threads_have_separate_lanes(recording: Tracer) -> None:
     def work() -> None:
         with span("aside"):
             assert [name for name, *_ in recording.stack] == ["in main"]
@@ -49,7 +49,7 @@ def test_threads_have_lanes_of_their_own(recording: Tracer) -> None:
     assert [(event.name, event.lane) for event in recording.take()] == [("aside", "saver"), ("in main", "")]
 
 
-def test_counters_and_spans_that_were_begun_elsewhere(recording: Tracer) -> None:
+def test_counters_and_past_spans(recording: Tracer) -> None:
     counter("memory", host=1.5)
     past_span("request", "rollout", time.monotonic_ns() - 5_000_000, "place 3", tokens=7)
     number, request = recording.take()
@@ -58,7 +58,7 @@ def test_counters_and_spans_that_were_begun_elsewhere(recording: Tracer) -> None
     assert 5_000_000 <= request.duration_ns < 10**9
 
 
-def test_nothing_is_kept_while_nothing_is_recorded() -> None:
+def test_no_events_are_kept_without_recording() -> None:
     assert not TRACER.active
     with span("unseen", rows=1):
         counter("unseen", value=1)
@@ -66,11 +66,11 @@ def test_nothing_is_kept_while_nothing_is_recorded() -> None:
     assert span("one") is span("other"), "no object is made"
 
 
-def test_what_there_is_no_room_for_is_counted(recording: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_beyond_the_limit_are_counted(recording: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.tracing.tracer.MOST_EVENTS", 2)
     for _ in range(5):
         with span("one"):
             pass
     one, other, last = recording.take()
     assert (one.name, other.name) == ("one", "one")
-    assert (last.name, last.category) == ("events left out: 3 more than 2 between two collections", LEFT_OUT)
+    assert (last.name, last.category) == ("events left out: 3 more than 2 between two collections", MISSING_EVENTS)

@@ -33,13 +33,13 @@ def log_three_steps(trackers):
     trackers.finish()
 
 
-def test_jsonl(run):
+def test_jsonl_rows_are_read_back(run):
     log_three_steps(open_trackers(["jsonl"], run))
     rows = read_metrics(run.folder / "metrics.jsonl")
     assert [(row["step"], row["critic/score/mean"]) for row in rows] == [(1, 0.125), (2, 0.25), (3, 0.375)]
 
 
-def test_console_prints_on_the_runs_console(tmp_path):
+def test_console_tracker_prints_on_the_runs_console(tmp_path):
     text = io.StringIO()
     console = Console(3, output=RichConsole(file=text, width=110))
     log_three_steps(open_trackers(["console"], RunInfo("p", "n", tmp_path, console=console)))
@@ -48,7 +48,7 @@ def test_console_prints_on_the_runs_console(tmp_path):
     assert "What is 2 + 2?" in lines[3] and lines[4].split() == ["answer", "4", "score", "1.0"]
 
 
-def test_tensorboard_events_can_be_read_back(run):
+def test_tensorboard_events_are_read_back(run):
     log_three_steps(open_trackers(["tensorboard"], run))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -58,7 +58,7 @@ def test_tensorboard_events_can_be_read_back(run):
     assert events.Tags()["tensors"] == ["samples/0/text_summary"]
 
 
-def test_mlflow_with_a_database_is_read_back_by_its_own_client(run, tmp_path, monkeypatch):
+def test_mlflow_database_is_read_back_by_its_client(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)  # artifacts go to the working folder
     log_three_steps(open_trackers(["mlflow"], run))
@@ -70,13 +70,13 @@ def test_mlflow_with_a_database_is_read_back_by_its_own_client(run, tmp_path, mo
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (found,) = client.search_runs([client.get_experiment_by_name("arithmetic").experiment_id])
-    history = client.get_metric_history(found.info.run_id, "critic/score/mean")
+    (run_entity,) = client.search_runs([client.get_experiment_by_name("arithmetic").experiment_id])
+    history = client.get_metric_history(run_entity.info.run_id, "critic/score/mean")
     assert [(point.step, point.value) for point in history] == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
-    assert found.data.metrics["val-core/sums/reward/mean_at_1"] == 0.75
-    assert math.isnan(found.data.metrics["actor/grad_norm"])
-    assert (found.info.run_name, found.info.status) == ("first", "FINISHED")
-    assert found.data.params == {"trainer.seed": "7", "trainer.device": "cpu"}, "a parameter cannot be changed"
+    assert run_entity.data.metrics["val-core/sums/reward/mean_at_1"] == 0.75
+    assert math.isnan(run_entity.data.metrics["actor/grad_norm"])
+    assert (run_entity.info.run_name, run_entity.info.status) == ("first", "FINISHED")
+    assert run_entity.data.params == {"trainer.seed": "7", "trainer.device": "cpu"}, "a parameter cannot be changed"
     (config,) = tmp_path.glob("mlruns/*/*/artifacts/config.json")
     assert json.loads(config.read_text()) == changed
     (table,) = tmp_path.glob("mlruns/*/*/artifacts/samples/step_3.json")
@@ -87,7 +87,7 @@ def test_mlflow_with_a_database_is_read_back_by_its_own_client(run, tmp_path, mo
 
 
 def swanlab_records(folder):
-    """The records of an offline experiment, by SwanLab's own reader."""
+    """The records of an offline experiment, by SwanLab's reader."""
     from swanlab.log.backup.datastore import DataStore
 
     store, records = DataStore(), []
@@ -97,7 +97,7 @@ def swanlab_records(folder):
     return records
 
 
-def test_swanlab_offline_is_read_back_by_its_own_reader(run, monkeypatch):
+def test_swanlab_offline_is_read_back_by_its_reader(run, monkeypatch):
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whatever asks for the network is refused
     log_three_steps(open_trackers(["swanlab"], run))

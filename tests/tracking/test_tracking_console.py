@@ -19,7 +19,7 @@ def make(terminal, width=100, total_steps=60):
     return Console(total_steps, output=output), text
 
 
-def test_a_log_file_gets_plain_self_contained_lines():
+def test_output_without_terminal_is_plain_lines():
     console, text = make(terminal=False, width=40)
     with console:
         with console.phase("start", announce=True), console.phase("inner"):
@@ -38,7 +38,7 @@ def test_a_log_file_gets_plain_self_contained_lines():
     assert len(lines) == 8 and "\x1b" not in text.getvalue()
 
 
-def test_a_terminal_gets_a_table_with_a_rare_header():
+def test_terminal_table_repeats_its_header_rarely():
     console, text = make(terminal=True)
     with console:
         for step in range(1, 54):
@@ -51,7 +51,7 @@ def test_a_terminal_gets_a_table_with_a_rare_header():
     assert lines[2].split() == ["1/60", "│", "0.500", "·", "·", "·", "│", "1.00", "│", "2.00", "50"]
 
 
-def test_the_terminal_is_given_back_when_a_phase_fails():
+def test_failed_phase_restores_the_terminal():
     console, text = make(terminal=True)
     with pytest.raises(RuntimeError), console, console.phase("gen", announce=True):
         raise RuntimeError
@@ -60,7 +60,7 @@ def test_the_terminal_is_given_back_when_a_phase_fails():
     assert not console.status._stack
 
 
-def test_what_a_model_writes_is_not_markup():
+def test_model_output_is_not_interpreted_as_markup():
     console, text = make(terminal=False)
     console.samples([{"input": "[red]what[/nothing]", "output": "a\n  b " + "x" * 300, "score": 0.5}], 3)
     question, answer = text.getvalue().splitlines()
@@ -70,7 +70,7 @@ def test_what_a_model_writes_is_not_markup():
     assert text.getvalue().endswith("[bold]as it is[/bold]\n")
 
 
-def test_closing_panel_on_a_terminal():
+def test_terminal_shows_a_summary_panel():
     console, text = make(terminal=True)
     with console:
         for step in range(1, 9):
@@ -80,21 +80,21 @@ def test_closing_panel_on_a_terminal():
     assert "0.250 → 0.750" in panel and "▁▂▃▄▅▆▇█" in panel and "8 in 1 min 15 s" in panel
 
 
-def test_quiet_leaves_warnings_and_the_closing_summary():
+def test_quiet_console_prints_warnings_and_summary():
     text = io.StringIO()
     with Console(
         3, output=RichConsole(file=text, force_terminal=True, width=100, color_system=None), quiet=True
-    ) as told:
-        with told.phase("start", announce=True):
-            told.message("a plan")
-        told.log({**STEP, "val-core/a/reward/mean@1": 0.5}, 1)
-        told.samples([{"input": "q", "output": "a"}], 1)
-        told.warn("a tracker fails")
-        told.summary({"steps": 3}, "run")
+    ) as console:
+        with console.phase("start", announce=True):
+            console.message("a plan")
+        console.log({**STEP, "val-core/a/reward/mean@1": 0.5}, 1)
+        console.samples([{"input": "q", "output": "a"}], 1)
+        console.warn("a tracker fails")
+        console.summary({"steps": 3}, "run")
     assert text.getvalue().splitlines() == ["a tracker fails", "run: finished", "  steps: 3"]
 
 
-def test_what_is_shown_is_in_the_log_too_without_colours(caplog):
+def test_printed_lines_are_logged_without_colors(caplog):
     console, _ = make(terminal=True)
     with caplog.at_level("INFO"), console:
         console.log(STEP, 1)
@@ -105,7 +105,7 @@ def test_what_is_shown_is_in_the_log_too_without_colours(caplog):
     assert logged[1:] == [("WARNING", "a tracker fails"), ("INFO", "run: finished\n  steps: 1")]
 
 
-def test_a_terminal_without_unicode_gets_none():
+def test_ascii_terminal_gets_ascii_only():
     class Latin(io.StringIO):
         encoding = "iso-8859-1"
 
@@ -123,7 +123,7 @@ def test_a_terminal_without_unicode_gets_none():
     assert "0.250 -> 0.750" in shown
 
 
-def test_no_color_has_no_colours(monkeypatch):
+def test_no_color_is_respected(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     text = io.StringIO()
     with Console(60, output=RichConsole(file=text, width=90, force_terminal=True)) as console:
@@ -131,7 +131,7 @@ def test_no_color_has_no_colours(monkeypatch):
     assert "\x1b[3" not in text.getvalue() and "\x1b[9" not in text.getvalue()
 
 
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+def test_dumb_terminal_gets_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     text = io.StringIO()
     output = RichConsole(file=text, width=90, force_terminal=True, color_system=None)
@@ -140,7 +140,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     assert text.getvalue() == "step 1/60  reward=0.500  sec=2.00  tok/s=50  [gen 1.00]\n"
 
 
-def test_a_new_width_is_followed():
+def test_table_follows_a_terminal_resize():
     text = io.StringIO()
     output = RichConsole(file=text, width=100, force_terminal=True, color_system=None, highlight=False)
     with Console(60, output=output) as console:
@@ -153,7 +153,7 @@ def test_a_new_width_is_followed():
 SCRIPT = """
 import logging, os, sys, warnings
 from pathlib import Path
-from megarl.logs import driver_log
+from megarl.base.logs import driver_log
 from megarl.tracking import Console
 
 with driver_log(Path(sys.argv[1]), "INFO") as log, Console(5, title="run") as console:
@@ -171,8 +171,8 @@ with driver_log(Path(sys.argv[1]), "INFO") as log, Console(5, title="run") as co
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_everything_is_shown_once_and_logged_once(tmp_path, terminal):
-    """In a process of its own, with a real terminal (``script``) and without."""
+def test_each_line_is_printed_once_and_logged_once(tmp_path, terminal):
+    """In a subprocess, with a real terminal (``script``) and without."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     if terminal:
         command = ["script", "-qec", shlex.join(command), "/dev/null"]

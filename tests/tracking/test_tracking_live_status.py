@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from megarl.tracking import RL_COLUMNS
-from megarl.tracking.live_status import LiveStatus, clock_text
+from megarl.tracking.live_status import LiveStatus
 
 
 class Clock:
@@ -26,7 +26,7 @@ def picture(status):
     return text.getvalue()
 
 
-def test_share_comes_from_reports_else_from_the_last_time(clock):
+def test_progress_is_reported_or_estimated_from_last_duration(clock):
     status = LiveStatus(10, clock)
     first = status.enter("gen")
     clock.now = 4.0
@@ -54,7 +54,7 @@ def test_time_left_follows_the_pace_of_this_process(clock):
     assert "step 23/30" in picture(status) and "0:21 left" in picture(status)
 
 
-def test_the_innermost_phase_is_shown(clock):
+def test_innermost_phase_is_shown(clock):
     status = LiveStatus(None, clock)
     assert picture(status).strip() == ""
     status.enter("step")
@@ -62,10 +62,6 @@ def test_the_innermost_phase_is_shown(clock):
     assert "update_actor" in picture(status) and "step" not in picture(status)
     status.leave()
     assert "step" in picture(status)
-
-
-def test_clock_text():
-    assert [clock_text(seconds) for seconds in (0, 61.4, 3725)] == ["0:00", "1:01", "1:02:05"]
 
 
 RL_STEP = {
@@ -93,7 +89,7 @@ def view(clock, width, height=30, encoding="utf-8", metrics=RL_STEP):
     return text.getvalue().splitlines()
 
 
-def test_the_view_has_phase_progress_figures_memory_and_time_left(clock):
+def test_view_has_phase_figures_memory_and_time_left(clock):
     lines = view(clock, 110)
     assert "step 1234/4000" in lines[1] and "31 %" in lines[1] and "15 days 13 h left" in lines[1]
     assert "update_actor" in lines[2]
@@ -105,7 +101,7 @@ def test_the_view_has_phase_progress_figures_memory_and_time_left(clock):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize(("width", "height"), [(110, 40), (80, 24), (60, 20), (40, 20), (20, 8), (80, 5), (200, 50)])
-def test_the_view_fits_every_terminal(clock, width, height, encoding):
+def test_view_fits_every_terminal(clock, width, height, encoding):
     lines = view(clock, width, height, encoding)
     assert len(lines) <= (2 if height < 12 else 5) and max(map(len, lines)) <= min(width, 110)
     "\n".join(lines).encode(encoding)
@@ -113,7 +109,7 @@ def test_the_view_fits_every_terminal(clock, width, height, encoding):
         assert all(name in lines[3] for name in ("reward 0.500", "KL 0.0123", "tok/s 30.3k", "67.3 GiB"))
 
 
-def test_without_a_device_the_memory_is_that_of_the_runs_processes(clock):
+def test_memory_is_host_memory_without_a_device(clock):
     lines = view(clock, 110, metrics={"critic/score/mean": 0.5})
     shown = float(lines[3].partition("host memory ")[2].split()[0])
     me = psutil.Process()
@@ -121,7 +117,7 @@ def test_without_a_device_the_memory_is_that_of_the_runs_processes(clock):
     assert shown == pytest.approx(held / 2**30, abs=0.3)
 
 
-def test_the_height_stays_between_phases(clock):
+def test_height_is_constant_between_phases(clock):
     status = LiveStatus(10, clock)
     lines = picture(status).count("\n")
     status.enter("gen")

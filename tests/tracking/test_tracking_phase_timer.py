@@ -5,7 +5,7 @@ import pytest
 from megarl.tracking import PhaseTimer
 
 
-def test_seconds_add_up_nest_and_survive_an_exception():
+def test_nested_and_failed_phases_are_summed():
     ticks = itertools.count()  # each look at the clock is one second later
     timer = PhaseTimer(clock=lambda: float(next(ticks)))
     with timer.phase("step"):  # 0 .. 7

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import ConfigError
+from megarl.base.errors import ConfigError
 from megarl.tracking.sweep import RunResult, objective, read_results, result_of, save_sweep, sweep_table
 
 VALIDATED = [
@@ -20,7 +20,7 @@ VALIDATED = [
 
 
 @pytest.mark.parametrize(
-    ("rows", "metric", "found"),
+    ("rows", "metric", "expected"),
     [
         (VALIDATED, None, ("val-core mean", 0.375)),  # the last validation, not the last step
         (VALIDATED[1:2], None, ("critic/score/mean", 0.7)),
@@ -30,11 +30,11 @@ VALIDATED = [
         ([], None, (None, None)),
     ],
 )
-def test_objective(rows: list, metric: str | None, found: tuple) -> None:
-    assert objective(rows, metric) == found
+def test_objective(rows: list, metric: str | None, expected: tuple) -> None:
+    assert objective(rows, metric) == expected
 
 
-def test_what_is_no_value_is_an_error_and_not_zero() -> None:
+def test_missing_and_non_finite_objectives_are_errors() -> None:
     with pytest.raises(
         ConfigError, match=r"sweep_metric=critic/score: the run logged no such metric.*critic/score/mean"
     ):
@@ -51,7 +51,7 @@ def started(folder: Path, name: str, *rows: dict) -> Path:
     return run
 
 
-def test_results_come_back_in_order_and_the_dead_are_told(tmp_path: Path) -> None:
+def test_results_are_ordered_and_dead_runs_are_errors(tmp_path: Path) -> None:
     for number in range(11):
         run = started(tmp_path, str(number), {"step": 1, "critic/score/mean": number / 10})
         if number not in (3, 10):
@@ -77,7 +77,7 @@ def test_results_come_back_in_order_and_the_dead_are_told(tmp_path: Path) -> Non
     assert rows[4]["value"] == "" and rows[4]["error"] == "out of\nmemory"
 
 
-def test_only_what_varies_is_shown() -> None:
+def test_table_shows_varied_keys_only() -> None:
     two = [RunResult({"lr": str(n), "steps": "5"}, "m", float(n), None, str(n)) for n in (1, 2)]
     assert sweep_table(two).splitlines()[0].split() == ["run", "lr", "m"]
     assert sweep_table(two[:1]).splitlines()[0].split() == ["run", "lr", "steps", "m"]

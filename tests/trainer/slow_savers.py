@@ -1,4 +1,4 @@
-"""A worker class for the saver's tests that imports nothing heavy: it writes when it is told that it may."""
+"""A light worker class for the saver's tests, which writes when the test allows it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.files import read_entry
-from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.place import WorkerPlace
-from megarl.workers.saved_part import SavedPart
+from megarl.base.files import read_entry
+from megarl.workers.dispatch import Dispatch, SavedPart, WorkerPlace, verb
 
 
 class SlowSaver:

@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: completed late, failing, and killed, with real worker processes."""
+"""Asynchronous saves with real worker processes: late, failing and killed ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.base.errors import CheckpointError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
-from megarl.config.saving import CheckpointConfig
-from megarl.convert.conversion import Options, convert
+from megarl.config.schema.model import CheckpointConfig
+from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
 from megarl.convert.source import MEGARL
-from megarl.errors import CheckpointError
 from megarl.models import ParallelLayout
-from megarl.trainer.checkpoint_manifest import Score
-from megarl.trainer.checkpoint_saver import CheckpointSaver
-from megarl.trainer.checkpoint_store import POINTER, CheckpointStore
+from megarl.trainer.state.checkpoint_manifest import Score
+from megarl.trainer.state.checkpoint_saver import CheckpointSaver
+from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ class Run:
 
     def __init__(self, folder: Path, control: Path, in_background: bool = True) -> None:
         self.store = CheckpointStore(folder)
-        self.told: list[str] = []
+        self.messages: list[str] = []
         saved = {"actor": CheckpointConfig(async_save=in_background)}
-        self.saver = CheckpointSaver(self.store, saved, self.told.append)
+        self.saver = CheckpointSaver(self.store, saved, self.messages.append)
         self.control = control
         self.set(go=True, full=False)
 
@@ -81,7 +81,7 @@ def run(tmp_path: Path, control: Path) -> Run:
     return Run(tmp_path / "checkpoints", control)
 
 
-def test_training_goes_on_until_all_have_written(run: Run, actor: WorkerGroup) -> None:
+def test_training_continues_until_all_workers_have_written(run: Run, actor: WorkerGroup) -> None:
     run.set(go=False)
     run.begin(1, actor, Score("acc", 0.5))
     assert run.saver.score_under_way == Score("acc", 0.5)
@@ -94,16 +94,16 @@ def test_training_goes_on_until_all_have_written(run: Run, actor: WorkerGroup) -
     assert metrics["checkpoint/write_s"] == 1.5 and metrics["checkpoint/failed_saves"] == 0
     assert metrics["checkpoint/gb"] == pytest.approx(2 * len(b"halfwhole") / 2**30)
     assert metrics["checkpoint/blocked_s"] > 0 and run.saver.slowest_s == metrics["checkpoint/blocked_s"] + 1.5
-    assert run.saver.take_metrics() == {} and run.told == [] and run.hidden == []
+    assert run.saver.take_metrics() == {} and run.messages == [] and run.hidden == []
 
 
-def test_without_async_it_is_complete_at_once(tmp_path: Path, control: Path, actor: WorkerGroup) -> None:
+def test_a_synchronous_save_completes_at_once(tmp_path: Path, control: Path, actor: WorkerGroup) -> None:
     run = Run(tmp_path, control, in_background=False)
     run.begin(1, actor)
     assert run.store.steps() == [1] and run.saver.take_metrics()
 
 
-def test_the_next_save_and_the_end_wait_for_the_one_under_way(run: Run, actor: WorkerGroup) -> None:
+def test_the_next_save_waits_for_the_pending_one(run: Run, actor: WorkerGroup) -> None:
     run.set(go=False)
     run.begin(1, actor)
     threading.Timer(0.2, lambda: run.set(go=True)).start()
@@ -113,15 +113,15 @@ def test_the_next_save_and_the_end_wait_for_the_one_under_way(run: Run, actor: W
     assert run.store.steps() == [1, 2] and (run.store.root / POINTER).read_text() == "2\n"
 
 
-def test_a_full_disk_is_told_and_counted_and_the_old_checkpoint_stays(run: Run, actor: WorkerGroup) -> None:
+def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(run: Run, actor: WorkerGroup) -> None:
     run.begin(1, actor)
     run.complete()
     run.set(full=True)
     run.begin(2, actor)
     assert run.complete()["checkpoint/failed_saves"] == 1
-    (told,) = run.told
-    assert "checkpoint of step 2 was not saved" in told and "No space left on device" in told
-    assert f"Training goes on; kept: {run.store.root}/global_step_1" in told
+    (message,) = run.messages
+    assert "checkpoint of step 2 was not saved" in message and "No space left on device" in message
+    assert f"Training continues; kept: {run.store.root}/global_step_1" in message
     assert run.saver.failure and run.store.resolve("auto").name == "global_step_1" and run.hidden == []
     run.set(full=False)
     run.begin(3, actor)
@@ -129,7 +129,7 @@ def test_a_full_disk_is_told_and_counted_and_the_old_checkpoint_stays(run: Run, 
     assert run.store.resolve("auto").name == "global_step_3"
 
 
-def test_a_failure_of_the_drivers_own_is_no_different(run: Run, actor: WorkerGroup, monkeypatch) -> None:
+def test_a_failure_in_the_driver_keeps_the_old_checkpoint(run: Run, actor: WorkerGroup, monkeypatch) -> None:
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -142,7 +142,7 @@ def test_a_failure_of_the_drivers_own_is_no_different(run: Run, actor: WorkerGro
         patch.setattr(os, "rename", lambda *_: full(Path()))
         run.begin(3, actor)
         run.saver.wait()
-    assert [f"step {step} was not saved" in told for step, told in enumerate(run.told, start=1)] == [True] * 3
+    assert [f"step {step} was not saved" in message for step, message in enumerate(run.messages, start=1)] == [True] * 3
     assert run.saver.failed == 3 and run.store.steps() == [] and run.hidden == []
     assert run.saver.take_metrics()["checkpoint/failed_saves"] == 3
     run.begin(4, actor)
@@ -150,16 +150,14 @@ def test_a_failure_of_the_drivers_own_is_no_different(run: Run, actor: WorkerGro
     assert run.store.steps() == [4]
 
 
-def test_an_export_is_made_of_the_written_files_while_training_goes_on(
-    run: Run, actor: WorkerGroup, arithmetic: Path
-) -> None:
+def test_the_export_converts_written_files_in_the_background(run: Run, actor: WorkerGroup, arithmetic: Path) -> None:
     """The actor's tensors are written by the driver here, by the conversion, which engines read as their own."""
     saved = CheckpointConfig(async_save=True, save_contents=["model", "hf_model"])
-    saver = CheckpointSaver(run.store, {"actor": saved}, run.told.append)
+    saver = CheckpointSaver(run.store, {"actor": saved}, run.messages.append)
 
     def save(step: int, damage: bool = False) -> dict[str, float]:
         def write_own(folder: Path) -> None:
-            convert(open_source(arithmetic / "model"), folder / "actor", MEGARL, Options())
+            convert(open_source(arithmetic / "model"), folder / "actor", MEGARL, ConversionOptions())
             if damage:
                 next((folder / "actor").glob("*.distcp")).write_bytes(b"short")
 
@@ -168,7 +166,7 @@ def test_an_export_is_made_of_the_written_files_while_training_goes_on(
             saver.advance()
         return metrics
 
-    assert save(1)["checkpoint/failed_saves"] == 0, run.told
+    assert save(1)["checkpoint/failed_saves"] == 0, run.messages
     whole = run.store.resolve("must", None, ["actor"])
     exported = load_file(whole / "actor" / "huggingface" / "model.safetensors")
     expected = load_file(arithmetic / "model" / "model.safetensors")
@@ -177,12 +175,12 @@ def test_an_export_is_made_of_the_written_files_while_training_goes_on(
     assert (whole / "actor" / "huggingface" / "tokenizer.json").is_file()
 
     assert save(2, damage=True)["checkpoint/failed_saves"] == 1
-    (told,) = run.told
-    assert "step 2 was not saved: the Hugging Face export failed" in told and "is truncated" in told
+    (message,) = run.messages
+    assert "step 2 was not saved: the Hugging Face export failed" in message and "is truncated" in message
     assert run.store.resolve("must") == whole and run.hidden == []
 
 
-def test_a_writer_that_is_killed_leaves_the_old_checkpoint(
+def test_a_killed_writer_leaves_the_old_checkpoint(
     run: Run, pool: PlacedPool, control: Path, actor: WorkerGroup
 ) -> None:
     victim = start(pool, control)

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 from dying import run_and_die
 
-from megarl import replacing
-from megarl.errors import CheckpointError, ConfigError
-from megarl.files import FileEntry
-from megarl.trainer.checkpoint_manifest import MANIFEST, Score
-from megarl.trainer.checkpoint_retention import BestBy, Retention
-from megarl.trainer.checkpoint_store import BEST_POINTER, POINTER, CheckpointStore
+from megarl.base import atomic_write as replacing
+from megarl.base.errors import CheckpointError, ConfigError
+from megarl.base.files import FileEntry
+from megarl.trainer.state.checkpoint_manifest import MANIFEST, BestBy, Retention, Score
+from megarl.trainer.state.checkpoint_store import BEST_POINTER, POINTER, CheckpointStore
 
 
 def fill(folder: Path, step: int) -> None:
@@ -146,7 +145,7 @@ DAMAGES = [truncate, flip_a_bit, remove, add, link, remove_manifest, cut_manifes
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damage_is_named_and_the_older_one_is_taken_loudly(damage, tmp_path, caplog) -> None:
+def test_damage_is_named_and_the_older_checkpoint_is_used(damage, tmp_path, caplog) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
     newest = save(store, 2)
@@ -161,7 +160,7 @@ def test_damage_is_named_and_the_older_one_is_taken_loudly(damage, tmp_path, cap
     assert "global_step_2" in caplog.text
 
 
-def test_all_damaged_is_an_error_that_names_the_files_never_step_zero(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     truncate(save(store, 1))
     flip_a_bit(save(store, 2))
@@ -169,7 +168,7 @@ def test_all_damaged_is_an_error_that_names_the_files_never_step_zero(tmp_path: 
         store.resolve("auto")
 
 
-def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_renamed_checkpoint_is_rejected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1).rename(tmp_path / "global_step_5")
     with pytest.raises(CheckpointError, match="holds step 1: it was renamed"):
@@ -210,7 +209,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert not hidden(tmp_path)
 
 
-def test_retention_neither_counts_nor_removes_a_damaged_one(tmp_path: Path) -> None:
+def test_retention_ignores_damaged_checkpoints(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
     save(store, 1)
     truncate(save(store, 2))
@@ -218,7 +217,7 @@ def test_retention_neither_counts_nor_removes_a_damaged_one(tmp_path: Path) -> N
     assert store.steps() == [1, 2, 3]
 
 
-def test_a_new_run_in_an_old_folder_keeps_its_own(tmp_path: Path) -> None:
+def test_a_new_run_in_an_old_folder_keeps_its_checkpoints(tmp_path: Path) -> None:
     """After ``resume_mode=disable`` the steps count from zero again: higher ones of the old run are the older ones."""
     save(CheckpointStore(tmp_path), 10), save(CheckpointStore(tmp_path), 20)
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
@@ -230,9 +229,9 @@ def test_a_new_run_in_an_old_folder_keeps_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_an_older_checkpoint_loses_one_role_and_stays_whole(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
+def test_an_older_checkpoint_loses_one_role_and_stays_complete(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     if not can_exchange:
-        monkeypatch.setattr(replacing, "exchange", lambda *_: False)
+        monkeypatch.setattr(replacing, "exchange_paths", lambda *_: False)
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 1}))
     first, second = save(store, 1), save(store, 2)
     assert sorted(path.name for path in first.iterdir()) == ["actor", MANIFEST, "trainer_state.json"]
@@ -245,7 +244,7 @@ def test_an_older_checkpoint_loses_one_role_and_stays_whole(can_exchange: bool, 
         store.resolve("auto", None, ["actor", "critic"])
 
 
-def test_the_best_is_kept_whole_and_pointed_to(tmp_path: Path) -> None:
+def test_the_best_checkpoint_keeps_all_roles_and_a_pointer(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, Retention({"actor": 1, "critic": 1}, BestBy("val/acc")))
     for step, value in enumerate([0.3, 0.9, 0.5, 0.1], start=1):
         with store.saving(step, Score("val/acc", value)) as folder:
@@ -256,7 +255,7 @@ def test_the_best_is_kept_whole_and_pointed_to(tmp_path: Path) -> None:
     assert step_of(store.resolve("auto")) == 4
 
 
-def test_a_run_that_must_continue_does_not_begin_anew(tmp_path: Path) -> None:
+def test_resume_mode_must_needs_a_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match=r"resume_mode=must, but there is no checkpoint in .*default_local_dir"):
         store.resolve("must")
@@ -264,14 +263,14 @@ def test_a_run_that_must_continue_does_not_begin_anew(tmp_path: Path) -> None:
     assert step_of(store.resolve("must")) == 1
 
 
-def test_what_the_writers_tell_of_their_files_is_believed_but_for_size_and_presence(tmp_path: Path) -> None:
+def test_known_entries_are_checked_by_size_only(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    for number, told in enumerate(
+    for number, entries in enumerate(
         [{"actor/shard_0.bin": FileEntry(4999, "")}, {"actor/shard_7.bin": FileEntry(1, "")}]
     ):
         fill(store.begin(number), number)
-        with pytest.raises(CheckpointError, match=r"not what was written: actor/shard_[07]\.bin"):
-            store.commit(number, told)
+        with pytest.raises(CheckpointError, match=r"differs from .*: actor/shard_[07]\.bin"):
+            store.commit(number, entries)
     assert store.steps() == []
     fill(store.begin(3), 3)
     digest = hashlib.blake2b(bytes([3]) * 5000, digest_size=32).hexdigest()
@@ -282,7 +281,7 @@ def test_what_the_writers_tell_of_their_files_is_believed_but_for_size_and_prese
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_saving_a_step_again_replaces_it(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     if not can_exchange:
-        monkeypatch.setattr(replacing, "exchange", lambda *_: False)
+        monkeypatch.setattr(replacing, "exchange_paths", lambda *_: False)
     store = CheckpointStore(tmp_path, Retention({"actor": 1}))
     save(store, 2)
     with store.saving(2) as folder:
@@ -293,7 +292,7 @@ def test_saving_a_step_again_replaces_it(can_exchange: bool, tmp_path: Path, mon
 
 
 def test_commit_without_begin(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="was not begun"):
+    with pytest.raises(CheckpointError, match="was not started"):
         CheckpointStore(tmp_path).commit(1)
 
 
@@ -335,8 +334,8 @@ def test_a_full_device_while_the_workers_write(tmp_path: Path) -> None:
     """The real thing: a file size limit makes the kernel refuse the write in a process of its own."""
     script = """
 import resource, signal, sys
-from megarl.errors import CheckpointError
-from megarl.trainer.checkpoint_store import CheckpointStore
+from megarl.base.errors import CheckpointError
+from megarl.trainer.state.checkpoint_store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
 with store.saving(1) as folder:
     (folder / "weights").write_bytes(b"1" * 4096)
@@ -357,7 +356,7 @@ except CheckpointError as error:
 def test_killed_while_the_workers_write(tmp_path: Path) -> None:
     script = """
 import sys, time
-from megarl.trainer.checkpoint_store import CheckpointStore
+from megarl.trainer.state.checkpoint_store import CheckpointStore
 folder = CheckpointStore(sys.argv[1]).begin(2)
 with open(folder / "weights", "wb") as file:
     file.write(b"half")
@@ -391,7 +390,7 @@ with open(folder / "weights", "wb") as file:
 def test_killed_at_every_change_to_the_disk(again: bool, can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     """Whatever instant the process dies in, the old checkpoint or the new one is found whole, and saving goes on."""
     if not can_exchange:
-        monkeypatch.setattr(replacing, "exchange", lambda *_: False)
+        monkeypatch.setattr(replacing, "exchange_paths", lambda *_: False)
     deaths, seen = 0, set()
     for changes in range(60):
         root = tmp_path / str(changes)

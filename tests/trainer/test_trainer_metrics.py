@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megarl.data import DataProto
-from megarl.trainer.metrics import (
+from megarl.trainer.phases.validation import conversation_metrics
+from megarl.trainer.records.metrics import (
     batch_metrics,
     phase_tokens,
     rollout_mismatch_metrics,
     summary,
     throughput_metrics,
 )
-from megarl.trainer.validation import conversation_metrics
 
 
 def batch(**more: torch.Tensor) -> DataProto:
@@ -36,7 +36,7 @@ def batch(**more: torch.Tensor) -> DataProto:
     )
 
 
-def test_of_a_batch() -> None:
+def test_batch_metrics() -> None:
     metrics = batch_metrics(batch(), max_prompt_length=3, max_response_length=3)
     assert metrics == pytest.approx(
         {
@@ -64,25 +64,25 @@ def test_of_a_batch() -> None:
     )
 
 
-def test_values_are_told_where_there_is_a_critic() -> None:
+def test_values_are_reported_with_a_critic() -> None:
     values = torch.tensor([[1.0, 9.0, 2.0], [6.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     metrics = batch_metrics(batch(values=values), 3, 3)
     assert [metrics[f"critic/values/{name}"] for name in ("mean", "max", "min")] == [3.0, 6.0, 1.0]
 
 
-def test_of_nothing_there_is_no_metric() -> None:
+def test_an_empty_tensor_has_no_metrics() -> None:
     assert summary("x", torch.empty(0)) == {}
     nothing = batch().with_columns({"response_mask": torch.zeros(3, 3, dtype=torch.int64)}, {})
     assert not [name for name in batch_metrics(nothing, 3, 3) if name.startswith("critic/")]
 
 
-def test_distance_between_engine_and_actor() -> None:
+def test_rollout_mismatch_metrics() -> None:
     rollout = torch.tensor([[0.5, 0.9, 0.25], [0.1, 0.9, 0.9], [0.9, 0.9, 0.9]]).log()
     actor = torch.tensor([[0.4, 0.1, 0.25], [0.4, 0.1, 0.1], [0.1, 0.1, 0.1]]).log()
     metrics = rollout_mismatch_metrics(batch(rollout_log_probs=rollout, old_log_probs=actor))
     differences = [0.1, 0.0, 0.3]
     ratios = [math.log(0.5 / 0.4), 0.0, math.log(0.1 / 0.4)]
-    wanted = {
+    expected = {
         "training/rollout_probs_diff_mean": 0.4 / 3,
         "training/rollout_probs_diff_max": 0.3,
         "training/rollout_probs_diff_std": float(np.std(differences)),
@@ -93,12 +93,12 @@ def test_distance_between_engine_and_actor() -> None:
         "rollout_corr/k3_kl": float(np.mean([math.exp(-x) - 1 + x for x in ratios])),
         "rollout_corr/ppl_ratio": ((0.5 / 0.4) ** 0.5 + 0.25) / 2,
     }
-    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert {name.partition("/")[0] for name in metrics} == {"training", "rollout_corr"}
     assert rollout_mismatch_metrics(batch()) == {}
 
 
-def test_tokens_of_phases_and_their_rates() -> None:
+def test_phase_tokens_and_throughput() -> None:
     assert phase_tokens(batch(), ["gen", "update_actor"]) == {"gen": 6, "update_actor": 12}
     seconds = {"step": 4.0, "gen": 2.0, "update_actor": 1.0, "update_critic": 0.5}
     metrics = throughput_metrics(batch(), seconds, num_devices=2)
@@ -113,7 +113,7 @@ def test_tokens_of_phases_and_their_rates() -> None:
     assert "perf/update_tokens_per_s" not in without_update
 
 
-def test_what_a_tool_said_is_neither_generated_nor_compared() -> None:
+def test_tool_tokens_are_neither_generated_nor_compared() -> None:
     """Trained on or not (without ``state_masking`` it is): the engine has no log-prob of it."""
     given = batch(
         generated_mask=torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 0]]),
@@ -126,9 +126,12 @@ def test_what_a_tool_said_is_neither_generated_nor_compared() -> None:
     assert phase_tokens(given, ["gen", "adv"]) == {"gen": 5, "adv": 12}
 
 
-def test_conversations_of_validation_batches_are_averaged_by_their_rows() -> None:
-    told = [{"env/finish_ratio": 1.0, "num_turns/mean": 9.0}, {"env/finish_ratio": 0.0, "tool_call_counts/mean": 2.0}]
-    assert conversation_metrics(told, [3, 1]) == {
+def test_conversation_metrics_are_averaged_by_rows() -> None:
+    batches = [
+        {"env/finish_ratio": 1.0, "num_turns/mean": 9.0},
+        {"env/finish_ratio": 0.0, "tool_call_counts/mean": 2.0},
+    ]
+    assert conversation_metrics(batches, [3, 1]) == {
         "val-aux/env/finish_ratio": 0.75,
         "val-aux/tool_call_counts/mean": 2.0,
     }

@@ -1,4 +1,4 @@
-"""What is refused before a process is started, each with the field that is wrong."""
+"""Preflight errors, each with its key."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
-from megarl.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
-from megarl.trainer.preflight import check_schedules, check_train
-from megarl.trainer.sft import FineTuning
+from megarl.config.keys import with_values
+from megarl.trainer.jobs.preflight import check_schedules, check_train
+from megarl.trainer.jobs.sft import FineTuning
 
 POLICY = "actor_rollout_ref"
 
 
-def test_the_quickstarts_task_passes(
+def test_the_quickstart_task_passes(
     train_config: Callable[..., TrainConfig], sft_config: Callable[..., SFTConfig]
 ) -> None:
     check_train(train_config())
@@ -55,7 +56,7 @@ def test_the_quickstarts_task_passes(
         ({"reward_model.enable": True, "reward_model.model.path": "/nowhere"}, ModelError, "/nowhere"),
     ],
 )
-def test_what_is_wrong_with_a_job_is_named(
+def test_errors_name_the_key(
     train_config: Callable[..., TrainConfig], changes: dict[str, Any], error: type[MegarlError], message: str
 ) -> None:
     # A layout of 3 needs 3 devices, or the configuration itself is refused.
@@ -90,7 +91,7 @@ def test_replicas_of_two_ranks_pass(train_config: Callable[..., TrainConfig]) ->
         ),
     ],
 )
-def test_schedules_that_do_not_fit_into_the_run(
+def test_schedules_longer_than_the_run_are_errors(
     train_config: Callable[..., TrainConfig],
     sft_config: Callable[..., SFTConfig],
     changes: dict[str, Any],
@@ -112,7 +113,7 @@ def test_schedules_that_do_not_fit_into_the_run(
             check_schedules(config, plan_batches(config), 10 * steps)
 
 
-def test_a_schedule_that_no_one_follows_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
+def test_unused_schedules_are_not_checked(train_config: Callable[..., TrainConfig]) -> None:
     warmup = {f"{POLICY}.actor.optim.lr_warmup_steps": 100, "critic.optim.lr_warmup_steps": 100}
     config = train_config({**warmup, "trainer.val_only": True})
     check_schedules(config, plan_batches(config), 1)
@@ -126,20 +127,20 @@ def with_prefix(prefix: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {f"{prefix}.{name}": value for name, value in changes.items()}
 
 
-def test_an_export_never_replaces_the_model_that_a_run_starts_from(
+def test_the_export_cannot_replace_the_initial_model(
     train_config: Callable[..., TrainConfig], sft_config: Callable[..., SFTConfig]
 ) -> None:
     config = train_config()
-    config.trainer.hf_export_dir = f"{config.actor_rollout_ref.model.path}/../{Path(config.critic.model.path).name}"
+    folder = f"{config.actor_rollout_ref.model.path}/../{Path(config.critic.model.path).name}"
     with pytest.raises(ConfigError, match="hf_export_dir"):
-        check_train(config)
+        check_train(with_values(config, {"trainer.hf_export_dir": folder}))
     tuning = sft_config()
-    tuning.trainer.hf_export_dir = tuning.model.path
+    tuning = with_values(tuning, {"trainer.hf_export_dir": tuning.model.path})
     with pytest.raises(ConfigError, match="hf_export_dir"):
         FineTuning(tuning).check()
 
 
-def test_a_critic_that_is_not_used_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
+def test_an_unused_critic_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
     check_train(
         train_config(
             {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2, "critic.model.path": "/nowhere"}
@@ -155,7 +156,7 @@ def test_a_missing_shard(train_config: Callable[..., TrainConfig], arithmetic: P
 
 
 @pytest.mark.parametrize("response", [7, None])
-def test_responses_to_imitate_must_be_text(
+def test_sft_responses_must_be_text(
     sft_config: Callable[..., SFTConfig], arithmetic: Path, tmp_path: Path, response: int | None
 ) -> None:
     rows = pq.read_table(arithmetic / "data" / "sft.parquet").to_pylist()
@@ -168,7 +169,7 @@ def test_responses_to_imitate_must_be_text(
         FineTuning(sft_config({"data.train_files": [str(tmp_path / "sft.parquet")]})).check()
 
 
-def test_a_language_model_is_no_reward_model(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
+def test_a_language_model_is_not_a_reward_model(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
     config = train_config({"reward_model.enable": True, "reward_model.model.path": str(arithmetic / "model")})
     with pytest.raises(ModelError, match=r"reward_model.model.path=.* is a language model and has no scalar head"):
         check_train(config)

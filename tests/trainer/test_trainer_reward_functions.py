@@ -1,4 +1,4 @@
-"""From the configuration to the functions that score."""
+"""Reward functions from the configuration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from megarl.base.errors import RewardError
 from megarl.config import TrainConfig
 from megarl.config.problems import InvalidConfigError
-from megarl.errors import RewardError
-from megarl.rewards.calling import Task
-from megarl.trainer.reward_functions import check_rewards, reward_plan
+from megarl.rewards.calling import RewardTask
+from megarl.trainer.phases.reward_functions import check_rewards, reward_plan
 
 Build = Callable[..., TrainConfig]
 OWN = """
@@ -32,18 +32,18 @@ def own(tmp_path: Path) -> str:
 def functions_for(config: TrainConfig, data_source: str) -> dict[str, tuple[str, float]]:
     """By label: the function's name and its weight."""
     plan = reward_plan(config)
-    return {part.label: (plan.functions[part.function(data_source)].spec, part.weight) for part in plan.parts}
+    return {term.label: (plan.functions[term.function(data_source)].spec, term.weight) for term in plan.terms}
 
 
 def score(config: TrainConfig, text: str, truth: Any = "1", data_source: str = "s") -> float:
     """What the named functions give to one answer, called here."""
     plan, total = reward_plan(config), 0.0
-    for part in plan.parts:
+    for term in plan.terms:
         found = []
-        loaded = plan.functions[part.function(data_source)].load()
-        loaded.run([Task(data_source, text, truth, {}, "p")], lambda place, outcome, f=found: f.append(outcome))
+        loaded = plan.functions[term.function(data_source)].load()
+        loaded.run([RewardTask(data_source, text, truth, {}, "p")], lambda place, outcome, f=found: f.append(outcome))
         assert found[0].failure is None, found
-        total += part.weight * found[0].score
+        total += term.weight * found[0].score
     return total
 
 
@@ -65,12 +65,12 @@ def test_one_function_by_name_and_by_file(train_config: Build, own: str) -> None
         *(("numina_olympiads", "math"), ("school/sums", "arithmetic"), ("openai/other", "math")),
     ],
 )
-def test_by_data_source_ones_own_first(train_config: Build, data_source: str, function: str) -> None:
+def test_user_functions_by_data_source_come_first(train_config: Build, data_source: str, function: str) -> None:
     own = {"reward_model.name": "auto", "reward_model.data_sources": {"school/*": "arithmetic", "openai/o*": "math"}}
     assert functions_for(train_config(own), data_source) == {"auto": (function, 1.0)}
 
 
-def test_a_data_source_that_nobody_knows_is_named(train_config: Build) -> None:
+def test_an_unknown_data_source_is_named(train_config: Build) -> None:
     with pytest.raises(
         RewardError, match=r"data_source='mine/x'; known are .*openai/gsm8k.*reward_model\.data_sources"
     ):
@@ -108,20 +108,20 @@ def test_a_judge_reads_its_template_from_a_file(train_config: Build, tmp_path: P
     ("changes", "message"),
     [
         ({"reward_model.name": "own.py:score"}, r"there is no file own\.py"),
-        ({"reward_model.functions": {"gsm8q": 1}}, "no reward 'gsm8q'; did you mean 'gsm8k'"),
+        ({"reward_model.functions": {"gsm8q": 1}}, "reward_function='gsm8q' is unknown; did you mean 'gsm8k'"),
         ({"reward_model.function_kwargs": {"gsm8k": {"metod": 1}}, "reward_model.name": "gsm8k"}, "'metod'"),
         ({"reward_model.num_workers": 0, "reward_model.name": "math"}, r"reward_model\.num_workers=0 would"),
         ({"reward_model.reward_manager": "batch", "reward_model.name": "gsm8k"}, "takes a sample .*; set naive"),
-        ({**JUDGE, "reward_model.judge.api_key_env": "NO_SUCH_KEY"}, "api_key_env=NO_SUCH_KEY: there is no such"),
-        ({"reward_model.functions": {"a.score": 1, "b.score": 1}}, "two functions that are called 'score'"),
+        ({**JUDGE, "reward_model.judge.api_key_env": "NO_SUCH_KEY"}, "api_key_env=NO_SUCH_KEY: .* is not set"),
+        ({"reward_model.functions": {"a.score": 1, "b.score": 1}}, "two functions named 'score'"),
     ],
 )
-def test_what_cannot_score_is_refused(train_config: Build, changes: dict[str, Any], message: str) -> None:
+def test_invalid_functions_are_errors(train_config: Build, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         check_rewards(train_config(changes))
 
 
-def test_verls_batch_manager_wants_a_function_of_batches(train_config: Build, own: str) -> None:
+def test_the_verl_batch_manager_needs_a_batch_function(train_config: Build, own: str) -> None:
     batch = {"reward_model.reward_manager": "batch", "custom_reward_function.path": own}
     check_rewards(train_config({**batch, "custom_reward_function.name": "many"}))
     wrong = train_config({**batch, "reward_model.reward_manager": "dapo", "custom_reward_function.name": "many"})
@@ -155,7 +155,7 @@ def test_verls_batch_manager_wants_a_function_of_batches(train_config: Build, ow
         ({"reward_model.reward_manager": "remote"}, "reward_model.reward_manager", "naive, batch, dapo, prime"),
     ],
 )
-def test_keys_that_contradict_are_refused(train_config: Build, changes: dict[str, Any], path: str, text: str) -> None:
+def test_contradicting_keys_are_errors(train_config: Build, changes: dict[str, Any], path: str, text: str) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         train_config(changes)
     problems = {problem.path: problem.text for problem in caught.value.problems}

@@ -1,4 +1,4 @@
-"""How a function's score and a reward model's become one, and what the model is asked about."""
+"""Combination of function and reward-model scores, and the sequences of the reward model."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megarl.config.rewards import RewardModelConfig
+from megarl.base.errors import ConfigError, RewardError
+from megarl.config.schema.rewards import RewardModelConfig, RewardModelPathConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
-from megarl.errors import ConfigError, RewardError
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
-from megarl.rewards.no_function import NoFunction
-from megarl.trainer.reward_model import ModelScores, SequenceReader
-from megarl.trainer.reward_phase import RewardPhase, ScoresBatches
-from megarl.trainer.samples import describe_samples
+from megarl.rewards.manager import NullReward
+from megarl.trainer.phases.reward_phase import BatchScorer, ModelScores, RewardPhase, SequenceReader
+from megarl.trainer.records.samples import describe_samples
 
 ANSWERS = ["12", "7", "oops", ""]
 TRUTHS = ["12", "8", "3", "1"]
-TOLD = torch.tensor([0.5, -2.0, 4.0, 1.0])
+RM_SCORES = torch.tensor([0.5, -2.0, 4.0, 1.0])
 
 
 class Fixed:
-    """A reward model that says the same of every batch."""
+    """A reward model with fixed scores."""
 
     def __init__(self, scores: torch.Tensor) -> None:
-        self.told = ModelScores(scores, truncated=1)
+        self.result = ModelScores(scores, truncated=1)
 
     def score(self, batch: DataProto) -> ModelScores:
-        return self.told
+        return self.result
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +53,14 @@ def compare(data_source: str, solution_str: str, ground_truth: str, extra_info: 
     return 2.0 * (int(solution_str) == int(ground_truth))
 
 
-def phase(functions: ScoresBatches, tokenizer: PreTrainedTokenizerBase, told: torch.Tensor, **keys: Any) -> RewardPhase:
+def phase(functions: BatchScorer, tokenizer: PreTrainedTokenizerBase, scores: torch.Tensor, **keys: Any) -> RewardPhase:
     section = RewardModelConfig(enable=True, **{"on_error": "mask", **keys})
-    return RewardPhase(functions, tokenizer, section, Fixed(told))
+    return RewardPhase(functions, tokenizer, section, Fixed(scores))
 
 
-def test_the_score_is_the_weighted_sum_on_the_last_token(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
+def test_the_score_is_the_weighted_sum_at_the_last_token(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
     functions = RewardManager(in_driver(compare), tokenizer, FailurePolicy("mask"))
-    scored = phase(functions, tokenizer, TOLD, function_weight=3.0, model_weight=0.5).score(batch)
+    scored = phase(functions, tokenizer, RM_SCORES, function_weight=3.0, model_weight=0.5).score(batch)
     rows = scored.batch.tensors["token_level_scores"]
     assert rows.sum(-1).tolist() == [3 * 2.0 + 0.5 * 0.5, 3 * 0.0 - 0.5 * 2.0, 0.0, 0.0]
     assert rows[0].tolist()[:2] == [0.0, 6.25] and rows[1, 0] == -1.0  # answers of two tokens and of one
@@ -75,29 +74,28 @@ def test_the_score_is_the_weighted_sum_on_the_last_token(tokenizer: PreTrainedTo
     assert [sample["function_score"] for sample in samples] == [2.0, 0.0, None, None]
 
 
-def test_without_a_function_only_the_model_scores(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
-    scored = phase(NoFunction(), tokenizer, TOLD, function_weight=0.0).score(batch)
+def test_null_reward_leaves_the_model_score(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
+    scored = phase(NullReward(), tokenizer, RM_SCORES, function_weight=0.0).score(batch)
     assert scored.batch.tensors["token_level_scores"].sum(-1).tolist() == [0.5, -2.0, 4.0, 0.0]
     assert scored.extra_columns["reward_failed"].tolist() == [False, False, False, True]  # no token to carry a score
     assert "reward/function_score/mean" not in scored.metrics
 
 
-def test_a_score_that_is_not_finite_is_masked_or_stops(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
-    told = torch.tensor([0.5, torch.nan, 4.0, torch.inf])
-    scored = phase(NoFunction(), tokenizer, told, function_weight=0.0).score(batch)
+def test_a_non_finite_score_is_masked_or_raises(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
+    scores = torch.tensor([0.5, torch.nan, 4.0, torch.inf])
+    scored = phase(NullReward(), tokenizer, scores, function_weight=0.0).score(batch)
     assert scored.batch.tensors["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 4.0, 0.0]
     assert scored.metrics["reward/failed"] == 2 and scored.metrics["reward/rm_score/max"] == 4
     with pytest.raises(RewardError, match=r"row 1 is nan .1 rows"):
-        phase(NoFunction(), tokenizer, told, function_weight=0.0, on_error="raise").score(batch)
+        phase(NullReward(), tokenizer, scores, function_weight=0.0, on_error="raise").score(batch)
 
 
 def section(model: Path, length: int = 64, input_tokenizer: Path | None = None) -> RewardModelConfig:
-    keys = RewardModelConfig(enable=True, max_length=length)
-    keys.model.path, keys.model.input_tokenizer = str(model), input_tokenizer and str(input_tokenizer)
-    return keys
+    paths = RewardModelPathConfig(str(model), str(input_tokenizer) if input_tokenizer else None)
+    return RewardModelConfig(enable=True, max_length=length, model=paths)
 
 
-def test_the_same_tokenizer_reads_token_ids_as_they_are(
+def test_the_same_tokenizer_reads_token_ids_directly(
     tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path
 ) -> None:
     sequences, cut = SequenceReader(section(arithmetic / "model"), tokenizer).read(batch)
@@ -110,7 +108,7 @@ def test_the_same_tokenizer_reads_token_ids_as_they_are(
     assert kept.tolist() == [row[-5:] for row in real]
 
 
-def test_another_tokenizer_reads_the_conversation_in_its_own_template(
+def test_another_tokenizer_reads_the_conversation_in_its_template(
     tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path, tmp_path: Path
 ) -> None:
     other = AutoTokenizer.from_pretrained(arithmetic / "model")

@@ -1,4 +1,4 @@
-"""Where a run stands: what is due, and which prompts remain."""
+"""Run state: due actions, remaining prompts, resume and the end of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megarl.algorithms import make_kl_controller
+from megarl.base.errors import CheckpointError, ConfigError
 from megarl.config import SFTConfig, TrainConfig
 from megarl.data import DataProto, StatefulLoader
-from megarl.data.prompt_queue import PromptQueue
-from megarl.errors import CheckpointError, ConfigError
-from megarl.trainer.checkpoint_manifest import Score
-from megarl.trainer.run_state import (
+from megarl.data.loader import PromptQueue
+from megarl.trainer.state.checkpoint_manifest import Score
+from megarl.trainer.state.run_state import (
     RunState,
     checkpoint_store,
     find_resume,
@@ -22,8 +22,8 @@ from megarl.trainer.run_state import (
     inexact_checkpoints,
     role_contents,
 )
-from megarl.trainer.stopping import Stop
-from megarl.trainer.trainer_state import TrainerState
+from megarl.trainer.state.stopping import StopCondition
+from megarl.trainer.state.trainer_state import TrainerState
 
 
 def loader() -> PromptQueue:
@@ -43,7 +43,7 @@ def rows(prompts: DataProto) -> list[int]:
     return prompts.tensors["row"].tolist()
 
 
-def test_epoch_after_epoch_until_the_last_step(train_config: Callable[..., TrainConfig]) -> None:
+def test_prompts_of_all_epochs_until_the_last_step(train_config: Callable[..., TrainConfig]) -> None:
     state = run_state(train_config, 8, loader())
     seen = []
     for number, prompts in enumerate(state.remaining_prompts(3), start=1):
@@ -57,9 +57,7 @@ def test_epoch_after_epoch_until_the_last_step(train_config: Callable[..., Train
 
 
 @pytest.mark.parametrize("failed", [1, 2, 4, 5, 7])
-def test_a_step_that_cannot_be_done_is_done_by_the_next_run(
-    train_config: Callable[..., TrainConfig], failed: int
-) -> None:
+def test_an_undone_step_is_repeated_by_the_next_run(train_config: Callable[..., TrainConfig], failed: int) -> None:
     """Also where it is the first of an epoch."""
     config = train_config({"trainer.save_freq": 100})
     state = RunState(config, loader(), make_kl_controller("fixed", 0.1, 0.1, 1), 8, None)
@@ -79,7 +77,7 @@ def test_a_step_that_cannot_be_done_is_done_by_the_next_run(
 
 
 @pytest.mark.parametrize("done", [1, 3, 4, 6, 8])
-def test_a_run_continues_with_the_prompts_that_remain(train_config: Callable[..., TrainConfig], done: int) -> None:
+def test_a_resumed_run_gets_the_remaining_prompts(train_config: Callable[..., TrainConfig], done: int) -> None:
     whole = [rows(prompts) for prompts in run_state(train_config, 8, loader()).remaining_prompts(3)]
     first = run_state(train_config, 8, loader())
     for _ in first.remaining_prompts(3):
@@ -97,7 +95,7 @@ def test_a_run_continues_with_the_prompts_that_remain(train_config: Callable[...
     ("every", "total", "due"),
     [(-1, 7, []), (1, 3, [1, 2, 3]), (3, 7, [3, 6, 7]), (3, 6, [3, 6]), (10, 7, [7])],
 )
-def test_due_every_so_often_and_after_the_last(
+def test_due_every_n_steps_and_after_the_last(
     train_config: Callable[..., TrainConfig], every: int, total: int, due: list[int]
 ) -> None:
     state = run_state(train_config, total, loader())
@@ -108,11 +106,11 @@ def test_due_every_so_often_and_after_the_last(
     assert found == due
 
 
-def test_nothing_to_continue_from(train_config: Callable[..., TrainConfig]) -> None:
+def test_no_checkpoint_starts_at_step_zero(train_config: Callable[..., TrainConfig]) -> None:
     assert find_resume(train_config()) is None
 
 
-def test_fingerprints_of_what_learns(train_config: Callable[..., TrainConfig]) -> None:
+def test_fingerprints_of_the_training_roles(train_config: Callable[..., TrainConfig]) -> None:
     assert set(fingerprints(train_config())) == {"actor", "critic"}
     prints = fingerprints(train_config({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}))
     assert set(prints) == {"actor"} and prints["actor"]["hidden_size"] == 32
@@ -132,20 +130,20 @@ def saved(config: TrainConfig, step: int, score: Score | None = None, **changes:
 
 
 @pytest.mark.parametrize(
-    ("written", "wanted", "complaint"),
+    ("written", "load_contents", "complaint"),
     [
         (["model"], ["model"], None),
         (["model", "extra"], None, r"no optimizer of the actor, saved with save_contents=\[model,extra\]: "
-         r"set actor_rollout_ref\.actor\.checkpoint\.load_contents=\[model,extra\] to go on without"),
-        (["hf_model"], ["model"], r"no model of the actor.*nothing can go on from it"),
+         r"set actor_rollout_ref\.actor\.checkpoint\.load_contents=\[model,extra\] to resume without"),
+        (["hf_model"], ["model"], r"no model of the actor.*no run can resume from it"),
     ],
 )  # fmt: skip
-def test_what_a_checkpoint_lacks_is_told_before_anything_starts(
-    train_config: Callable[..., TrainConfig], written: list[str], wanted: list[str] | None, complaint: str | None
+def test_missing_contents_fail_before_any_process(
+    train_config: Callable[..., TrainConfig], written: list[str], load_contents: list[str] | None, complaint: str | None
 ) -> None:
     key = "actor_rollout_ref.actor.checkpoint"
     saved(train_config({f"{key}.save_contents": written}), 3)
-    config = train_config({} if wanted is None else {f"{key}.load_contents": wanted})
+    config = train_config({} if load_contents is None else {f"{key}.load_contents": load_contents})
     if complaint is None:
         assert find_resume(config).state.step == 3
     else:
@@ -153,16 +151,18 @@ def test_what_a_checkpoint_lacks_is_told_before_anything_starts(
             find_resume(config)
 
 
-def test_a_checkpoint_without_critic_is_refused_by_ppo(train_config: Callable[..., TrainConfig]) -> None:
+def test_ppo_rejects_a_checkpoint_without_critic(train_config: Callable[..., TrainConfig]) -> None:
     saved(train_config({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}), 3)
     with pytest.raises(CheckpointError, match="holds no critic"):
         find_resume(train_config())
 
 
-def test_other_software_is_told(train_config: Callable[..., TrainConfig], caplog: pytest.LogCaptureFixture) -> None:
+def test_software_versions_are_compared(
+    train_config: Callable[..., TrainConfig], caplog: pytest.LogCaptureFixture
+) -> None:
     saved(train_config(), 3, versions={"torch": "1.0"})
     assert find_resume(train_config()) is not None
-    assert "was written by other software: torch 1.0 then" in caplog.text
+    assert "was written by other software versions: torch 1.0 then" in caplog.text
 
 
 def test_inexact_checkpoints_are_announced(train_config: Callable[..., TrainConfig]) -> None:
@@ -172,12 +172,12 @@ def test_inexact_checkpoints_are_announced(train_config: Callable[..., TrainConf
     }
     actor, critic = inexact_checkpoints(train_config({**SAVING, **changes}))
     assert "of the actor hold hf_model" in actor and "impossible" in actor
-    assert "of the critic hold model" in critic and "optimizer and extra anew" in critic
+    assert "of the critic hold model" in critic and "restarts its optimizer and extra" in critic
     assert inexact_checkpoints(train_config(changes)) == [] == inexact_checkpoints(train_config(SAVING))
 
 
 @pytest.mark.parametrize(("mode", "bests"), [("max", [1, 3]), ("min", [1, 2, 4])])
-def test_the_best_so_far_is_saved_between_the_due_ones(
+def test_a_new_best_is_saved_between_due_saves(
     train_config: Callable[..., TrainConfig], mode: str, bests: list[int]
 ) -> None:
     metric = "val-core/x/reward/mean@1"
@@ -198,14 +198,14 @@ def test_the_best_so_far_is_saved_between_the_due_ones(
     assert state.must_save()
 
 
-def test_an_unknown_best_metric_is_told_with_those_that_there_are(train_config: Callable[..., TrainConfig]) -> None:
+def test_an_unknown_best_metric_lists_the_metrics(train_config: Callable[..., TrainConfig]) -> None:
     state = RunState(train_config({**SAVING, "trainer.best_metric": "val-core/y"}), loader(), None, 9, None)
-    with pytest.raises(ConfigError, match=r"trainer.best_metric='val-core/y' is not .*those are: val-core/x"):
+    with pytest.raises(ConfigError, match=r"trainer.best_metric='val-core/y' is not .*the metrics are: val-core/x"):
         state.note_validation({"val-core/x": 1.0})
 
 
-def test_a_run_asked_to_end_does_so_after_the_step_and_saves(train_config: Callable[..., TrainConfig]) -> None:
-    stop = Stop()
+def test_a_stop_request_ends_after_the_step_and_saves(train_config: Callable[..., TrainConfig]) -> None:
+    stop = StopCondition()
     state = RunState(train_config({"trainer.save_freq": 100}), loader(), None, 8, None, stop)
     steps = []
     for _ in state.remaining_prompts(3):
@@ -216,9 +216,9 @@ def test_a_run_asked_to_end_does_so_after_the_step_and_saves(train_config: Calla
     assert steps == [1, 2] and state.ends
     saved(state.config, 2)
     state.saver.newest = state.saver.store.resolve("auto")
-    told = state.finish()
-    assert told.startswith(f"Ended after step 2 of 8 (SIGTERM), saved in {state.saver.newest}.")
-    assert f"trainer.resume_from_path={state.saver.newest}" in told and "\n" not in told
+    message = state.finish()
+    assert message.startswith(f"Ended after step 2 of 8 (SIGTERM), saved in {state.saver.newest}.")
+    assert f"trainer.resume_from_path={state.saver.newest}" in message and "\n" not in message
     state.check_last_save()
     state.saver.failure = "No space left on device"
     assert "not saved" in state.finish()
@@ -226,7 +226,7 @@ def test_a_run_asked_to_end_does_so_after_the_step_and_saves(train_config: Calla
         state.check_last_save()
 
 
-def test_a_run_that_has_what_it_was_for_saves_and_is_over(sft_config: Callable[..., SFTConfig]) -> None:
+def test_a_reached_target_saves_and_ends_the_run(sft_config: Callable[..., SFTConfig]) -> None:
     state = RunState(sft_config({"trainer.save_freq": 100}), loader(), None, 8, None)
     steps = []
     for _ in state.remaining_prompts(3):
@@ -237,8 +237,8 @@ def test_a_run_that_has_what_it_was_for_saves_and_is_over(sft_config: Callable[.
     assert steps == [1, 2, 3, 4] and state.finish() is None
 
 
-def test_a_run_asked_to_end_before_its_first_step(train_config: Callable[..., TrainConfig]) -> None:
-    stop = Stop()
+def test_a_stop_request_before_the_first_step(train_config: Callable[..., TrainConfig]) -> None:
+    stop = StopCondition()
     stop.request("SIGTERM")
     state = RunState(train_config(), loader(), None, 8, None, stop)
     assert list(state.remaining_prompts(3)) == []

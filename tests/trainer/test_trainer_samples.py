@@ -1,4 +1,4 @@
-"""Answers as people read them."""
+"""Sample records, dumps, and values per token."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
-from megarl.trainer.samples import describe_samples, dump_samples, evenly
-from megarl.trainer.session import load_tokenizer
+from megarl.tracking.token_columns import TokenValues
+from megarl.trainer.phases.data_loading import load_tokenizer
+from megarl.trainer.records.samples import describe_samples, dump_samples, evenly_spaced, samples_with_tokens
 
 
-def test_a_scored_batch_in_words(arithmetic: Path, tmp_path: Path) -> None:
+def test_describe_samples_of_a_scored_batch(arithmetic: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     chat = [{"role": "user", "content": "What is 2 + 2?"}]
     prompts = [
@@ -55,21 +57,21 @@ def test_a_scored_batch_in_words(arithmetic: Path, tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == samples
 
 
-def test_what_is_not_json_is_written_as_text(tmp_path: Path) -> None:
+def test_values_that_are_not_json_are_written_as_text(tmp_path: Path) -> None:
     dump_samples(tmp_path, 1, [{"output": "é\n", "gts": Path("x"), "score": 1.0}])
     assert (tmp_path / "1.jsonl").read_text(encoding="utf-8") == '{"output": "é\\n", "gts": "x", "score": 1.0}\n'
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 16, 17, 33, 1000])
-def test_evenly_spread(length: int) -> None:
-    chosen = evenly(range(length), 16)
+def test_evenly_spaced(length: int) -> None:
+    chosen = evenly_spaced(range(length), 16)
     assert len(chosen) == min(length, 16)
     assert chosen == sorted(set(chosen)) and set(chosen) <= set(range(length))
     gaps = [b - a for a, b in pairwise(chosen)]
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_what_a_tool_wrote_is_told_by_its_characters(arithmetic: Path) -> None:
+def test_masked_spans_of_tool_tokens(arithmetic: Path) -> None:
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     turns = [("What? é", 1), (" 12 says", 0), (" so 3", 1), ("é.", 0)]
     ids = [(token, mask) for text, mask in turns for token in tokenizer(text).input_ids]
@@ -87,3 +89,55 @@ def test_what_a_tool_wrote_is_told_by_its_characters(arithmetic: Path) -> None:
     good, lost = describe_samples(batch, tokenizer, step=1)
     assert [good["output"][begin:end] for begin, end in good["masked"]] == [" 12 says", "é."]
     assert lost["agent_error"] == "lost" and "masked" not in lost
+
+
+def test_token_values_of_a_sample(arithmetic: Path) -> None:
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+    responses = [[*tokenizer("12 é").input_ids, tokenizer.eos_token_id], tokenizer("7").input_ids]
+    lengths = [1, 1], [len(ids) for ids in responses]
+    width = max(lengths[1])
+    old, engine = torch.rand(2, width) - 1, torch.rand(2, width) - 1
+    generated = torch.ones(2, width, dtype=torch.int64)
+    generated[0, 1] = 0
+    numbers = torch.arange(2 * width).view(2, width).float()
+    batch = DataProto.from_dict(
+        {
+            "prompts": pad_left([[5], [6]], tokenizer.pad_token_id),
+            "responses": pad_right(responses, tokenizer.pad_token_id),
+            "attention_mask": attention_mask_of(*lengths, 1, width),
+            "token_level_scores": torch.zeros(2, width),
+            "old_log_probs": old,
+            "rollout_log_probs": engine,
+            "advantages": numbers,
+            "response_mask": generated.bool(),
+            "generated_mask": generated,
+        },
+        {"reward_model": [{"ground_truth": "3"}] * 2, "reward_failed": [False, False]},
+    )
+    samples = samples_with_tokens(batch, tokenizer, step=3)
+    for row, (sample, length) in enumerate(zip(samples, lengths[1], strict=True)):
+        tokens = TokenValues.decode(sample["tokens"], len(sample["output"]))
+        assert tokens is not None and len(tokens.characters) == sample["response_length"] == length
+        assert set(tokens.columns) == {"advantage", "difference", "mask", "log_prob"}, "what the batch has"
+        np.testing.assert_allclose(tokens.columns["log_prob"], old[row, :length], rtol=1e-3)
+        difference = ((old - engine) * generated)[row, :length]
+        np.testing.assert_allclose(tokens.columns["difference"], difference, rtol=1e-3, atol=1e-6)
+        assert tokens.columns["advantage"].tolist() == numbers[row, :length].tolist()
+        assert tokens.columns["mask"].tolist() == generated[row, :length].tolist()
+    assert samples[0]["output"] == "12 é", "the end of the answer writes nothing"
+
+
+def test_ambiguous_tokens_have_no_values(arithmetic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.trainer.records.samples.characters_per_token", lambda ids, tokenizer: None)
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+    batch = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[5]]),
+            "responses": torch.tensor([[6]]),
+            "attention_mask": torch.ones(1, 2, dtype=torch.int64),
+            "token_level_scores": torch.zeros(1, 1),
+        },
+        {"reward_model": [{"ground_truth": "3"}], "reward_failed": [False]},
+    )
+    (sample,) = samples_with_tokens(batch, tokenizer, step=1)
+    assert "tokens" not in sample and sample["response_length"] == 1

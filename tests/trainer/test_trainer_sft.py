@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in real processes: what is saved, and that a continued run is the one that was not stopped."""
+"""Supervised fine-tuning in real processes: saves, and exact resume."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from megarl.base.errors import CheckpointError
 from megarl.config import SFTConfig
 from megarl.convert.command import main as convert
-from megarl.errors import CheckpointError
+from megarl.ops.report.balance import balance_maps
+from megarl.ops.report.run_files import read_run
 from megarl.tracking import read_metrics
-from megarl.tracking.balance_file import BalanceRows, read_balance
-from megarl.tracking.report.balance import balance_maps
-from megarl.tracking.report.run_files import read_run
-from megarl.trainer.run_state import checkpoint_store, find_resume
-from megarl.trainer.sft import run
-from megarl.trainer.stopping import Stop
+from megarl.tracking.jsonl_files import BalanceRows, read_balance
+from megarl.trainer.jobs.sft import run
+from megarl.trainer.state.run_state import checkpoint_store, find_resume
+from megarl.trainer.state.stopping import StopCondition
 
 STEPS = 5  # the checkpoint is in the first epoch of three steps, its end in the second
 CLOCK = ("timing_", "perf/", "checkpoint/")
@@ -40,7 +40,7 @@ def balance(folder: Path) -> BalanceRows:
     return read_balance(folder / "balance.jsonl")
 
 
-def test_a_run_that_is_continued_ends_as_one_that_was_not_stopped(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     sft_config: Callable[..., SFTConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def config(name: str, **trainer: object) -> SFTConfig:
@@ -70,9 +70,9 @@ def test_a_run_that_is_continued_ends_as_one_that_was_not_stopped(
     with pytest.raises(CheckpointError, match="resume_mode=must, but there is no checkpoint"):
         find_resume(config("cut", resume_mode="must"))
 
-    # A run that is asked to end after its first step, and one that goes on from there.
+    # A run that ends after its first step by a request, and one that resumes from there.
     with monkeypatch.context() as patch:
-        patch.setattr(Stop, "begin", lambda stop: stop.request("SIGTERM"))
+        patch.setattr(StopCondition, "begin", lambda stop: stop.request("SIGTERM"))
         cut = finish("cut")
     assert [row["step"] for row in rows(cut)] == [1] and not (cut / "hf").exists()
     saved = cut / "checkpoints" / "global_step_1"
@@ -98,7 +98,7 @@ def uneven(arithmetic: Path, tmp_path: Path) -> Path:
     return tmp_path / "uneven.parquet"
 
 
-def test_what_each_of_two_ranks_had_to_do_is_kept_and_in_the_report(
+def test_the_work_of_both_ranks_is_in_balance_file_and_report(
     sft_config: Callable[..., SFTConfig],
     uneven: Path,
     arithmetic: Path,

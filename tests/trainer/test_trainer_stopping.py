@@ -1,4 +1,4 @@
-"""A run ends before its deadline, with time left to save, and on a SIGTERM after the step under way."""
+"""Stop conditions: deadlines with time for a save, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import signal
 
 import pytest
 
-from megarl.errors import ConfigError
-from megarl.trainer.stopping import EXPIRY_VARIABLES, FIRST_SAVE_S, Deadline, Stop, ends_on_sigterm, find_deadlines
+from megarl.base.errors import ConfigError
+from megarl.trainer.state.stopping import (
+    EXPIRY_VARIABLES,
+    FIRST_SAVE_S,
+    Deadline,
+    StopCondition,
+    ends_on_sigterm,
+    find_deadlines,
+)
 
 
 class Clock:
@@ -21,7 +28,7 @@ class Clock:
 
 def steps_until_it_ends(seconds: list[float], deadline: float, save_s: float | None, spare_s: float = 0.0) -> int:
     clock = Clock()
-    stop = Stop([Deadline(1000 + deadline, "limit"), Deadline(9e9, "later")], spare_s, clock)
+    stop = StopCondition([Deadline(1000 + deadline, "limit"), Deadline(9e9, "later")], spare_s, clock)
     clock.now += 50  # the workers start
     stop.begin()
     for number, step in enumerate(seconds, start=1):
@@ -64,8 +71,8 @@ def test_the_last_step_that_fits(
     assert found == after or len(seconds) != 9 or save_s is None
 
 
-def test_without_a_deadline_it_goes_on() -> None:
-    stop = Stop()
+def test_without_a_deadline_the_run_continues() -> None:
+    stop = StopCondition()
     stop.begin()
     assert stop.step_done(1e9) is None
 
@@ -78,18 +85,18 @@ def test_deadlines_of_config_and_environment() -> None:
     assert find_deadlines(None, 1000.0, {}) == []
 
 
-def test_an_expiry_in_the_past_is_told_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_expiry_in_the_past_is_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     assert find_deadlines(None, 1000.0, {"SLURM_JOB_END_TIME": "999"}) == []
     assert "SLURM_JOB_END_TIME=999 is in the past" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["soon", "nan", "2026-01-01T00:00:00Z"])
-def test_an_expiry_that_is_no_time(text: str) -> None:
+def test_a_malformed_expiry_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME='{text}' is not a UNIX time"):
         find_deadlines(None, 1000.0, {"SLURM_JOB_END_TIME": text})
 
 
-def test_first_sigterm_asks_and_the_second_one_ends() -> None:
+def test_the_first_sigterm_requests_and_the_second_ends() -> None:
     class Ended(Exception):
         pass
 
@@ -98,13 +105,13 @@ def test_first_sigterm_asks_and_the_second_one_ends() -> None:
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        stop = Stop()
+        stop = StopCondition()
         with pytest.raises(Ended), ends_on_sigterm(stop):
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.requested == "SIGTERM" and stop.reason is None  # the step under way is finished
             assert stop.step_done(None) == "SIGTERM"
             os.kill(os.getpid(), signal.SIGTERM)
-        with ends_on_sigterm(Stop()):
+        with ends_on_sigterm(StopCondition()):
             pass
         assert signal.getsignal(signal.SIGTERM) is end
     finally:

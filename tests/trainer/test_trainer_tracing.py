@@ -1,4 +1,4 @@
-"""What the timeline of real processes says of those that do not hand over what they recorded."""
+"""Timeline of real processes, including unresponsive and dead ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, processes, wait_ready
-from megarl.config.tracing import TimelineConfig
+from megarl.config.schema.run import TimelineConfig
 from megarl.models import ParallelLayout
+from megarl.ops.timeline.command import Summary, summarize
 from megarl.tracing import TracingOptions, unwatch_process
-from megarl.tracing.summary import Summary, summarize
 from megarl.tracing.trace_file import read_trace
-from megarl.trainer.tracing import Timeline
+from megarl.trainer.records.tracing import Timeline
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +48,26 @@ def recorded(folder: Path) -> tuple[Summary, dict[str, int]]:
     return summarize(events), calls
 
 
-def test_a_process_that_does_not_answer_is_named_and_the_others_are_there(
+def test_an_unresponsive_process_is_named_and_the_others_are_recorded(
     pool: PlacedPool, group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_COLLECT_S", 2.0)
-    told: list[str] = []
-    timeline = Timeline(TimelineConfig(enable=True), tmp_path, told.append)
+    messages: list[str] = []
+    timeline = Timeline(TimelineConfig(enable=True), tmp_path, messages.append)
     timeline.begin_step(pool.processes, 0)
     stopped, _ = group.pid()
-    os.kill(stopped, signal.SIGSTOP)  # the first that is waited for, so that the other one is asked when time is up
+    os.kill(stopped, signal.SIGSTOP)  # the first one in the queue, so the other one is collected after the time limit
     timeline.begin_step(pool.processes, 1)
     timeline.begin_step(pool.processes, 2)
     host = next(member.host for member in pool.processes.members())
-    assert told == [
-        f"timeline: sleeper rank 0 (pid {stopped} on {host}) has not handed over what it recorded: it did not answer "
-        "within 2 s; the timeline is without it"
+    assert messages == [
+        f"timeline: no events of sleeper rank 0 (pid {stopped} on {host}): it did not answer within 2 s; the timeline "
+        "lacks them"
     ]
     os.kill(stopped, signal.SIGCONT)
     monkeypatch.undo()
     timeline.close(pool.processes)
-    assert len(told) == 1, "what it recorded later is there"
+    assert len(messages) == 1, "what it recorded later is there"
     summary, calls = recorded(tmp_path)
     assert calls == {"driver": 0, "sleeper rank 0": 0, "sleeper rank 1": 1}
     (lacks,) = summary.left_out
@@ -76,26 +76,26 @@ def test_a_process_that_does_not_answer_is_named_and_the_others_are_there(
     )
 
 
-def test_a_process_that_is_gone_is_named(pool: PlacedPool, group: WorkerGroup, tmp_path: Path) -> None:
-    told: list[str] = []
-    timeline = Timeline(TimelineConfig(enable=True), tmp_path, told.append)
+def test_a_dead_process_is_named(pool: PlacedPool, group: WorkerGroup, tmp_path: Path) -> None:
+    messages: list[str] = []
+    timeline = Timeline(TimelineConfig(enable=True), tmp_path, messages.append)
     timeline.begin_step(pool.processes, 0)
     _, victim = group.pid()
     process = psutil.Process(victim)
     process.kill()
     process.wait()
     timeline.close(pool.processes)
-    assert any(line.startswith("timeline: sleeper rank 1") and "recorded: it is gone;" in line for line in told)
+    assert any(line.startswith("timeline: no events of sleeper rank 1") and "it is gone;" in line for line in messages)
     summary, calls = recorded(tmp_path)
     assert calls["sleeper rank 0"] == 1
     assert {line.split(", until ")[0] for line in summary.left_out} == {"sleeper rank 1"}
 
 
-def test_a_run_that_failed_asks_nobody_and_says_so(pool: PlacedPool, group: WorkerGroup, tmp_path: Path) -> None:
-    told: list[str] = []
-    timeline = Timeline(TimelineConfig(enable=True), tmp_path, told.append)
+def test_a_failed_run_collects_no_events(pool: PlacedPool, group: WorkerGroup, tmp_path: Path) -> None:
+    messages: list[str] = []
+    timeline = Timeline(TimelineConfig(enable=True), tmp_path, messages.append)
     timeline.begin_step(pool.processes, 1)
     group.pid()
     timeline.close(None)
     (lacks,) = recorded(tmp_path)[0].left_out
-    assert lacks.endswith("events left out: what processes had not handed over when the run failed") and not told
+    assert lacks.endswith("events of processes that were not collected before the run failed") and not messages

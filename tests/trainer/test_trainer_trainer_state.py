@@ -1,4 +1,4 @@
-"""The driver's own state goes through JSON unchanged, and another model's is refused."""
+"""State of the driver: JSON round trip, and rejection of another model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megarl
-from megarl.errors import CheckpointError
-from megarl.trainer.trainer_state import STATE_FILE, TrainerState
+from megarl.base.errors import CheckpointError
+from megarl.trainer.state.trainer_state import STATE_FILE, TrainerState
 
 MODEL = {"actor": {"family": "qwen2", "hidden_size": 64, "rope_scaling": None}, "critic": {"hidden_size": 32}}
 
@@ -41,7 +41,7 @@ def same(first: Any, second: Any) -> bool:
     return first == second or (math.isnan(first) and math.isnan(second))
 
 
-def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_state_round_trip(tmp_path: Path) -> None:
     loader = {
         "position": 3,
         "generator": torch.Generator().manual_seed(5).get_state(),
@@ -69,7 +69,7 @@ def test_numpy_scalars_become_plain_numbers(tmp_path: Path) -> None:
     assert same(TrainerState.read(tmp_path).kl_controller, {"value": 0.5, "n": 3})
 
 
-def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
+def test_unsupported_types_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"dataloader\.a\[1\] is a set"):
         state(dataloader={"a": [1, {2}]}).write(tmp_path)
 
@@ -115,7 +115,7 @@ def test_missing_fields_are_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[1]", '"format"'])
-def test_not_a_state_at_all(text: str, tmp_path: Path) -> None:
+def test_other_json_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text(text)
     with pytest.raises(CheckpointError, match=STATE_FILE):
         TrainerState.read(tmp_path)
@@ -126,7 +126,7 @@ def test_missing_file(tmp_path: Path) -> None:
         TrainerState.read(tmp_path)
 
 
-def test_another_model_is_refused_with_the_fields_that_differ() -> None:
+def test_another_model_is_rejected_with_differing_fields() -> None:
     saved = state()
     saved.check_model(MODEL)
     other = {"actor": {**MODEL["actor"], "hidden_size": 128}, "critic": {"hidden_size": 32, "family": "llama"}}

@@ -1,4 +1,4 @@
-"""Real hangs of real processes: who is named, what is written, and how the run ends."""
+"""Watchdog with stalls of real processes: named ranks, files, and the end of the run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.base.errors import StallError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
-from megarl.cluster.replicas import GroupReplica
-from megarl.cluster.stacks import kill_all, look_at
-from megarl.config.tracing import WatchdogConfig
-from megarl.errors import StallError
+from megarl.cluster.adapters import GroupReplica
+from megarl.cluster.processes import collect_stacks, kill_processes
+from megarl.config.schema.run import WatchdogConfig
 from megarl.models import ParallelLayout
-from megarl.rewards.calling import FunctionSpec, Task
+from megarl.rewards.calling import FunctionSpec, RewardTask
 from megarl.rewards.pool import RewardPool
-from megarl.rewards.pool.runner import Job
-from megarl.rewards.registry import Traits
+from megarl.rewards.pool.runner import RewardJob
+from megarl.rewards.registry import FunctionTraits
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.router import Router
 from megarl.tracing import PHASE, TracingOptions, span, unwatch_process, watch_process
-from megarl.tracing.stall import explain
-from megarl.trainer import watchdog
-from megarl.trainer.watchdog import Limits, Watchdog
+from megarl.tracing.stall import explain_stall
+from megarl.trainer.records import watchdog
+from megarl.trainer.records.watchdog import PhaseLimits, Watchdog
 
 RANKS = 3
 HANGING = "tests.cluster.hanging_workers.Hanging"
@@ -61,7 +61,7 @@ def start(pool: PlacedPool) -> Iterator[Callable[[str], WorkerGroup]]:
         return groups[-1]
 
     yield start_group
-    kill_all(pool.processes)
+    kill_processes(pool.processes)
     for group in groups:
         group.shutdown()
     pool.processes.groups.clear()
@@ -86,10 +86,10 @@ def stall_of(folder: Path) -> tuple[str, dict[str, str]]:
     [
         ("user code", r"is in update arg0=2 arg1=1, at hang \(tests/cluster/hanging_workers\.py:\d+\)"),
         ("holds Python's lock", r"is in update arg0=2 arg1=1, at hang \(tests/cluster/hanging_workers\.py:\d+\)"),
-        ("stopped", r"\(pid \d+ on [\d.]+\) is stopped in update arg0=2 arg1=1; `kill -CONT \d+` there lets it go on"),
+        ("stopped", r"\(pid \d+ on [\d.]+\) is stopped in update arg0=2 arg1=1; `kill -CONT \d+` there resumes it"),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named_and_the_run_ended(
+def test_the_stalled_rank_is_named_and_the_run_ends(
     start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, how: str, words: str
 ) -> None:
     group = start("actor")
@@ -115,16 +115,16 @@ def test_the_rank_that_the_others_wait_for_is_named_and_the_run_ended(
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()))
 
 
-def test_where_it_is_only_told_the_run_goes_on(
+def test_action_report_lets_the_run_continue(
     start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path
 ) -> None:
-    group, told = start("critic"), []
+    group, messages = start("critic"), []
     stopped = next(member.pid for member in pool.processes.members() if member.rank == 2)
-    with Watchdog(WatchdogConfig(timeout_s=1.5), tmp_path, pool.processes, told.append):
+    with Watchdog(WatchdogConfig(timeout_s=1.5), tmp_path, pool.processes, messages.append):
         os.kill(stopped, signal.SIGSTOP)
         pending = group.submit("update", 1)
         with span("update_critic", PHASE):
-            wait_until(lambda: bool(told))
+            wait_until(lambda: bool(messages))
             os.kill(stopped, signal.SIGCONT)
             assert pending.result() == [None] * RANKS
         # Three times as long as the limit, and yet no phase is.
@@ -132,14 +132,14 @@ def test_where_it_is_only_told_the_run_goes_on(
             with span("update_actor", PHASE):
                 group.update(3)
                 time.sleep(0.3)
-    assert len(told) == 1 and f"critic rank 2 (pid {stopped} on" in told[0]
+    assert len(messages) == 1 and f"critic rank 2 (pid {stopped} on" in messages[0]
 
 
-def test_a_reward_function_that_never_returns_is_named(pool: PlacedPool, tmp_path: Path) -> None:
+def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\ndef score(*a, **k):\n    while True:\n        time.sleep(1)\n")
     spec = FunctionSpec(f"{tmp_path}/mine.py:score")
     keys = WatchdogConfig(timeout_s=3, action="end")
-    with RewardPool([spec], [Traits()], 1, 0) as rewards:
+    with RewardPool([spec], [FunctionTraits()], 1, 0) as rewards:
         with (
             pytest.raises(
                 StallError, match=r"reward process rank 0 is in .*mine.py:score tasks=1, at score \(.*mine.py:4\)"
@@ -147,11 +147,11 @@ def test_a_reward_function_that_never_returns_is_named(pool: PlacedPool, tmp_pat
             Watchdog(keys, tmp_path, pool.processes, lambda text: None),
             span("reward", PHASE),
         ):
-            rewards.run([Job(0, Task("a", "b", "c", {}))])
+            rewards.run([RewardJob(0, RewardTask("a", "b", "c", {}))])
         assert rewards.pids == []
 
 
-def test_an_engine_that_hangs_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path) -> None:
+def test_a_stalled_engine_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path) -> None:
     group = start("rollout")
 
     async def ask() -> None:
@@ -167,22 +167,22 @@ def test_an_engine_that_hangs_is_named(start: Callable[[str], WorkerGroup], pool
     assert "idle: rollout rank 0, rollout rank 2" in str(error.value)
 
 
-def test_a_rank_that_is_gone_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool) -> None:
+def test_a_dead_rank_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool) -> None:
     start("actor").submit("update", 1, 0, "user code")
     pid = next(member.pid for member in pool.processes.members() if member.rank == 0)
-    wait_until(lambda: "ranks 1, 2 wait" in explain(look_at(pool.processes)))
+    wait_until(lambda: "ranks 1, 2 wait" in explain_stall(collect_stacks(pool.processes)))
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not psutil.pid_exists(pid))
-    assert explain(look_at(pool.processes)).startswith(f"actor rank 0 (pid {pid}) is gone")
+    assert explain_stall(collect_stacks(pool.processes)).startswith(f"actor rank 0 (pid {pid}) is gone")
 
 
-def test_time_in_which_the_whole_process_was_stopped_does_not_count(
+def test_time_of_a_stopped_process_does_not_count(
     pool: PlacedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "ASLEEP_S", 0.3)
-    told: list[str] = []
+    messages: list[str] = []
     keys = WatchdogConfig(timeout_s=3)
-    with Watchdog(keys, tmp_path, pool.processes, told.append), span("gen", PHASE):
+    with Watchdog(keys, tmp_path, pool.processes, messages.append), span("gen", PHASE):
         pid = os.fork()
         if pid == 0:  # continues its parent after a while, as a user's `fg` does
             time.sleep(4)
@@ -191,14 +191,14 @@ def test_time_in_which_the_whole_process_was_stopped_does_not_count(
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1)
     os.waitpid(pid, 0)
-    assert told == [] and not (tmp_path / "stalls").exists()
+    assert messages == [] and not (tmp_path / "stalls").exists()
 
 
 def test_limits_are_per_phase_and_double() -> None:
-    limits = Limits(WatchdogConfig(timeout_s=10, phases={"gen": 60, "testing": None}))
+    limits = PhaseLimits(WatchdogConfig(timeout_s=10, phases={"gen": 60, "testing": None}))
     assert (limits.of("gen"), limits.of("testing"), limits.of("adv")) == (60, None, 10)
     limits.double("gen")
     limits.double("adv")
     limits.double("testing")
     assert (limits.of("gen"), limits.of("testing"), limits.of("adv"), limits.of("ref")) == (120, None, 20, 10)
-    assert limits.any and not Limits(WatchdogConfig(timeout_s=None, phases={"gen": None})).any
+    assert limits.any and not PhaseLimits(WatchdogConfig(timeout_s=None, phases={"gen": None})).any

@@ -1,4 +1,4 @@
-"""Warm processes, and models with a batch, shared by all tests of the room."""
+"""Warm processes, models and a batch for all tests of the room."""
 
 from __future__ import annotations
 

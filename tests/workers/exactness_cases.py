@@ -1,4 +1,4 @@
-"""Random layouts and cuts of one update, what a rank of it sees, and what plain transformers says."""
+"""Random layouts and micro-batches for one update, each rank's results, and the reference of plain transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from distributed import Place, ProcessPool
-from role_processes import ACTOR, CRITIC, log_prob_settings, resting, role_settings
+from role_processes import ACTOR, CRITIC, log_prob_settings, role_settings, with_offload
 from safetensors.torch import load_file
 from tiny_policies import (
     RESPONSE_WIDTH,
@@ -34,16 +34,15 @@ from tiny_policies import (
 from torch import Tensor
 from whole_tensors import whole_tensors
 
+from megarl.base.algorithm_names import LOSS_AGG_MODES
+from megarl.base.errors import ConfigError
 from megarl.cluster.split import plan_rows, split
-from megarl.config.choices import LOSS_AGG_MODES
 from megarl.data import DataProto
-from megarl.errors import ConfigError
 from megarl.megatron import MegatronEngine, shutdown_runtime
 from megarl.models import ParallelLayout, check_layout, read_model_config
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
-from megarl.workers.dispatch import read_marks
-from megarl.workers.place import WorkerPlace
+from megarl.workers.dispatch import WorkerPlace, read_marks
 from megarl.workers.settings import MicroBatchBudget, UpdatePlan
 from megarl.workers.sft import SFTWorker
 
@@ -104,9 +103,9 @@ PIPELINES = [
 
 
 class Study(NamedTuple):
-    """What is known of two optimizer steps.
+    """Results of two optimizer steps.
 
-    On a rank tensors are its own parts, under the names of the weight map; else whole, under those of Hugging Face.
+    On a rank, tensors are its shards by weight map name; otherwise whole tensors by Hugging Face name.
     """
 
     metrics: dict[str, float]
@@ -118,14 +117,14 @@ class Case(NamedTuple):
     """One way to compute an update.
 
     Attributes:
-        kind: of the role.
-        experts: whether its model has some.
+        kind: role.
+        experts: whether its model has experts.
         mode: aggregation of the loss.
         layout: parallel sizes.
-        budget: how rows are cut into micro-batches.
-        order: seed by which the rows of each mini-batch are shuffled.
-        megatron: keys of the role's Megatron section that change no number.
-        rests: whether everything leaves the device after a phase.
+        budget: micro-batch budget.
+        order: seed of the shuffle within each mini-batch.
+        megatron: keys of the role's Megatron section that must not change the results.
+        offloads: whether everything is offloaded after a phase.
     """
 
     kind: str
@@ -135,11 +134,11 @@ class Case(NamedTuple):
     budget: MicroBatchBudget
     order: int
     megatron: dict[str, Any]
-    rests: bool
+    offloads: bool
 
 
 class Subject:
-    """A model of a kind of role, a batch for it, and what plain transformers makes of both by aggregation."""
+    """A model of a role, a batch for it, and the results of plain transformers by aggregation."""
 
     def __init__(self, folder: Path, kind: str, experts: bool) -> None:
         self.path, self.kind, self.is_critic = folder, kind, kind == "critic"
@@ -152,7 +151,7 @@ class Subject:
         self._known: dict[str, Study] = {}
 
     def reference(self, mode: str) -> Study:
-        """Computed once per aggregation."""
+        """Compute the reference once per aggregation."""
         if mode not in self._known:
             model = load_model(self.path, critic=self.is_critic)
             self._known[mode] = self._in_checkpoint_names(
@@ -162,14 +161,14 @@ class Subject:
 
     @staticmethod
     def _in_checkpoint_names(model: Any, trained: Trained) -> Study:
-        """What the model was trained to, and its gradients, as transformers itself names and divides them on disk."""
+        """Trained weights and gradients in the names and shapes of transformers' files."""
         carrier = copy.deepcopy(model)
         grads = [on_disk(carrier, {name: grad[name] for name in grad}) for grad in trained.grads]
         return Study(trained.metrics, grads, on_disk(carrier, trained.weights))
 
 
 def answer_greedily(model: Any, batch: DataProto, rows: tuple[int, ...]) -> None:
-    """Makes the responses of ``rows`` what greedy decoding gives, in place."""
+    """Replace the responses of ``rows`` by greedy decoding, in place."""
     for number in rows:
         row = rows_of(batch)[number]
         for index in range(len(row.response)):
@@ -180,7 +179,7 @@ def answer_greedily(model: Any, batch: DataProto, rows: tuple[int, ...]) -> None
 
 @torch.no_grad()
 def on_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Trained parameters as the files of a checkpoint would hold them; the model is overwritten."""
+    """Trained parameters as saved by transformers; overwrites the model."""
     for name, param in model.named_parameters():
         param.copy_(tensors[name])
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +193,7 @@ def on_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def draw(number: int, subjects: dict[tuple[str, bool], Subject]) -> Case:
-    """The ``number``-th case: twelve kinds and aggregations without experts, twelve with, and so on."""
+    """The ``number``-th case: twelve roles and aggregations without experts, twelve with, and so on."""
     rng = random.Random(number)
     kind, experts = list(WORKERS)[number % 3], number // 12 % 2 == 1
     model = subjects[kind, experts].config
@@ -226,7 +225,7 @@ def draw(number: int, subjects: dict[tuple[str, bool], Subject]) -> Case:
 
 
 def draw_layout(rng: random.Random, world: int, model: Any) -> ParallelLayout:
-    """Any that a model and a number of processes allow; each size alike often, as far as they go together."""
+    """Draw a layout that the model and the number of processes allow; each size is equally likely."""
     powers = [2**n for n in range(world.bit_length())]
     while True:
         tp, cp, pp = (rng.choice(powers) for _ in range(3))
@@ -275,11 +274,11 @@ def arguments_of(case: Case, path: Path) -> dict[str, Any]:
         arguments |= {"config": ACTOR, "log_prob": log_prob_settings(), "reference": None}
     if case.kind == "critic":
         arguments |= {"config": CRITIC}
-    return resting(arguments) if case.rests else arguments
+    return with_offload(arguments) if case.offloads else arguments
 
 
 def run(pool: ProcessPool, subject: Subject, case: Case) -> list[Study]:
-    """The update as the driver would have it done, by rank."""
+    """Run the update like the driver; results by rank."""
     rows = np.arange(MINI_BATCH_ROWS * STEPS).reshape(STEPS, -1)
     shuffled = subject.batch[np.random.default_rng(case.order).permuted(rows, axis=1).flatten()]
     mark = read_marks(WORKERS[case.kind])[VERBS[case.kind]]
@@ -312,7 +311,7 @@ def study(place: Place, case: Case, arguments: dict[str, Any], chunks: list[Data
 
 
 def whole_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
-    """Gradients of this rank's weights, those parts that the distributed optimizer leaves on its peers included."""
+    """Gradients of this rank's weights, including parts that the distributed optimizer leaves on other ranks."""
     for buckets, group in sharded_buckets(engine):
         for bucket in buckets:
             own = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
@@ -329,7 +328,7 @@ def sharded_buckets(engine: MegatronEngine) -> Iterator[tuple[list[Any], dist.Pr
 
 
 def whole(subject: Subject, case: Case, ranks: list[Study]) -> Study:
-    """What the ranks saw together; they must agree on metrics and on what several of them hold."""
+    """Merge the results of the ranks; replicated metrics and weights must agree."""
     for rank in ranks:
         assert rank.metrics == ranks[0].metrics
 

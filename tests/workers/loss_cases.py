@@ -1,4 +1,4 @@
-"""Each policy loss as a loop over the tokens of a row, with plain transformers in the place of the engine."""
+"""Each policy loss as a loop over the tokens of a row, with plain transformers instead of the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Case = Callable[[Any, Row], list[Token]]
 
 
 def loss_tokens(name: str, batch: DataProto) -> Case:
-    """The losses of a row's tokens, for the ``train`` of ``tiny_policies``; steps are counted by mini-batches."""
+    """Losses of a row's tokens, for ``tiny_policies.train``; mini-batches count the steps."""
 
     def tokens(model: Any, row: Row) -> list[Token]:
         log_probs, _ = policy_tokens(model, row)
@@ -29,20 +29,20 @@ def loss_tokens(name: str, batch: DataProto) -> Case:
         own = [t for t, trained in enumerate(row.mask.tolist()) if trained]
         result: list[Token] = []
         for t in range(len(log_probs)):
-            facts = {"ppo_kl": row.columns["old_log_probs"][t].item() - log_probs[t].item()}
-            loss = FORMULAS[name](log_probs, row, own, t, t in chosen, facts)
-            result.append((loss, {"pg_loss": loss}, facts))
+            token_means = {"ppo_kl": row.columns["old_log_probs"][t].item() - log_probs[t].item()}
+            loss = FORMULAS[name](log_probs, row, own, t, t in chosen, token_means)
+            result.append((loss, {"pg_loss": loss}, token_means))
         return result
 
     return tokens
 
 
 def choice(name: str, model: Any, batch: DataProto, row: Row) -> set[int]:
-    """The places in a row that a loss chooses of its whole mini-batch."""
+    """Positions in a row that a loss selects from its whole mini-batch."""
     rows = rows_of(batch)
     index = next(i for i, other in enumerate(rows) if same(other, row))
     step = index // MINI_BATCH_ROWS
-    facts = []
+    token_means = []
     for number in range(step * MINI_BATCH_ROWS, (step + 1) * MINI_BATCH_ROWS):
         other = rows[number]
         keys = token_keys([(other.prompt, other.response)], SEED, step).tolist()
@@ -51,17 +51,17 @@ def choice(name: str, model: Any, batch: DataProto, row: Row) -> set[int]:
         old, advantages = (other.columns[n].tolist() for n in ("old_log_probs", "advantages"))
         for t, trained in enumerate(other.mask.tolist()):
             if trained:
-                facts.append((number, t, keys[t], new[t], math.exp(new[t] - old[t]), advantages[t]))
-    mean_new, mean_advantage = (sum(fact[i] for fact in facts) / len(facts) for i in (3, 5))
-    cov = {fact[:2]: (fact[3] - mean_new) * (fact[5] - mean_advantage) for fact in facts}
+                token_means.append((number, t, keys[t], new[t], math.exp(new[t] - old[t]), advantages[t]))
+    mean_new, mean_advantage = (sum(fact[i] for fact in token_means) / len(token_means) for i in (3, 5))
+    cov = {fact[:2]: (fact[3] - mean_new) * (fact[5] - mean_advantage) for fact in token_means}
     if name == "kl_cov":
-        ranked = sorted(facts, key=lambda fact: (-cov[fact[:2]], fact[2]))
-        taken = ranked[: max(1, int(KL_SHARE * len(facts)))]
+        ranked = sorted(token_means, key=lambda fact: (-cov[fact[:2]], fact[2]))
+        taken = ranked[: max(1, int(KL_SHARE * len(token_means)))]
     else:
-        free = [f for f in facts if not ((f[5] > 0 and f[4] > 1 + HIGH) or (f[5] < 0 and f[4] < 1 - LOW))]
+        free = [f for f in token_means if not ((f[5] > 0 and f[4] > 1 + HIGH) or (f[5] < 0 and f[4] < 1 - LOW))]
         inside = [fact for fact in free if BOUNDS[0] < cov[fact[:2]] < BOUNDS[1]]
         assert inside
-        taken = sorted(inside, key=lambda fact: fact[2])[: max(1, int(CLIP_SHARE * len(facts)))]
+        taken = sorted(inside, key=lambda fact: fact[2])[: max(1, int(CLIP_SHARE * len(token_means)))]
     return {t for number, t, *_ in taken if number == index}
 
 
@@ -69,20 +69,20 @@ def same(one: Row, other: Row) -> bool:
     return all(torch.equal(*pair) for pair in ((one.prompt, other.prompt), (one.response, other.response)))
 
 
-def clipped(ratio: Tensor, advantage: float, facts: dict[str, float]) -> Tensor:
+def clipped(ratio: Tensor, advantage: float, token_means: dict[str, float]) -> Tensor:
     near = min(max(ratio.item(), 1 - LOW), 1 + HIGH)
     outside = advantage * near < advantage * ratio.item()
-    facts["pg_clipfrac"] = float(outside)
+    token_means["pg_clipfrac"] = float(outside)
     return torch.tensor(-advantage * near) if outside else -advantage * ratio
 
 
-def gspo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, facts: dict[str, float]) -> Tensor:
+def gspo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]) -> Tensor:
     old, advantage = row.columns["old_log_probs"], row.columns["advantages"][t].item()
     mean = sum((log_probs[k] - old[k]).item() for k in own) / max(len(own), 1)
-    return clipped((log_probs[t] - log_probs[t].item() + mean).exp(), advantage, facts)
+    return clipped((log_probs[t] - log_probs[t].item() + mean).exp(), advantage, token_means)
 
 
-def gmpo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, facts: dict[str, float]) -> Tensor:
+def gmpo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]) -> Tensor:
     old, advantages = row.columns["old_log_probs"], row.columns["advantages"].tolist()
     total = torch.zeros(())
     for k in own:
@@ -91,39 +91,43 @@ def gmpo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, fact
         counts = ratio.item() <= bound if advantages[k] > 0 else ratio.item() >= bound
         total = total + (ratio if counts else bound)
     ratio = (log_probs[t] - old[t]).item()
-    facts["pg_clipfrac"] = float(advantages[t] > 0 and not -LOW <= ratio <= HIGH)
-    facts["pg_clipfrac_lower"] = float(advantages[t] < 0 and not -LOW <= ratio <= HIGH)
+    token_means["pg_clipfrac"] = float(advantages[t] > 0 and not -LOW <= ratio <= HIGH)
+    token_means["pg_clipfrac_lower"] = float(advantages[t] < 0 and not -LOW <= ratio <= HIGH)
     return -sum(advantages[k] for k in own) / max(len(own), 1) * (total / max(len(own), 1)).exp()
 
 
-def cispo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, facts: dict[str, float]) -> Tensor:
+def cispo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]) -> Tensor:
     ratio = math.exp(log_probs[t].item() - row.columns["old_log_probs"][t].item())
     weight = min(max(ratio, 1 - LOW), 1 + HIGH)
-    facts["pg_clipfrac"] = float(weight != ratio)
+    token_means["pg_clipfrac"] = float(weight != ratio)
     return -weight * row.columns["advantages"][t].item() * log_probs[t]
 
 
-def reinforce(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, facts: dict[str, float]) -> Tensor:
+def reinforce(
+    log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]
+) -> Tensor:
     return -row.columns["advantages"][t].item() * log_probs[t]
 
 
-def sapo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, facts: dict[str, float]) -> Tensor:
+def sapo(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]) -> Tensor:
     advantage = row.columns["advantages"][t].item()
     tau = 1.0 if advantage > 0 else 1.05
     ratio = (log_probs[t] - row.columns["old_log_probs"][t].item()).exp()
     return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
 
 
-def clip_cov(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, facts: dict[str, float]) -> Tensor:
+def clip_cov(
+    log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]
+) -> Tensor:
     ratio = (log_probs[t] - row.columns["old_log_probs"][t].item()).exp()
-    loss = clipped(ratio, row.columns["advantages"][t].item(), facts)
-    facts["pg_clipfrac"] = float(chosen)
+    loss = clipped(ratio, row.columns["advantages"][t].item(), token_means)
+    token_means["pg_clipfrac"] = float(chosen)
     return torch.zeros(()) if chosen else loss
 
 
-def kl_cov(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, facts: dict[str, float]) -> Tensor:
+def kl_cov(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]) -> Tensor:
     log_ratio = log_probs[t] - row.columns["old_log_probs"][t].item()
-    facts["kl_cov_frac"] = float(chosen)
+    token_means["kl_cov_frac"] = float(chosen)
     loss = -row.columns["advantages"][t].item() * log_ratio.exp()
     return loss + KL_COEF * log_ratio.abs() if chosen else loss
 

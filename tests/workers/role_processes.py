@@ -1,4 +1,4 @@
-"""Worker classes in processes of their own, called as the driver calls them, with pipes in the place of Ray."""
+"""Workers in separate processes, called like the driver calls them, with pipes instead of Ray."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from megarl.data import DataProto
 from megarl.megatron import shutdown_runtime
 from megarl.megatron.offload import PARTS
 from megarl.models import ParallelLayout
-from megarl.workers.dispatch import read_marks
-from megarl.workers.place import WorkerPlace
+from megarl.workers.dispatch import WorkerPlace, read_marks
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
 
 LAYOUTS = {
@@ -99,8 +98,8 @@ def actor_arguments(path: Path, layout: ParallelLayout, *, reference: bool = Fal
     }
 
 
-def resting(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same role with everything in host memory between its phases."""
+def with_offload(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same role with everything offloaded between its phases."""
     settings = arguments["settings"]
     megatron = replace(settings.megatron, **{f"{part}_offload": True for part in PARTS})
     return {**arguments, "settings": replace(settings, megatron=megatron)}
@@ -108,7 +107,7 @@ def resting(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank raised: the name of the class, and the message."""
+    """Class name and message of a rank's exception."""
 
     kind: str
     text: str
@@ -134,7 +133,7 @@ class Role:
             self.pool.close()  # the processes may be anywhere
 
     def call(self, verb: str, *args: Any) -> list[Any]:
-        """The verb with the same arguments on all ranks; results by rank."""
+        """Call a verb with the same arguments on all ranks; results by rank."""
         return self._run(_call, verb, [args] * self.layout.world_size)
 
     def split(
@@ -145,18 +144,18 @@ class Role:
         attempt: bool = False,
         plan: Plan | None = None,
     ) -> list[Any]:
-        """The verb with each data-parallel rank's rows, as the driver deals them out; results by rank.
+        """Call a verb with each data-parallel rank's rows, split like the driver does; results by rank.
 
-        With ``plan`` ranks may have different counts of rows of a mini-batch, and are told them.
+        With ``plan`` ranks may have different numbers of rows of a mini-batch, and receive them.
         """
         mark = self.marks[verb]
-        told = None if plan is None else mini_batch_rows
-        chunks = split(mark.read(batch), plan or self._plan(verb, batch, mini_batch_rows), told)
+        sent_rows = None if plan is None else mini_batch_rows
+        chunks = split(mark.read(batch), plan or self._plan(verb, batch, mini_batch_rows), sent_rows)
         args = [(chunks[self.layout.coordinate(rank).dp],) for rank in range(self.layout.world_size)]
         return self._run(_attempt if attempt else _call, verb, args)
 
     def map(self, verb: str, batch: DataProto) -> DataProto:
-        """A verb that answers row by row: the rows of the ranks that own a result, in the order of ``batch``."""
+        """Call a verb that returns rows; the owners' rows in the order of ``batch``."""
         results = self.split(verb, batch)
         owners = [self.layout.rank(dp=dp, pp=self.layout.pp - 1) for dp in range(self.layout.dp)]
         last = [self.layout.coordinate(rank).pp == self.layout.pp - 1 for rank in range(self.layout.world_size)]
@@ -164,35 +163,35 @@ class Role:
         return collect([results[owner] for owner in owners], self._plan(verb, batch, None))
 
     def update(self, verb: str, batch: DataProto, mini_batch_rows: int = MINI_BATCH_ROWS) -> dict[str, float]:
-        """Metrics of an update, which are the same on all ranks."""
+        """Metrics of an update, equal on all ranks."""
         results = self.split(verb, batch, mini_batch_rows)
         for result in results:
             torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
         return results[0]
 
     def rebuild(self, **attributes: Any) -> None:
-        """Start again from the initial weights, with other settings, in the same process group."""
+        """Restart from the initial weights with other settings, in the same process group."""
         self._run(_rebuild, attributes)
 
     def local_weights(self) -> list[dict[str, torch.Tensor]]:
-        """Copies of each rank's own weights."""
+        """Copies of each rank's shard of the weights."""
         return self._run(_local_weights)
 
     def count_tokens(self) -> None:
-        """Start anew to count the tokens that the model is given; see :meth:`counted_tokens`."""
+        """Restart the token count; see :meth:`counted_tokens`."""
         self._run(_count_tokens)
 
     def counted_tokens(self) -> list[list[int]]:
-        """By rank, the tokens of each micro-batch since :meth:`count_tokens`."""
+        """Tokens of each micro-batch since :meth:`count_tokens`, by rank."""
         return self._run(_counted_tokens)
 
-    def parts_away(self) -> tuple[str, ...]:
-        """What is not on the devices now, on which the ranks agree."""
-        (parts,) = set(self._run(_parts_away))
+    def offloaded_parts(self) -> tuple[str, ...]:
+        """Offloaded parts; the ranks must agree."""
+        (parts,) = set(self._run(_offloaded_parts))
         return parts
 
     def next_lr(self) -> float:
-        """Learning rate of the next optimizer step, on which the ranks agree."""
+        """Learning rate of the next optimizer step; the ranks must agree."""
         (rate,) = set(self._run(_next_lr))
         return rate
 
@@ -257,8 +256,8 @@ def _counted_tokens(place: Place) -> list[int]:
     return list(_counts)
 
 
-def _parts_away(place: Place) -> tuple[str, ...]:
-    return _held[0].engine.residence.away
+def _offloaded_parts(place: Place) -> tuple[str, ...]:
+    return _held[0].engine.offload_manager.offloaded
 
 
 def _next_lr(place: Place) -> float:

@@ -1,4 +1,4 @@
-"""The optimizer's options from a configuration."""
+"""The optimizer's options from a configuration, and the marks of the verbs."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_lengths_of_the_decay(optim: dict, decay: int) -> None:
     assert (options.wsd_decay_steps, options.wsd_decay_style) == (decay, "cosine")
 
 
-def test_only_what_is_asked_for_leaves_the_device() -> None:
+def test_only_configured_parts_are_offloaded() -> None:
     assert offloaded_parts(MegatronConfig()) == ()
     for part in ("param", "grad", "optimizer"):
         assert offloaded_parts(MegatronConfig(**{f"{part}_offload": True})) == (part,)
 
 
-def test_every_setting_arrives() -> None:
+def test_every_optimizer_setting_reaches_the_engine() -> None:
     optim = OptimConfig(
         lr=2e-3,
         betas=[0.8, 0.95],
@@ -67,8 +67,8 @@ def test_every_setting_arrives() -> None:
 
 
 @pytest.mark.parametrize("worker", [ActorWorker, CriticWorker, ReferenceWorker, SFTWorker])
-def test_split_verbs_of_models_name_the_columns_they_read(worker: type) -> None:
-    """A verb without them would be sent every column of the batch."""
+def test_split_verbs_declare_their_columns(worker: type) -> None:
+    """A verb without declared columns would receive every column of the batch."""
     marks = [mark for mark in read_marks(worker).values() if mark.dispatch is Dispatch.SPLIT]
     assert marks
     for mark in marks:
@@ -77,5 +77,5 @@ def test_split_verbs_of_models_name_the_columns_they_read(worker: type) -> None:
         assert not mark.equal_rows or {"response_mask", "uid", "index"} <= set(mark.columns)
 
 
-def test_each_replica_is_asked_by_itself() -> None:
+def test_exchange_is_a_verb_of_one_rank() -> None:
     assert read_marks(RolloutWorker)["exchange"].dispatch is Dispatch.RANK

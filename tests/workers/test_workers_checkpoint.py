@@ -1,4 +1,4 @@
-"""What a worker saves continues exactly in a new worker, whether it was written at once or while it trained on."""
+"""A saved worker resumes exactly in a new worker, for synchronous and background saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import ProcessPool
-from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, resting, role_settings, update_plan
+from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings, update_plan, with_offload
 from tiny_policies import LR, Models
 
 from megarl.workers.actor import ActorWorker
@@ -23,16 +23,16 @@ def save(role: Role, path: Path, in_background: bool = False, contents: tuple[st
 def finish(role: Role, path: Path) -> None:
     parts = role.call("finish_checkpoint")
     assert [part.failure for part in parts] == [""] * len(parts)
-    told = {name: entry.size for part in parts for name, entry in part.entries.items()}
+    results = {name: entry.size for part in parts for name, entry in part.entries.items()}
     files = [file for file in path.rglob("*") if file.is_file()]
-    assert told == {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
+    assert results == {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
 
 
 @pytest.mark.parametrize(("layout", "in_background"), [("tp2", False), ("pp2", True), ("dp2", True)])
-def test_actor_continues_to_the_last_bit(
+def test_actor_resumes_bit_exact(
     role_pool: ProcessPool, models: Models, tmp_path: Path, layout: str, in_background: bool
 ) -> None:
-    arguments = resting(actor_arguments(models.policy_path, LAYOUTS[layout], reference=True))
+    arguments = with_offload(actor_arguments(models.policy_path, LAYOUTS[layout], reference=True))
     with Role(role_pool, ActorWorker, LAYOUTS[layout], arguments) as actor:
         reference = actor.map("compute_ref_log_prob", models.batch).tensors["ref_log_prob"]
         actor.update("update_actor", models.batch)
@@ -49,7 +49,7 @@ def test_actor_continues_to_the_last_bit(
             assert all(torch.equal(own[name], weights[rank][name]) for name in own)
 
 
-def test_actor_continues_in_another_layout_with_the_same_metrics(
+def test_actor_resumes_in_another_layout_with_the_same_metrics(
     role_pool: ProcessPool, models: Models, tmp_path: Path
 ) -> None:
     def actor(layout: str) -> Role:
@@ -67,7 +67,7 @@ def test_actor_continues_in_another_layout_with_the_same_metrics(
         assert worker.update("update_actor", without_reference) == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
-def test_critic_continues_in_another_layout(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
+def test_critic_resumes_in_another_layout(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
     def critic(layout: str) -> Role:
         arguments = {
             "settings": role_settings(models.critic_path, LAYOUTS[layout]),
@@ -89,7 +89,7 @@ def test_critic_continues_in_another_layout(role_pool: ProcessPool, models: Mode
     assert (continued - values).abs().max() < 1e-5
 
 
-def test_a_save_that_fails_is_an_answer_and_the_worker_trains_on(
+def test_failed_save_is_a_result_and_the_worker_trains_on(
     role_pool: ProcessPool, models: Models, tmp_path: Path
 ) -> None:
     (tmp_path / "taken").mkdir()

@@ -1,4 +1,4 @@
-"""An update from a corrected rollout gives the metrics and weights of a plain loop over tokens."""
+"""An update with rollout correction gives the metrics and weights of a plain loop over tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tiny_policies import Models, actor_tokens, load_model, train
 from megarl.workers.actor import ActorWorker
 
 
-def test_weights_and_rejected_tokens(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
-    """Weights multiply the policy's loss, not entropy and KL; what was rejected counts in no mean, on any rank."""
+def test_rollout_correction_weights_and_rejected_tokens(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
+    """Weights multiply the policy loss, not entropy and KL; rejected tokens count in no mean, on any rank."""
     mask = models.batch.tensors["response_mask"].clone()
     weights = 2 * mask * torch.rand(mask.shape, generator=torch.Generator().manual_seed(4))
     mask[3] = mask[4, 1:3] = 0

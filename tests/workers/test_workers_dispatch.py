@@ -44,7 +44,7 @@ def test_marks_by_name_and_phase_defaults_to_the_name():
     }
 
 
-def test_override_keeps_the_mark_unless_it_has_its_own():
+def test_override_keeps_the_mark_unless_it_has_one():
     marks = read_marks(Derived)
     assert marks["update"].dispatch is Dispatch.SPLIT
     assert marks["save"].dispatch is Dispatch.ALL
@@ -57,7 +57,7 @@ def test_mini_batches_need_split():
         verb(Dispatch.ALL, equal_rows=True)
 
 
-def test_a_verb_is_sent_the_columns_it_reads_of_those_there_are():
+def test_verb_receives_the_present_columns_it_reads():
     batch = DataProto.from_dict(
         {"prompts": torch.zeros(1, 2, dtype=torch.int64), "values": torch.zeros(1, 3)}, {"uid": ["a"], "raw": ["b"]}
     )

@@ -1,7 +1,7 @@
-"""Whatever the layout, the cut into micro-batches and the order of rows: an update's numbers are the same.
+"""The results of an update do not depend on the layout, the micro-batches and the order of rows.
 
-Cases are drawn by their number, so that a number that fails fails again.
-``MEGARL_EXACTNESS_CASES=500 pytest tests/workers/test_workers_exactness.py`` draws more than CI does.
+Cases are drawn by their number, so a failure is reproducible. ``MEGARL_EXACTNESS_CASES=500 pytest
+tests/workers/test_workers_exactness.py`` draws more than CI does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TWICE = {
         budget=MicroBatchBudget(max_tokens=30, multiple=2),
         order=1,
         megatron={"sequence_parallel": True, "recompute_granularity": "full"},
-        rests=True,
+        offloads=True,
     ),
     "experts": Case(
         kind="sft",
@@ -40,7 +40,7 @@ TWICE = {
         budget=MicroBatchBudget(size=2),
         order=1,
         megatron={"overlap_grad_reduce": True, "overlap_param_gather": True},
-        rests=False,
+        offloads=False,
     ),
 }
 
@@ -51,7 +51,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool],
 
 
 @pytest.mark.parametrize("number", range(CASES))
-def test_any_layout_gives_the_numbers_of_plain_transformers(
+def test_any_layout_equals_plain_transformers(
     pool: ProcessPool, subjects: dict[tuple[str, bool], Subject], number: int
 ) -> None:
     case = draw(number, subjects)
@@ -78,9 +78,7 @@ def check_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) ->
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_the_same_run_twice_gives_the_same_bits(
-    pool: ProcessPool, subjects: dict[tuple[str, bool], Subject], name: str
-) -> None:
+def test_update_is_deterministic(pool: ProcessPool, subjects: dict[tuple[str, bool], Subject], name: str) -> None:
     case = TWICE[name]
     once, again = (run(pool, subjects[case.kind, case.experts], case) for _ in range(2))
     for first, second in zip(once, again, strict=True):

@@ -1,4 +1,4 @@
-"""The KL over the whole vocabulary, in the loss and for the reward, as transformers computes it, in any layout."""
+"""The KL over the whole vocabulary, in the loss and for the reward, equals transformers in any layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.config import ActorConfig
-from megarl.config.learners import PolicyLossConfig
+from megarl.config.schema.roles import PolicyLossConfig
 from megarl.workers.actor import ActorWorker
 
 COEFFICIENT = 3.0
@@ -42,7 +42,7 @@ def full_kl(model: Any, reference: Any, row: Row) -> Tensor:
 
 @pytest.fixture(scope="module")
 def expected(models: Models) -> Trained:
-    """Two steps: in the first the policy is the reference, in the second it has moved away."""
+    """Two steps: in the first the policy equals the reference, in the second it differs."""
     model = load_model(models.policy_path)
     reference = copy.deepcopy(model)
 
@@ -51,15 +51,15 @@ def expected(models: Models) -> Trained:
         result: list[Token] = []
         for t, old in enumerate(row.columns["old_log_probs"].tolist()):
             gain = -row.columns["advantages"][t].item() * log_probs[t]
-            facts = {"ppo_kl": old - log_probs[t].item()}
-            result.append((gain + COEFFICIENT * kl[t], {"pg_loss": gain, "kl_loss": kl[t]}, facts))
+            token_means = {"ppo_kl": old - log_probs[t].item()}
+            result.append((gain + COEFFICIENT * kl[t], {"pg_loss": gain, "kl_loss": kl[t]}, token_means))
         return result
 
     return train(model, models.batch, tokens, "token-mean", MINI_BATCH_ROWS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_updates_and_rewards(
+def test_full_kl_in_loss_and_reward(
     role_pool: ProcessPool, models: Models, expected: Trained, tmp_path: Path, layout: str
 ) -> None:
     shape = LAYOUTS[layout]
@@ -71,10 +71,10 @@ def test_updates_and_rewards(
         after = actor.map("compute_ref_log_prob", models.batch).tensors["ref_kl"]
         actor.call("export_hf", str(tmp_path / "hf"))
     assert before.abs().max() < 1e-6
-    wanted = {f"actor/{name}": value for name, value in expected.metrics.items()}
-    assert wanted["actor/kl_loss"] > 1e-4
+    expected_metrics = {f"actor/{name}": value for name, value in expected.metrics.items()}
+    assert expected_metrics["actor/kl_loss"] > 1e-4
     assert metrics == pytest.approx(
-        wanted | {"actor/skipped_steps": 0.0, "actor/kl_coef": COEFFICIENT}, rel=1e-5, abs=1e-6
+        expected_metrics | {"actor/skipped_steps": 0.0, "actor/kl_coef": COEFFICIENT}, rel=1e-5, abs=1e-6
     )
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     ours = load_file(file)

@@ -16,7 +16,7 @@ from tiny_policies import Models, Trained, load_model, train
 
 from megarl.algorithms import POLICY_LOSSES
 from megarl.config import ActorConfig
-from megarl.config.learners import PolicyLossConfig
+from megarl.config.schema.roles import PolicyLossConfig
 from megarl.workers.actor import ActorWorker
 
 WHOLE = ("gspo", "geo_mean", "clip_cov", "kl_cov")  # those that look beyond a token
@@ -41,7 +41,7 @@ def configured(name: str) -> ActorConfig:
 
 @pytest.fixture(scope="module")
 def reference(models: Models) -> dict[str, Trained]:
-    """What two mini-batches give by plain loops, by loss."""
+    """Results of two mini-batches by plain loops, by loss."""
     return {
         name: train(
             load_model(models.policy_path),
@@ -54,15 +54,17 @@ def reference(models: Models) -> dict[str, Trained]:
     }
 
 
-def test_the_loops_cover_every_loss_that_is_new() -> None:
-    """PPO's own is the matter of the update's tests; gpg is reinforce by another name."""
+def test_loops_cover_every_policy_loss() -> None:
+    """test_workers_update covers PPO's loss; gpg equals reinforce."""
     assert {*FORMULAS, "vanilla", "gpg"} == set(POLICY_LOSSES) and POLICY_LOSSES["gpg"] is POLICY_LOSSES["reinforce"]
 
 
-def test_the_batch_meets_every_clip_and_choice(reference: dict[str, Trained]) -> None:
+def test_batch_triggers_every_clip_and_selection(reference: dict[str, Trained]) -> None:
     for name, trained in reference.items():
-        facts = {k: v for k, v in trained.metrics.items() if k in ("pg_clipfrac", "pg_clipfrac_lower", "kl_cov_frac")}
-        assert all(0 < value < 1 for value in facts.values()), (name, facts)
+        token_means = {
+            k: v for k, v in trained.metrics.items() if k in ("pg_clipfrac", "pg_clipfrac_lower", "kl_cov_frac")
+        }
+        assert all(0 < value < 1 for value in token_means.values()), (name, token_means)
 
 
 @pytest.mark.parametrize("layout", NAMES)
@@ -80,9 +82,11 @@ def test_updates(
 
 def check(actor: Role, models: Models, expected: Trained, folder: Path, plan: Any) -> None:
     results = actor.split("update_actor", models.batch, MINI_BATCH_ROWS, plan=plan)
-    wanted = {f"actor/{name}": value for name, value in expected.metrics.items()} | {"actor/skipped_steps": 0.0}
+    expected_metrics = {f"actor/{name}": value for name, value in expected.metrics.items()} | {
+        "actor/skipped_steps": 0.0
+    }
     for metrics in results:
-        assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
     actor.call("export_hf", str(folder))
     (file,) = folder.glob("*.safetensors")
     ours = load_file(file)
@@ -91,8 +95,10 @@ def check(actor: Role, models: Models, expected: Trained, folder: Path, plan: An
         torch.testing.assert_close(ours[name], theirs, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_ones_own_loss(role_pool: ProcessPool, models: Models, reference: dict[str, Trained], tmp_path: Path) -> None:
-    """A function in a file, which the workers import."""
+def test_user_defined_policy_loss(
+    role_pool: ProcessPool, models: Models, reference: dict[str, Trained], tmp_path: Path
+) -> None:
+    """A function in a file that the workers import."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from megarl.algorithms import TokenLoss\n\n\n"

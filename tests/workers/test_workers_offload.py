@@ -1,4 +1,4 @@
-"""A role that rests in host memory between its phases does what one does that never leaves the device."""
+"""A role that offloads between its phases gives the results of one that stays on the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import ProcessPool
-from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, resting, role_settings, update_plan
+from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings, update_plan, with_offload
 from tiny_policies import Models
 
 from megarl.megatron.offload import PARTS
@@ -15,12 +15,12 @@ from megarl.workers.critic import CriticWorker
 
 
 def actors_day(role: Role, models: Models, folder: Path, expected: tuple[str, ...]) -> list[Any]:
-    """Numbers of every verb; after each of them the parts that are away are looked at."""
+    """Results of every verb; checks the offloaded parts after each."""
     numbers: list[Any] = []
 
     def note(result: Any) -> None:
         numbers.append(result)
-        assert role.parts_away() == expected
+        assert role.offloaded_parts() == expected
 
     for _ in range(2):
         note(role.map("compute_log_prob", models.batch).tensors["old_log_probs"].tolist())
@@ -35,11 +35,11 @@ def actors_day(role: Role, models: Models, folder: Path, expected: tuple[str, ..
     return [*numbers, (folder / "hf" / "model.safetensors").read_bytes()]
 
 
-def test_an_actor_that_rests_is_the_same_actor(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
+def test_offloading_actor_equals_resident_actor(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
     arguments = actor_arguments(models.policy_path, LAYOUTS["dp2"], reference=True)
     with Role(role_pool, ActorWorker, LAYOUTS["dp2"], arguments) as actor:
         plain = actors_day(actor, models, tmp_path / "plain", ())
-    with Role(role_pool, ActorWorker, LAYOUTS["dp2"], resting(arguments)) as actor:
+    with Role(role_pool, ActorWorker, LAYOUTS["dp2"], with_offload(arguments)) as actor:
         rested = actors_day(actor, models, tmp_path / "rested", PARTS)
     for mine, other in zip(rested, plain, strict=True):
         if isinstance(mine, dict):
@@ -49,14 +49,14 @@ def test_an_actor_that_rests_is_the_same_actor(role_pool: ProcessPool, models: M
         assert mine == other
 
 
-def test_a_critic_rests_too(role_pool: ProcessPool, models: Models) -> None:
+def test_offloading_critic_equals_resident_critic(role_pool: ProcessPool, models: Models) -> None:
     layout = LAYOUTS["pp2"]
     arguments = {"settings": role_settings(models.critic_path, layout), "config": CRITIC, "plan": update_plan()}
-    with Role(role_pool, CriticWorker, layout, resting(arguments)) as critic:
+    with Role(role_pool, CriticWorker, layout, with_offload(arguments)) as critic:
         critic.map("compute_values", models.batch)
-        assert critic.parts_away() == PARTS
+        assert critic.offloaded_parts() == PARTS
         metrics = critic.update("update_critic", models.batch)
-        assert critic.parts_away() == PARTS
+        assert critic.offloaded_parts() == PARTS
         assert {name for name in metrics if name.startswith("perf/")} == {
             f"perf/critic/offloaded_gb/{part}" for part in PARTS
         }

@@ -1,4 +1,4 @@
-"""What the roles say of tokens equals Hugging Face in every layout."""
+"""Outputs of the roles equal Hugging Face in every layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_critic(role_pool: ProcessPool, models: Models, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_reference_with_processes_of_its_own(role_pool: ProcessPool, models: Models, layout: str) -> None:
+def test_reference_with_separate_processes(role_pool: ProcessPool, models: Models, layout: str) -> None:
     arguments = {
         "settings": role_settings(models.policy_path, LAYOUTS[layout], learns=False),
         "log_prob": log_prob_settings("all rows"),
@@ -53,7 +53,7 @@ def test_reference_with_processes_of_its_own(role_pool: ProcessPool, models: Mod
 
 
 def mean_states(models: Models) -> torch.Tensor:
-    """Of each row, the mean of the last layer's states at its trained tokens, by transformers."""
+    """Mean of the last layer's states at each row's trained tokens, by transformers."""
     means = []
     for row in rows_of(models.batch):
         with torch.no_grad():
@@ -65,7 +65,7 @@ def mean_states(models: Models) -> torch.Tensor:
 
 
 def test_fewer_rows_than_data_parallel_ranks(role_pool: ProcessPool, models: Models) -> None:
-    """The idle rank computes a copy of a row; its answer is not taken twice."""
+    """The idle rank computes a copy of a row; its result is not used twice."""
     layout, one = LAYOUTS["dp2"], models.batch[4]
     theirs = policy_tokens(models.policy, rows_of(one)[0])[0].detach()
     with Role(role_pool, ActorWorker, layout, actor_arguments(models.policy_path, layout)) as actor:

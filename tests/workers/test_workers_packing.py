@@ -1,4 +1,4 @@
-"""What the model computes of a batch whose rows ranks share by work: every real token once, and nothing else."""
+"""With rows split by work, the model computes every real token once, and no other token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.workers.settings import MicroBatchBudget, UpdatePlan
 PLAN = [[0, 2, 4], [1, 3, 5, 6, 7]]
 
 
-def test_ranks_with_different_rows_make_equally_many_micro_batches(role_pool: ProcessPool, models: Models) -> None:
+def test_ranks_with_different_rows_run_the_same_number_of_micro_batches(role_pool: ProcessPool, models: Models) -> None:
     layout, budget = LAYOUTS["dp2"], MicroBatchBudget(max_tokens=24)
     arguments = actor_arguments(models.policy_path, layout)
     arguments["plan"] = UpdatePlan(len(ROW_LENGTHS), 1, budget, "seq-mean-token-mean", RESPONSE_WIDTH)
@@ -33,8 +33,10 @@ def test_ranks_with_different_rows_make_equally_many_micro_batches(role_pool: Pr
     )
     for metrics in results:
         assert metrics.pop("actor/kl_coef") == ACTOR.kl_loss_coef
-        wanted = {f"actor/{name}": value for name, value in expected.metrics.items()} | {"actor/skipped_steps": 0.0}
-        assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        expected_metrics = {f"actor/{name}": value for name, value in expected.metrics.items()} | {
+            "actor/skipped_steps": 0.0
+        }
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
     for name, ours in weights[0].items():
         assert torch.equal(ours, weights[1][name])
 

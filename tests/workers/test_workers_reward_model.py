@@ -1,4 +1,4 @@
-"""Reward models in every layout: scores and updates are those of plain transformers and torch."""
+"""Reward models in every layout: scores and updates equal plain transformers and torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CENTER = 0.05
 
 
 def score(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
-    """What transformers' model of sequence classification says of padded sequences, all at once."""
+    """Scores of transformers' sequence classification model, for all padded sequences at once."""
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=PAD)
     lengths = torch.tensor([len(ids) for ids in sequences])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -45,9 +45,9 @@ def score(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def batch() -> DataProto:
-    """Answers of which one ends in what the model takes for padding, and one has no token."""
-    made = answers()
-    tensors = {name: tensor.clone() for name, tensor in made.tensors.items()}
+    """Responses; one ends in the model's padding token, and one has no token."""
+    rows = answers()
+    tensors = {name: tensor.clone() for name, tensor in rows.tensors.items()}
     length = int(tensors["attention_mask"][0, tensors["prompts"].shape[1] :].sum())
     tensors["responses"][0, length - 2 : length] = PAD
     tensors["attention_mask"][5, tensors["prompts"].shape[1] :] = tensors["responses"][5] = 0
@@ -55,9 +55,7 @@ def batch() -> DataProto:
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_scores_are_those_of_transformers(
-    role_pool: ProcessPool, models: Models, batch: DataProto, layout: str
-) -> None:
+def test_scores_equal_transformers(role_pool: ProcessPool, models: Models, batch: DataProto, layout: str) -> None:
     sequences = [torch.cat([row.prompt, row.response]) for row in rows_of(batch)]
     with torch.no_grad():
         expected = score(load_model(models.critic_path, critic=True), sequences)
@@ -87,7 +85,7 @@ def test_a_model_with_experts_in_an_interleaved_pipeline(
 
 
 def pairs() -> tuple[DataProto, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Eight pairs: with a common beginning, with none, one the beginning of the other; one ends in padding."""
+    """Eight pairs: with a common prefix, without, one the prefix of the other; one ends in padding."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(length: int) -> torch.Tensor:
@@ -122,7 +120,7 @@ def train(model: Any, sequences: list[tuple[torch.Tensor, torch.Tensor]], steps:
         [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (WEIGHT_DECAY, 0.0), strict=True)],
         eps=EPS,
     )
-    told = []
+    results = []
     for step in range(steps):
         chosen, rejected = (score(model, list(half)) for half in zip(*sequences, strict=True))
         margins = torch.linspace(0.0, 2.0, len(sequences))
@@ -138,12 +136,12 @@ def train(model: Any, sequences: list[tuple[torch.Tensor, torch.Tensor]], steps:
         adam.step()
         right = sum(float(c > r) for c, r in zip(chosen, rejected, strict=True)) / len(sequences)
         apart = (chosen - rejected).mean().item()
-        told.append({"loss": loss.item(), "accuracy": right, "margin": apart, "grad_norm": norm, "lr": lr})
-    return told
+        results.append({"loss": loss.item(), "accuracy": right, "margin": apart, "grad_norm": norm, "lr": lr})
+    return results
 
 
 @pytest.mark.parametrize(("layout", "start"), [*((name, "reward model") for name in CASES), ("pp2", "language model")])
-def test_updates_are_those_of_plain_torch(role_pool: ProcessPool, models: Models, layout: str, start: str) -> None:
+def test_updates_equal_plain_torch(role_pool: ProcessPool, models: Models, layout: str, start: str) -> None:
     batch, sequences = pairs()
     path = models.critic_path if start == "reward model" else models.policy_path
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, num_labels=1)
@@ -157,10 +155,12 @@ def test_updates_are_those_of_plain_torch(role_pool: ProcessPool, models: Models
         "pad_token_id": PAD,
     }
     with Role(role_pool, RewardTrainingWorker, CASES[layout], arguments) as role:
-        for wanted in expected:
+        for expected_metrics in expected:
             metrics = role.update("update_reward_model", batch, len(batch))
-            told = {name.removeprefix("train/"): value for name, value in metrics.items()}
-            assert {name: told[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+            results = {name.removeprefix("train/"): value for name, value in metrics.items()}
+            assert {name: results[name] for name in expected_metrics} == pytest.approx(
+                expected_metrics, rel=1e-4, abs=1e-6
+            )
         weights = whole_tensors(path, CASES[layout], role.local_weights(), value_head=True)
         rewards = role.map("score_pairs", batch).tensors
     for name, parameter in model.named_parameters():

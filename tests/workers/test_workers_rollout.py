@@ -1,4 +1,4 @@
-"""Rollout workers: weights from the actor only, and answers as batches."""
+"""Rollout workers: weights from the actor only, and responses in batches."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from typing import Any
 import pytest
 import torch
 from distributed import ProcessPool
-from role_processes import LAYOUTS, Role, actor_arguments, resting
+from role_processes import LAYOUTS, Role, actor_arguments, with_offload
 from safetensors.torch import load_file
 from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
 from torch import Tensor
 
-from megarl.cluster.sync_peers import RankByRank
+from megarl.agents.runner import run_all, trajectories_to_batch
+from megarl.agents.single_turn import SingleTurnLoop
+from megarl.agents.types import Conversation, Trajectory
+from megarl.base.errors import WeightSyncError
+from megarl.base.seeds import derive_seed
+from megarl.cluster.adapters import ResultsByRank
 from megarl.config import RolloutConfig
 from megarl.data import DataProto
-from megarl.errors import WeightSyncError
 from megarl.megatron.offload import PARTS
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import RolloutError, SamplingParams
-from megarl.rollout.agents.batch import trajectories_to_batch
-from megarl.rollout.agents.loop import Conversation, Trajectory
-from megarl.rollout.agents.runner import run_all
-from megarl.rollout.agents.single_turn import SingleTurnLoop
-from megarl.rollout.exchange import EngineReplica
 from megarl.rollout.interface import Tag
-from megarl.rollout.router import Router
+from megarl.rollout.router import EngineReplica, Router
 from megarl.sharding import (
     ReshardPlan,
     RolloutLayout,
@@ -37,12 +36,11 @@ from megarl.sharding import (
     ShardingManager,
     SyncOptions,
     build_plan,
-    replica_parts,
+    replica_plans,
 )
-from megarl.sharding.receiver import route_shipments
-from megarl.trainer.rollout import derive_seed
+from megarl.sharding.receiver import route_messages
 from megarl.workers.actor import ActorWorker
-from megarl.workers.place import WorkerPlace
+from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
 
@@ -58,7 +56,7 @@ def rollout_worker(path: Path, rank: int = 0, world_size: int = 1, **config: Any
 
 
 def answers(workers: Sequence[RolloutWorker], prompts: DataProto, samples: int, capacity: int = 99) -> DataProto:
-    """What a router gets from these replicas."""
+    """Responses that a router gets from these replicas."""
     rectangle, mask = prompts.tensors["prompts"], prompts.tensors["attention_mask"].bool()
     ids = [row[real].tolist() for row, real in zip(rectangle, mask, strict=True)]
     seeds = prompts.tensors["sample_seed"].tolist()
@@ -103,7 +101,7 @@ def worker(models: Models) -> RolloutWorker:
 # ---- answers
 
 
-def test_answers_are_rows_in_the_order_of_the_prompts(worker: RolloutWorker, prompts: DataProto) -> None:
+def test_responses_are_in_the_order_of_the_prompts(worker: RolloutWorker, prompts: DataProto) -> None:
     batch = answers([worker], prompts, 3)
     assert set(batch.tensors) == {
         "prompts",
@@ -115,8 +113,8 @@ def test_answers_are_rows_in_the_order_of_the_prompts(worker: RolloutWorker, pro
     }
     assert len(batch) == 24
     rectangle, mask = prompts.tensors["prompts"], prompts.tensors["attention_mask"].bool()
-    asked = [ids[real].tolist() for ids, real in zip(rectangle, mask, strict=True)]
-    assert [row.prompt.tolist() for row in rows_of(batch)] == [ids for ids in asked for _ in range(3)]
+    sent_prompts = [ids[real].tolist() for ids, real in zip(rectangle, mask, strict=True)]
+    assert [row.prompt.tolist() for row in rows_of(batch)] == [ids for ids in sent_prompts for _ in range(3)]
     lengths = set()
     for index, row in enumerate(rows_of(batch)):
         ids, size = row.response.tolist(), len(row.response)
@@ -131,7 +129,7 @@ def test_answers_are_rows_in_the_order_of_the_prompts(worker: RolloutWorker, pro
     assert len(lengths) > 2, "answers that stop early and answers that do not"
 
 
-def test_samples_of_a_prompt_differ_and_repeat(worker: RolloutWorker, prompts: DataProto) -> None:
+def test_samples_of_a_prompt_differ_and_are_reproducible(worker: RolloutWorker, prompts: DataProto) -> None:
     first, again = (answers([worker], prompts, 4) for _ in range(2))
     assert torch.equal(first.tensors["responses"], again.tensors["responses"])
     texts = [tuple(row.response.tolist()) for row in rows_of(first)]
@@ -142,7 +140,7 @@ def test_samples_of_a_prompt_differ_and_repeat(worker: RolloutWorker, prompts: D
 
 
 @pytest.mark.parametrize("slots", [1, 5])
-def test_what_is_drawn_does_not_depend_on_replicas_or_batching(
+def test_samples_do_not_depend_on_replicas_or_batching(
     models: Models, worker: RolloutWorker, prompts: DataProto, slots: int
 ) -> None:
     whole = answers([worker], prompts, 2)
@@ -158,14 +156,14 @@ def test_what_is_drawn_does_not_depend_on_replicas_or_batching(
         )
 
 
-def test_a_prompt_keeps_its_answers_elsewhere_in_a_batch(worker: RolloutWorker, prompts: DataProto) -> None:
+def test_samples_do_not_depend_on_the_position_in_the_batch(worker: RolloutWorker, prompts: DataProto) -> None:
     order = [5, 0, 7, 2, 1, 6, 3, 4]
     straight = rows_of(answers([worker], prompts, 1))
     shuffled = rows_of(answers([worker], prompts[order], 1))
     assert [row.response.tolist() for row in shuffled] == [straight[row].response.tolist() for row in order]
 
 
-def test_more_samples_begin_with_the_same_ones(worker: RolloutWorker, prompts: DataProto) -> None:
+def test_larger_n_extends_the_same_samples(worker: RolloutWorker, prompts: DataProto) -> None:
     two, three = (rows_of(answers([worker], prompts, n)) for n in (2, 3))
     assert [r.response.tolist() for r in two] == [three[i].response.tolist() for i in range(24) if i % 3 < 2]
 
@@ -180,7 +178,7 @@ def test_seeds_of_samples_are_distinct_and_in_range() -> None:
 
 
 class Together:
-    """Futures as one."""
+    """Several futures as one."""
 
     def __init__(self, futures: Sequence[Future]) -> None:
         self.futures = futures
@@ -190,7 +188,7 @@ class Together:
 
 
 class ActorEnd:
-    """An actor in other processes as the source of a sync; a verb runs beside those of the replicas."""
+    """An actor in other processes as the source of a sync; its verbs run concurrently with those of the replicas."""
 
     def __init__(self, actor: Role) -> None:
         self.actor, self.thread = actor, ThreadPoolExecutor(1)
@@ -244,12 +242,12 @@ class Replicas:
     def import_bucket(self, index: int, exported: Future) -> Together:
         if index == self.broken_at:
             raise ConnectionError("the wire is cut")
-        shipments = route_shipments(exported.result())
+        messages = route_messages(exported.result())
         calls = zip(self.threads, self.workers, strict=True)
-        return Together([t.submit(w.import_bucket, index, shipments.get(w.replica, [])) for t, w in calls])
+        return Together([t.submit(w.import_bucket, index, messages.get(w.replica, [])) for t, w in calls])
 
-    def checksums(self) -> RankByRank:
-        return RankByRank(self.call("weight_shares"))
+    def checksums(self) -> ResultsByRank:
+        return ResultsByRank(self.call("weight_shares"))
 
     def close_transfer(self, completed: bool) -> Together:
         return self.call("close_transfer", completed)
@@ -264,9 +262,9 @@ def connected(
     replicas = Replicas(path)
     places = [place for worker in replicas.workers for place in worker.sync_places()]
     routes = Routes(actor.call("sync_place"), places, transport)
-    address = actor.call("host_sync")[0] if routes.need_meeting() else None
+    address = actor.call("host_sync")[0] if routes.needs_rendezvous() else None
     actor.call("connect_sync", plan, routes, address, "float32")
-    for worker, parts in zip(replicas.workers, replica_parts(plan), strict=True):
+    for worker, parts in zip(replicas.workers, replica_plans(plan), strict=True):
         worker.connect_sync(parts, routes, address, "float32")
     return ShardingManager(plan, ActorEnd(actor), replicas, SyncOptions(**{"verify_freq": 1, **options})), replicas
 
@@ -294,10 +292,10 @@ def fused(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def learned(role_pool: ProcessPool, models: Models, request: pytest.FixtureRequest) -> Iterator[tuple[str, Role]]:
-    """An actor that has moved away from the folder's weights; under ``dp2`` it rests between phases."""
+    """A trained actor whose weights differ from the folder's; under ``dp2`` it offloads between phases."""
     layout = LAYOUTS[request.param]
     arguments = actor_arguments(models.policy_path, layout)
-    with Role(role_pool, ActorWorker, layout, resting(arguments) if layout.dp > 1 else arguments) as actor:
+    with Role(role_pool, ActorWorker, layout, with_offload(arguments) if layout.dp > 1 else arguments) as actor:
         actor.update("update_actor", models.batch)
         yield request.param, actor
 
@@ -307,7 +305,7 @@ def learned(role_pool: ProcessPool, models: Models, request: pytest.FixtureReque
     [("tp2", "auto"), ("tp2", "inline"), ("tp2", "gloo"), ("pp2", "auto"), ("pp2", "gloo"), ("dp2", "inline")],
     indirect=["learned"],
 )
-def test_replicas_have_the_actors_weights_to_the_last_bit(
+def test_replica_weights_equal_the_actors_bit_for_bit(
     learned: tuple[str, Role], models: Models, tmp_path: Path, transport: str
 ) -> None:
     layout, actor = learned
@@ -316,7 +314,7 @@ def test_replicas_have_the_actors_weights_to_the_last_bit(
     manager, ends = connected(actor, models.policy_path, plan, transport)
     for version in (1, 2):
         metrics = manager.sync_weights()
-        assert actor.parts_away() == (PARTS if layout == "dp2" else ())
+        assert actor.offloaded_parts() == (PARTS if layout == "dp2" else ())
         assert metrics["weight_sync/buckets"] == len(plan.buckets)
         assert [worker.weight_version() for worker in ends.workers] == [version, version]
         actor.call("export_hf", str(tmp_path / "hf"))
@@ -335,7 +333,7 @@ def test_replicas_have_the_actors_weights_to_the_last_bit(
 
 
 @pytest.mark.parametrize("learned", ["tp2", "pp2", "dp2"], indirect=True)
-def test_log_probs_of_answers_are_the_actors(learned: tuple[str, Role], models: Models, prompts: DataProto) -> None:
+def test_rollout_log_probs_equal_the_actors(learned: tuple[str, Role], models: Models, prompts: DataProto) -> None:
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
     manager, ends = connected(actor, models.policy_path, plan, "inline")
@@ -347,13 +345,13 @@ def test_log_probs_of_answers_are_the_actors(learned: tuple[str, Role], models: 
 
 
 @pytest.mark.parametrize(("learned", "transport"), [("tp2", "shared_memory"), ("tp2", "gloo")], indirect=["learned"])
-def test_an_interrupted_sync_serves_nothing_until_a_whole_one(
+def test_engine_stays_stale_after_an_interrupted_sync(
     learned: tuple[str, Role], models: Models, prompts: DataProto, transport: str
 ) -> None:
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
     manager, ends = connected(actor, models.policy_path, plan, transport)
-    with pytest.raises(WeightSyncError, match="serves nothing"):
+    with pytest.raises(WeightSyncError, match="absent or incomplete"):
         answers([ends.workers[0]], prompts, 1)  # before the first sync
     manager.sync_weights()
     first = answers([ends.workers[0]], prompts, 1)
@@ -363,11 +361,11 @@ def test_an_interrupted_sync_serves_nothing_until_a_whole_one(
     assert ends.call("weight_version").result() == [-1, -1]  # after what was under way
     for worker in ends.workers:
         assert worker.weight_version() == -1
-        with pytest.raises(WeightSyncError, match="serves nothing"):
+        with pytest.raises(WeightSyncError, match="absent or incomplete"):
             answers([worker], prompts, 1)
         with pytest.raises(WeightSyncError, match=f"received 0 of {len(plan.buckets)} weight buckets"):
             worker.end_update(2)
-        with pytest.raises(WeightSyncError, match="serves nothing"):
+        with pytest.raises(WeightSyncError, match="absent or incomplete"):
             answers([worker], prompts, 1)
     ends.broken_at = None
     manager.sync_weights()
@@ -377,7 +375,7 @@ def test_an_interrupted_sync_serves_nothing_until_a_whole_one(
 
 
 @pytest.mark.parametrize("learned", ["tp2"], indirect=True)
-def test_verification_sees_a_wrong_weight(learned: tuple[str, Role], models: Models) -> None:
+def test_verification_detects_a_wrong_weight(learned: tuple[str, Role], models: Models) -> None:
     layout, actor = learned
     manager, ends = connected(actor, models.policy_path, reshard_plan(models.policy_path, layout), "auto")
     engine = ends.workers[1].engine
@@ -393,7 +391,7 @@ def test_verification_sees_a_wrong_weight(learned: tuple[str, Role], models: Mod
 
 
 @pytest.mark.parametrize("learned", ["tp2"], indirect=True)
-def test_a_weight_that_changes_after_the_comparison_is_seen(
+def test_weight_change_after_verification_is_detected(
     learned: tuple[str, Role], models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, actor = learned
@@ -418,7 +416,7 @@ def test_a_weight_that_changes_after_the_comparison_is_seen(
 
 
 @pytest.mark.parametrize("learned", ["dp2"], indirect=True)
-def test_a_shared_device_goes_from_hand_to_hand(
+def test_actor_and_engine_alternate_on_a_shared_device(
     learned: tuple[str, Role], models: Models, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, actor = learned
@@ -433,7 +431,7 @@ def test_a_shared_device_goes_from_hand_to_hand(
             method(*arguments)
             health = engine.health()
             # Only this process's replica may ask: a bucket's verb holds the actor's processes.
-            seen.append((name, actor.parts_away() if name == "wake" else None, health.asleep, health.stale))
+            seen.append((name, actor.offloaded_parts() if name == "wake" else None, health.asleep, health.stale))
 
         monkeypatch.setattr(engine, name, noted)
 
@@ -444,7 +442,7 @@ def test_a_shared_device_goes_from_hand_to_hand(
         manager.sync_weights()
         assert answers([ends.workers[0]], prompts, 1) is not None
         manager.free_engines()
-        with pytest.raises(WeightSyncError, match="serves nothing"):
+        with pytest.raises(WeightSyncError, match="absent or incomplete"):
             answers([ends.workers[0]], prompts, 1)
         actor.update("update_actor", models.batch)  # the trainer comes back by itself
         asleep = () if version == 1 else ("kv_cache",)

@@ -1,4 +1,4 @@
-"""Rows of rectangles, packed into micro-batches and unpacked again."""
+"""Packing of padded rows into micro-batches, and unpacking."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_policies import ROW_LENGTHS, answers, rows_of
 
+from megarl.base.errors import DataError
 from megarl.data import DataProto
-from megarl.errors import DataError
 from megarl.workers.rows import PackedRows
 from megarl.workers.settings import MicroBatchBudget
 
@@ -18,7 +18,7 @@ def numbered() -> DataProto:
 
 
 @pytest.mark.parametrize("rows", [[0], [3, 1], [7, 6, 5, 4, 3, 2, 1, 0]])
-def test_a_micro_batch_is_the_rows_without_padding(rows: list[int]) -> None:
+def test_micro_batch_has_the_rows_without_padding(rows: list[int]) -> None:
     batch, plain = numbered(), rows_of(numbered())
     packed = PackedRows(batch)
     micro_batch = packed.pack(rows, {"values": packed.column("values", rows)})
@@ -41,7 +41,7 @@ def test_micro_batches_hold_each_row_once_within_the_budget(budget: MicroBatchBu
         assert sum(sum(ROW_LENGTHS[row]) for row in group) <= (budget.max_tokens or 1000)
 
 
-def test_unpacked_values_stand_where_they_came_from() -> None:
+def test_unpacked_values_return_to_their_positions() -> None:
     packed = PackedRows(numbered())
     groups = [[5, 0], [7], [2, 1, 6], [3, 4]]
     rectangle = packed.unpack(groups, [packed.column("values", group) for group in groups])
@@ -50,21 +50,21 @@ def test_unpacked_values_stand_where_they_came_from() -> None:
         assert rectangle[row].tolist() == [row * 8 + i + 1.0 if i < response else 0.0 for i in range(8)]
 
 
-def test_unpacked_values_are_float32_whatever_the_model_computes_in() -> None:
+def test_unpacked_values_are_float32() -> None:
     packed = PackedRows(numbered())
     values = packed.column("values", range(8)).bfloat16()
     assert packed.unpack([list(range(8))], [values]).dtype == torch.float32
 
 
-def test_a_row_longer_than_the_budget_is_named() -> None:
+def test_row_longer_than_the_budget_raises() -> None:
     with pytest.raises(DataError, match="row=1 has 9 tokens, a micro-batch may hold 8"):
         PackedRows(numbered()).micro_batches(MicroBatchBudget(max_tokens=8))
 
 
 @pytest.mark.parametrize(("budget", "others", "count"), [("max_tokens", 5, 5), ("size", 3, 3), ("multiple", 1, 4)])
-def test_as_many_micro_batches_as_the_other_ranks_make(budget: str, others: int, count: int) -> None:
+def test_number_of_micro_batches_equals_other_ranks(budget: str, others: int, count: int) -> None:
     limits = {"max_tokens": MicroBatchBudget(max_tokens=60), "size": MicroBatchBudget(size=8)}
     limits["multiple"] = MicroBatchBudget(max_tokens=60, multiple=4)
-    groups = PackedRows(numbered()).micro_batches(limits[budget], agree=lambda mine: [mine, others])
+    groups = PackedRows(numbered()).micro_batches(limits[budget], gather_counts=lambda mine: [mine, others])
     assert len(groups) == count and all(groups)
     assert sorted(row for group in groups for row in group) == list(range(8))

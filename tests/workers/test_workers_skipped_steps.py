@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite on one rank is skipped by all of them, counted, and not for ever."""
+"""A non-finite loss or gradient on one rank skips the step on all; too many skips raise."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_all_ranks_skip_together(role_pool: ProcessPool, models: Models, layout:
 
 
 def test_one_bad_mini_batch_of_two(role_pool: ProcessPool, models: Models) -> None:
-    """The good one is learned from at the learning rate of the first step, wherever the bad one stands."""
+    """The good mini-batch trains at the learning rate of the first step, in either order."""
     with start(role_pool, models, "dp2", allowed=3) as actor:
         metrics = actor.update("update_actor", poisoned(models.batch, 1, math.nan))
         assert metrics["actor/skipped_steps"] == 1 and metrics["actor/lr"] == pytest.approx(LR / WARMUP)
@@ -73,7 +73,7 @@ def test_one_bad_mini_batch_of_two(role_pool: ProcessPool, models: Models) -> No
         assert same(weights, actor.local_weights())
 
 
-def test_too_many_in_a_row_stop_every_rank_with_the_evidence(
+def test_too_many_consecutive_skips_raise_with_their_reports(
     role_pool: ProcessPool, models: Models, tmp_path: Path
 ) -> None:
     named = models.batch.with_columns({}, {"uid": [f"prompt-{row}" for row in range(8)], "index": list(range(40, 48))})
@@ -102,20 +102,20 @@ def test_too_many_in_a_row_stop_every_rank_with_the_evidence(
 
 
 def stopped(actor: Role, batch: DataProto) -> set[str]:
-    """What an update that is not survived says; all ranks the same."""
+    """Error of an update with too many skipped steps; all ranks the same."""
     results = actor.split("update_actor", batch, 4, attempt=True)
     assert all(isinstance(result, Raised) and result.kind == "SkippedStepsError" for result in results)
     return {result.text for result in results}
 
 
-def test_no_skip_is_allowed_where_the_limit_is_zero(role_pool: ProcessPool, models: Models) -> None:
+def test_limit_zero_allows_no_skip(role_pool: ProcessPool, models: Models) -> None:
     with start(role_pool, models, "tp2", allowed=0) as actor:
         results = actor.split("update_actor", poisoned(models.batch, 6, math.nan), 4, attempt=True)
         assert [result.kind for result in results] == ["SkippedStepsError"] * 2
 
 
 def test_a_batch_without_a_trained_token_has_no_gradient(role_pool: ProcessPool, models: Models) -> None:
-    """As where every reward of a mini-batch failed: the loss is zero, not 0 / 0."""
+    """The loss is zero, not 0 / 0, for example if every reward of a mini-batch failed."""
     masked = models.batch.with_columns({"response_mask": torch.zeros(8, RESPONSE_WIDTH, dtype=torch.int64)}, {})[:4]
     assert not any(row.mask.any() for row in rows_of(masked))
     with start(role_pool, models, "dp2", allowed=0) as actor:

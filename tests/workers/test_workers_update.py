@@ -1,4 +1,4 @@
-"""Updates give the metrics and weights of a plain loop over tokens, however rows are cut."""
+"""Updates give the metrics and weights of a plain loop over tokens, for any micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from role_processes import (
 from safetensors.torch import load_file
 from tiny_policies import Models, Trained, actor_tokens, critic_tokens, load_model, sft_tokens, train
 
-from megarl.config.choices import LOSS_AGG_MODES
+from megarl.base.algorithm_names import LOSS_AGG_MODES
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.rows import PackedRows
@@ -37,7 +37,7 @@ CASES = [(layout, mode, list(BUDGETS)[i % 3]) for layout in ("tp1", "dp2") for i
 
 @pytest.fixture(scope="module")
 def reference(models: Models) -> Callable[[str, str], Trained]:
-    """What two mini-batches of a role give by plain loops, by role and aggregation; computed once each."""
+    """Results of two mini-batches of a role by plain loops, by role and aggregation; computed once each."""
     known: dict[tuple[str, str], Trained] = {}
 
     def of(role: str, mode: str) -> Trained:
@@ -58,10 +58,10 @@ def actor(role_pool: ProcessPool, models: Models, request: pytest.FixtureRequest
 
 
 def check(role: Role, folder: Path, metrics: dict[str, float], expected: Trained, prefix: str) -> None:
-    """Metrics by name, none more and none less, and the exported weights."""
-    wanted = {f"{prefix}/{name}": value for name, value in expected.metrics.items()}
-    wanted[f"{prefix}/skipped_steps"] = 0.0
-    assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    """Exactly these metrics, and the exported weights."""
+    expected_metrics = {f"{prefix}/{name}": value for name, value in expected.metrics.items()}
+    expected_metrics[f"{prefix}/skipped_steps"] = 0.0
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
     role.call("export_hf", str(folder))
     (file,) = folder.glob("*.safetensors")
     ours = load_file(file)
@@ -80,8 +80,8 @@ def test_actor(
     check(actor, tmp_path / "hf", metrics, reference("actor", mode), "actor")
 
 
-def test_the_batch_meets_every_clip(reference: Callable[[str, str], Trained]) -> None:
-    """Otherwise the tests of this file would not see a clip that is missing."""
+def test_batch_triggers_every_clip(reference: Callable[[str, str], Trained]) -> None:
+    """Otherwise the tests of this file could not detect a missing clip."""
     for role, names in (("actor", ["pg_clipfrac", "pg_clipfrac_lower"]), ("critic", ["vf_clipfrac"])):
         for name in names:
             assert 0 < reference(role, "token-mean").metrics[name] < 1
@@ -154,7 +154,7 @@ def test_epochs_repeat_the_same_mini_batches(actor: Role, models: Models) -> Non
 
 @pytest.mark.parametrize("actor", ["tp1"], indirect=True)
 def test_without_kl_loss_and_entropy_bonus(actor: Role, models: Models) -> None:
-    """No reference column is read, and no metric of either is told."""
+    """No reference column is read, and neither has a metric."""
     plain = dataclasses.replace(ACTOR, use_kl_loss=False, entropy_coeff=0.0)
     actor.rebuild(plan=update_plan(), config=plain)
     batch = models.batch.select([name for name in models.batch.tensors if name != "ref_log_prob"])
@@ -165,10 +165,10 @@ def test_without_kl_loss_and_entropy_bonus(actor: Role, models: Models) -> None:
 
 
 @pytest.mark.parametrize("actor", ["tp1"], indirect=True)
-def test_what_a_tool_said_may_hold_anything(
+def test_nonfinite_values_at_tool_tokens_are_ignored(
     actor: Role, models: Models, reference: Callable[[str, str], Trained], tmp_path: Path
 ) -> None:
-    """Numbers of masked tokens reach neither loss nor gradient, not even those that no weight of zero takes away."""
+    """Values of masked tokens reach neither loss nor gradient, even if a weight of zero would not remove them."""
     masked = ~models.batch.tensors["response_mask"].bool() & models.batch.tensors["attention_mask"][:, -8:].bool()
     wild = {
         name: models.batch.tensors[name].masked_fill(masked, float("nan"))

@@ -1,4 +1,4 @@
-"""A small policy and critic, a batch of answers, and what plain transformers and loops over tokens say of them."""
+"""A small policy and critic, a batch of responses, and the results of plain transformers and loops over tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LR, WARMUP, CLIP_GRAD, EPS, WEIGHT_DECAY = 1e-2, 3, 0.5, 1e-3, 0.1
 
 
 def save_model(path: Path, family: str = "qwen2", *, critic: bool = False, **changes: Any) -> Any:
-    """Writes a model with large random weights (so that errors show) and returns it."""
+    """Save a model with large random weights, so that errors show, and return it."""
     import transformers
 
     name = "".join(word.capitalize() for word in family.split("_"))
@@ -61,7 +61,7 @@ def load_model(path: Path, *, critic: bool = False) -> Any:
 
 
 class Models(NamedTuple):
-    """Folders, the models saved there (not to be changed), and a batch to learn from."""
+    """Model folders, the saved models (read-only), and a training batch."""
 
     policy_path: Path
     critic_path: Path
@@ -71,7 +71,7 @@ class Models(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row without its padding; the last ones are over its response tokens."""
+    """A row without padding; the last fields are over its response tokens."""
 
     prompt: Tensor
     response: Tensor
@@ -117,9 +117,9 @@ def answers(seed: int = 0) -> DataProto:
 
 
 def training_batch(policy: Any, critic: Any, seed: int = 0) -> DataProto:
-    """Answers with the columns of an update, far enough from the models' own numbers that every clip is met.
+    """Responses with the columns of an update, far enough from the models' outputs to trigger every clip.
 
-    The columns of a model that is None are zero but for their noise.
+    The columns of a model that is None are zero except for noise.
     """
     batch = answers(seed)
     generator = torch.Generator().manual_seed(seed + 100)
@@ -169,7 +169,7 @@ Token = tuple[Tensor, dict[str, Tensor], dict[str, float]]
 
 
 def actor_tokens(model: Any, row: Row) -> list[Token]:
-    """Clip range 0.8 to 1.3, dual clip at 1.5, entropy bonus 0.01, KL loss k3 times 0.2; weights where there are."""
+    """Clip range 0.8 to 1.3, dual clip at 1.5, entropy bonus 0.01, KL loss k3 times 0.2; optional weights."""
     log_probs, entropies = policy_tokens(model, row)
     tokens: list[Token] = []
     for index, (log_prob, entropy) in enumerate(zip(log_probs, entropies, strict=True)):
@@ -186,26 +186,26 @@ def actor_tokens(model: Any, row: Row) -> list[Token]:
         if "rollout_is_weights" in row.columns:
             loss = loss * row.columns["rollout_is_weights"][index].item()
         kl = (ref - log_prob).exp() - (ref - log_prob) - 1
-        facts = {"ppo_kl": old - log_prob.item(), "pg_clipfrac": float(clipped), "pg_clipfrac_lower": float(dual)}
-        tokens.append((loss - 0.01 * entropy + 0.2 * kl, {"pg_loss": loss, "kl_loss": kl}, facts))
+        token_means = {"ppo_kl": old - log_prob.item(), "pg_clipfrac": float(clipped), "pg_clipfrac_lower": float(dual)}
+        tokens.append((loss - 0.01 * entropy + 0.2 * kl, {"pg_loss": loss, "kl_loss": kl}, token_means))
     return tokens
 
 
 def critic_tokens(model: Any, row: Row) -> list[Token]:
-    """Values clipped to 0.4 around the old ones; the loss counts 0.7 times."""
+    """Values clipped to 0.4 around the old ones; loss coefficient 0.7."""
     tokens: list[Token] = []
     for index, value in enumerate(value_tokens(model, row)):
         old, target = row.columns["values"][index].item(), row.columns["returns"][index].item()
         near = value.clamp(old - 0.4, old + 0.4)
         plain, clipped = (value - target) ** 2, (near - target) ** 2
         loss = 0.5 * (clipped if clipped.item() > plain.item() else plain)
-        facts = {"vf_clipfrac": float(clipped.item() > plain.item()), "vpred_mean": value.item()}
-        tokens.append((0.7 * loss, {"vf_loss": loss}, facts))
+        token_means = {"vf_clipfrac": float(clipped.item() > plain.item()), "vpred_mean": value.item()}
+        tokens.append((0.7 * loss, {"vf_loss": loss}, token_means))
     return tokens
 
 
 def sft_tokens(model: Any, row: Row) -> list[Token]:
-    """A row counts as accurate if every trained token is what greedy decoding gives."""
+    """A row is accurate if greedy decoding gives every trained token."""
     logits = model(torch.cat([row.prompt, row.response])[None]).logits[0, len(row.prompt) - 1 : -1]
     log_probs, greedy = logits.log_softmax(-1), logits.argmax(-1)
     return [
@@ -215,7 +215,7 @@ def sft_tokens(model: Any, row: Row) -> list[Token]:
 
 
 def aggregate(per_row: list[list[Any]], mode: str, horizon: int) -> Any:
-    """One number of numbers per trained token, by the definition of each mode."""
+    """Aggregate one number per trained token, by the definition of each mode."""
     per_row = [numbers for numbers in per_row if numbers]
     if mode == "all-of-row":
         return sum(map(min, per_row)) / len(per_row)

@@ -1,1 +1,1 @@
-"""Keys of verl's that are not megarl's: what each means here, so that verl's run scripts start megarl as they are."""
+"""Translation of verl's keys, so that verl's run scripts start megarl unchanged."""

@@ -1,4 +1,4 @@
-"""Verl's keys among the values of a configuration: checked, translated, and taken out."""
+"""Adopt verl's keys among the values of a configuration: check, translate and remove them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.config.keys import Key, walk
-from megarl.config.problems import Problem, show
-from megarl.config.schema import TrainConfig
-from megarl.config.verl.rules import Backend, Feature, NoEffect, Only, Refused, Renamed
+from megarl.config.problems import Problem, format_value
+from megarl.config.schema.jobs import TrainConfig
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed
 from megarl.config.verl.table import VALUE_RULES, rule_for
 
 _DYNAMIC = (
@@ -19,9 +19,9 @@ _DYNAMIC = (
     ("actor_rollout_ref.rollout", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
     ("actor_rollout_ref.ref", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
 )
-"""Sections with their key that cuts micro-batches by tokens, and the one that is read otherwise."""
+"""Sections, with the key for micro-batches by tokens and the key for micro-batches by samples."""
 
-_OF_THE_ACTOR = (
+_FROM_ACTOR = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
@@ -31,7 +31,7 @@ _OF_THE_ACTOR = (
     "override_transformer_config",
     "dtype",
 )
-_OF_THE_ACTORS_PIPELINE = (
+_FROM_ACTOR_PIPELINE = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -41,12 +41,12 @@ _OF_THE_ACTORS_PIPELINE = (
 
 
 class Adoption(NamedTuple):
-    """What became of verl's keys.
+    """Result of adopting verl's keys.
 
     Attributes:
-        values: of the schema's keys, and of keys that neither has.
-        problems: keys that cannot be taken over.
-        notes: what was translated or has no effect, a line for each.
+        values: of the schema's keys, and of keys that neither project has.
+        problems: keys that megarl refuses.
+        notes: one line for each key that is translated or has no effect.
     """
 
     values: dict[str, Any]
@@ -54,16 +54,16 @@ class Adoption(NamedTuple):
     notes: list[str]
 
 
-def is_verls(path: str) -> bool:
-    """Whether a key that is not megarl's is one of verl's, or a section of them."""
+def is_verl_key(path: str) -> bool:
+    """Whether a key outside megarl's schema is a key or section of verl."""
     return rule_for(path) is not None
 
 
 def adopt(values: Mapping[str, Any]) -> Adoption:
-    """Takes verl's keys over into those of :class:`TrainConfig`.
+    """Translate verl's keys to those of :class:`TrainConfig`.
 
     Args:
-        values: nested and plain, with every default in its place.
+        values: nested and plain, including all defaults.
     """
     return _Adopter(values).adopt()
 
@@ -75,59 +75,63 @@ class _Adopter:
         self.notes: list[str] = []
 
     def adopt(self) -> Adoption:
-        found = dict(_foreign(self.tree))
-        for path in found:
+        foreign = dict(_foreign(self.tree))
+        for path in foreign:
             _remove(self.tree, path)
-        for path, value in found.items():
-            if value not in (None, {}):  # asks for nothing
-                self._apply(path, value, path, found)
+        for path, value in foreign.items():
+            if value not in (None, {}):  # null and an empty section set nothing
+                self._apply(path, value, path, foreign)
         for path in VALUE_RULES:
             self._reword(path)
         self._drop_unread_sizes()
-        self._complete_reference()
+        self._complete_reference_layout()
         return Adoption(self.tree, self.problems, self.notes)
 
-    def _apply(self, path: str, value: Any, said: str, found: Mapping[str, Any]) -> None:
-        """Does as the rule for ``path`` says; ``said`` is how the user wrote it."""
+    def _apply(self, path: str, value: Any, source: str, foreign: Mapping[str, Any]) -> None:
+        """Apply the rule for ``path``; ``source`` is the key as the user wrote it."""
         rule = rule_for(path)
         if isinstance(rule, Only) and value not in rule.values:
-            accepted = " or ".join(map(show, rule.values))
-            self._refuse(said, value, f"is accepted as {accepted} only: {rule.why}" if accepted else rule.why)
+            accepted = " or ".join(map(format_value, rule.values))
+            self._refuse(source, value, f"is accepted as {accepted} only: {rule.why}" if accepted else rule.why)
         elif isinstance(rule, NoEffect):
-            self.notes.append(f"{said}={show(value)} has no effect: {rule.why}")
+            self.notes.append(f"{source}={format_value(value)} has no effect: {rule.why}")
         elif isinstance(rule, Renamed):
-            self._rename(rule, value, said, found)
+            self._rename(rule, value, source, foreign)
         elif isinstance(rule, Feature):
-            self._switch(rule, path, value, said, found)
-        elif isinstance(rule, Refused | Backend):
-            self._refuse(said, value, rule.why)
+            self._switch(rule, path, value, source, foreign)
+        elif isinstance(rule, Refused | OtherBackend):
+            self._refuse(source, value, rule.why)
 
-    def _switch(self, rule: Feature, path: str, value: Any, said: str, found: Mapping[str, Any]) -> None:
-        chosen = found.get(rule.switch)
-        if chosen is None or chosen in rule.off:
+    def _switch(self, rule: Feature, path: str, value: Any, source: str, foreign: Mapping[str, Any]) -> None:
+        state = foreign.get(rule.switch)
+        if state is None or state in rule.off:
             return
-        asked = "" if path == rule.switch else f" ({rule.switch}={show(chosen)})"
-        self._refuse(said, value, f"is not here{asked}: {rule.why}")
+        cause = "" if path == rule.switch else f" ({rule.switch}={format_value(state)})"
+        self._refuse(source, value, f"is not supported{cause}: {rule.why}")
 
-    def _rename(self, rule: Renamed, value: Any, said: str, found: Mapping[str, Any]) -> None:
+    def _rename(self, rule: Renamed, value: Any, source: str, foreign: Mapping[str, Any]) -> None:
         if value in rule.left_out:
             return
-        known = _known()
-        free = next((p for p in _parents(rule.to) if p in known and known[p].is_mapping), None)
-        if rule.to not in known and free is None:
-            self._apply(rule.to, value, said, found)
+        schema = _schema_keys()
+        free = next((p for p in _parents(rule.to) if p in schema and schema[p].is_mapping), None)
+        if rule.to not in schema and free is None:
+            self._apply(rule.to, value, source, foreign)
             return
         value = rule.values.get(value, value) if not isinstance(value, list | dict) else value
-        default = known[rule.to].default if rule.to in known else None
+        default = schema[rule.to].default if rule.to in schema else None
         current = _get(self.tree, rule.to)
         if current not in (None, default, value):
-            self._refuse(said, value, f"is {rule.to} here, which is {show(current)} already; give one of them")
+            self._refuse(
+                source, value, f"is {rule.to} in megarl, which is {format_value(current)} already; set one of them"
+            )
             return
         _set(self.tree, rule.to, value)
-        self.notes.append(f"{said} is {rule.to}={show(value)} here" + (f": {rule.why}" if rule.why else ""))
+        self.notes.append(
+            f"{source} is {rule.to}={format_value(value)} in megarl" + (f": {rule.why}" if rule.why else "")
+        )
 
     def _reword(self, path: str) -> None:
-        """A key of both: the value as it is written here."""
+        """Translate the value of a key that both projects have."""
         section, _, name = path.rpartition(".")
         holder, words = _get(self.tree, section), VALUE_RULES[path]
         if not isinstance(holder, dict) or name not in holder or isinstance(holder[name], list | dict):
@@ -135,49 +139,49 @@ class _Adopter:
         value = holder[name]
         if value in words.refused:
             self._refuse(path, value, f"is {words.refused[value]}")
-            holder[name] = _known()[path].default
+            holder[name] = _schema_keys()[path].default
         elif value in words.meanings:
             holder[name] = words.meanings[value]
 
     def _drop_unread_sizes(self) -> None:
-        """Micro-batches in samples are not read while they are cut by tokens; verl's scripts give both."""
-        by_the_actor = _get(self.tree, "actor_rollout_ref.actor.use_dynamic_bsz")
+        """Drop micro-batch sizes in samples while tokens count; verl's scripts set both."""
+        actor_by_tokens = _get(self.tree, "actor_rollout_ref.actor.use_dynamic_bsz")
         for section, by_tokens, samples in _DYNAMIC:
-            chosen = _get(self.tree, f"{section}.{by_tokens}")
-            if (by_the_actor if chosen is None else chosen) is True and _get(self.tree, f"{section}.{samples}"):
+            state = _get(self.tree, f"{section}.{by_tokens}")
+            if (actor_by_tokens if state is None else state) is True and _get(self.tree, f"{section}.{samples}"):
                 _get(self.tree, section)[samples] = None
                 self.notes.append(f"{section}.{samples} has no effect: micro-batches are cut by tokens ({by_tokens})")
 
-    def _complete_reference(self) -> None:
-        """What a layout of the reference's own leaves out is the actor's."""
-        own = _get(self.tree, "actor_rollout_ref.ref.megatron")
+    def _complete_reference_layout(self) -> None:
+        """Fill missing keys of a separate reference layout with the actor's."""
+        layout = _get(self.tree, "actor_rollout_ref.ref.megatron")
         actors = _get(self.tree, "actor_rollout_ref.actor.megatron")
-        if not isinstance(own, dict) or not isinstance(actors, dict):
+        if not isinstance(layout, dict) or not isinstance(actors, dict):
             return
-        if not own:
+        if not layout:
             self.tree["actor_rollout_ref"]["ref"]["megatron"] = None
             return
         pipeline = "pipeline_model_parallel_size"
-        same_pipeline = own.setdefault(pipeline, actors.get(pipeline)) == actors.get(pipeline)
-        for name in (*_OF_THE_ACTOR, *(_OF_THE_ACTORS_PIPELINE if same_pipeline else ())):
-            own.setdefault(name, copy.deepcopy(actors.get(name)))
+        same_pipeline = layout.setdefault(pipeline, actors.get(pipeline)) == actors.get(pipeline)
+        for name in (*_FROM_ACTOR, *(_FROM_ACTOR_PIPELINE if same_pipeline else ())):
+            layout.setdefault(name, copy.deepcopy(actors.get(name)))
 
     def _refuse(self, path: str, value: Any, text: str) -> None:
         self.problems.append(Problem(path, value, text))
 
 
 @cache
-def _known() -> dict[str, Key]:
+def _schema_keys() -> dict[str, Key]:
     return dict(walk(TrainConfig))
 
 
 def _foreign(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Verl's keys with their values; a key below a free mapping of megarl's is one if there is a rule for it."""
+    """verl's keys with their values; inside a free mapping of megarl, only keys with a rule."""
     for name, value in node.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
             yield from _foreign(value, f"{path}.")
-        elif path not in _known() and rule_for(path) is not None:
+        elif path not in _schema_keys() and rule_for(path) is not None:
             yield path, value
 
 
@@ -201,10 +205,10 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _remove(tree: dict[str, Any], path: str) -> None:
-    """Takes a key out, and the sections that are empty then and not megarl's."""
+    """Remove a key, and sections outside megarl's schema that become empty."""
     *parents, last = path.split(".")
     section = _get(tree, ".".join(parents)) if parents else tree
     del section[last]
     above = ".".join(parents)
-    if above and not section and above not in _known():
+    if above and not section and above not in _schema_keys():
         _remove(tree, above)

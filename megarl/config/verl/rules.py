@@ -1,4 +1,4 @@
-"""What can become of a key of verl's that is in no schema of megarl's."""
+"""Kinds of rules for verl's keys that megarl's schema lacks: translate, accept at certain values, or refuse."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Only:
-    """Accepted at the values that describe what megarl does anyway; another is refused.
+    """Accepted at the values that describe megarl's behaviour; other values are refused.
 
     Attributes:
-        values: the accepted ones; null is accepted with any of them.
-        why: what megarl does, or has in the place of another value.
+        values: accepted values; null is always accepted.
+        why: megarl's behaviour, or its alternative to other values.
     """
 
     values: tuple[Any, ...]
@@ -22,20 +22,20 @@ class Only:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Accepted at every value: there is nothing here that it could change the results of; told once per run."""
+    """Accepted at every value, since it cannot change the results of megarl; noted once per run."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """Megarl's name for the same is another one; translated, and told once per run.
+    """Translated to megarl's name for the same setting; noted once per run.
 
     Attributes:
         to: megarl's key.
-        values: values that are written otherwise here; others stay as they are.
-        left_out: values at which there is nothing to set.
-        why: what differs.
+        values: values that megarl writes differently; others stay the same.
+        left_out: values that need no setting in megarl.
+        why: difference in meaning, if any.
     """
 
     to: str
@@ -46,12 +46,12 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Feature:
-    """Part of a section that does nothing while its switch is off; refused where it is on.
+    """Part of a section that does nothing while its switch is off; refused if it is on.
 
     Attributes:
         switch: key that turns the section on.
         off: values of the switch at which the section does nothing.
-        why: what there is in its place.
+        why: megarl's alternative.
     """
 
     switch: str
@@ -61,18 +61,18 @@ class Feature:
 
 @dataclass(frozen=True)
 class Refused:
-    """Not here."""
+    """Refused by name; megarl has no such setting."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Backend:
-    """Only concerns a backend of verl's that megarl does not have.
+class OtherBackend:
+    """Concerns a backend of verl that megarl lacks.
 
     Attributes:
         name: of the backend.
-        nearest: what to set instead, if there is anything.
+        nearest: the closest setting of megarl, if any.
     """
 
     name: str
@@ -80,21 +80,21 @@ class Backend:
 
     @property
     def why(self) -> str:
-        """The refusal in words."""
+        """The reason for the refusal."""
         text = f"concerns {self.name} only, and megarl trains with Megatron and generates with SGLang"
-        return f"{text}; {self.nearest}" if self.nearest else f"{text}; leave it out"
+        return f"{text}; {self.nearest}" if self.nearest else f"{text}; remove the key"
 
 
-Rule: TypeAlias = Only | NoEffect | Renamed | Feature | Refused | Backend
+Rule: TypeAlias = Only | NoEffect | Renamed | Feature | Refused | OtherBackend
 
 
 @dataclass(frozen=True)
 class Values:
-    """A key of both, some of whose values at verl's are written otherwise here, or concern another backend.
+    """A key of both, with values of verl that megarl writes differently or lacks.
 
     Attributes:
-        meanings: what to write instead.
-        refused: why a value is not here.
+        meanings: megarl's value by verl's.
+        refused: reason by refused value.
     """
 
     meanings: Mapping[Any, Any] = field(default_factory=dict)

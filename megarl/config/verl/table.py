@@ -1,35 +1,34 @@
-"""The one table of verl's keys that are not megarl's."""
+"""The table of verl's keys: rules for keys that megarl lacks, and the names that both share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
-from megarl.config.verl.roles import role_rules
-from megarl.config.verl.rollout import ENGINE_VALUES, rollout_rules
+from megarl.config.verl.role_rules import role_rules
 from megarl.config.verl.rules import Renamed, Rule, Values
-from megarl.config.verl.run import VALUES, run_rules
-from megarl.config.verl.transformer import transformer_rules
+from megarl.config.verl.run_rules import VALUES, run_rules
 
-VALUE_RULES: dict[str, Values] = VALUES | ENGINE_VALUES
-"""Keys of both, some of whose values differ."""
+VALUE_RULES: dict[str, Values] = VALUES
+"""Keys of both with different values."""
 
 
 @cache
 def rules() -> dict[str, Rule]:
-    """Every rule by path; ``*`` at the end of a path stands for anything."""
-    return run_rules() | rollout_rules() | role_rules() | transformer_rules()
+    """Every rule by path; ``*`` at the end of a path matches any rest."""
+    return run_rules() | role_rules()
 
 
 @cache
 def _patterns() -> list[str]:
-    """Beginnings of the paths that end in ``*``, the longest first."""
+    """Prefixes of the paths that end in ``*``, the longest first."""
     return sorted((path[:-1] for path in rules() if path.endswith("*")), key=len, reverse=True)
 
 
 def rule_for(path: str) -> Rule | None:
-    """The rule for a key: its own, or that of the longest beginning; None where it is no key of verl's to be told of.
+    """The rule for a key of verl, by its path or by the longest matching prefix; None for any other key.
 
-    A translated key comes with the whole name that it has here.
+    The rule of a translated key names the full key of megarl.
     """
     exact = rules().get(path)
     if exact is not None:
@@ -39,7 +38,96 @@ def rule_for(path: str) -> Rule | None:
             rule = rules()[f"{start}*"]
             if isinstance(rule, Renamed):
                 if path.startswith(f"{rule.to}."):
-                    return None  # where verl's keys go is megarl's own
+                    return None  # the target section holds megarl's keys
                 return Renamed(f"{rule.to}.{path.removeprefix(start)}", rule.values, rule.left_out, rule.why)
             return rule
     return None
+
+
+_MEGATRON = (
+    "context_parallel_size dtype expert_model_parallel_size expert_tensor_parallel_size grad_offload "
+    "optimizer_offload override_transformer_config param_offload pipeline_model_parallel_size sequence_parallel "
+    "tensor_model_parallel_size use_distributed_optimizer virtual_pipeline_model_parallel_size"
+)
+_OPTIM = (
+    "betas clip_grad lr lr_decay_style lr_warmup_steps lr_warmup_steps_ratio lr_wsd_decay_steps "
+    "lr_wsd_decay_style min_lr total_training_steps weight_decay"
+)
+_CHECKPOINT, _PROFILER = "async_save load_contents save_contents", "enable all_ranks ranks"
+_SAME = {
+    "actor_rollout_ref.actor.checkpoint": _CHECKPOINT,
+    "actor_rollout_ref.actor": (
+        "tau_neg tau_pos loss_scale_factor "
+        "clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low entropy_coeff kl_loss_coef kl_loss_type "
+        "loss_agg_mode ppo_epochs ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu ppo_mini_batch_size "
+        "use_dynamic_bsz use_kl_loss use_prefix_grouper"
+    ),
+    "actor_rollout_ref.actor.megatron": _MEGATRON,
+    "actor_rollout_ref.actor.optim": _OPTIM,
+    "actor_rollout_ref.actor.profiler": _PROFILER,
+    "actor_rollout_ref.ref.profiler": _PROFILER,
+    "critic.profiler": _PROFILER,
+    "global_profiler": "tool steps profile_continuous_steps save_path",
+    "global_profiler.global_tool_config.nsys": "discrete",
+    "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
+    "actor_rollout_ref.model": "external_lib path tokenizer_path",
+    "actor_rollout_ref.ref": (
+        "log_prob_max_token_len_per_gpu log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz"
+    ),
+    "actor_rollout_ref.ref.megatron": _MEGATRON,
+    "actor_rollout_ref.rollout.agent": "agent_loop_config_path default_agent_loop",
+    "actor_rollout_ref.rollout": (
+        "calculate_log_probs dtype free_cache_engine log_prob_max_token_len_per_gpu "
+        "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n name seed temperature "
+        "tensor_model_parallel_size top_k top_p"
+    ),
+    "actor_rollout_ref.rollout.multi_turn": (
+        "enable format max_assistant_turns max_parallel_calls max_tool_response_length max_user_turns "
+        "tool_config_path tool_response_truncate_side"
+    ),
+    "actor_rollout_ref.rollout.val_kwargs": "n temperature top_k top_p",
+    "algorithm": "adv_estimator gamma kl_penalty lam norm_adv_by_std_in_grpo use_kl_in_reward use_pf_ppo",
+    "algorithm.filter_groups": "enable max_num_gen_batches metric",
+    "algorithm.kl_ctrl": "horizon kl_coef target_kl type",
+    "algorithm.rollout_correction": (
+        "bypass_mode rollout_is rollout_is_batch_normalize rollout_is_threshold rollout_rs rollout_rs_threshold"
+    ),
+    "critic.checkpoint": _CHECKPOINT,
+    "critic": (
+        "cliprange_value enable loss_agg_mode ppo_epochs ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu "
+        "ppo_mini_batch_size use_dynamic_bsz"
+    ),
+    "critic.megatron": _MEGATRON,
+    "critic.model": "path",
+    "critic.optim": _OPTIM,
+    "custom_reward_function": "name path reward_kwargs",
+    "data": (
+        "reward_fn_key train_max_samples val_max_samples filter_overlong_prompts_workers "
+        "apply_chat_template_kwargs filter_overlong_prompts gen_batch_size max_prompt_length max_response_length "
+        "prompt_key seed shuffle train_batch_size train_files truncation val_batch_size val_files"
+    ),
+    "algorithm.pf_ppo": "reweight_method weight_pow",
+    "reward_model": (
+        "enable forward_max_token_len_per_gpu max_length micro_batch_size_per_gpu num_workers reward_manager "
+        "use_dynamic_bsz"
+    ),
+    "reward_model.reward_kwargs": "max_resp_len",
+    "reward_model.reward_kwargs.overlong_buffer_cfg": "enable len log penalty_factor",
+    "reward_model.megatron": _MEGATRON,
+    "reward_model.model": "input_tokenizer path",
+    "reward_model.sandbox_fusion": "max_concurrent memory_limit_mb url",
+    "data.custom_cls": "name path",
+    "data.sampler": "class_name class_path",
+    "trainer": (
+        "balance_batch critic_warmup default_local_dir device esi_redundant_time experiment_name "
+        "log_val_generations logger max_actor_ckpt_to_keep max_critic_ckpt_to_keep n_gpus_per_node nnodes "
+        "project_name resume_from_path resume_mode rollout_data_dir save_freq test_freq total_epochs "
+        "total_training_steps val_before_train val_only validation_data_dir"
+    ),
+}
+
+
+def same_names() -> Iterator[tuple[str, list[str]]]:
+    """Sections with the keys that have the same name and meaning in verl and megarl."""
+    for section, names in _SAME.items():
+        yield section, names.split()

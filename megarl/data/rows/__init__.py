@@ -1,13 +1,11 @@
-"""Rows of data files: parquet in the schema that RL data sets for verl have, JSON lines, Hugging Face data sets.
+"""Rows of data files: parquet in verl's RLHF schema, JSON lines, and Hugging Face data sets; imports no torch.
 
 A row has ``prompt`` (a list of chat messages ``{role, content}``), ``data_source``, ``reward_model`` (a struct with
-``ground_truth``), and where it likes ``ability``, ``extra_info`` and others. Rows are counted from 0 within their file.
-Nothing here imports torch.
+``ground_truth``), and optionally ``ability``, ``extra_info`` and other columns. Row numbers start at 0 in each file.
 """
 
 from megarl.data.rows.cache import Cache
-from megarl.data.rows.form import RLHF_COLUMNS
-from megarl.data.rows.paths import expand_files
-from megarl.data.rows.rows import Rows, check_files
+from megarl.data.rows.reader import Rows, check_files, expand_files
+from megarl.data.rows.schema import RLHF_COLUMNS
 
 __all__ = ["RLHF_COLUMNS", "Cache", "Rows", "check_files", "expand_files"]

@@ -1,21 +1,21 @@
-"""The folder in which what is costly to make from data files is kept: rows that can be mapped, lengths in tokens.
+"""Cache folder for artifacts of data files: memory-mappable rows, and lengths in tokens.
 
-An entry's name has a digest of what it was made of; for a file that is its path, size and time of change. An entry is
-written under another name and then renamed, so that processes that write the same one do not disturb each other.
+The name of an entry contains a digest of its inputs; the inputs of a file are path, size and modification time. An
+entry is written under a temporary name and then renamed, so processes that write the same entry do not conflict.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.errors import DataError
+from megarl.base.atomic_write import atomic_write
+from megarl.base.errors import DataError
 
 _VERSION = "1"
-"""Of what entries hold; another one makes all of them anew."""
+"""Format version of the entries; a new version invalidates all of them."""
 
 
 class Cache:
@@ -29,45 +29,41 @@ class Cache:
         root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         self.folder = Path(os.path.expandvars(folder) if folder else f"{root}/megarl/data").expanduser()
 
-    def entry(self, name: str, made_of: str, suffix: str, make: Callable[[Path], None]) -> Path:
-        """The file of an entry, made now if there is none.
+    def entry(self, name: str, content: str, suffix: str, write: Callable[[Path], None]) -> Path:
+        """Return the file of an entry; write it first if it does not exist.
 
         Args:
-            name: readable begin of the file's name; older entries of the same name are removed.
-            made_of: all that the content follows from.
-            suffix: of the file.
-            make: writes it.
+            name: readable prefix of the file name; older entries with the same name are removed.
+            content: fingerprint of the entry's inputs.
+            suffix: suffix of the file name.
+            write: writes the entry to a path.
 
         Raises:
             DataError: the folder cannot be written.
         """
-        place = self.folder / f"{name}-{digest(f'{_VERSION}|{made_of}')}{suffix}"
-        if place.is_file():
-            return place
-        unfinished = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
+        path = self.folder / f"{name}-{digest(f'{_VERSION}|{content}')}{suffix}"
+        if path.is_file():
+            return path
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                make(unfinished)
-                unfinished.replace(place)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            with atomic_write(path) as temporary:
+                write(temporary)
             for older in self.folder.glob(f"{name}-{'?' * 16}{suffix}"):
-                if older != place:
+                if older != path:
                     older.unlink(missing_ok=True)
         except OSError as error:
             raise DataError(
-                f"data.cache_dir: {self.folder} cannot be written ({error}); name a folder with room for the data"
+                f"data.cache_dir: {self.folder} cannot be written ({error}); name a folder with enough free space"
             ) from error
-        return place
+        return path
 
 
 def digest(text: str) -> str:
-    """16 hexadecimal digits that stand for a text."""
+    """Digest of a text, 16 hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def file_identity(path: str) -> str:
-    """What tells one content of a file from another: absolute path, size in bytes, time of change in ns."""
+    """Fingerprint of a file's content: absolute path, size in bytes, modification time in ns."""
     status = os.stat(path)
     return f"{os.path.abspath(path)}|{status.st_size}|{status.st_mtime_ns}"

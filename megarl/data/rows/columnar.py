@@ -1,7 +1,7 @@
-"""Rows in columns: parquet files, and the Arrow files of Hugging Face ``datasets``.
+"""Columnar rows: parquet files, and the Arrow files of Hugging Face ``datasets``.
 
-Parquet cannot be mapped row by row. A large file is converted once, into an Arrow file of small batches in the cache,
-and that is mapped: only pages in use are in memory, and the system may drop them. A small one is held in memory.
+Parquet files cannot be memory-mapped by row. A large file is converted once to an Arrow file of small batches in the
+cache and then mapped: only used pages are in memory, and the system may drop them. A small file is kept in memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.base.errors import DataError
 from megarl.data.rows.cache import Cache, digest, file_identity
-from megarl.data.rows.form import RowForm, check_batch, check_schema
-from megarl.data.rows.paths import HF_STATE
-from megarl.errors import DataError
+from megarl.data.rows.schema import RowSchema, check_batch, check_schema
 
-_BATCH_ROWS = 1024  # one row is read from its batch without touching the others; more rows, fewer objects
+HF_STATE = "state.json"
+"""File that describes a folder of ``Dataset.save_to_disk``."""
+_BATCH_ROWS = 1024  # a row is read from its batch without the others; larger batches mean fewer objects
 
 
 class ColumnarSource:
@@ -29,9 +30,9 @@ class ColumnarSource:
 
     Args:
         path: file or folder, for messages.
-        schema: of the batches.
-        batches: in memory or mapped.
-        identity: what tells this content from another.
+        schema: Arrow schema of the batches.
+        batches: record batches, in memory or mapped.
+        identity: fingerprint of the content.
     """
 
     def __init__(self, path: str, schema: pa.Schema, batches: list[pa.RecordBatch], identity: str) -> None:
@@ -46,41 +47,41 @@ class ColumnarSource:
         return self._ends[-1] if self._ends else 0
 
     def row(self, number: int) -> dict[str, Any]:
-        """One row as Python values."""
-        at, own = self._locate(number)
-        (values,) = self._batches[at].slice(own, 1).to_pylist()
+        """Return one row as Python values."""
+        batch, offset = self._locate(number)
+        (values,) = self._batches[batch].slice(offset, 1).to_pylist()
         return dict(values)
 
     def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
-        """Some columns of the rows from ``start`` to before ``stop``; those that are not there are left out."""
+        """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
         present = [name for name in names if name in self.columns]
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         while start < stop:
-            at, own = self._locate(start)
-            part = self._batches[at].select(present).slice(own, stop - start)
-            # no column at all has no length
-            found += part.to_pylist() if present else [{} for _ in range(min(stop, self._ends[at]) - start)]
-            start = self._ends[at]
-        return found
+            batch, offset = self._locate(start)
+            part = self._batches[batch].select(present).slice(offset, stop - start)
+            # a batch without columns has no length
+            rows += part.to_pylist() if present else [{} for _ in range(min(stop, self._ends[batch]) - start)]
+            start = self._ends[batch]
+        return rows
 
-    def check(self, form: RowForm) -> None:
+    def check(self, schema: RowSchema) -> None:
         """Check types, then all values, batch by batch."""
-        check_schema(self.path, self.schema, form)
+        check_schema(self.path, self.schema, schema)
         first = 0
         for batch, end in zip(self._batches, self._ends, strict=True):
-            check_batch(self.path, batch, first, form)
+            check_batch(self.path, batch, first, schema)
             first = end
 
     def _locate(self, number: int) -> tuple[int, int]:
-        at = bisect_right(self._ends, number)
-        return at, number - (self._ends[at - 1] if at else 0)
+        batch = bisect_right(self._ends, number)
+        return batch, number - (self._ends[batch - 1] if batch else 0)
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """The file, its rows not read.
+    """Open a parquet file without reading rows.
 
     Raises:
-        DataError: it is none.
+        DataError: the file is not a parquet file.
     """
     try:
         return pq.ParquetFile(path)
@@ -89,10 +90,10 @@ def open_parquet(path: str) -> pq.ParquetFile:
 
 
 def parquet_bytes(path: str) -> int:
-    """Bytes that a file's rows take in memory, about.
+    """Approximate bytes of a file's rows in memory.
 
     Raises:
-        DataError: it is no parquet file.
+        DataError: the file is not a parquet file.
     """
     with open_parquet(path) as reader:
         groups = range(reader.metadata.num_row_groups)
@@ -100,7 +101,7 @@ def parquet_bytes(path: str) -> int:
 
 
 def parquet_source(path: str, cache: Cache | None) -> ColumnarSource:
-    """Rows of a parquet file: mapped from the cache, or with None held in memory.
+    """Open the rows of a parquet file: mapped from the cache, or in memory if ``cache`` is None.
 
     Raises:
         DataError: the file cannot be read.
@@ -110,14 +111,14 @@ def parquet_source(path: str, cache: Cache | None) -> ColumnarSource:
         with open_parquet(path) as reader:
             return ColumnarSource(path, _plain(reader.schema_arrow), list(_batches(path, reader)), identity)
     name = f"{Path(path).stem[:40]}-{digest(str(Path(path).absolute()))}"
-    place = cache.entry(name, identity, ".arrow", lambda unfinished: _convert(path, unfinished))
-    reader = pa.ipc.open_file(pa.memory_map(str(place)))
-    batches = [reader.get_batch(at) for at in range(reader.num_record_batches)]
+    converted = cache.entry(name, identity, ".arrow", lambda unfinished: _convert(path, unfinished))
+    reader = pa.ipc.open_file(pa.memory_map(str(converted)))
+    batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
     return ColumnarSource(path, reader.schema, batches, identity)
 
 
 def saved_dataset_source(folder: str) -> ColumnarSource:
-    """Rows of a folder that ``Dataset.save_to_disk`` wrote, mapped as they are.
+    """Map the rows of a folder of ``Dataset.save_to_disk``.
 
     Raises:
         DataError: a file is missing or malformed.
@@ -136,31 +137,31 @@ def saved_dataset_source(folder: str) -> ColumnarSource:
 
 
 def saved_dataset_files(folder: str) -> list[str]:
-    """The Arrow files of a folder that ``Dataset.save_to_disk`` wrote, in order.
+    """List the Arrow files of a folder of ``Dataset.save_to_disk``, in order.
 
     Raises:
-        DataError: the folder's description is malformed, or says that there is none.
+        DataError: the folder's description is malformed, or lists no file.
     """
     try:
         state = json.loads((Path(folder) / HF_STATE).read_text())
         files = [str(Path(folder) / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder}/{HF_STATE}: is not what datasets writes ({error!r})") from error
+        raise DataError(f"{folder}/{HF_STATE}: is not a file of datasets.save_to_disk ({error!r})") from error
     if not files:
         raise DataError(f"{folder}: there is no row")
     return files
 
 
-def _convert(path: str, place: Path) -> None:
+def _convert(path: str, target: Path) -> None:
     with open_parquet(path) as reader:
         schema = _plain(reader.schema_arrow)
-        with pa.OSFile(str(place), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in _batches(path, reader):
                 writer.write_batch(batch)
 
 
 def _batches(path: str, reader: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
-    """The file's rows in batches of their own, without dictionaries."""
+    """Read a file's rows in small batches, without dictionary encoding."""
     schema = _plain(reader.schema_arrow)
     try:
         for batch in reader.iter_batches(_BATCH_ROWS):
@@ -170,7 +171,7 @@ def _batches(path: str, reader: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema with columns of categories as what the categories are."""
+    """Replace dictionary-encoded columns of a schema by their value types."""
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema
     ]

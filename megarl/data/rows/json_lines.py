@@ -1,7 +1,7 @@
-"""Rows as JSON, one object per line, mapped as they are; only where lines begin is kept, 8 bytes for each.
+"""JSON rows: one object per line, memory-mapped, with an index of line starts (8 bytes per line).
 
-Values are what the text says: nothing has to be of one type in all rows, and nothing is filled up with nulls. A file
-that is one JSON list is read as well; it is held in memory.
+A column may have different types in different rows, and missing fields are not filled with nulls. A file with one JSON
+list is also supported; it is kept in memory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megarl.base.errors import DataError
 from megarl.data.rows.cache import Cache, digest, file_identity
-from megarl.data.rows.form import RowForm, check_names, check_row
-from megarl.errors import DataError
+from megarl.data.rows.schema import RowSchema, check_names, check_row
 
-LARGEST_LIST = 256 * 2**20
-_SAMPLE = 256
+MAX_LIST_BYTES = 256 * 2**20
+_SAMPLE_ROWS = 256
 
 
 class LineIndex(NamedTuple):
-    """Where the lines of a file are.
+    """Line index of a file.
 
     Attributes:
-        starts: byte at which each line with a row begins, and the end of the last.
-        columns: names in any row, in the order in which they came.
+        starts: start byte of each line with a row, and the end of the last line.
+        columns: names of the columns of all rows, in order of appearance.
     """
 
     starts: np.ndarray
@@ -39,8 +39,8 @@ class JsonLinesSource:
 
     Args:
         path: file.
-        index: of its lines.
-        cache: keeps what was found right, None = nothing is kept.
+        index: its line index.
+        cache: remembers successful checks; None = no cache.
     """
 
     def __init__(self, path: str, index: LineIndex, cache: Cache | None) -> None:
@@ -56,48 +56,48 @@ class JsonLinesSource:
         return len(self._starts) - 1
 
     def row(self, number: int) -> dict[str, Any]:
-        """One row."""
+        """Return one row."""
         return dict(json.loads(self._text[self._starts[number] : self._starts[number + 1]]))
 
     def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
-        """Some columns of the rows from ``start`` to before ``stop``; those that are not there are left out."""
+        """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
         rows = map(self.row, range(start, stop))
         return [{name: row[name] for name in names if name in row} for row in rows]
 
-    def check(self, form: RowForm) -> None:
-        """Check every row; what was right once is not looked at again while the file stays what it is."""
-        check_names(self.path, self.columns, form)
+    def check(self, schema: RowSchema) -> None:
+        """Check every row; a cached check is not repeated while the file is unchanged."""
+        check_names(self.path, self.columns, schema)
         if self._cache is None:
-            return self._check(form)
-        made_of, name = f"{self.identity}|{form}", f"{Path(self.path).stem[:40]}-{digest(f'{self.path}|{form}')}"
+            return self._check(schema)
+        name = f"{Path(self.path).stem[:40]}-{digest(f'{self.path}|{schema}')}"
 
-        def make(place: Path) -> None:
-            self._check(form)
-            place.touch()
+        def write(path: Path) -> None:
+            self._check(schema)
+            path.touch()
 
-        self._cache.entry(name, made_of, ".checked", make)
+        self._cache.entry(name, f"{self.identity}|{schema}", ".checked", write)
         return None
 
-    def _check(self, form: RowForm) -> None:
+    def _check(self, schema: RowSchema) -> None:
         for number in range(len(self)):
-            check_row(self.path, number, self.row(number), form)
+            check_row(self.path, number, self.row(number), schema)
 
 
 class JsonListSource:
-    """Rows of a file that is one JSON list."""
+    """Rows of a file with one JSON list."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.identity = file_identity(path)
-        if Path(path).stat().st_size > LARGEST_LIST:
+        if Path(path).stat().st_size > MAX_LIST_BYTES:
             raise DataError(
-                f"{path}: a JSON list must be read whole and may have {LARGEST_LIST >> 20} MiB; write one object per "
-                "line (JSONL), or parquet"
+                f"{path}: a JSON list is read into memory and limited to {MAX_LIST_BYTES >> 20} MiB; write one object "
+                "per line (JSONL), or parquet"
             )
         try:
             self._rows = json.loads(Path(path).read_bytes())
         except ValueError as error:
-            raise DataError(f"{path}: is no JSON ({error})") from error
+            raise DataError(f"{path}: is not JSON ({error})") from error
         for number, row in enumerate(self._rows):
             _check_object(path, f"row {number}", row)
         self.columns = tuple(dict.fromkeys(name for row in self._rows for name in row))
@@ -106,61 +106,61 @@ class JsonListSource:
         return len(self._rows)
 
     def row(self, number: int) -> dict[str, Any]:
-        """One row."""
+        """Return one row."""
         return dict(self._rows[number])
 
     def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
-        """Some columns of the rows from ``start`` to before ``stop``; those that are not there are left out."""
+        """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
         return [{name: row[name] for name in names if name in row} for row in self._rows[start:stop]]
 
-    def check(self, form: RowForm) -> None:
+    def check(self, schema: RowSchema) -> None:
         """Check every row."""
-        check_names(self.path, self.columns, form)
+        check_names(self.path, self.columns, schema)
         for number, row in enumerate(self._rows):
-            check_row(self.path, number, row, form)
+            check_row(self.path, number, row, schema)
 
 
 def json_source(path: str, cache: Cache | None) -> JsonLinesSource | JsonListSource:
-    """Rows of a JSON file; with a cache, the index of its lines is kept there.
+    """Open the rows of a JSON file, with its line index in the cache if there is one.
 
     Raises:
-        DataError: a line is no JSON object; names it.
+        DataError: a line is not a JSON object; names it.
     """
     if _is_list(path):
         return JsonListSource(path)
     if cache is None:
         return JsonLinesSource(path, _read_index(path), None)
     name = f"{Path(path).stem[:40]}-{digest(str(Path(path).absolute()))}"
-    place = cache.entry(name, file_identity(path), ".npz", lambda unfinished: _write_index(path, unfinished))
-    with np.load(place) as stored:
+    index_file = cache.entry(name, file_identity(path), ".npz", lambda unfinished: _write_index(path, unfinished))
+    with np.load(index_file) as stored:
         index = LineIndex(stored["starts"], tuple(stored["columns"].tolist()))
     return JsonLinesSource(path, index, cache)
 
 
-def check_json_sample(path: str, form: RowForm) -> int:
-    """Check the first rows of a JSON file, and count all without reading them.
+def check_json_sample(path: str, schema: RowSchema) -> int:
+    """Check the first rows of a JSON file, and count all rows without parsing them.
 
     Returns:
-        Rows, 0 only if there is none.
+        Number of rows.
 
     Raises:
-        DataError: one of the first rows is malformed, or lacks a column that no other has.
+        DataError: one of the first rows is malformed, or a required column is missing in all of them.
     """
     if _is_list(path):
         source = JsonListSource(path)
-        source.check(form)
+        source.check(schema)
         return len(source)
     rows, columns = 0, dict[str, None]()
     first = []
     for _, line, number in _lines(path):
-        if rows < _SAMPLE:
+        if rows < _SAMPLE_ROWS:
             first.append(_parse(path, line, number))
             columns.update(dict.fromkeys(first[-1]))
         rows += 1
     if rows:
-        check_names(path, list(columns), form)
+        check_names(path, list(columns), schema)
     for number, row in enumerate(first):
-        check_row(path, number, row, form)
+        check_row(path, number, row, schema)
     return rows
 
 
@@ -170,7 +170,7 @@ def _is_list(path: str) -> bool:
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes, int]]:
-    """The lines that are not blank: where each begins, its text, and its number from 1."""
+    """Iterate over non-blank lines: start byte, text, and number from 1."""
     start = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -188,9 +188,9 @@ def _read_index(path: str) -> LineIndex:
     return LineIndex(np.array([*starts, end], dtype=np.int64), tuple(columns))
 
 
-def _write_index(path: str, place: Path) -> None:
+def _write_index(path: str, target: Path) -> None:
     index = _read_index(path)
-    with open(place, "wb") as file:
+    with open(target, "wb") as file:
         np.savez(file, starts=index.starts, columns=np.array(index.columns, dtype=np.str_))
 
 
@@ -198,11 +198,11 @@ def _parse(path: str, line: bytes, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{path}, line {number}: is no JSON ({error})") from error
+        raise DataError(f"{path}, line {number}: is not JSON ({error})") from error
     return _check_object(path, f"line {number}", row)
 
 
-def _check_object(path: str, where: str, row: Any) -> dict[str, Any]:
+def _check_object(path: str, location: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise DataError(f"{path}, {where}: must be a JSON object with the row's columns, it is {row!r:.80}")
+        raise DataError(f"{path}, {location}: must be a JSON object with the row's columns, it is {row!r:.80}")
     return row

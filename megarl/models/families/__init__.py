@@ -1,4 +1,4 @@
-"""Model families. Importing this package registers them."""
+"""Built-in model families; importing this package registers them."""
 
 from megarl.models.families import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen_moe
 

@@ -1,14 +1,14 @@
-"""DeepSeek-V2 and V3: latent attention, experts after the first layers, shared experts, choice limited to groups."""
+"""DeepSeek-V2 and V3: latent attention, dense first layers, shared experts, group-limited expert choice."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.errors import ModelError
+from megarl.base.errors import ModelError
 from megarl.models import declaration as d
+from megarl.models.model_config import Experts, Latent, Traits
 from megarl.models.registry import count, refuse_settings, register_family
-from megarl.models.traits import Experts, Latent, Traits
 
 _LAYER = (
     d.INPUT_NORM,
@@ -23,13 +23,13 @@ _LAYER = (
 
 @register_family("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification")
 class DeepseekV2:
-    """DeepSeek-V2 and V2-Lite: a softmax router; a group of experts is as good as its best one."""
+    """DeepSeek-V2 and V2-Lite: a softmax router; a group of experts ranks by its best expert."""
 
     name = "deepseek_v2"
     layer = _LAYER
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
-        """Groups only where ``topk_method`` says so; weights are never normalised."""
+        """Groups only with ``topk_method=group_limited_greedy``; weights are never normalised."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False, mlp_bias=False, norm_topk_prob=False)
         refuse_settings(raw, scoring_func="softmax", moe_layer_freq=1)
         method = raw.get("topk_method") or "greedy"
@@ -48,16 +48,16 @@ class DeepseekV2:
 
 @register_family("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3ForTokenClassification")
 class DeepseekV3:
-    """DeepSeek-V3 and R1: a sigmoid router with a bias that corrects the choice; a group counts by its two best.
+    """DeepSeek-V3 and R1: a sigmoid router with a correction bias; a group ranks by its two best experts.
 
-    The layers that predict further tokens (``num_nextn_predict_layers``) are neither read nor written.
+    Multi-token prediction layers (``num_nextn_predict_layers``) are neither read nor written.
     """
 
     name = "deepseek_v3"
     layer = (*_LAYER, d.CORRECTION_BIAS)
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
-        """Groups always, of which there may be one."""
+        """Groups always, possibly a single one."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False, scoring_func="sigmoid")
         refuse_settings(raw, topk_method="noaux_tc", moe_layer_freq=1)
         experts = _experts(
@@ -73,7 +73,7 @@ class DeepseekV3:
         return Traits(experts=experts, latent=_latent(raw, interleaved=bool(raw.get("rope_interleave", True))))
 
 
-def _experts(raw: Mapping[str, Any], **choice: Any) -> Experts:
+def _experts(raw: Mapping[str, Any], **routing: Any) -> Experts:
     ffn, dense = count(raw, "moe_intermediate_size"), count(raw, "first_k_dense_replace", 0, least=0)
     return Experts(
         count=count(raw, "n_routed_experts"),
@@ -81,7 +81,7 @@ def _experts(raw: Mapping[str, Any], **choice: Any) -> Experts:
         ffn_hidden_size=ffn,
         layers=tuple(n >= dense for n in range(count(raw, "num_hidden_layers"))),
         shared_ffn_hidden_size=ffn * count(raw, "n_shared_experts"),
-        **choice,
+        **routing,
     )
 
 

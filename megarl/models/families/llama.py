@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models import declaration as d
+from megarl.models.model_config import Traits
 from megarl.models.registry import refuse_settings, register_family
-from megarl.models.traits import Traits
 
 
 @register_family("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification")
@@ -18,6 +18,6 @@ class Llama:
     layer = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.MLP_NORM, d.GATE_UP, d.DOWN)
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
-        """Neither biases nor norms in the attention."""
+        """No biases or norms in the attention."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False, mlp_bias=False)
         return Traits()

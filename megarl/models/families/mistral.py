@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers; attention over a sliding window in the first version only."""
+"""Mistral: Llama's layers; sliding-window attention in the first version only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models import declaration as d
+from megarl.models.model_config import Traits
 from megarl.models.registry import refuse_settings, refuse_sliding_window, register_family
-from megarl.models.traits import Traits
 
 
 @register_family("MistralForCausalLM", "MistralForSequenceClassification", "MistralForTokenClassification")
@@ -18,7 +18,7 @@ class Mistral:
     layer = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.MLP_NORM, d.GATE_UP, d.DOWN)
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
-        """Neither biases nor norms in the attention; a file that does not say has a window of 4096."""
+        """No biases or norms in the attention; the default window of a file without one is 4096."""
         refuse_settings(raw, hidden_act="silu")
         refuse_sliding_window(raw, default=4096)
         return Traits()

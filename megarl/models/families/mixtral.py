@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and in each layer experts with a softmax router."""
+"""Mixtral: Mistral's attention, and experts with a softmax router in each layer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models import declaration as d
+from megarl.models.model_config import Experts, Traits
 from megarl.models.registry import count, refuse_settings, refuse_sliding_window, register_family
-from megarl.models.traits import Experts, Traits
 
 
 @register_family("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralForTokenClassification")

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): no biases, an RMS norm on each head's q and k, and a head width of its own."""
+"""Qwen3 (dense): no biases, an RMS norm on each head's q and k, and an independent head width."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models import declaration as d
+from megarl.models.model_config import Traits
 from megarl.models.registry import refuse_settings, register_family
-from megarl.models.traits import Traits
 
 
 @register_family("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification")

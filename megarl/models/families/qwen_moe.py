@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE: the dense families' attention, and experts in the layers that the config names."""
+"""Qwen2-MoE and Qwen3-MoE: the dense families' attention, and experts in the layers selected by the config."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models import declaration as d
+from megarl.models.model_config import Experts, Traits
 from megarl.models.registry import count, refuse_settings, register_family
-from megarl.models.traits import Experts, Traits
 
 
 @register_family("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification")
 class Qwen2Moe:
-    """Qwen1.5-MoE and Qwen2-57B-A14B: besides its experts each token goes to one that is shared, through a gate."""
+    """Qwen1.5-MoE and Qwen2-57B-A14B: routed experts and a gated shared expert."""
 
     name = "qwen2_moe"
     layer = (

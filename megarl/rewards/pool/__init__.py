@@ -1,7 +1,6 @@
-"""Processes in which reward functions run, so that one that hangs or dies takes nothing with it."""
+"""Runners of reward functions: in the driver, or in a pool of processes with time limits and retries."""
 
-from megarl.rewards.pool.in_driver import InDriver
 from megarl.rewards.pool.pool import RewardPool
-from megarl.rewards.pool.runner import Counts, Job, Runner
+from megarl.rewards.pool.runner import InDriverRunner, RewardJob, RunCounts, Runner
 
-__all__ = ["Counts", "InDriver", "Job", "RewardPool", "Runner"]
+__all__ = ["InDriverRunner", "RewardJob", "RewardPool", "RunCounts", "Runner"]

@@ -1,108 +1,99 @@
-"""One process of the pool, seen from the driver; imports no torch."""
+"""One process of the reward pool: the driver's side, and the loop of the process. Imports no torch.
+
+Tasks reach the process pickled. Outcomes come back as JSON, so the driver only ever receives numbers and strings: code
+that a reward function or a library runs in the process cannot send objects to the driver.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from megarl.errors import RewardError
-from megarl.rewards.calling import FunctionSpec, Task
+from megarl.base.child_process import ChildProcess, die_with_parent, open_connection
+from megarl.base.errors import RewardError
+from megarl.base.logs import redirect_output
+from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import Outcome
-from megarl.rewards.pool.child import READY, REFUSED
-from megarl.tracing import TRACER, past_span
+from megarl.tracing import TRACER, TracingOptions, past_span, span, watch_process
 
 START_TIMEOUT_S = 300.0
-"""Seconds for a process to load its functions: a user's file may import much."""
-_CODE = (
-    "import sys; sys.path[:] = {path!r}; from megarl.rewards.pool.child import main; main({handle}, {parent}, {log!r})"
-)
+"""Seconds for a process to load its functions; a user's file may have many imports."""
+READY, REFUSED = "ready", "refused"
 
 
-class WorkerProcess:
-    """Started, and told its functions, when it is made.
+class RewardProcess:
+    """A process that calls reward functions, seen from the driver; starts with its construction.
 
     Args:
-        functions: by number.
-        first: of these, what it loads before it is asked for it.
-        log: file for all that it prints, and level; None = it prints where this process does.
+        functions: functions by number.
+        preload: numbers of the functions to load at the start.
+        log: file for the output of the process, and log level; None = output of this process.
 
     Attributes:
-        loaded: numbers of the functions that it has loaded.
-        places: of the tasks that it has not answered yet, in the order in which it was sent them.
-        spec: of the function that it was asked for.
-        deadline: on the monotonic clock, by which it must say something; None = whenever it likes.
+        loaded: numbers of the loaded functions.
+        pending: indices of the unanswered tasks, in the order of sending.
+        spec: the function being called.
+        deadline: monotonic time by which the next message must arrive; None = no deadline.
     """
 
     def __init__(
-        self, functions: Sequence[FunctionSpec], first: Sequence[int] = (), log: tuple[str, str] | None = None
+        self, functions: Sequence[FunctionSpec], preload: Sequence[int] = (), log: tuple[str, str] | None = None
     ) -> None:
         self.log = log[0] if log else None
-        here, there = socket.socketpair()
-        with here, there:
-            code = _CODE.format(path=sys.path, handle=there.fileno(), parent=os.getpid(), log=log)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
-                start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-            )
-            self.connection = Connection(here.detach())
+        self._process = ChildProcess("megarl.rewards.pool.process:main", os.getpid(), log)
+        self.connection = self._process.connection
         self.exit_handle = os.pidfd_open(self._process.pid)
         self.loaded: set[int] = set()
-        self.places: list[int] = []
+        self.pending: list[int] = []
         self.spec: FunctionSpec | None = None
         self.deadline: float | None = None
         self._sent: list[int] = []
-        self._heard_ns = 0
-        with contextlib.suppress(OSError):  # it is dead already, which is noticed when it is listened to
+        self._last_message_ns = 0
+        with contextlib.suppress(OSError):  # the process has died; receive() reports it
             self.connection.send(list(functions))
-            for number in first:
+            for number in preload:
                 self.connection.send((number, []))
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can be sent tasks."""
-        return not self.places
+        """Whether all tasks are answered."""
+        return not self.pending
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
-    def send(self, places: Sequence[int], function: int, spec: FunctionSpec, tasks: Sequence[Task]) -> None:
-        """Have a function called for tasks; ``places`` name them in the answers.
+    def send(self, indices: Sequence[int], function: int, spec: FunctionSpec, tasks: Sequence[RewardTask]) -> None:
+        """Send tasks for one function; ``indices`` identify them in the outcomes.
 
-        Whether the process still lives is seen when it is listened to.
+        A dead process is reported by :meth:`receive`.
         """
-        self.places, self._sent, self.spec = list(places), list(places), spec
-        self._heard_ns = time.monotonic_ns()
-        self.extend()
+        self.pending, self._sent, self.spec = list(indices), list(indices), spec
+        self._last_message_ns = time.monotonic_ns()
+        self._restart_deadline()
         if function not in self.loaded:
             self.deadline = time.monotonic() + START_TIMEOUT_S
         with contextlib.suppress(OSError):
             self.connection.send((function, list(tasks)))
 
-    def extend(self) -> None:
-        """Begin to count the function's time anew."""
+    def _restart_deadline(self) -> None:
+        """Restart the time limit of the function, for the next task."""
         limit = self.spec.timeout_s if self.spec else None
-        self.deadline = None if limit is None or not self.places else time.monotonic() + limit
+        self.deadline = None if limit is None or not self.pending else time.monotonic() + limit
 
-    def hear(self) -> Iterator[tuple[int, Outcome]]:
-        """What it has said since: places and outcomes.
+    def receive(self) -> Iterator[tuple[int, Outcome]]:
+        """Yield the index and outcome of each task answered so far.
 
         Raises:
-            EOFError: it is dead.
-            RewardError: it cannot load its functions.
+            EOFError: the process is dead.
+            RewardError: the process cannot load its functions.
         """
         try:
             while self.connection.poll():
@@ -111,47 +102,92 @@ class WorkerProcess:
                     raise RewardError(message[1])
                 if message[0] == READY:
                     self.loaded.add(message[1])
-                    self.extend()
+                    self._restart_deadline()
                 else:
-                    yield self._answer(message)
+                    yield self._outcome(message)
         except OSError as error:
             raise EOFError from error
 
-    def _answer(self, message: list[Any]) -> tuple[int, Outcome]:
-        place = self._sent[message[0]]
-        self.places.remove(place)
-        self.extend()
-        self._mark(place)
-        return place, Outcome(*message[1:])
+    def _outcome(self, message: list[Any]) -> tuple[int, Outcome]:
+        index = self._sent[message[0]]
+        self.pending.remove(index)
+        self._restart_deadline()
+        self._record_span(index)
+        return index, Outcome(*message[1:])
 
-    def _mark(self, place: int) -> None:
-        """The call that has been answered in the timeline: it began when the one before was answered."""
+    def _record_span(self, index: int) -> None:
+        """Record the answered call in the timeline; it started with the previous message."""
         if TRACER.recording and self.spec is not None:
             name = self.spec.spec.rpartition(":")[2]
-            past_span(name, "reward", self._heard_ns, f"reward process {self.pid}", row=place)
-        self._heard_ns = time.monotonic_ns()
+            past_span(name, "reward", self._last_message_ns, f"reward process {self.pid}", row=index)
+        self._last_message_ns = time.monotonic_ns()
 
     def is_dead(self) -> bool:
         """Whether the process has ended."""
-        return self._process.poll() is not None
+        return self._process.is_dead()
 
     def end(self, grace_s: float = 0.0) -> str:
-        """Kill it with everything that it has started.
+        """Kill the process and its descendants.
 
         Args:
-            grace_s: to wait for it, where it is ending by itself.
+            grace_s: seconds to wait for a process that is ending by itself.
 
         Returns:
-            How it ended.
+            The way it ended, such as ``was killed`` or ``ended with status 1``.
         """
-        status = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self.connection.close()
+        manner = self._process.kill(grace_s)
         os.close(self.exit_handle)
-        if status is None:
-            return "was killed"
-        return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return manner
+
+
+def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
+    """Serve the driver until it closes the connection; entry point of the process.
+
+    Args:
+        handle: file descriptor of the connection to the driver.
+        parent: process id of the driver.
+        log: file for all output of this process, and log level.
+    """
+    die_with_parent(parent)
+    if log is not None:
+        redirect_output(Path(log[0]), log[1])
+    watch_process(TracingOptions(watched=True))  # stall reports show the call that hangs
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel kills this process before the driver
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with open_connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):
+        server = FunctionServer(connection, connection.recv())
+        try:
+            while True:
+                server.serve()
+        except RewardError as error:
+            connection.send_bytes(json.dumps([REFUSED, str(error)]).encode())
+
+
+class FunctionServer:
+    """Calls functions for the driver, inside a process of the pool.
+
+    Args:
+        connection: connection to the driver.
+        specs: functions by number; each is loaded on first use, or by a message without tasks.
+    """
+
+    def __init__(self, connection: Connection, specs: list[FunctionSpec]) -> None:
+        self.connection = connection
+        self.specs = specs
+        self.loaded: dict[int, LoadedFunction] = {}
+
+    def serve(self) -> None:
+        """Receive one message with tasks and send one message per outcome: the task's position and the fields.
+
+        Raises:
+            RewardError: the function cannot be loaded.
+        """
+        number, tasks = self.connection.recv()
+        if number not in self.loaded:
+            self.loaded[number] = self.specs[number].load()
+            self.connection.send_bytes(json.dumps([READY, number]).encode())
+        with span(self.specs[number].spec, "reward", tasks=len(tasks)):
+            self.loaded[number].run(tasks, self._report)
+
+    def _report(self, position: int, outcome: Outcome) -> None:
+        self.connection.send_bytes(json.dumps([position, *outcome]).encode())

@@ -1,32 +1,33 @@
-"""What runs reward functions, wherever it runs them; imports no torch."""
+"""The interface of runners of reward functions, and the runner in the driver; imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from megarl.rewards.calling import Task
-from megarl.rewards.outcome import Outcome
-from megarl.rewards.registry import Traits
+from megarl.rewards.calling import LoadedFunction, RewardTask
+from megarl.rewards.outcome import INFRASTRUCTURE, Outcome
+from megarl.rewards.registry import FunctionTraits
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 
 
-class Job(NamedTuple):
-    """A task for one of the runner's functions, by its number."""
+class RewardJob(NamedTuple):
+    """A task for one of the runner's functions, given by its number."""
 
     function: int
-    task: Task
+    task: RewardTask
 
 
 @dataclass
-class Counts:
-    """What a run over a batch took beside calling functions.
+class RunCounts:
+    """Retries and replacements while a batch was scored.
 
     Attributes:
         retries: attempts after an infrastructure failure.
-        replaced: processes that were replaced, because they hung or died.
+        replaced: processes replaced because they hung or died.
     """
 
     retries: int = 0
@@ -37,23 +38,79 @@ class Runner(Protocol):
     """Runs reward functions over tasks."""
 
     @property
-    def traits(self) -> Sequence[Traits]:
-        """How each function is called."""
+    def traits(self) -> Sequence[FunctionTraits]:
+        """Calling convention of each function."""
 
-    def run(self, jobs: Sequence[Job]) -> tuple[list[Outcome], Counts]:
-        """The outcome of each job, in their order; infrastructure failures are retried before they are returned.
+    def run(self, jobs: Sequence[RewardJob]) -> tuple[list[Outcome], RunCounts]:
+        """Return the outcome of each job, in order; infrastructure failures are retried first.
 
         Raises:
-            RewardError: there is nothing that functions can run in.
+            RewardError: no process can be started.
         """
 
     def start(self) -> None:
-        """Begin to start what it needs; whoever does not call it waits at the first run."""
+        """Start processes without waiting for them; otherwise the first run starts them."""
 
     def close(self) -> None:
-        """Ends everything that it has started."""
+        """End all processes."""
+
+
+class InDriverRunner:
+    """Calls functions in this process, without protection: a call that hangs or exits stops the run.
+
+    Args:
+        functions: functions by number.
+        max_retries: further attempts after an infrastructure failure.
+        sleep: waits between attempts.
+    """
+
+    def __init__(
+        self, functions: Iterable[LoadedFunction], max_retries: int = 0, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.functions = list(functions)
+        self.max_retries = max_retries
+        self._sleep = sleep
+
+    @property
+    def traits(self) -> Sequence[FunctionTraits]:
+        """Calling convention of each function."""
+        return [function.traits for function in self.functions]
+
+    def start(self) -> None:
+        """No process to start."""
+
+    def close(self) -> None:
+        """No process to end."""
+
+    def run(self, jobs: Sequence[RewardJob]) -> tuple[list[Outcome], RunCounts]:
+        """Return the outcome of each job, in order."""
+        outcomes: dict[int, Outcome] = {}
+        counts, open_jobs = RunCounts(), list(range(len(jobs)))
+        for attempt in range(self.max_retries + 1):
+            if attempt:
+                self._sleep(retry_delay_s(attempt))
+                counts.retries += len(open_jobs)
+            self._run(jobs, open_jobs, outcomes)
+            open_jobs = [index for index in open_jobs if outcomes[index].kind == INFRASTRUCTURE]
+            if not open_jobs:
+                break
+        return [outcomes[index] for index in range(len(jobs))], counts
+
+    def _run(self, jobs: Sequence[RewardJob], open_jobs: Sequence[int], outcomes: dict[int, Outcome]) -> None:
+        for number, function in enumerate(self.functions):
+            indices = [index for index in open_jobs if jobs[index].function == number]
+            # a copy of extra_info: the samples of a prompt share it, and functions may modify it
+            tasks = [
+                task._replace(extra_info=dict(task.extra_info)) for task in (jobs[index].task for index in indices)
+            ]
+
+            def report(at: int, outcome: Outcome, indices: list[int] = indices) -> None:
+                outcomes[indices[at]] = outcome
+
+            if indices:
+                function.run(tasks, report)
 
 
 def retry_delay_s(attempts: int) -> float:
-    """Seconds to wait before the next attempt, after ``attempts`` that failed."""
-    return min(FIRST_DELAY_S * 2 ** (attempts - 1), LONGEST_DELAY_S)
+    """Return the seconds to wait after a number of failed attempts (exponential backoff)."""
+    return min(FIRST_DELAY_S * 2.0 ** (attempts - 1), LONGEST_DELAY_S)

@@ -1,13 +1,31 @@
-"""The reward of programming: does the response's program pass its tests, run in a sandbox?"""
+"""The code reward: runs the response's program against test cases, in a sandbox.
+
+Test cases come in the forms of verl's datasets: whole programs, functions, and assertions.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megarl.rewards.registry import register_reward
-from megarl.rewards.sandbox import LocalSandbox, RemoteSandbox, SandboxLimits, extract_code, read_cases
-from megarl.rewards.sandbox.local import TIMEOUT, Execution
+from megarl.rewards.sandbox.local import TIMEOUT, Execution, LocalSandbox, SandboxLimits
+from megarl.rewards.sandbox.remote import RemoteSandbox
+
+_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_CALL = """
+import json as _json, sys as _sys
+_arguments = _json.loads(_sys.stdin.read())
+_function = globals().get({name!r}) or getattr(Solution(), {name!r})
+print("\\n" + {token!r} + _json.dumps(_function(*_arguments)))
+"""
+_ASSERTED = "\n{case}\nprint('\\n' + {token!r})\n"
 
 
 @register_reward("code", isolated=True)
@@ -24,30 +42,30 @@ async def code_tests(
     max_cases: int | None = 10,
     continuous: bool = True,
 ) -> dict[str, float | str]:
-    """The share of test cases that the program passes, or whether it passes all.
+    """Score the share of passed test cases, or whether all pass.
 
-    The first case that runs out of time is the last that is tried: a program that loops is wrong, and takes no more.
+    The first timeout ends the tests: a program that loops is wrong, and further cases would only cost time.
 
     Args:
-        data_source: not read.
-        solution_str: the response's text, with the program in a fenced block.
+        data_source: unused.
+        solution_str: text of the response, with the program in a fenced block.
         ground_truth: test cases, see :func:`read_cases`.
-        extra_info: not read.
-        url: of a remote sandbox; None = the one on this machine.
+        extra_info: unused.
+        url: URL of a remote sandbox; None = the local sandbox.
         timeout_s: wall seconds per case.
-        memory_limit_mb: per process, in MiB.
-        max_processes: of the local sandbox.
-        disk_mb: of the local sandbox.
-        max_cases: that are tried, from the first; None = all.
+        memory_limit_mb: memory per process, in MiB.
+        max_processes: process limit of the local sandbox.
+        disk_mb: disk limit of the local sandbox, in MiB.
+        max_cases: number of cases to run, from the first; None = all.
         continuous: score the share; False: 1.0 if all pass, else 0.0.
 
     Returns:
-        ``score``; ``acc``: 1.0 if all cases pass; ``pass_rate``; ``status``: ``passed``, or what the first case that
-        does not pass shows: ``wrong``, ``error`` or ``timeout``.
+        ``score``; ``acc``: 1.0 if all cases pass; ``pass_rate``; ``status``: ``passed``, or the result of the first
+        failing case: ``wrong``, ``error`` or ``timeout``.
 
     Raises:
         ValueError: the ground truth has no test cases.
-        InfrastructureFailure: there is no sandbox.
+        InfrastructureFailure: no sandbox is available.
     """
     cases, program = read_cases(ground_truth), extract_code(solution_str)
     limits = SandboxLimits(timeout_s, memory_limit_mb, max_processes, disk_mb)
@@ -56,11 +74,11 @@ async def code_tests(
     passed, status = 0, "passed"
     for number in range(count):
         source, stdin = cases.trial(number, program)
-        done = await (remote.run(source, stdin) if remote else asyncio.to_thread(local.run, source, stdin))
-        passes = cases.passes(number, done)
+        execution = await (remote.run(source, stdin) if remote else asyncio.to_thread(local.run, source, stdin))
+        passes = cases.passes(number, execution)
         passed += passes
-        status = _name(done) if status == "passed" and not passes else status
-        if done.status == TIMEOUT:
+        status = _failure_status(execution) if status == "passed" and not passes else status
+        if execution.status == TIMEOUT:
             break
     share = passed / count
     return {
@@ -71,8 +89,124 @@ async def code_tests(
     }
 
 
-def _name(done: Execution) -> str:
-    """Why a case does not pass."""
-    if done.status == TIMEOUT:
+def _failure_status(execution: Execution) -> str:
+    if execution.status == TIMEOUT:
         return "timeout"
-    return "wrong" if done.succeeded else "error"
+    return "wrong" if execution.succeeded else "error"
+
+
+def extract_code(response: str) -> str:
+    """Extract the program of a response: the last fenced Python block, else the last fenced block, else everything.
+
+    ``<think>`` blocks are ignored; an unclosed block ends with the response.
+    """
+    text = _THOUGHTS.sub("", response)
+    blocks: list[tuple[str, str]] = _FENCE.findall(text)
+    python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
+    return (python or [code for _, code in blocks] or [text])[-1]
+
+
+class Trial(NamedTuple):
+    """A program to run for one test case, and its standard input."""
+
+    source: str
+    stdin: str
+
+
+class TestCases:
+    """The test cases of a programming task.
+
+    Args:
+        inputs: per case the text for standard input; with a function, its arguments.
+        outputs: per case the expected standard output; with a function, its value.
+        function: name of the function, or of ``Solution``'s method; None = whole programs.
+        asserts: further cases: Python code that raises if the program is wrong.
+    """
+
+    __test__ = False
+
+    def __init__(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], function: str | None = None, asserts: Sequence[str] = ()
+    ) -> None:
+        self.inputs = list(inputs)
+        self.outputs = list(outputs)
+        self.function = function
+        self.asserts = list(asserts)
+        # Unguessable, so that output printed before an early exit cannot imitate a result.
+        self._token = secrets.token_hex(16)
+
+    def __len__(self) -> int:
+        return len(self.inputs) + len(self.asserts)
+
+    def trial(self, number: int, code: str) -> Trial:
+        """Return the program to run for a case."""
+        if number >= len(self.inputs):
+            case = self.asserts[number - len(self.inputs)]
+            return Trial(code + _ASSERTED.format(case=case, token=self._token), "")
+        if self.function is None:
+            return Trial(code, _text(self.inputs[number]))
+        arguments = _arguments(self.inputs[number])
+        return Trial(code + _CALL.format(name=self.function, token=self._token), json.dumps(arguments))
+
+    def passes(self, number: int, execution: Execution) -> bool:
+        """Whether the program passes a case."""
+        if not execution.succeeded:
+            return False
+        if number < len(self.inputs) and self.function is None:
+            return _lines(execution.stdout) == _lines(_text(self.outputs[number]))
+        _, token, result = execution.stdout.rpartition(self._token)
+        if number >= len(self.inputs):
+            return bool(token)
+        try:
+            value = json.loads(result) if token else None
+        except ValueError:
+            return False
+        return bool(token) and value in _expected_values(self.outputs[number])
+
+
+def read_cases(ground_truth: Any) -> TestCases:
+    """Read the test cases of a ground truth: a mapping, or its JSON.
+
+    The mapping has ``inputs`` and ``outputs``, with ``fn_name`` for functions; or ``assert_case``.
+
+    Raises:
+        ValueError: the ground truth has no test cases.
+    """
+    cases = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if isinstance(cases, Mapping):
+        inputs, outputs, asserts = (_list(cases.get(name)) for name in ("inputs", "outputs", "assert_case"))
+        if len(inputs) == len(outputs) and (inputs or asserts):
+            return TestCases(inputs, outputs, cases.get("fn_name") or None, list(map(str, asserts)))
+    raise ValueError(
+        f"ground_truth={ground_truth!r:.200} has no test cases: it must be a mapping, or its JSON, with as many "
+        "'inputs' as 'outputs', or with 'assert_case'"
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    return [] if value is None else list(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+    """Arguments of a call: a list, or text with one JSON value per line."""
+    if isinstance(value, str):
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    return list(value)
+
+
+def _expected_values(output: Any) -> list[Any]:
+    """Accepted values: the output itself, its JSON, or the only entry of a list."""
+    values = [output]
+    if isinstance(output, str):
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(output))
+    return values + [value[0] for value in values if isinstance(value, list) and len(value) == 1]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without trailing white space, and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

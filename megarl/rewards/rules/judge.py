@@ -1,4 +1,4 @@
-"""A language model as judge, behind any endpoint with OpenAI's chat interface."""
+"""LLM as judge: a language model grades the response over an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = (
 SCORE_PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 _TAIL = 4000
-"""Characters of a judgement that are searched for its score, from its end."""
+"""Characters at the end of a judgement that are searched for its score."""
 
 
 @register_reward("judge")
@@ -38,55 +38,55 @@ async def judge(
     timeout_s: float = 60.0,
     api_key_env: str | None = None,
 ) -> dict[str, float | str]:
-    """The number that the judge gives, brought from its range into 0 to 1.
+    """Score the judge's number, scaled from its range to 0..1.
 
     Args:
-        data_source: not read.
-        solution_str: the response's text; ``{response}`` in the template.
+        data_source: unused.
+        solution_str: text of the response; ``{response}`` in the template.
         ground_truth: ``{ground_truth}`` in the template.
-        extra_info: not read.
-        prompt_str: the prompt's text; ``{prompt}`` in the template.
-        base_url: of the endpoint, up to and without ``/chat/completions``.
-        model: as the endpoint calls it.
-        template: what the judge is asked.
-        score_pattern: a regular expression whose first group is the score; the last match counts.
-        score_range: the lowest and the highest score; one outside is a bad judgement.
-        max_tokens: of the judgement.
-        temperature: of the judgement.
-        timeout_s: seconds for the endpoint to answer.
-        api_key_env: environment variable with the key; None = none is sent.
+        extra_info: unused.
+        prompt_str: text of the prompt; ``{prompt}`` in the template.
+        base_url: base URL of the endpoint, without ``/chat/completions``.
+        model: model name at the endpoint.
+        template: prompt of the judge.
+        score_pattern: regular expression whose first group is the score; the last match counts.
+        score_range: lowest and highest score; a score outside is an invalid judgement.
+        max_tokens: maximum number of tokens of the judgement.
+        temperature: temperature of the judgement.
+        timeout_s: seconds per request.
+        api_key_env: environment variable with the API key; None = no key.
 
     Returns:
-        ``score``, and ``judgement``: what the judge wrote.
+        ``score``, and ``judgement``: the judge's text.
 
     Raises:
-        InfrastructureFailure: the endpoint cannot be asked, or does not answer as such endpoints do.
-        ValueError: the judge gave no score, or one out of its range; or the endpoint refuses the request.
+        InfrastructureFailure: the endpoint is unreachable, or its response is no chat completion.
+        ValueError: the judgement has no score or one out of range, or the endpoint refuses the request.
     """
-    asked = {
+    body = {
         "model": model,
-        "messages": [{"role": "user", "content": filled(template, prompt_str, solution_str, ground_truth)}],
+        "messages": [{"role": "user", "content": fill_template(template, prompt_str, solution_str, ground_truth)}],
         "max_tokens": max_tokens,
         "temperature": temperature,
     }
     headers = {"Authorization": f"Bearer {os.environ.get(api_key_env, '')}"} if api_key_env else {}
     url = f"{base_url.rstrip('/')}/chat/completions"
-    said = _content(await post_json(url, asked, timeout_s, headers), url)
+    judgement = _content(await post_json(url, body, timeout_s, headers), url)
     low, high = score_range
-    return {"score": (read_score(said, score_pattern, low, high) - low) / (high - low), "judgement": said}
+    return {"score": (read_score(judgement, score_pattern, low, high) - low) / (high - low), "judgement": judgement}
 
 
-def filled(template: str, prompt: str, response: str, ground_truth: Any) -> str:
-    """The template with its fields; braces in what is put in mean nothing."""
+def fill_template(template: str, prompt: str, response: str, ground_truth: Any) -> str:
+    """Fill the fields of a template; braces in the inserted texts stay unchanged."""
     values = {"prompt": prompt, "response": response, "ground_truth": str(ground_truth)}
     return _FIELD.sub(lambda match: values[match[1]], template)
 
 
 def read_score(text: str, pattern: str, low: float, high: float) -> float:
-    """The last score in a judgement.
+    """Return the last score of a judgement.
 
     Raises:
-        ValueError: there is none, or it is out of range.
+        ValueError: the judgement has no score, or one out of range.
     """
     matches = list(re.finditer(pattern, text[-_TAIL:]))
     if not matches:
@@ -100,12 +100,11 @@ def read_score(text: str, pattern: str, low: float, high: float) -> float:
     return score
 
 
-def _content(answer: Any, url: str) -> str:
-    """The text of a completion."""
-    choices = answer.get("choices") if isinstance(answer, Mapping) else None
-    message = (
-        choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
-    )
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-        raise InfrastructureFailure(f"{url} answered no chat completion but {answer!r:.300}")
-    return message["content"]
+def _content(completion: Any, url: str) -> str:
+    choices = completion.get("choices") if isinstance(completion, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, str):
+        raise InfrastructureFailure(f"{url} answered no chat completion but {completion!r:.300}")
+    return content

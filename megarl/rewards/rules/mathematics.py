@@ -1,63 +1,152 @@
-"""The reward of mathematics with free answers: is the answer equal to the right one as an expression?"""
+r"""Rewards of mathematics: ``arithmetic``, ``gsm8k``, ``math`` (math-verify), and ``math_dapo``."""
 
 from __future__ import annotations
 
 import logging
+import re
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
+from megarl.base.errors import RewardError
 from megarl.rewards.registry import register_reward
-from megarl.rewards.rules.boxed import last_boxed
+
+
+@register_reward("arithmetic")
+def exact_integer(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, float | str]:
+    """Score 1.0 if the stripped response is the ground truth's decimal digits, else 0.0 (the quickstart's reward).
+
+    Args:
+        data_source: unused.
+        solution_str: text of the response.
+        ground_truth: an integer, or its text.
+        extra_info: unused.
+
+    Returns:
+        ``score``, and ``pred``: the stripped response.
+
+    Raises:
+        ValueError: the ground truth is no integer.
+    """
+    answer = solution_str.strip()
+    return {"score": float(answer == str(int(ground_truth))), "pred": answer}
+
+
+_NUMBER = r"\$?-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_MARKED_NUMBER = re.compile(rf"#### *({_NUMBER})")
+_ANY_NUMBER = re.compile(_NUMBER)
+GSM8K_METHODS = ("strict", "flexible")
+
+
+@register_reward("gsm8k")
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, float | str | None]:
+    """Compare the final number with the ground truth, for GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
+
+    A right number scores ``score``, a wrong one ``format_score``, none 0.0. Numbers are compared by value: ``1,234``
+    equals ``1234.0``, and a dollar sign is ignored.
+
+    Args:
+        data_source: unused.
+        solution_str: text of the response.
+        ground_truth: the right number, or a solution of the dataset, which ends in ``#### number``.
+        extra_info: unused.
+        method: ``strict`` reads the number after the last ``####``, ``flexible`` the last number.
+        format_score: score of a wrong number.
+        score: score of the right number.
+
+    Returns:
+        ``score``; ``acc``: 1.0 if the number is right; ``pred``: the number, None = none.
+
+    Raises:
+        RewardError: the method is unknown.
+        ValueError: the ground truth has no number.
+    """
+    if method not in GSM8K_METHODS:
+        raise RewardError(f"gsm8k's method must be one of {', '.join(GSM8K_METHODS)}, got {method!r}")
+    right = _last_number(_MARKED_NUMBER, str(ground_truth)) or _last_number(_ANY_NUMBER, str(ground_truth))
+    if right is None:
+        raise ValueError(f"ground_truth={ground_truth!r:.200} has no number")
+    pred = _last_number(_MARKED_NUMBER if method == "strict" else _ANY_NUMBER, solution_str)
+    is_right = pred is not None and Decimal(pred) == Decimal(right)
+    value = 0.0 if pred is None else score if is_right else format_score
+    return {"score": value, "acc": float(is_right), "pred": pred}
+
+
+def _last_number(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the last match of a number, as plain digits."""
+    matches: list[str] = pattern.findall(text)
+    return matches[-1].replace(",", "").replace("$", "") if matches else None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""Return the content of the last complete ``\boxed{}``, or None."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for at in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : at]
+    return None
 
 
 def _warm_up() -> None:
-    """Imports sympy, and builds the parser's tables with a first expression."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
-    _is_right(r"\boxed{\frac{1}{2}}", "0.5")
+    """Import sympy and build the parser's tables."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppresses its warning about disabled time limits
+    _verify(r"\boxed{\frac{1}{2}}", "0.5")
 
 
 @register_reward("math", isolated=True, warm_up=_warm_up)
 def mathematics(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, float | str | None]:
-    """1.0 if the answer equals the right one as math-verify compares them (sets, intervals, equations too), else 0.0.
+    r"""Score 1.0 if the answer equals the ground truth by math-verify (expressions, sets, equations), else 0.0.
 
-    The answer is what stands in the last ``\\boxed{}``; without one, what math-verify finds: an expression between
-    dollar signs or after words such as "the final answer is", or the last number. sympy reads what the policy wrote,
-    so this runs in a process of the pool, whose time limit holds where an expression cannot be simplified.
+    The answer is the content of the last ``\boxed{}``. Without a box math-verify extracts it: an expression between
+    dollar signs or after a phrase such as "the final answer is", or the last number. sympy evaluates generated text, so
+    this function runs in a process of the pool, whose time limit stops endless simplifications.
 
     Args:
-        data_source: not read.
-        solution_str: the response's text.
-        ground_truth: the right answer in LaTeX, or a whole solution that has it in ``\\boxed{}``.
-        extra_info: not read.
+        data_source: unused.
+        solution_str: text of the response.
+        ground_truth: the right answer in LaTeX, or a whole solution with ``\boxed{}``.
+        extra_info: unused.
 
     Returns:
-        ``score``; ``acc``: the same; ``pred``: the answer as it was read, None = none.
+        ``score``; ``acc``: equal to the score; ``pred``: the parsed answer, None = none.
 
     Raises:
-        ValueError: the ground truth cannot be read.
+        ValueError: the ground truth cannot be parsed.
     """
-    is_right, read = _is_right(solution_str, str(ground_truth))
-    return {"score": float(is_right), "acc": float(is_right), "pred": read}
+    is_right, pred = _verify(solution_str, str(ground_truth))
+    return {"score": float(is_right), "acc": float(is_right), "pred": pred}
 
 
-def _is_right(solution: str, truth: str) -> tuple[bool, str | None]:
+def _verify(solution: str, truth: str) -> tuple[bool, str | None]:
     from math_verify import parse, verify
 
-    right = _truth(truth)
-    box = last_boxed(solution)
-    found = parse(solution if box is None else f"\\boxed{{{box}}}", _extraction(), parsing_timeout=None)
-    # math-verify's own time limits are by signals, which work in a main thread only
-    return bool(found) and bool(verify(right, found, timeout_seconds=None)), str(found[-1]) if found else None
+    right = _parse_truth(truth)
+    box = boxed_answer(solution)
+    # math-verify's time limits use signals, which work in a main thread only
+    pred = parse(solution if box is None else f"\\boxed{{{box}}}", _extraction(), parsing_timeout=None)
+    return bool(pred) and bool(verify(right, pred, timeout_seconds=None)), str(pred[-1]) if pred else None
 
 
 @cache
-def _truth(text: str) -> Any:
-    """The right answer, which the samples of a prompt share."""
+def _parse_truth(text: str) -> Any:
+    """Parse the ground truth; cached for the samples of a prompt."""
     from math_verify import parse
 
-    box = last_boxed(text)
+    box = boxed_answer(text)
     right = parse(f"\\boxed{{{text if box is None else box}}}", _extraction(), parsing_timeout=None)
     if not right:
         raise ValueError(f"ground_truth={text!r:.200} cannot be read as a mathematical expression")
@@ -69,3 +158,72 @@ def _extraction() -> Any:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
     return [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+
+DAPO_CHARACTERS = 300
+"""Characters read from the end of a response."""
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_UNITS = (
+    "square|ways|integers|dollars|mph|inches|ft|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds|"
+    "meters|meals|edges|students|childrentickets|multiples"
+)
+_DECORATION = (
+    *(r"\ldots", r"\dots", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", r"\%"),
+    *(r"\left", r"\right", r"\displaystyle", r"\!", "\\ ", '"'),
+)
+_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|overline|mbox|boxed|fbox)\{([^{}]*)\}")
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
+
+
+@register_reward("math_dapo")
+def math_dapo(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], strict_box_verify: bool = False
+) -> dict[str, float | str]:
+    r"""Score 1.0 if the normalized text of the answer is right, else -1.0 (DAPO's reward).
+
+    The answer is the rest of the line after the last ``Answer:``. With ``strict_box_verify`` it is the content of the
+    last ``\boxed{}``, compared without normalization.
+
+    Args:
+        data_source: unused.
+        solution_str: text of the response; only its last 300 characters are read.
+        ground_truth: the right answer.
+        extra_info: unused.
+        strict_box_verify: read a box.
+
+    Returns:
+        ``score``; ``acc``: 1.0 if the answer is right; ``pred``: the compared answer, empty = none.
+    """
+    end, truth = solution_str[-DAPO_CHARACTERS:], str(ground_truth)
+    if strict_box_verify:
+        answer, right = boxed_answer(end) or "", truth
+    else:
+        lines = _ANSWER_LINE.findall(end)
+        answer, right = normalize_math_answer(lines[-1]) if lines else "", normalize_math_answer(truth)
+    is_right = bool(answer) and answer == right
+    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": answer}
+
+
+def normalize_math_answer(answer: str) -> str:
+    """Normalize an answer as Minerva does: without units, words and LaTeX decoration.
+
+    Source: Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D.1.
+    """
+    text = answer.rpartition("=")[2].strip().rstrip(".").replace("$", "")
+    text = re.sub(r"\b(?:an?|the)\s", "", text)
+    text = re.sub(r",?\s*\band\b", ",", _unwrap(text))
+    for word in _DECORATION:
+        text = text.replace(word, "")
+    text = re.sub(rf"\b(?:{_UNITS})\b(?:\^[23])?", "", text)
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", _SHORT_ROOT.sub(r"\\sqrt{\1}", text))
+    text = "".join(text.split())
+    return text.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+
+
+def _unwrap(text: str) -> str:
+    r"""Remove nested ``\text{}`` and similar commands around their content."""
+    while (changed := _WRAPPER.sub(r"\1", text)) != text:
+        text = changed
+    return text

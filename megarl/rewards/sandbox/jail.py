@@ -1,9 +1,9 @@
-"""Shuts itself in and then runs a program: the launcher of the local sandbox, a script of its own.
+"""The launcher script of the local sandbox: enters Linux namespaces, then runs the program.
 
-Started by ``local.py`` as ``python -I -S jail.py STATUS_FD``, with a JSON specification on its standard input; it uses
-the standard library only. Four processes: this one maps user ids for its child; the child enters new namespaces; its
-child, process 1 of the new process namespace, builds a file system out of read-only pieces; and the last one gives up
-what rights it has and becomes the program. When any of the first three dies the others die with it.
+``local.py`` starts it as ``python -I -S jail.py STATUS_FD``, with a JSON specification on standard input. It uses the
+standard library only. There are four processes: this one maps user ids for its child; the child enters new namespaces;
+its child, process 1 of the new PID namespace, builds the file system from read-only mounts; the last one drops all
+privileges and becomes the program. If one of the first three dies, the others die with it.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Read the specification, run the program, and write how it ended to the status descriptor."""
+    """Read the specification, run the program, and write its exit status to the status descriptor."""
     status = int(sys.argv[1])
     os.set_inheritable(status, False)
     spec = json.load(sys.stdin)
@@ -45,16 +45,16 @@ def main() -> None:
     for end in (entered_w, mapped_r):
         os.close(end)
     if os.read(entered_r, 1):
-        _guarded(status, lambda: _map_ids(child), go_on=True)
+        _guarded(status, lambda: _map_ids(child), returns=True)
         os.write(mapped_w, b"1")
     os.waitpid(child, 0)
 
 
-def _guarded(status: int, work: Callable[[], None], go_on: bool = False) -> None:
-    """Do what must not fail; if it does, say so and end."""
+def _guarded(status: int, work: Callable[[], None], returns: bool = False) -> None:
+    """Do work that must succeed; on an error report it and exit."""
     try:
         work()
-        if go_on:
+        if returns:
             return
         os._exit(0)
     except BaseException as error:
@@ -63,17 +63,17 @@ def _guarded(status: int, work: Callable[[], None], go_on: bool = False) -> None
 
 
 def _map_ids(child: int) -> None:
-    """Give the child's user namespace its users: nobody, and for root, who prepares, root as well."""
+    """Map the users of the child's user namespace: nobody, and also root if this process is root."""
     root = os.geteuid() == 0
     if not root:
         _write(f"/proc/{child}/setgroups", "deny")
-    for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-        lines = f"0 {own} 1\n{NOBODY} {NOBODY} 1" if root else f"{NOBODY} {own} 1"
+    for name, identity in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+        lines = f"0 {identity} 1\n{NOBODY} {NOBODY} 1" if root else f"{NOBODY} {identity} 1"
         _write(f"/proc/{child}/{name}", lines)
 
 
 def _enter(spec: dict[str, Any], status: int, entered: int, mapped: int) -> None:
-    """New namespaces; then wait for process 1 of them."""
+    """Enter new namespaces; then start process 1 in them and wait for its end."""
     _call("unshare", _NEW_USER | _NEW_NS | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS | _NEW_CGROUP)
     os.write(entered, b"1")
     if not os.read(mapped, 1):
@@ -82,39 +82,39 @@ def _enter(spec: dict[str, Any], status: int, entered: int, mapped: int) -> None
     first = os.fork()
     if first == 0:
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _guarded(status, lambda: _be_first(spec, status))
+        _guarded(status, lambda: _run_process_1(spec, status))
     os.waitpid(first, 0)
 
 
-def _be_first(spec: dict[str, Any], status: int) -> None:
-    """Process 1: when it ends, all that the program has started ends."""
+def _run_process_1(spec: dict[str, Any], status: int) -> None:
+    """Be process 1 and start the program; when this process ends, the kernel kills all processes of the program."""
     _build_root(spec)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    given = os.memfd_create("stdin")
-    with open(given, "wb", closefd=False) as file:
+    stdin = os.memfd_create("stdin")
+    with open(stdin, "wb", closefd=False) as file:
         file.write(spec["stdin"].encode(errors="surrogatepass"))
-    os.lseek(given, 0, os.SEEK_SET)
+    os.lseek(stdin, 0, os.SEEK_SET)
     program = os.fork()
     if program == 0:
-        _guarded(status, lambda: _become(spec, given))
+        _guarded(status, lambda: _exec_program(spec, stdin))
     deadline = time.monotonic() + spec["wall_s"]
     while (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait([signal.SIGCHLD], left)
         while True:  # orphans become children of process 1 too
             try:
-                found, code = os.waitpid(-1, os.WNOHANG)
+                pid, code = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if found == program:
+            if pid == program:
                 os.write(status, json.dumps({"exit_code": os.waitstatus_to_exitcode(code)}).encode())
                 return
-            if found == 0:
+            if pid == 0:
                 break
     os.write(status, json.dumps({"timeout": True}).encode())
 
 
 def _build_root(spec: dict[str, Any]) -> None:
-    """A file system in which only what a program needs exists, read-only but for a small folder in memory."""
+    """Build a read-only file system with the files a program needs and a small writable folder in memory."""
     root = spec["root"]
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("none", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
@@ -122,11 +122,11 @@ def _build_root(spec: dict[str, Any]) -> None:
     size = f"mode=700,uid={NOBODY},gid={NOBODY},size={spec['disk_mb']}m,nr_inodes=1000"
     _mount("none", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, size)
     os.symlink("/tmp", root + HOME)
-    for path in spec["visible"]:  # behind the folder in memory, for Python itself may live below it
-        _show(path, root + path)
+    for path in spec["visible"]:  # after the folder in memory, since Python itself may be below it
+        _bind_read_only(path, root + path)
     os.makedirs(root + "/dev")
     for name in ("null", "zero", "random", "urandom"):
-        _show(f"/dev/{name}", f"{root}/dev/{name}")
+        _bind_read_only(f"/dev/{name}", f"{root}/dev/{name}")
     with open(f"{root}/tmp/main.py", "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(spec["source"])
     os.makedirs(root + "/proc")
@@ -135,7 +135,7 @@ def _build_root(spec: dict[str, Any]) -> None:
         _write(f"{root}/proc/sys/user/max_user_namespaces", "0")
         _set_read_only(root + "/proc", 0)
     except OSError:
-        pass  # hidden by a container: the program has none
+        pass  # a container hides it: the program has no /proc
     _set_read_only(root, 0)
     os.chdir(root)
     if _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b".") != 0:
@@ -144,8 +144,8 @@ def _build_root(spec: dict[str, Any]) -> None:
     os.chdir(HOME)
 
 
-def _show(path: str, target: str) -> None:
-    """Make a path of the machine visible, read-only."""
+def _bind_read_only(path: str, target: str) -> None:
+    """Mount a path of the machine read-only at a target."""
     if os.path.islink(path):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.symlink(os.readlink(path), target)
@@ -161,15 +161,15 @@ def _show(path: str, target: str) -> None:
     _set_read_only(target, _AT_RECURSIVE)
 
 
-def _become(spec: dict[str, Any], given: int) -> None:
-    """Give up rights, take on limits, and be the program."""
+def _exec_program(spec: dict[str, Any], stdin: int) -> None:
+    """Drop privileges, set the limits, and execute the program."""
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.geteuid() != NOBODY:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    os.dup2(given, 0)
+    os.dup2(stdin, 0)
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for name, limit in spec["rlimits"].items():

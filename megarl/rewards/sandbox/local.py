@@ -1,4 +1,4 @@
-"""A sandbox on this machine, out of Linux namespaces and resource limits."""
+"""The local sandbox: runs a generated Python program in Linux namespaces with resource limits."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from megarl.rewards.sandbox.jail import HOME
 FINISHED, TIMEOUT, OUTPUT_LIMIT = "finished", "timeout", "output_limit"
 _JAIL = Path(__file__).with_name("jail.py")
 _START_S = 30.0
-"""Beyond a program's own limit, for a loaded machine to set up the sandbox."""
+"""Seconds to set up the sandbox on a loaded machine, beyond the limit of the program."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may use.
+    """Resource limits of one program.
 
     Attributes:
-        timeout_s: wall seconds, and as many of each process's processor time.
+        timeout_s: wall seconds of the program, and CPU seconds of each process.
         memory_mb: address space of each process, in MiB.
-        max_processes: processes and threads at a time.
-        disk_mb: files, which are kept in memory, in MiB.
-        max_open_files: per process.
-        output_mb: standard output and error, in MiB.
+        max_processes: concurrent processes and threads.
+        disk_mb: files, kept in memory, in MiB.
+        max_open_files: open files per process.
+        output_mb: standard output and error together, in MiB.
     """
 
     timeout_s: float = 10.0
@@ -48,13 +48,13 @@ class SandboxLimits:
 
 
 class Execution(NamedTuple):
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
         status: ``finished``, ``timeout`` or ``output_limit``.
-        exit_code: negative: the signal that ended it; None unless it finished.
-        stdout: what it wrote.
-        stderr: likewise, its end.
+        exit_code: exit code, negative for a signal; None unless the program finished.
+        stdout: standard output.
+        stderr: end of standard error.
     """
 
     status: str
@@ -64,15 +64,15 @@ class Execution(NamedTuple):
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself and well."""
+        """Whether the program finished with exit code 0."""
         return self.status == FINISHED and self.exit_code == 0
 
 
 class LocalSandbox:
-    """Runs Python programs one after another, each in a sandbox of its own.
+    """Runs Python programs, each in a new sandbox.
 
     Args:
-        limits: of each program.
+        limits: limits of each program.
     """
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:
@@ -82,12 +82,12 @@ class LocalSandbox:
         """Run a program.
 
         Args:
-            source: Python.
-            stdin: what it can read.
-            timeout_s: wall seconds; None = the limits'.
+            source: Python source.
+            stdin: text for standard input.
+            timeout_s: wall seconds, capped by the limits; None = the limits' value.
 
         Raises:
-            InfrastructureFailure: this machine does not let a program be shut in.
+            InfrastructureFailure: this machine does not allow sandboxes.
         """
         wall_s = min(timeout_s or self.limits.timeout_s, self.limits.timeout_s)
         with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root:
@@ -106,14 +106,16 @@ class LocalSandbox:
             finally:
                 os.close(status_w)
             try:
-                output = _talk(process, json.dumps(spec).encode(), self.limits.output_mb * _MIB, wall_s + _START_S)
+                output = _communicate(
+                    process, json.dumps(spec).encode(), self.limits.output_mb * _MIB, wall_s + _START_S
+                )
             finally:
                 if process.poll() is None:
-                    process.kill()  # the others of the sandbox die with it
+                    process.kill()  # its children die with it
                     process.wait()
                 with open(status_r, "rb") as file:
-                    told = file.read()
-        return _execution(json.loads(told) if told else {}, output)
+                    report = file.read()
+        return _execution(json.loads(report) if report else {}, output)
 
     def _spec(self, root: str, source: str, stdin: str, wall_s: float) -> dict[str, object]:
         limits = self.limits
@@ -140,15 +142,15 @@ class LocalSandbox:
 class _Output(NamedTuple):
     stdout: bytes
     stderr: bytes
-    stopped: str | None  # why reading ended before the program did
+    stopped: str | None  # reason why reading stopped before the end of the program
 
 
-def _talk(process: subprocess.Popen[bytes], given: bytes, most: int, limit_s: float) -> _Output:
-    """Give a process its input and read what it writes, so much and so long."""
+def _communicate(process: subprocess.Popen[bytes], stdin: bytes, max_bytes: int, limit_s: float) -> _Output:
+    """Send the input of a process and read its output, up to a number of bytes and seconds."""
     assert process.stdin and process.stdout and process.stderr
     deadline, parts = time.monotonic() + limit_s, {"stdout": bytearray(), "stderr": bytearray()}
     try:
-        process.stdin.write(given)  # the launcher reads it whole before anything else
+        process.stdin.write(stdin)  # the launcher reads all of it first
         process.stdin.close()
     except BrokenPipeError:
         pass
@@ -160,26 +162,26 @@ def _talk(process: subprocess.Popen[bytes], given: bytes, most: int, limit_s: fl
             if left <= 0:
                 return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), TIMEOUT)
             for ready, _ in selector.select(left):
-                piece = os.read(ready.fd, 65536)
-                parts[ready.data] += piece
-                if not piece:
+                chunk = os.read(ready.fd, 65536)
+                parts[ready.data] += chunk
+                if not chunk:
                     selector.unregister(ready.fileobj)
-            if sum(map(len, parts.values())) > most:
+            if sum(map(len, parts.values())) > max_bytes:
                 return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), OUTPUT_LIMIT)
     process.wait()
     return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), None)
 
 
-def _execution(told: dict[str, object], output: _Output) -> Execution:
-    if "refused" in told:
+def _execution(report: dict[str, object], output: _Output) -> Execution:
+    if "refused" in report:
         raise InfrastructureFailure(
-            f"no sandbox on this machine: {told['refused']}; use reward_model.sandbox_fusion.url"
+            f"no sandbox on this machine: {report['refused']}; use reward_model.sandbox_fusion.url"
         )
     stdout, stderr = (text.decode(errors="replace") for text in output[:2])
-    status = output.stopped or (TIMEOUT if told.get("timeout") else FINISHED)
-    code = told.get("exit_code")
+    status = output.stopped or (TIMEOUT if report.get("timeout") else FINISHED)
+    code = report.get("exit_code")
     if status == FINISHED and not isinstance(code, int):
-        raise InfrastructureFailure(f"the sandbox ended without a word: {stderr[-300:]!r}")
+        raise InfrastructureFailure(f"the sandbox ended without a report: {stderr[-300:]!r}")
     if status == FINISHED and code == -signal.SIGXCPU:
         status = TIMEOUT
     return Execution(status, code if status == FINISHED and isinstance(code, int) else None, stdout, stderr[-2000:])
@@ -187,18 +189,18 @@ def _execution(told: dict[str, object], output: _Output) -> Execution:
 
 @cache
 def visible_paths() -> Sequence[str]:
-    """What of this machine's files a program sees: the system's programs and libraries, and Python's."""
+    """Paths of this machine that a program can read: system programs and libraries, and Python's."""
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
     python = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]
-    own = [path for path in dict.fromkeys(python) if not path.startswith("/usr/")]
-    return [*system, *(path for path in own if not any(path.startswith(f"{other}/") for other in own if other != path))]
+    extra = [path for path in dict.fromkeys(python) if not path.startswith("/usr/")]
+    return [*system, *(path for path in extra if not any(path.startswith(f"{parent}/") for parent in extra))]
 
 
 @cache
 def isolation_problem() -> str | None:
-    """Why this machine has no sandbox, None if it has one; tried once per process."""
+    """Return the reason why this machine allows no sandbox, or None; tested once per process."""
     try:
-        done = LocalSandbox(SandboxLimits(timeout_s=20)).run("print(6 * 7)")
+        execution = LocalSandbox(SandboxLimits(timeout_s=20)).run("print(6 * 7)")
     except InfrastructureFailure as error:
         return str(error)
-    return None if done.stdout == "42\n" else f"a program does not run in it: {done.stderr}"
+    return None if execution.stdout == "42\n" else f"a program does not run in the sandbox: {execution.stderr}"

@@ -1,4 +1,4 @@
-"""A sandbox behind an address: SandboxFusion's interface, as verl uses it."""
+"""The remote sandbox: a client of SandboxFusion's ``/run_code``, as used by verl."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.http import post_json
 from megarl.rewards.sandbox.local import FINISHED, TIMEOUT, Execution
 
-_ANSWER_S = 10.0
-"""For the service itself, beyond what the program may take."""
+_SERVICE_S = 10.0
+"""Seconds for the service itself, beyond the limits of the program."""
 
 
 class RemoteSandbox:
-    """Has programs run by ``POST /run_code``.
+    """Runs programs through ``POST /run_code``.
 
     Args:
-        url: of that path.
-        timeout_s: of compiling, and of running.
-        memory_mb: of the program, in MiB.
-        language: as the service calls it.
+        url: URL of that path.
+        timeout_s: seconds for the compilation, and for the run.
+        memory_mb: memory of the program, in MiB.
+        language: the service's name of the language.
     """
 
     def __init__(self, url: str, timeout_s: float = 10.0, memory_mb: int = 1024, language: str = "python") -> None:
@@ -33,7 +33,7 @@ class RemoteSandbox:
         """Run a program.
 
         Raises:
-            InfrastructureFailure: the service cannot be asked, or failed itself.
+            InfrastructureFailure: the service is unreachable or failed.
             ValueError: the service refuses the program.
         """
         body = {
@@ -46,18 +46,18 @@ class RemoteSandbox:
             "files": {},
             "fetch_files": [],
         }
-        answer = await post_json(self.url, body, 2 * self.timeout_s + _ANSWER_S)
-        status = answer.get("status") if isinstance(answer, Mapping) else None
+        response = await post_json(self.url, body, 2 * self.timeout_s + _SERVICE_S)
+        status = response.get("status") if isinstance(response, Mapping) else None
         if status not in ("Success", "Failed"):
-            raise InfrastructureFailure(f"{self.url}: the sandbox failed: {answer!r:.300}")
+            raise InfrastructureFailure(f"{self.url}: the sandbox failed: {response!r:.300}")
         for stage in ("compile_result", "run_result"):
-            result = answer.get(stage)
-            if isinstance(result, Mapping) and (stage == "run_result" or _went_wrong(result)):
+            result = response.get(stage)
+            if isinstance(result, Mapping) and (stage == "run_result" or _failed(result)):
                 return _execution(result)
-        raise InfrastructureFailure(f"{self.url}: the answer tells of no run: {answer!r:.300}")
+        raise InfrastructureFailure(f"{self.url}: the answer has no result of a run: {response!r:.300}")
 
 
-def _went_wrong(result: Mapping[str, Any]) -> bool:
+def _failed(result: Mapping[str, Any]) -> bool:
     return result.get("status") != "Finished" or result.get("return_code") not in (0, None)
 
 

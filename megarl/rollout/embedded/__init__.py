@@ -1,7 +1,8 @@
-"""The embedded engine: continuous batching in plain torch, in the caller's own process, on CPU or GPU.
+"""The embedded engine: continuous batching in plain torch, in the caller's process, on CPU or GPU.
 
-``weights`` holds the parameters and checks each update, ``decoder`` computes, ``kv_cache`` remembers, ``attention``
-connects the two, ``sampling`` draws tokens, ``batch`` is the set of running sequences, ``engine`` the loop over them.
+``engine`` fulfils the engine contract, ``generation`` batches requests, ``decoder`` is the forward pass, ``kv_cache``
+holds keys and values and attends over them, ``sampling`` draws tokens and finds their end, and ``weights`` holds the
+parameters and checks updates.
 """
 
 from megarl.rollout.embedded.engine import EmbeddedEngine

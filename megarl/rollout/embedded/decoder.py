@@ -1,4 +1,4 @@
-"""The model's forward pass, straight from the fused parameters that weight updates write to."""
+"""The forward pass of the embedded engine, directly on the fused parameters that weight updates write."""
 
 from __future__ import annotations
 
@@ -9,12 +9,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models import ModelConfig
-from megarl.rollout.embedded.attention import Attention
-from megarl.rollout.embedded.rotary import RotaryTable
+from megarl.models.rope import attention_factor, inverse_frequencies
+from megarl.rollout.embedded.kv_cache import Attention
+
+
+class RotaryTable:
+    """Rotary position embeddings: cosines and sines of every position, looked up per token.
+
+    Args:
+        config: model config.
+        length: number of positions.
+        dtype: dtype of the rotated activations.
+        device: their device.
+    """
+
+    def __init__(self, config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(config))
+        cos, sin = angles.cos() * attention_factor(config), angles.sin() * attention_factor(config)
+        self._cos = torch.cat([cos, cos], -1).to(device, dtype)
+        # The sine of the first half is negative: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+        self._sin = torch.cat([-sin, sin], -1).to(device, dtype)
+        self._half = config.head_dim // 2
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines ``[tokens, 1, head_dim]`` of positions ``[tokens]``."""
+        return self._cos[positions][:, None], self._sin[positions][:, None]
+
+    def rotate(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Return ``[tokens, heads, head_dim]`` rotated by the result of :meth:`at`."""
+        cos, sin = angles
+        return torch.addcmul(heads * cos, heads.roll(self._half, -1), sin)
 
 
 class DecoderLayer:
-    """One layer's parameters under short names; views of the live ones, so an update is seen at once."""
+    """Parameters of one layer under short names; views of the live parameters, so updates are visible at once."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
         prefix = f"model.layers.{layer}."
@@ -29,37 +57,37 @@ class DecoderLayer:
         self.down = params[prefix + "mlp.down_proj.weight"].t()
 
 
-class Decoder:
+class TransformerDecoder:
     """A Qwen2, Qwen3 or Llama model over packed tokens.
 
     Args:
-        config: the model.
-        params: parameters under rollout names, all on one device in one dtype; must outlive the decoder.
-        max_length: largest position that will occur, plus one.
+        config: model config.
+        params: parameters by rollout name, on one device and in one dtype; must outlive the decoder.
+        max_length: largest position plus one.
     """
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], max_length: int) -> None:
         self._embedding = params["model.embed_tokens.weight"]
         self._final_norm = params["model.norm.weight"]
         head = self._embedding if config.tie_word_embeddings else params["lm_head.weight"]
-        # Without the rows that only pad the vocabulary: they can never be sampled.
+        # Without the padding rows of the vocabulary, which must never be sampled.
         self._head = head[: config.vocab_size]
         self._layers = [DecoderLayer(config, params, layer) for layer in range(config.num_layers)]
         self._rotary = RotaryTable(config, max_length, head.dtype, head.device)
         self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, wanted: Tensor | None = None) -> Tensor:
-        """Last layer's output, before the final norm; the keys and values of all tokens go to ``attention``.
+    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, outputs: Tensor | None = None) -> Tensor:
+        """Return the last layer's output before the final norm; ``attention`` gets the keys and values of all tokens.
 
         Args:
             tokens: int64 ``[tokens]``.
             positions: int64 ``[tokens]``.
-            attention: where they attend to.
-            wanted: tokens whose output is needed; the last layer is computed for no more than these. None = all.
+            attention: attention over the KV cache.
+            outputs: indices of the required output tokens, to which the last layer is limited; None = all.
 
         Returns:
-            ``[wanted tokens, hidden_size]``.
+            ``[outputs, hidden_size]``.
         """
         x = self._embedding[tokens]
         angles = self._rotary.at(positions)
@@ -69,15 +97,15 @@ class Decoder:
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
             attended = attention(number, self._rotary.rotate(q, angles), self._rotary.rotate(k, angles), v)
-            if wanted is not None and layer is self._layers[-1]:
-                x, attended = x[wanted], attended[wanted]
+            if outputs is not None and layer is self._layers[-1]:
+                x, attended = x[outputs], attended[outputs]
             x = torch.addmm(x, attended, layer.output)
             gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 ``[rows, vocab_size]`` from rows of :meth:`hidden`."""
+        """Return float32 logits ``[rows, vocab_size]`` of rows of :meth:`hidden`."""
         return F.linear(self._norm(hidden, self._final_norm), self._head).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

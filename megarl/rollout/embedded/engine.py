@@ -1,4 +1,4 @@
-"""The embedded engine: weights, cache and generation behind the engine contract."""
+"""The embedded engine: weights, KV cache and continuous batching behind the engine contract."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.errors import ConfigError, ModelError, WeightSyncError
+from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.checksum import tensor_checksum
-from megarl.models.eos import eos_in, eos_token_ids
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.rollout.embedded.decoder import Decoder
-from megarl.rollout.embedded.generation import Ended, Generation
+from megarl.models.hf_folder import eos_in, eos_token_ids
+from megarl.rollout.embedded.decoder import TransformerDecoder
+from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest
 from megarl.rollout.embedded.kv_cache import KVCache
-from megarl.rollout.embedded.sampling import Sampler
-from megarl.rollout.embedded.stopping import Decode, StopRules, decoder_of
+from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_decode
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.rollout.interface import (
     TAGS,
@@ -31,17 +30,20 @@ from megarl.rollout.interface import (
     Request,
     RolloutEngine,
     RolloutError,
-    Slab,
     Tag,
+    TensorSlice,
+    check_request,
+    check_tags,
+    check_token_ids,
 )
 from megarl.rollout.registry import register_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# A prompt pass of this size keeps a small model's activations in a core's own cache; larger ones are slower on a CPU.
+# A prompt pass of this size keeps a small model's activations in a core's cache; larger ones are slower on a CPU.
 PROMPT_TOKENS = 1024
 
-# Cache lengths are rounded up to this, so that nearly equal calls reuse the cache they find.
+# Cache lengths are rounded up to a multiple, so that similar calls reuse the cache.
 LENGTH_MULTIPLE = 32
 
 
@@ -49,14 +51,14 @@ class EmbeddedEngine(RolloutEngine):
     """Continuous batching in plain torch, in the caller's process.
 
     Args:
-        config: the model.
+        config: model config.
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
-        decode: makes text of tokens, for stop strings; None = they are refused.
-        prompt_tokens: most prompt tokens per forward pass; a longer prompt has one to itself.
+        decode: decodes tokens to text, for stop strings; None = requests with stop strings are refused.
+        prompt_tokens: maximum prompt tokens per forward pass; a longer prompt has its own pass.
 
     Raises:
-        ConfigError: an option that this engine does not have.
-        ModelError: a model that it does not run (:func:`check_model`).
+        ConfigError: the engine does not support an option.
+        ModelError: the engine does not support the model (:func:`check_model`).
     """
 
     def __init__(
@@ -73,18 +75,18 @@ class EmbeddedEngine(RolloutEngine):
         self._decode, self._prompt_tokens = decode, prompt_tokens
         self._device = torch.device(options.device)
         self._max_length = options.max_model_len or config.max_position_embeddings
-        given = options.eos_token_ids
-        self._eos = frozenset(eos_in(config.raw) if given is None else given)
-        self._check_token_ids("eos_token_ids", self._eos)
+        eos = options.eos_token_ids
+        self._eos = frozenset(eos_in(config.raw) if eos is None else eos)
+        check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         params = WeightMap(config).rollout_params(1, 0)
         self._weights = WeightStore(params, DTYPES[options.dtype], self._device)
         self._weights.allocate()
         self._asleep: set[Tag] = set()
         self._closed = False
         self._cache: KVCache | None = None
-        self._generation: Generation | None = None
-        self._under_way: set[str] = set()
-        self._dropped: list[Ended] = []
+        self._batcher: ContinuousBatcher | None = None
+        self._running: set[str] = set()
+        self._dropped: list[FinishedRequest] = []
         self._rotated = 0
 
     @property
@@ -99,29 +101,29 @@ class EmbeddedEngine(RolloutEngine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See the contract."""
-        names = self._names_with(requests, self._under_way)
+        names = self._names_with(requests, self._running)
         if "kv_cache" in self._asleep:
             raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate")
         for request in requests:
             self._check_request(request)
         if requests:
             self._make_room(requests).add(requests)
-        self._under_way = names
+        self._running = names
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """See the contract."""
         deadline = time.monotonic() + timeout_s
         ended, self._dropped = [self._completion(ended, "abort") for ended in self._dropped], []
         with torch.inference_mode():
-            while self._generation and not ended and time.monotonic() < deadline:
-                ended = [self._completion(e, "stop" if e.stopped else "length") for e in self._generation.advance()]
+            while self._batcher and not ended and time.monotonic() < deadline:
+                ended = [self._completion(e, "stop" if e.stopped else "length") for e in self._batcher.advance()]
         return ended
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """See the contract."""
-        if self._generation:
+        if self._batcher:
             with torch.inference_mode():
-                self._dropped += self._generation.drop(set(request_ids))
+                self._dropped += self._batcher.drop(set(request_ids))
 
     def load_hf(self, path: str, version: int = 0) -> None:
         """See the contract."""
@@ -134,15 +136,15 @@ class EmbeddedEngine(RolloutEngine):
 
     def begin_update(self, version: int) -> None:
         """See the contract."""
-        if self._under_way:
-            raise WeightSyncError(f"{len(self._under_way)} requests are under way: weights change between them")
+        if self._running:
+            raise WeightSyncError(f"{len(self._running)} requests are running: update weights when none is")
         self._weights.begin(version)
 
     @torch.no_grad()
-    def update_weights(self, slabs: Iterable[Slab], rank: int = 0) -> None:
+    def update_weights(self, slices: Iterable[TensorSlice], rank: int = 0) -> None:
         """See the contract."""
         _check_rank(rank)
-        self._weights.write(slabs)
+        self._weights.write(slices)
 
     def end_update(self, version: int) -> None:
         """See the contract."""
@@ -150,19 +152,19 @@ class EmbeddedEngine(RolloutEngine):
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract."""
-        tags = _check_tags(tags)
-        if self._under_way:
-            raise RolloutError(f"{len(self._under_way)} requests are under way: the engine sleeps between them")
+        tags = check_tags(tags)
+        if self._running:
+            raise RolloutError(f"{len(self._running)} requests are running: put the engine to sleep when none is")
         self._asleep |= tags
-        self._generation = None
+        self._batcher = None
         if "kv_cache" in tags:
             self._cache = None
         if "weights" in tags:
             self._weights.free()
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
-        """See the contract. The cache gets its memory with the next call of :meth:`generate`."""
-        tags = _check_tags(tags)
+        """See the contract. The KV cache is allocated by the next :meth:`submit`."""
+        tags = check_tags(tags)
         if self._closed:
             raise RolloutError("the engine was shut down")
         self._asleep -= tags
@@ -193,67 +195,53 @@ class EmbeddedEngine(RolloutEngine):
         self.sleep()
         self._closed = True
 
-    def _make_room(self, requests: Sequence[Request]) -> Generation:
-        """The running generation, or a new one, with a cache in which these requests fit, too."""
-        # The last token of an answer is never stored.
+    def _make_room(self, requests: Sequence[Request]) -> ContinuousBatcher:
+        """Return the running batch, or a new one, with a cache that holds these requests too."""
+        # The last token of a response is never stored.
         longest = max(len(r.prompt_ids) + r.params.max_new_tokens - 1 for r in requests)
         length = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-        slots = min(self.options.max_num_seqs, len(self._under_way) + len(requests))
+        slots = min(self.options.max_num_seqs, len(self._running) + len(requests))
         cache = self._cache
         if cache is None:
             self._cache = cache = KVCache(self.config, slots, length, self._weights.dtype, self._device)
         elif slots > cache.slots or length > cache.length:
-            # Requests that come one by one must not make it grow every time.
+            # Double the slots, so that requests added one by one do not grow the cache every time.
             slots = min(self.options.max_num_seqs, max(slots, 2 * cache.slots)) if slots > cache.slots else cache.slots
             cache.grow(slots, max(length, cache.length))
-        if self._generation is None or cache.length > self._rotated:
+        if self._batcher is None or cache.length > self._rotated:
             self._rotated = cache.length
-            decoder = Decoder(self.config, self._weights.tensors, cache.length)
-            if self._generation is None:
-                self._generation = self._new_generation(decoder, cache)
-            self._generation.decoder = decoder
-        return self._generation
+            decoder = TransformerDecoder(self.config, self._weights.tensors, cache.length)
+            if self._batcher is None:
+                self._batcher = self._new_batcher(decoder, cache)
+            self._batcher.decoder = decoder
+        return self._batcher
 
-    def _new_generation(self, decoder: Decoder, cache: KVCache) -> Generation:
+    def _new_batcher(self, decoder: TransformerDecoder, cache: KVCache) -> ContinuousBatcher:
         lanes = self.options.max_num_seqs
         rules = StopRules(lanes, self._eos, self.config.vocab_size, self._decode or _no_text, self._device)
-        return Generation(decoder, cache, Sampler(lanes, self._device), rules, lanes, self._prompt_tokens)
+        return ContinuousBatcher(decoder, cache, Sampler(lanes, self._device), rules, lanes, self._prompt_tokens)
 
-    def _completion(self, ended: Ended, reason: FinishReason) -> Completion:
+    def _completion(self, ended: FinishedRequest, reason: FinishReason) -> Completion:
         request, tokens, log_probs, _ = ended
         if not all(map(math.isfinite, log_probs)):
-            lost = len(self._under_way)
-            # What the model left in the cache would spoil later sequences.
-            self._cache, self._generation, self._under_way, self._dropped = None, None, set(), []
+            lost = len(self._running)
+            # NaN in the cache would corrupt later sequences.
+            self._cache, self._batcher, self._running, self._dropped = None, None, set(), []
             raise RolloutError(
                 f"weight version {self.weight_version} gives log-probs that are not finite, in request "
-                f"'{request.request_id}'; {lost} requests were under way and are lost"
+                f"'{request.request_id}'; {lost} running requests are lost"
             )
-        self._under_way.discard(request.request_id)
+        self._running.discard(request.request_id)
         return Completion(request.request_id, tokens, log_probs, reason, self.weight_version)
 
     def _check_request(self, request: Request) -> None:
-        prompt, limit = request.prompt_ids, request.params.max_new_tokens
-        if not len(prompt):
-            raise RolloutError(f"request '{request.request_id}': the prompt is empty, expected at least one token id")
-        if len(prompt) + limit > self._max_length:
-            raise RolloutError(
-                f"request '{request.request_id}': a prompt of {len(prompt)} and max_new_tokens={limit} exceed the "
-                f"engine's max_model_len={self._max_length}"
-            )
+        check_request(request, self._max_length, self.config.vocab_size)
         if request.params.stop and self._decode is None:
             raise RolloutError(f"request '{request.request_id}': stop strings need an engine with a tokenizer")
-        self._check_token_ids(f"request '{request.request_id}': prompt_ids", prompt)
-        self._check_token_ids(f"request '{request.request_id}': stop_token_ids", request.params.stop_token_ids)
-
-    def _check_token_ids(self, what: str, ids: Iterable[int]) -> None:
-        outside = [token for token in ids if not 0 <= token < self.config.vocab_size]
-        if outside:
-            raise RolloutError(f"{what}: {outside[0]} is no token id, the vocabulary has {self.config.vocab_size}")
 
 
 def check_model(config: ModelConfig) -> None:
-    """Refuses what this engine's forward pass does not know.
+    """Refuse models that the forward pass does not support.
 
     Raises:
         ModelError: the model has experts or latent attention.
@@ -263,33 +251,25 @@ def check_model(config: ModelConfig) -> None:
     if unknown:
         raise ModelError(
             f"rollout engine 'embedded' does not run {config.architecture}: it has {' and '.join(unknown)}; "
-            "it runs models of dense layers with plain attention"
+            "it runs models with dense layers and plain attention"
         )
 
 
 @register_engine("embedded", check=lambda config, options: check_model(config))
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
-    """The embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
+    """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if options.eos_token_ids is None:
         options = replace(options, eos_token_ids=eos_token_ids(model_path))
-    return EmbeddedEngine(read_model_config(model_path), options, decoder_of(model_path))
+    return EmbeddedEngine(read_model_config(model_path), options, load_decode(model_path))
 
 
 def _no_text(ids: Sequence[int]) -> str:
-    raise AssertionError("requests with stop strings are refused where there is no tokenizer")
+    raise AssertionError("requests with stop strings are refused without a tokenizer")
 
 
 def _check_rank(rank: int) -> None:
     if rank:
         raise WeightSyncError(f"tensor-parallel rank {rank}, expected 0: the embedded engine has one rank")
-
-
-def _check_tags(tags: Iterable[Tag]) -> set[Tag]:
-    chosen = set(tags)
-    unknown = chosen - set(TAGS)
-    if unknown:
-        raise RolloutError(f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}")
-    return chosen
 
 
 def _check_options(options: EngineOptions) -> None:

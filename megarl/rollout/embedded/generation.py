@@ -1,80 +1,189 @@
-"""Continuous batching: requests come at any time, run together step by step, and leave when they end."""
+"""Continuous batching: requests are added at any time, run together step by step, and leave when they end.
+
+Requests with one prompt form a group, whose prompt is computed once. A prefix shared by all waiting prompts, such as a
+system prompt, is computed once too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.rollout.embedded.attention import PromptAttention, StepAttention
-from megarl.rollout.embedded.decoder import Decoder
-from megarl.rollout.embedded.kv_cache import KVCache
-from megarl.rollout.embedded.queue import Group, PromptQueue, within_budget
-from megarl.rollout.embedded.sampling import Sampler
-from megarl.rollout.embedded.stopping import StopRules
+from megarl.rollout.embedded.decoder import TransformerDecoder
+from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention, StepAttention
+from megarl.rollout.embedded.sampling import Sampler, StopRules
 from megarl.rollout.interface import Request
 
-# Slots are refilled once this share of them is free: a prompt pass for one or two sequences costs as much as for many.
+Member = TypeVar("Member")
+
+# A prefix is computed separately only if that saves at least this many prompt tokens: it costs a forward pass.
+MIN_TOKENS_SAVED = 64
+
+# Slots are refilled once this share of them is free: prefill of one sequence costs as much as of several.
 REFILL_SHARE = 1 / 8
 
 
-class Ended(NamedTuple):
-    """A request that has ended with these tokens."""
+@dataclass
+class PromptGroup(Generic[Member]):
+    """Requests with one prompt, in the caller's order."""
+
+    prompt: tuple[int, ...]
+    members: list[Member]
+
+
+class RequestQueue(Generic[Member]):
+    """Waiting requests, grouped by prompt, in order of arrival of their prompts.
+
+    Attributes:
+        prefix_length: number of first tokens shared by all prompts since the queue was last empty.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, ...], PromptGroup[Member]] = {}
+        self.prefix_length = 0
+
+    def __len__(self) -> int:
+        """Number of waiting requests."""
+        return sum(len(group.members) for group in self._waiting.values())
+
+    def add(self, requests: Iterable[tuple[Sequence[int], Member]]) -> None:
+        """Add requests with their prompts at the end, or to the group of their prompt."""
+        for prompt, member in requests:
+            ids = tuple(prompt)
+            self._waiting.setdefault(ids, PromptGroup(ids, [])).members.append(member)
+        self.prefix_length = shared_prefix_length(list(self._waiting))
+
+    def remove(self, is_removed: Callable[[Member], bool]) -> list[Member]:
+        """Remove and return the requests selected by ``is_removed``."""
+        removed = [member for group in self._waiting.values() for member in group.members if is_removed(member)]
+        for group in list(self._waiting.values()):
+            group.members = [member for member in group.members if not is_removed(member)]
+            if not group.members:
+                del self._waiting[group.prompt]
+        return removed
+
+    def take(self, room: int, may_split: bool) -> list[PromptGroup[Member]]:
+        """Remove and return the next groups.
+
+        Args:
+            room: maximum number of requests.
+            may_split: whether to split a group that does not fit; its prompt is then computed again later.
+
+        Returns:
+            Groups of at most ``room`` requests in total; none if the next group does not fit and may not be split.
+        """
+        taken: list[PromptGroup[Member]] = []
+        for group in list(self._waiting.values()):
+            if len(group.members) > room:
+                break
+            taken.append(self._waiting.pop(group.prompt))
+            room -= len(group.members)
+        if not taken and self._waiting and may_split and room:
+            group = next(iter(self._waiting.values()))
+            taken.append(PromptGroup(group.prompt, group.members[:room]))
+            group.members = group.members[room:]
+        return taken
+
+
+def shared_prefix_length(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Return the length of the prefix that all prompts share, such as a system prompt; 0 if it is not worth computing.
+
+    Every prompt keeps at least one token after the prefix, whose output gives its first new token.
+    """
+    if not prompts:
+        return 0
+    lowest, highest = min(prompts), max(prompts)
+    length = 0
+    for first, second in zip(lowest, highest, strict=False):
+        if first != second:
+            break
+        length += 1
+    length = min(length, min(len(prompt) for prompt in prompts) - 1)
+    return length if length * (len(prompts) - 1) >= MIN_TOKENS_SAVED else 0
+
+
+def within_budget(
+    groups: Sequence[PromptGroup[Member]], prefix: int, max_tokens: int
+) -> Iterator[list[PromptGroup[Member]]]:
+    """Split groups into runs of at most ``max_tokens`` prompt tokens after the prefix; a longer prompt runs alone."""
+    run: list[PromptGroup[Member]] = []
+    tokens = 0
+    for group in groups:
+        length = len(group.prompt) - prefix
+        if run and tokens + length > max_tokens:
+            yield run
+            run, tokens = [], 0
+        run.append(group)
+        tokens += length
+    if run:
+        yield run
+
+
+class FinishedRequest(NamedTuple):
+    """A finished or aborted request with its tokens."""
 
     request: Request
     token_ids: list[int]
     log_probs: list[float]
     stopped: bool
-    """At a stop token or string, else at its limit."""
+    """Whether it ended at a stop token or string, not at its limit."""
 
 
-class Generation:
-    """The requests that an engine has under way.
+class ContinuousBatcher:
+    """The waiting and running requests of an engine.
 
-    Running sequences occupy slots ``0 .. size - 1`` of the cache without gaps: the last ones move into the slots of
-    those that end, so every step computes live sequences only, and attends no further than the longest of them. What
-    is known of a request lies in its lane, a row of tables, which it keeps while it runs.
+    Running sequences use the cache slots ``0 .. size - 1`` without gaps: the last ones move into the slots of finished
+    ones. So every step computes running sequences only, and attends no further than the longest of them. Each running
+    request has a lane: a row in the tables of tokens, sampling parameters and stop rules.
 
     Args:
         decoder: the model.
-        cache: no slot is in use; its length must suffice for every prompt with its answer.
+        cache: empty KV cache, long enough for every prompt with its response.
         sampler: draws tokens.
-        rules: when a request ends.
-        lanes: most requests that run at a time, of sampler and rules, too.
-        prompt_tokens: most prompt tokens to compute in one forward pass.
+        rules: end of each request.
+        lanes: maximum running requests, also of sampler and rules.
+        prompt_tokens: maximum prompt tokens in one forward pass.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, sampler: Sampler, rules: StopRules, lanes: int, prompt_tokens: int
+        self,
+        decoder: TransformerDecoder,
+        cache: KVCache,
+        sampler: Sampler,
+        rules: StopRules,
+        lanes: int,
+        prompt_tokens: int,
     ) -> None:
         self.decoder, self._cache, self._sampler, self._rules = decoder, cache, sampler, rules
         self._prompt_tokens = prompt_tokens
-        self._queue: PromptQueue[Request] = PromptQueue()
+        self._queue: RequestQueue[Request] = RequestQueue()
         self._prefix: list[Tensor] | None = None
         self._device = device = cache.device
         self._size = 0
-        # By slot: newest token, the position it will be stored at, tokens generated, lane.
+        # By slot: newest token, its position, number of generated tokens, lane.
         self._state = torch.zeros(4, lanes, dtype=torch.int64, device=device)
         self._lanes: dict[int, Request] = {}
         self._free_lanes = list(range(lanes))
         self._tokens = torch.zeros(lanes, 0, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(lanes, 0, dtype=torch.float32, device=device)
-        self._ended: list[Ended] = []
+        self._ended: list[FinishedRequest] = []
 
     def __len__(self) -> int:
-        """Requests under way, running and waiting."""
+        """Number of running and waiting requests."""
         return len(self._queue) + len(self._lanes)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Puts requests behind those that wait."""
+        """Add requests to the end of the queue."""
         self._queue.add([(request.prompt_ids, request) for request in requests])
         self._prefix = None
 
-    def advance(self) -> list[Ended]:
-        """Fills free slots from the queue, then computes one token of every running sequence; returns what ended."""
+    def advance(self) -> list[FinishedRequest]:
+        """Fill free slots from the queue, then decode one token of every running sequence; return finished requests."""
         free = self._cache.slots - self._size
         if self._queue and (free >= max(1, int(self._cache.slots * REFILL_SHARE)) or not self._size):
             self._refill(free)
@@ -83,10 +192,10 @@ class Generation:
         ended, self._ended = self._ended, []
         return ended
 
-    def drop(self, request_ids: Collection[str]) -> list[Ended]:
-        """Gives up requests; returns what they have."""
+    def drop(self, request_ids: Collection[str]) -> list[FinishedRequest]:
+        """Abort requests; return their tokens so far."""
         waiting = self._queue.remove(lambda request: request.request_id in request_ids)
-        dropped = [Ended(request, [], [], False) for request in waiting]
+        dropped = [FinishedRequest(request, [], [], False) for request in waiting]
         lanes = [lane for lane, request in self._lanes.items() if request.request_id in request_ids]
         if lanes:
             running = self._state[3, : self._size]
@@ -103,19 +212,19 @@ class Generation:
         for run in within_budget(groups, self._queue.prefix_length, self._prompt_tokens):
             self._start(run, self._prefix or [])
 
-    def _compute_prefix(self, groups: Sequence[Group[Request]]) -> list[Tensor]:
-        """Keys and values of the tokens that all waiting prompts begin with, computed in a free slot."""
+    def _compute_prefix(self, groups: Sequence[PromptGroup[Request]]) -> list[Tensor]:
+        """Compute keys and values of the prefix of all waiting prompts in a free slot."""
         length = self._queue.prefix_length
         if not length:
             return []
         self._cache.fit(max(length, self._cache.width if self._size else 0), self._size)
         attention = PromptAttention(self._cache, self._size, [length], 0)
         tokens = torch.tensor(groups[0].prompt[:length], device=self._device)
-        self.decoder.hidden(tokens, attention.positions, attention, wanted=attention.ends[:0])
+        self.decoder.hidden(tokens, attention.positions, attention, outputs=attention.ends[:0])
         return self._cache.snapshot(self._size, length)
 
-    def _start(self, groups: Sequence[Group[Request]], prefix: list[Tensor]) -> None:
-        """Computes prompts, each once, and draws the first token of every request of theirs."""
+    def _start(self, groups: Sequence[PromptGroup[Request]], prefix: list[Tensor]) -> None:
+        """Prefill prompts, each once, and draw the first token of all their requests."""
         first, skip = self._size, self._queue.prefix_length
         longest = max(len(group.prompt) for group in groups)
         self._cache.fit(max(longest, self._cache.width if first else 0), first)
@@ -125,7 +234,7 @@ class Generation:
         tokens = torch.tensor([token for group in groups for token in group.prompt[skip:]], device=self._device)
         logits = self.decoder.logits(self.decoder.hidden(tokens, attention.positions, attention, attention.ends))
 
-        # The first member of each group sits where its prompt was computed; the others get copies behind them all.
+        # The first member of each group uses the slot of its prompt; the others get copies in the following slots.
         owners = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group.members[1:])]
         members = [group.members[0] for group in groups] + [m for group in groups for m in group.members[1:]]
         owner = torch.tensor(owners, device=self._device)
@@ -141,7 +250,7 @@ class Generation:
         self._record(first, *self._sampler.draw(logits[owner], state[3], state[2]))
 
     def _assign(self, requests: Sequence[Request]) -> list[int]:
-        """A lane for each request."""
+        """Assign a lane to each request."""
         lanes = [self._free_lanes.pop() for _ in requests]
         self._lanes.update(zip(lanes, requests, strict=True))
         params = [request.params for request in requests]
@@ -153,7 +262,7 @@ class Generation:
         return lanes
 
     def _step(self) -> None:
-        """One more token for every running sequence."""
+        """Decode one token of every running sequence."""
         tokens, positions, counts, lanes = self._state[:, : self._size]
         self._cache.fit(int(positions.max()) + 1, self._size)
         attention = StepAttention(self._cache, positions)
@@ -162,7 +271,7 @@ class Generation:
         self._record(0, *self._sampler.draw(logits, lanes, counts))
 
     def _record(self, first: int, drawn: Tensor, log_probs: Tensor) -> None:
-        """Keeps the newest tokens of slots ``first .. size - 1``, and lets go of the sequences that they end."""
+        """Store the new tokens of slots ``first .. size - 1``, and remove finished sequences."""
         tokens, _, counts, lanes = self._state[:, first : self._size]
         self._tokens[lanes, counts] = drawn
         self._log_probs[lanes, counts] = log_probs
@@ -172,20 +281,20 @@ class Generation:
         self._leave(first, ended, stopped)
 
     def _leave(self, first: int, gone: Tensor, stopped: Tensor) -> None:
-        """Takes sequences out of slots ``first`` and following where ``gone``, and keeps what they have."""
+        """Remove sequences from slot ``first`` on if ``gone``, and keep their results."""
         rows = gone.nonzero()[:, 0]
         if not len(rows):
             return
         counts, lanes = self._state[2:, first : self._size][:, rows].tolist()
         for lane, count, at_stop in zip(lanes, counts, stopped[rows].tolist(), strict=True):
             tokens, log_probs = self._tokens[lane, :count].tolist(), self._log_probs[lane, :count].tolist()
-            self._ended.append(Ended(self._lanes.pop(lane), tokens, log_probs, at_stop))
+            self._ended.append(FinishedRequest(self._lanes.pop(lane), tokens, log_probs, at_stop))
         self._sampler.release(lanes)
         self._free_lanes += lanes
         self._close_gaps(first, gone)
 
     def _close_gaps(self, first: int, ended: Tensor) -> None:
-        """Moves the last running sequences into the slots of ended ones; ``ended`` begins at slot ``first``."""
+        """Move the last running sequences into the slots of ended ones; ``ended`` begins at slot ``first``."""
         running = first + int((~ended).sum())
         gaps = ended[: running - first].nonzero()[:, 0] + first
         if len(gaps):

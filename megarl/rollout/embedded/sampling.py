@@ -1,8 +1,12 @@
-"""Drawing tokens from logits, each request from its own stream of random numbers."""
+"""Sampling of tokens with per-request random streams, and stop rules that end a request.
+
+Each running request has a lane: a row in the tables of :class:`Sampler` and :class:`StopRules`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,14 +16,16 @@ from torch import Tensor
 from megarl.rollout.interface import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+Decode = Callable[[Sequence[int]], str]
+"""Decodes token ids to text."""
 
 
 def uniform_table(seeds: Sequence[int], count: int) -> np.ndarray:
-    """Uniform random numbers in [0, 1) that depend on nothing but the seed and the place in the stream.
+    """Return uniform random numbers in [0, 1) that depend only on the seed and the position in its stream.
 
-    SplitMix64 (Steele, Lea, Flood 2014) read as a counter-based generator: number j of a seed is the mixing function
-    at ``mix(seed) + (j + 1) * golden``. Whole tables come from a few vector operations, where one generator object
-    per request would cost more than the sampling itself.
+    SplitMix64 (Steele, Lea, Flood 2014) as a counter-based generator: number j of a seed is the mixing function at
+    ``mix(seed) + (j + 1) * golden``. A few vector operations compute whole tables. A generator object per request would
+    cost more than the sampling itself.
 
     Args:
         seeds: any integers; taken modulo 2^64.
@@ -32,21 +38,23 @@ def uniform_table(seeds: Sequence[int], count: int) -> np.ndarray:
         start = _mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64) + _GOLDEN)
         counter = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
         bits = _mix(start[:, None] + counter)
-    return (bits >> np.uint64(11)) * 2.0**-53
+    table: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
+    return table
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 class Sampler:
-    """Draws the next tokens of requests, each of which has a lane.
+    """Draws the next token of each running request.
 
     Args:
-        lanes: how many requests there can be at a time.
-        device: where logits will be.
+        lanes: maximum number of running requests.
+        device: device of the logits.
     """
 
     def __init__(self, lanes: int, device: torch.device) -> None:
@@ -60,12 +68,12 @@ class Sampler:
         self._survey()
 
     def assign(self, lanes: Sequence[int], params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
-        """Gives requests with these parameters and seeds the lanes."""
+        """Assign requests with these parameters and seeds to lanes."""
         self._params.update(zip(lanes, params, strict=True))
         self._survey()
         at = torch.tensor(lanes, device=self._greedy.device)
 
-        def fill(column: Tensor, values: list) -> None:
+        def fill(column: Tensor, values: Sequence[float]) -> None:
             column[at] = torch.tensor(values, dtype=column.dtype, device=column.device)
 
         fill(self._greedy, [p.temperature == 0 for p in params])
@@ -78,13 +86,13 @@ class Sampler:
         self._uniforms[at, :longest] = torch.from_numpy(uniform_table(seeds, longest)).to(at.device)
 
     def release(self, lanes: Sequence[int]) -> None:
-        """Frees lanes."""
+        """Free lanes."""
         for lane in lanes:
             del self._params[lane]
         self._survey()
 
     def _survey(self) -> None:
-        """Which work the requests at hand can do without."""
+        """Update which steps the running requests can skip."""
         params = self._params.values()
         self._all_greedy = all(p.temperature == 0 for p in params)
         self._any_greedy = any(p.temperature == 0 for p in params)
@@ -92,16 +100,16 @@ class Sampler:
         self._filtered = any(p.top_p < 1 or p.top_k > 0 for p in params)
 
     def draw(self, logits: Tensor, lanes: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """One token per row.
+        """Draw one token per row.
 
         Args:
             logits: float32 ``[rows, vocab]``.
-            lanes: int64 ``[rows]``, that of the request a row belongs to.
-            steps: int64 ``[rows]``, how many tokens the request already has.
+            lanes: int64 ``[rows]``, lane of each row's request.
+            steps: int64 ``[rows]``, tokens that the request already has.
 
         Returns:
-            Token ids int64 ``[rows]``, and their log-probs float32 ``[rows]`` at the request's temperature (1 where it
-            is greedy), before top-k and top-p.
+            Token ids int64 ``[rows]``, and their log-probs float32 ``[rows]`` at the request's temperature (1 if
+            greedy), before top-k and top-p.
         """
         if self._scaled:
             logits = logits / self._temperature[lanes, None]
@@ -115,27 +123,27 @@ class Sampler:
         return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
 
     def _invert_cdf(self, probs: Tensor, lanes: Tensor, steps: Tensor) -> Tensor:
-        """The token in whose stretch of the cumulated distribution (in order of id) the row's number falls."""
+        """Return the token at the row's random number in the cumulative distribution over token ids."""
         if self._filtered:
-            probs = keep_likely(probs, self._top_k[lanes], self._top_p[lanes])
+            probs = filter_top_k_top_p(probs, self._top_k[lanes], self._top_p[lanes])
         cumulated = probs.cumsum(-1, dtype=torch.float64)
-        # At most 1 - 2^-53, so the product stays below the total after rounding: the token found has probability > 0.
+        # At most 1 - 2^-53, so the product is below the total after rounding: the chosen token has probability > 0.
         target = self._uniforms[lanes, steps][:, None] * cumulated[:, -1:]
         tokens = torch.searchsorted(cumulated, target, right=True)[:, 0]
-        # Out of range only where the model gave NaN, which the engine reports once the batch is done.
+        # Out of range only if the model returned NaN, which the engine reports at the end of the batch.
         return tokens.clamp_(max=probs.shape[1] - 1)
 
 
-def keep_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Sets to zero what top-k, then top-p over the rest renormalised, exclude; the most likely token always stays.
+def filter_top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set to zero the probabilities excluded by top-k, then by top-p of the rest; the most likely token always stays.
 
     Args:
         probs: ``[rows, vocab]``, sums of 1.
-        top_k: int64 ``[rows]``, tokens to keep; equals rank by id.
-        top_p: ``[rows]``, keeps the tokens before which less than this mass lies, in order of falling probability.
+        top_k: int64 ``[rows]``, tokens to keep; ties are ranked by id.
+        top_p: ``[rows]``, keeps the tokens with less than this cumulative probability before them.
 
     Returns:
-        A new tensor like ``probs``, not renormalised.
+        A new tensor like ``probs``, not renormalized.
     """
     ranked, order = probs.sort(stable=True, dim=-1, descending=True)
     ranks = torch.arange(probs.shape[1], device=probs.device)
@@ -144,3 +152,82 @@ def keep_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     excluded = (cumulated - ranked) >= top_p[:, None] * cumulated[:, -1:]
     excluded[:, 0] = False
     return torch.zeros_like(probs).scatter_(1, order, ranked.masked_fill(excluded, 0))
+
+
+class StopRules:
+    """Decides when each running request has ended: at a stop token, at a stop string, or at its limit.
+
+    Args:
+        lanes: maximum number of running requests.
+        eos: tokens that end every request without ``ignore_eos``.
+        vocab_size: number of token ids.
+        decode: decodes tokens to text, for requests with stop strings.
+        device: device of the tokens.
+    """
+
+    def __init__(self, lanes: int, eos: frozenset[int], vocab_size: int, decode: Decode, device: torch.device) -> None:
+        self._eos, self._decode, self._device = eos, decode, device
+        self._stop_rows: dict[frozenset[int], int] = {}
+        self._stops = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._set = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._limits = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._texts: dict[int, tuple[str, ...]] = {}
+
+    def assign(self, lanes: Sequence[int], params: Sequence[SamplingParams]) -> None:
+        """Assign requests with these parameters to lanes."""
+        ids = [frozenset() if p.ignore_eos else self._eos.union(p.stop_token_ids) for p in params]
+        new = [stops for stops in dict.fromkeys(ids) if stops not in self._stop_rows]
+        if new:
+            rows = torch.zeros(len(new), self._stops.shape[1], dtype=torch.bool)
+            for row, stops in zip(rows, new, strict=True):
+                row[list(stops)] = True
+                self._stop_rows[stops] = len(self._stop_rows)
+            self._stops = torch.cat([self._stops, rows.to(self._device)])
+        at = torch.tensor(lanes, device=self._device)
+        self._set[at] = torch.tensor([self._stop_rows[stops] for stops in ids], device=self._device)
+        self._limits[at] = torch.tensor([p.max_new_tokens for p in params], device=self._device)
+        for lane, p in zip(lanes, params, strict=True):
+            self._texts.pop(lane, None)
+            if p.stop:
+                self._texts[lane] = p.stop
+
+    def apply(self, lanes: Tensor, responses: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return whether each row's request has ended, and whether it ended by a stop rule instead of its limit.
+
+        Args:
+            lanes: ``[rows]``, lane of each row's request.
+            responses: ``[all lanes, longest]``, generated tokens.
+            counts: ``[rows]``, number of tokens of each row's request.
+        """
+        stopped = self._stops[self._set[lanes], responses[lanes, counts - 1]]
+        if self._texts:
+            stopped |= self._at_stop_string(lanes, responses, counts)
+        return stopped | (counts >= self._limits[lanes]), stopped
+
+    def _at_stop_string(self, lanes: Tensor, responses: Tensor, counts: Tensor) -> Tensor:
+        matches = torch.zeros(len(lanes), dtype=torch.bool)
+        for row, (lane, count) in enumerate(zip(lanes.tolist(), counts.tolist(), strict=True)):
+            texts = self._texts.get(lane)
+            if texts:
+                # A string of n characters has at most 4 n bytes, and a token has at least one byte.
+                tail = 4 * max(map(len, texts)) + 1
+                text = self._decode(responses[lane, max(0, count - tail) : count].tolist())
+                matches[row] = any(stop in text for stop in texts)
+        return matches.to(self._device)
+
+
+def load_decode(folder: str) -> Decode:
+    """Return a decode function with the tokenizer of a model folder, loaded at the first call.
+
+    Raises:
+        OSError: at that call, if the folder has no tokenizer.
+    """
+
+    @functools.cache
+    def load() -> Decode:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    return lambda ids: load()(ids)

@@ -1,4 +1,4 @@
-"""The engine's parameters, and the session in which they are replaced."""
+"""The embedded engine's parameters, and the weight update that replaces them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam
-from megarl.rollout.coverage import Coverage, check_complete
-from megarl.rollout.interface import NO_VERSION, Slab
+from megarl.rollout.interface import NO_VERSION, TensorSlice
+from megarl.rollout.weight_checks import Coverage, check_complete
 
 
 class WeightStore:
-    """Parameters by name, replaced whole by sessions; ``version`` is ``NO_VERSION`` while they are not whole.
+    """Parameters by name, replaced as a whole by weight updates; ``version`` is ``NO_VERSION`` while incomplete.
 
     Args:
         params: names and shapes, from :meth:`megarl.models.WeightMap.rollout_params`.
-        dtype: number format to hold; slabs of another are converted.
-        device: where to hold them.
+        dtype: dtype of the parameters; slices of another dtype are converted.
+        device: device of the parameters.
     """
 
     def __init__(self, params: Sequence[LocalParam], dtype: torch.dtype, device: torch.device) -> None:
@@ -27,8 +27,8 @@ class WeightStore:
         self.tensors: dict[str, Tensor] = {}
         self.version = NO_VERSION
         self.dtype, self._device = dtype, device
-        self._session: dict[str, Coverage] | None = None
-        self._session_version = 0
+        self._covers: dict[str, Coverage] | None = None
+        self._update_version = 0
 
     @property
     def allocated(self) -> bool:
@@ -36,52 +36,52 @@ class WeightStore:
         return bool(self.tensors)
 
     def allocate(self) -> None:
-        """Gives every parameter memory, filled with zeros; those that have it keep it and their values."""
+        """Allocate all parameters, filled with zeros; a no-op if they are allocated."""
         if not self.allocated:
             self.tensors = {
                 name: torch.zeros(shape, dtype=self.dtype, device=self._device) for name, shape in self.shapes.items()
             }
 
     def free(self) -> None:
-        """Drops all values, and a session under way."""
-        self.tensors, self.version, self._session = {}, NO_VERSION, None
+        """Free all parameters and drop an open update."""
+        self.tensors, self.version, self._covers = {}, NO_VERSION, None
 
     def begin(self, version: int) -> None:
-        """Opens a session; see :meth:`megarl.rollout.RolloutEngine.begin_update`."""
+        """Begin an update; see :meth:`megarl.rollout.RolloutEngine.begin_update`."""
         if not self.allocated:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' before an update")
         if version < 0:
             raise WeightSyncError(f"weight version {version}, expected a number >= 0")
         self.version = NO_VERSION
-        self._session_version = version
-        self._session = {name: Coverage(name, shape) for name, shape in self.shapes.items()}
+        self._update_version = version
+        self._covers = {name: Coverage(name, shape) for name, shape in self.shapes.items()}
 
-    def write(self, slabs: Iterable[Slab]) -> None:
-        """Checks and writes slabs; see :meth:`megarl.rollout.RolloutEngine.update_weights`."""
-        if self._session is None:
+    def write(self, slices: Iterable[TensorSlice]) -> None:
+        """Check and write slices; see :meth:`megarl.rollout.RolloutEngine.update_weights`."""
+        if self._covers is None:
             raise WeightSyncError("no weight update is open: begin_update(version) comes first")
-        # A failure in the middle loses the session: nothing can end it any more.
-        session, self._session = self._session, None
-        for slab in slabs:
-            name, values = slab[0], slab[-1]
-            if name not in session:
-                raise WeightSyncError(f"'{name}' is not a parameter of this model ({len(session)} parameters)")
-            start = tuple(slab[1]) if len(slab) == 3 else (0,) * values.dim()
-            if len(slab) == 2 and tuple(values.shape) != self.shapes[name]:
+        # A failure in the middle loses the update: it cannot be ended any more.
+        covers, self._covers = self._covers, None
+        for tensor_slice in slices:
+            name, values = tensor_slice[0], tensor_slice[-1]
+            if name not in covers:
+                raise WeightSyncError(f"'{name}' is not a parameter of this model ({len(covers)} parameters)")
+            start = tuple(tensor_slice[1]) if len(tensor_slice) == 3 else (0,) * values.dim()
+            if len(tensor_slice) == 2 and tuple(values.shape) != self.shapes[name]:
                 raise WeightSyncError(
                     f"'{name}': shape {list(values.shape)}, expected {list(self.shapes[name])} (no offset given)"
                 )
-            session[name].add(start, values.shape)
-            region = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
-            self.tensors[name][region].copy_(values)
-        self._session = session
+            covers[name].add(start, values.shape)
+            box = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
+            self.tensors[name][box].copy_(values)
+        self._covers = covers
 
     def end(self, version: int) -> None:
-        """Closes the session; see :meth:`megarl.rollout.RolloutEngine.end_update`."""
-        if self._session is None:
+        """End the update; see :meth:`megarl.rollout.RolloutEngine.end_update`."""
+        if self._covers is None:
             raise WeightSyncError("no weight update is open: begin_update(version) comes first")
-        session, self._session = self._session, None
-        if version != self._session_version:
-            raise WeightSyncError(f"update to weight version {self._session_version} was ended as version {version}")
-        check_complete(session.values(), version)
+        covers, self._covers = self._covers, None
+        if version != self._update_version:
+            raise WeightSyncError(f"update to weight version {self._update_version} was ended as version {version}")
+        check_complete(covers.values(), version)
         self.version = version

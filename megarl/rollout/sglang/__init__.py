@@ -1,5 +1,6 @@
-"""SGLang behind the engine contract: ``engine`` is the engine, ``in_process`` and ``http`` are the ways to reach it.
+"""SGLang behind the engine contract.
 
-``weights``, ``placement`` and ``senders`` bring weights to its ranks, inside which ``loader`` runs; ``translation`` has
-its words for requests and answers, ``options``, ``server_args`` and ``environment`` what it is started with.
+``engine`` is the engine; ``in_process`` and ``http`` reach SGLang through the interface in ``backend``; ``options`` has
+its arguments and environment. ``weights`` leads a weight update: ``shards`` maps slices to SGLang's ranks, ``senders``
+and ``whole_tensors`` send them, and ``loader`` runs inside the ranks.
 """

@@ -1,32 +1,36 @@
-"""How the engine talks to SGLang, whether in its own process or over HTTP."""
+"""Interface between the engine and a running SGLang, in process or over HTTP: control calls, requests, event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from megarl.rollout.interface import EngineLost
+from megarl.rollout.interface import Completion, EngineLost, Request, RolloutError, SamplingParams
 
 _T = TypeVar("_T")
-
 CLOSE_S = 10.0
 """Seconds for connections to close."""
 
 WATCH_S = 0.5
-"""Seconds between looks whether SGLang still runs, while something is waited for."""
+"""Seconds between checks that SGLang still runs, during a wait."""
+
+NAN_STOP = "NaN happened"
+"""Stop string that SGLang reports for a response it ended because of NaN logits."""
 
 
-class Call(NamedTuple):
-    """A control call of SGLang, which has a name in Python and one in HTTP.
+class ControlCall(NamedTuple):
+    """A control call of SGLang, with its Python method and its HTTP path.
 
     Attributes:
-        method: of the tokenizer manager.
+        method: method of the tokenizer manager.
         request: structure of ``sglang.srt.managers.io_struct``; None = the method takes no request.
-        path: of the HTTP server.
+        path: path of the HTTP server.
     """
 
     method: str
@@ -34,37 +38,39 @@ class Call(NamedTuple):
     path: str
 
 
-CALLS = {
+CONTROL_CALLS = {
     call.method: call
     for call in (
-        Call("begin_weight_update", "BeginWeightUpdateReqInput", "/begin_weight_update"),
-        Call("end_weight_update", "EndWeightUpdateReqInput", "/end_weight_update"),
-        Call("update_weights_from_tensor", "UpdateWeightsFromTensorReqInput", "/update_weights_from_tensor"),
-        Call("update_weights_from_disk", "UpdateWeightFromDiskReqInput", "/update_weights_from_disk"),
-        Call(
+        ControlCall("begin_weight_update", "BeginWeightUpdateReqInput", "/begin_weight_update"),
+        ControlCall("end_weight_update", "EndWeightUpdateReqInput", "/end_weight_update"),
+        ControlCall("update_weights_from_tensor", "UpdateWeightsFromTensorReqInput", "/update_weights_from_tensor"),
+        ControlCall("update_weights_from_disk", "UpdateWeightFromDiskReqInput", "/update_weights_from_disk"),
+        ControlCall(
             "update_weights_from_distributed",
             "UpdateWeightsFromDistributedReqInput",
             "/update_weights_from_distributed",
         ),
-        Call("init_weights_update_group", "InitWeightsUpdateGroupReqInput", "/init_weights_update_group"),
-        Call("destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", "/destroy_weights_update_group"),
-        Call("release_memory_occupation", "ReleaseMemoryOccupationReqInput", "/release_memory_occupation"),
-        Call("resume_memory_occupation", "ResumeMemoryOccupationReqInput", "/resume_memory_occupation"),
-        Call("check_weights", "CheckWeightsReqInput", "/weights_checker"),
-        Call("flush_cache", None, "/flush_cache"),
-        Call("pause_generation", "PauseGenerationReqInput", "/pause_generation"),
-        Call("continue_generation", "ContinueGenerationReqInput", "/continue_generation"),
+        ControlCall("init_weights_update_group", "InitWeightsUpdateGroupReqInput", "/init_weights_update_group"),
+        ControlCall(
+            "destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", "/destroy_weights_update_group"
+        ),
+        ControlCall("release_memory_occupation", "ReleaseMemoryOccupationReqInput", "/release_memory_occupation"),
+        ControlCall("resume_memory_occupation", "ResumeMemoryOccupationReqInput", "/resume_memory_occupation"),
+        ControlCall("check_weights", "CheckWeightsReqInput", "/weights_checker"),
+        ControlCall("flush_cache", None, "/flush_cache"),
+        ControlCall("pause_generation", "PauseGenerationReqInput", "/pause_generation"),
+        ControlCall("continue_generation", "ContinueGenerationReqInput", "/continue_generation"),
     )
 }
 
 
-class Outcome(NamedTuple):
-    """What SGLang answered to a call. It returns its failures and raises nothing.
+class ControlResult(NamedTuple):
+    """Result of a control call. SGLang returns its failures and never raises.
 
     Attributes:
-        success: whether it did as it was told.
-        message: in its own words.
-        ranks: what each of its ranks says, where the call is of that kind.
+        success: whether the call succeeded.
+        message: SGLang's message.
+        ranks: result of each rank, for calls that return one.
     """
 
     success: bool
@@ -72,48 +78,48 @@ class Outcome(NamedTuple):
     ranks: Sequence[Mapping[str, Any]] = ()
 
 
-CallServer = Callable[..., Outcome]
-"""Makes one of :data:`CALLS` and waits for it: (method, **fields)."""
+ControlCaller = Callable[..., ControlResult]
+"""Makes one of :data:`CONTROL_CALLS` and waits for its result: (method, **fields)."""
 
 
-class Backend(Protocol):
-    """A running SGLang. Its coroutines run on the engine's :class:`Loop`."""
+class SGLangBackend(Protocol):
+    """A running SGLang. Its coroutines run on the engine's :class:`RequestLoop`."""
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Generates one sequence: SGLang's own fields in and out.
+        """Generate one sequence, with SGLang's request and response fields.
 
         Raises:
             RolloutError: SGLang refused the request.
         """
 
     async def abort(self, rid: str) -> None:
-        """Gives up a request; an unknown one is ignored."""
+        """Abort a request; an unknown one is ignored."""
 
-    async def call(self, method: str, **fields: Any) -> Outcome:
-        """Makes one of :data:`CALLS`."""
+    async def call(self, method: str, **fields: Any) -> ControlResult:
+        """Make one of :data:`CONTROL_CALLS`."""
 
     async def has(self, method: str) -> bool:
-        """Whether this SGLang knows one of :data:`CALLS`."""
+        """Whether this SGLang supports one of :data:`CONTROL_CALLS`."""
 
     async def loaders(self) -> list[str]:
-        """The custom weight loaders that it was started with."""
+        """Return the custom weight loaders that it was started with."""
 
     def failure(self) -> str | None:
-        """Why it serves nothing any more; None while it runs."""
+        """Return the reason why it serves nothing any more; None while it runs."""
 
     @property
     def ranks_host(self) -> str | None:
-        """Another host, of some of its ranks; None: all run on this one and can read this process's shared memory."""
+        """Another host that runs some of its ranks; None = all run on this host and can read its shared memory."""
 
     async def disconnect(self) -> None:
-        """Closes connections, if there are any."""
+        """Close connections, if any."""
 
     def close(self) -> None:
-        """Ends it, if this process started it."""
+        """End SGLang if this process started it."""
 
 
-class Loop:
-    """An event loop in a thread of its own: requests go on while the engine's caller does other things."""
+class RequestLoop:
+    """An event loop in a separate thread: requests progress while the engine's caller does other work."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -121,26 +127,26 @@ class Loop:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        """Runs a coroutine in the background."""
+        """Run a coroutine in the background."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(
         self,
         work: Coroutine[Any, Any, _T],
         timeout_s: float,
-        what: str,
+        action: str,
         failure: Callable[[], str | None] = lambda: None,
     ) -> _T:
-        """Runs a coroutine and waits for it.
+        """Run a coroutine and wait for it.
 
         Args:
             work: the coroutine.
-            timeout_s: most seconds to wait.
-            what: it does, for errors.
-            failure: says why it will never finish, or None.
+            timeout_s: maximum seconds to wait.
+            action: name of the work, for errors.
+            failure: returns the reason why the work will never finish, or None.
 
         Raises:
-            EngineLost: it takes longer than ``timeout_s``, or never finishes.
+            EngineLost: the work exceeds ``timeout_s`` or will never finish.
         """
         future, deadline = self.start(work), time.monotonic() + timeout_s
         while True:
@@ -150,11 +156,11 @@ class Loop:
             reason = failure()
             if reason is not None or time.monotonic() >= deadline:
                 future.cancel()
-                reason = reason or f"it takes longer than {timeout_s:g} s"
-                raise EngineLost(f"SGLang did not finish '{what}': {reason}")
+                reason = reason or f"it took longer than {timeout_s:g} s"
+                raise EngineLost(f"SGLang did not finish '{action}': {reason}")
 
     def close(self) -> None:
-        """Cancels what still runs."""
+        """Cancel all running coroutines and end the thread."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -170,3 +176,115 @@ class Loop:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._loop.close()
+
+
+def request_payload(request: Request, rid: str, eos: frozenset[int], every_token: int) -> dict[str, Any]:
+    """Return SGLang's request fields of one request.
+
+    In deterministic mode, the only one with seeds, SGLang draws by rank if any request of a batch filters by rank, else
+    by token id. A seed would then mean other tokens in another batch. Therefore every request filters by rank here, if
+    only by a filter that passes all tokens.
+
+    Args:
+        request: the request.
+        rid: SGLang's id of the request; no id may be a prefix of another, since SGLang aborts by prefix.
+        eos: tokens that end every response.
+        every_token: vocabulary size in deterministic mode, else 0.
+    """
+    params = request.params
+    sampling: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": every_token if every_token and params.top_k == -1 else params.top_k,
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if not params.ignore_eos:
+        sampling["stop_token_ids"] = sorted(eos.union(params.stop_token_ids))
+    if params.stop:
+        sampling["stop"] = list(params.stop)
+    if every_token:
+        sampling["sampling_seed"] = request.seed
+    return {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "return_logprob": True, "rid": rid}
+
+
+@dataclass(frozen=True)
+class ResponseContext:
+    """State of the engine that is needed to parse a response.
+
+    Attributes:
+        eos: tokens that end every response.
+        version: weight version that the engine serves.
+    """
+
+    eos: frozenset[int]
+    version: int
+
+
+def parse_completion(request: Request, response: dict[str, Any], context: ResponseContext) -> Completion:
+    """Convert SGLang's response to a completion.
+
+    Raises:
+        RolloutError: log-probs are not finite or not one per token, tokens are missing, or SGLang failed.
+    """
+    meta = response["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    tokens, log_probs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
+    reason = meta.get("finish_reason") or {}
+    _check(request, response, tokens, log_probs, reason)
+    versions = _versions(meta, len(tokens), context.version)
+    oldest = min(versions, default=context.version)
+    return Completion(
+        request.request_id,
+        tokens,
+        log_probs,
+        _finish_reason(request.params, tokens, reason.get("type"), context.eos),
+        oldest,
+        versions if len(set(versions)) > 1 else (),
+    )
+
+
+def _check(
+    request: Request, response: dict[str, Any], tokens: list[int], log_probs: list[float], reason: dict[str, Any]
+) -> None:
+    name = f"request '{request.request_id}'"
+    if reason.get("matched") == NAN_STOP and NAN_STOP not in request.params.stop:
+        raise RolloutError(f"{name}: the weights give log-probs that are not finite")
+    generated = response.get("output_ids")
+    if generated is not None and list(generated) != tokens:
+        raise RolloutError(f"{name}: SGLang returned {len(generated)} tokens and log-probs of {len(tokens)}")
+    if not all(map(math.isfinite, log_probs)):
+        raise RolloutError(f"{name}: the weights give log-probs that are not finite")
+    if reason.get("type") == "length" and len(tokens) != request.params.max_new_tokens:
+        raise RolloutError(
+            f"{name}: SGLang ended it after {len(tokens)} of max_new_tokens={request.params.max_new_tokens} tokens; "
+            "its cache is too small for it (rollout.engine_kwargs.sglang.server_args.max_total_tokens)"
+        )
+
+
+def _finish_reason(params: SamplingParams, tokens: list[int], kind: str | None, eos: Iterable[int]) -> Any:
+    """Return the finish reason; ``stop`` also for a stop token at the length limit, which some versions call
+    ``length``.
+    """
+    if kind == "length" and tokens and not params.ignore_eos and tokens[-1] in {*eos, *params.stop_token_ids}:
+        return "stop"
+    if kind not in ("stop", "length", "abort"):
+        raise RolloutError(f"SGLang gave finish_reason {kind!r}, expected stop, length or abort")
+    return kind
+
+
+def _versions(meta: dict[str, Any], count: int, version: int) -> tuple[int, ...]:
+    """Return the weight version of each token: SGLang's spans, else its version of the response, else the engine's."""
+    spans = meta.get("weight_versions")
+    if spans:
+        versions = [version] * count
+        for span in spans:
+            versions[span["start"] : span["end"]] = [_number(span["version"], version)] * (span["end"] - span["start"])
+        return tuple(versions[:count])
+    return (_number(meta.get("weight_version"), version),) * count
+
+
+def _number(name: Any, version: int) -> int:
+    return int(name) if isinstance(name, str) and name.lstrip("-").isdigit() else version

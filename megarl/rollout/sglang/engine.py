@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.errors import ConfigError, ModelError, WeightSyncError
+from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
-from megarl.models.eos import all_eos_token_ids
 from megarl.models.hf_checkpoint import HFReader
+from megarl.models.hf_folder import all_eos_token_ids
 from megarl.rollout.interface import (
     NO_VERSION,
     TAGS,
@@ -27,75 +27,84 @@ from megarl.rollout.interface import (
     Request,
     RolloutEngine,
     RolloutError,
-    Slab,
     Tag,
+    TensorSlice,
+    check_request,
+    check_tags,
+    check_token_ids,
 )
 from megarl.rollout.registry import register_engine
-from megarl.rollout.sglang import features
-from megarl.rollout.sglang.backend import CLOSE_S, WATCH_S, Backend, Loop, Outcome
-from megarl.rollout.sglang.options import MODES, TRANSPORTS, SGLangOptions
-from megarl.rollout.sglang.placement import Placement, check_runs
-from megarl.rollout.sglang.server_args import KEY, decodes
-from megarl.rollout.sglang.translation import Reading, completion_of, payload_of
+from megarl.rollout.sglang.backend import (
+    CLOSE_S,
+    WATCH_S,
+    ControlResult,
+    RequestLoop,
+    ResponseContext,
+    SGLangBackend,
+    parse_completion,
+    request_payload,
+)
+from megarl.rollout.sglang.options import KEY, MODES, TRANSPORTS, SGLangOptions, decodes, require_installed
+from megarl.rollout.sglang.shards import SGLangShards, check_model_runs
 from megarl.rollout.sglang.weights import WeightSession
 
 ABORT_AGAIN_S = 0.05
-"""Seconds between attempts to abort a request, which SGLang may not know yet at the first."""
+"""Seconds between attempts to abort a request, which SGLang may not have received yet."""
 
 IDLE_S = 30.0
-"""Seconds for SGLang to notice that it has nothing to do, after its last answer."""
+"""Seconds for SGLang to become idle after its last response."""
 
 _FIRST_NUMBER = itertools.count()
 
 
-class UnderWay:
-    """A request that SGLang has; ``given_up`` is set by :meth:`SGLangEngine.abort`."""
+class RunningRequest:
+    """A request in SGLang; ``aborted`` is set by :meth:`SGLangEngine.abort`."""
 
     def __init__(self, request: Request, rid: str) -> None:
-        self.request, self.rid, self.given_up = request, rid, False
+        self.request, self.rid, self.aborted = request, rid, False
 
 
 class SGLangEngine(RolloutEngine):
-    """A real SGLang, in this process or behind a server, started without weights.
+    """SGLang in this process or behind a server, started without weights.
 
-    Seeds: in SGLang's deterministic mode (``deterministic``; on a CPU always) the same prompt, parameters, seed and
-    weights give the same tokens in any company, up to rounding of the logits. Without it SGLang has no seeds for
-    requests: samples are independent, and not repeatable.
+    Seeds: in SGLang's deterministic mode (``deterministic``; always on a CPU) the same prompt, parameters, seed and
+    weights give the same tokens in any batch, up to rounding of the logits. Without it SGLang has no seeds per request:
+    samples are independent and not reproducible.
 
     Args:
-        config: the model.
-        folder: its folder; its configuration is read, and with ``stop_strings`` its tokenizer.
-        options: of the engine.
+        config: model config.
+        folder: model folder; its config is read, and with ``stop_strings`` its tokenizer.
+        options: options of the engine.
 
     Raises:
-        ConfigError: an option that SGLang or this engine does not have.
-        ModelError: a model that it does not run.
+        ConfigError: SGLang or this engine does not support an option.
+        ModelError: SGLang does not support the model.
         RolloutError: SGLang does not start.
     """
 
     def __init__(self, config: ModelConfig, folder: str, options: SGLangOptions) -> None:
         _check_options(options)
         self.config, self.options, self._folder = config, options, folder
-        check_runs(config, options)
-        self._placement = Placement(config, options.tensor_parallel_size)
+        check_model_runs(config, options)
+        self._shards = SGLangShards(config, options.tensor_parallel_size)
         self._max_length = options.max_model_len or config.max_position_embeddings
         self._eos = all_eos_token_ids(folder) if options.eos_token_ids is None else frozenset(options.eos_token_ids)
-        self._check_token_ids("eos_token_ids", self._eos)
+        check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         self._decodes = decodes(folder, options)
         self._asleep: set[Tag] = set()
         self._closed = False
         self._version = NO_VERSION
-        self._under_way: dict[str, UnderWay] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._lock = threading.Lock()
-        self._ended: queue.SimpleQueue[tuple[UnderWay, Completion | RolloutError]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[RunningRequest, Completion | RolloutError]] = queue.SimpleQueue()
         self._names = (f"{os.getpid()}-{next(_FIRST_NUMBER)}-{n:012d}" for n in itertools.count())
-        self._loop = Loop()
+        self._loop = RequestLoop()
         try:
             self._backend = _start(folder, self._max_length, options, self._loop)
         except BaseException:
             self._loop.close()
             raise
-        self._session = WeightSession(self._placement, options, self._backend, self._loop, self._call)
+        self._session = WeightSession(self._shards, options, self._backend, self._loop, self._call)
 
     @property
     def weight_version(self) -> int:
@@ -109,43 +118,43 @@ class SGLangEngine(RolloutEngine):
 
     @property
     def closed(self) -> bool:
-        """Whether it was shut down."""
+        """Whether the engine was shut down."""
         return self._closed
 
     @property
     def url(self) -> str | None:
-        """Address of its server, which other engines can be given too; None in process."""
+        """URL of its server, which other engines can use too; None in process."""
         return getattr(self._backend, "url", None)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See the contract."""
-        self._names_with(requests, self._under_way)
+        self._names_with(requests, self._running)
         if self._asleep:
-            raise RolloutError(f"the engine's '{min(self._asleep)}' is asleep: wake it before requests come")
+            raise RolloutError(f"the engine's '{min(self._asleep)}' is asleep: wake it before submitting requests")
         self._check_alive()
         for request in requests:
             self._check_request(request)
         for request in requests:
-            entry = UnderWay(request, next(self._names))
-            self._under_way[request.request_id] = entry
+            entry = RunningRequest(request, next(self._names))
+            self._running[request.request_id] = entry
             self._loop.start(self._serve(entry))
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """See the contract."""
         completions: list[Completion] = []
         deadline = time.monotonic() + timeout_s
-        while self._under_way:
-            left = 0.0 if completions else max(0.0, deadline - time.monotonic())
+        while self._running:
+            remaining = 0.0 if completions else max(0.0, deadline - time.monotonic())
             try:
-                entry, result = self._ended.get(timeout=min(left, WATCH_S)) if left else self._ended.get_nowait()
+                entry, result = self._ended.get(remaining > 0, min(remaining, WATCH_S))
             except queue.Empty:
                 if completions or time.monotonic() >= deadline:
                     break
                 self._check_alive()
                 continue
-            if self._under_way.get(entry.request.request_id) is not entry:
+            if self._running.get(entry.request.request_id) is not entry:
                 continue
-            del self._under_way[entry.request.request_id]
+            del self._running[entry.request.request_id]
             if isinstance(result, RolloutError):
                 self._drop_requests()
                 raise result
@@ -155,10 +164,10 @@ class SGLangEngine(RolloutEngine):
     def abort(self, request_ids: Iterable[str]) -> None:
         """See the contract."""
         for name in request_ids:
-            entry = self._under_way.get(name)
-            if entry is not None and not entry.given_up:
-                entry.given_up = True
-                self._loop.start(self._give_up(entry))
+            entry = self._running.get(name)
+            if entry is not None and not entry.aborted:
+                entry.aborted = True
+                self._loop.start(self._abort_repeatedly(entry))
 
     def load_hf(self, path: str, version: int = 0) -> None:
         """See the contract."""
@@ -166,7 +175,7 @@ class SGLangEngine(RolloutEngine):
         shapes = WeightMap(self.config).hf_shapes()
         if WeightMap(reader.config).hf_shapes() != shapes:
             raise ModelError(f"model folder {path} holds another model than the one this engine was built for")
-        # SGLang leaves out what a folder lacks, and says nothing.
+        # SGLang ignores tensors that the folder lacks.
         absent = [name for name in shapes if name not in reader]
         if absent:
             raise ModelError(f"model folder {path} lacks {len(absent)} of {len(shapes)} tensors, first '{absent[0]}'")
@@ -179,9 +188,9 @@ class SGLangEngine(RolloutEngine):
         self._prepare_update(version)
         self._session.begin(version)
 
-    def update_weights(self, slabs: Iterable[Slab], rank: int = 0) -> None:
+    def update_weights(self, slices: Iterable[TensorSlice], rank: int = 0) -> None:
         """See the contract."""
-        self._session.write(slabs, rank)
+        self._session.write(slices, rank)
 
     def end_update(self, version: int) -> None:
         """See the contract."""
@@ -189,25 +198,25 @@ class SGLangEngine(RolloutEngine):
         self._version = version
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
-        """See the contract. Memory is given back where SGLang's memory saver is installed, which is on GPUs."""
-        chosen = _check_tags(tags) - self._asleep
-        if self._under_way:
-            raise RolloutError(f"{len(self._under_way)} requests are under way: sleep comes when they have ended")
+        """See the contract. SGLang frees the memory only with its memory saver, which exists on GPUs."""
+        chosen = check_tags(tags) - self._asleep
+        if self._running:
+            raise RolloutError(f"{len(self._running)} requests are running: put the engine to sleep when none is")
         if "weights" in chosen:
             self._version = NO_VERSION
             self._session.abandon()
         if chosen and not self._closed:
             self._wait_until_idle()
-            self._demand("release_memory_occupation", tags=sorted(chosen))
+            self._call_or_raise("release_memory_occupation", tags=sorted(chosen))
         self._asleep |= chosen
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract."""
-        chosen = _check_tags(tags) & self._asleep
+        chosen = check_tags(tags) & self._asleep
         if self._closed:
             raise RolloutError("the engine was shut down")
         if chosen:
-            self._demand("resume_memory_occupation", tags=sorted(chosen))
+            self._call_or_raise("resume_memory_occupation", tags=sorted(chosen))
         self._asleep -= chosen
 
     def health(self) -> EngineHealth:
@@ -216,19 +225,19 @@ class SGLangEngine(RolloutEngine):
         return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
 
     def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """See the contract; each is fetched from SGLang when it is looked up."""
-        return self._session.held(rank)
+        """See the contract; each look-up reads SGLang."""
+        return self._session.params(rank)
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
         """See the contract. Computed in SGLang's ranks."""
         return self._session.checksum(rank)
 
     def fingerprint(self) -> tuple[str, ...]:
-        """See the contract. Computed by SGLang's checker of weights, in versions that have one."""
+        """See the contract. Computed by SGLang's weight checker, in versions with one."""
         return self._session.fingerprint()
 
     def shutdown(self) -> None:
-        """See the contract. A server that somebody else started goes on."""
+        """See the contract. A server that was already running continues."""
         if self._closed:
             return
         self._closed, self._version = True, NO_VERSION
@@ -239,56 +248,54 @@ class SGLangEngine(RolloutEngine):
         self._loop.close()
         self._backend.close()
 
-    async def _serve(self, entry: UnderWay) -> None:
+    async def _serve(self, entry: RunningRequest) -> None:
         result: Completion | RolloutError
         try:
-            if entry.given_up:
-                raise RolloutError("given up before it was sent")
+            if entry.aborted:
+                raise RolloutError("aborted before it was sent")
             every_token = self.config.vocab_size if self.options.seeded else 0
-            payload = payload_of(entry.request, entry.rid, self._eos, every_token)
-            answer = await self._backend.generate(payload)
-            result = completion_of(entry.request, answer, Reading(self._eos, self._version))
+            payload = request_payload(entry.request, entry.rid, self._eos, every_token)
+            response = await self._backend.generate(payload)
+            result = parse_completion(entry.request, response, ResponseContext(self._eos, self._version))
         except RolloutError as error:
             result = error
-            if entry.given_up:
+            if entry.aborted:
                 result = Completion(entry.request.request_id, [], [], "abort", self._version)
         except Exception as error:
             result = RolloutError(f"request '{entry.request.request_id}': {type(error).__name__}: {error}")
         self._ended.put((entry, result))
 
-    async def _give_up(self, entry: UnderWay) -> None:
-        while self._under_way.get(entry.request.request_id) is entry:
+    async def _abort_repeatedly(self, entry: RunningRequest) -> None:
+        while self._running.get(entry.request.request_id) is entry:
             await self._backend.abort(entry.rid)
             await asyncio.sleep(ABORT_AGAIN_S)
 
     def _drop_requests(self) -> None:
-        """Forgets all requests; SGLang is told to end them."""
-        self.abort(list(self._under_way))
-        self._under_way.clear()
+        """Forget all requests, and abort them in SGLang."""
+        self.abort(list(self._running))
+        self._running.clear()
 
     def _prepare_update(self, version: int) -> None:
         if version < 0:
             raise WeightSyncError(f"weight version {version}, expected a number >= 0")
         if "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' before an update")
-        if self._under_way:
-            raise WeightSyncError(
-                f"{len(self._under_way)} requests are under way: an update comes when they have ended"
-            )
+        if self._running:
+            raise WeightSyncError(f"{len(self._running)} requests are running: update weights when none is")
         self._check_alive()
         self._version = NO_VERSION
 
-    def _call(self, method: str, **fields: Any) -> Outcome:
+    def _call(self, method: str, **fields: Any) -> ControlResult:
         work = self._backend.call(method, **fields)
         return self._loop.call(work, self.options.call_timeout_s, method, self._backend.failure)
 
-    def _demand(self, method: str, **fields: Any) -> None:
+    def _call_or_raise(self, method: str, **fields: Any) -> None:
         outcome = self._call(method, **fields)
         if not outcome.success:
             raise RolloutError(f"SGLang refused {method}: {outcome.message}")
 
     def _wait_until_idle(self) -> None:
-        """SGLang ends when its memory is to be released and it is not idle, which it is a moment after it answered."""
+        """Wait until SGLang is idle: releasing memory earlier ends it, even shortly after its last response."""
         deadline = time.monotonic() + IDLE_S
         while True:
             outcome = self._call("flush_cache")
@@ -301,43 +308,28 @@ class SGLangEngine(RolloutEngine):
     def _check_alive(self) -> None:
         failure = self._backend.failure()
         if failure is not None:
-            self._under_way.clear()
+            self._running.clear()
             raise EngineLost(f"SGLang does not serve any more: {failure}")
 
     def _check_request(self, request: Request) -> None:
-        name, params = f"request '{request.request_id}'", request.params
-        prompt, limit = request.prompt_ids, params.max_new_tokens
-        if not len(prompt):
-            raise RolloutError(f"{name}: the prompt is empty, expected at least one token id")
-        if len(prompt) + limit > self._max_length:
+        check_request(request, self._max_length, self.config.vocab_size)
+        if request.params.stop and not self._decodes:
             raise RolloutError(
-                f"{name}: a prompt of {len(prompt)} and max_new_tokens={limit} exceed the engine's "
-                f"max_model_len={self._max_length}"
-            )
-        if params.stop and not self._decodes:
-            raise RolloutError(
-                f"{name}: has stop strings, for which the engine needs a tokenizer in the model folder, and not "
+                f"request '{request.request_id}': stop strings need a tokenizer in the model folder, and not "
                 f"{KEY}.stop_strings=false"
             )
-        self._check_token_ids(f"{name}: prompt_ids", prompt)
-        self._check_token_ids(f"{name}: stop_token_ids", params.stop_token_ids)
-
-    def _check_token_ids(self, what: str, ids: Iterable[int]) -> None:
-        outside = [token for token in ids if not 0 <= token < self.config.vocab_size]
-        if outside:
-            raise RolloutError(f"{what}: {outside[0]} is no token id, the vocabulary has {self.config.vocab_size}")
 
 
-@register_engine("sglang", check=check_runs)
+@register_engine("sglang", check=check_model_runs)
 def create_sglang(model_path: str, options: EngineOptions) -> SGLangEngine:
-    """The SGLang engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
+    """Create the SGLang engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if not isinstance(options, SGLangOptions):
         options = SGLangOptions(**vars(options))
     return SGLangEngine(read_model_config(model_path), str(model_path), options)
 
 
-def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: Loop) -> Backend:
-    features.require_installed()
+def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: RequestLoop) -> SGLangBackend:
+    require_installed()
     if options.url is not None:
         from megarl.rollout.sglang.http import attach
 
@@ -346,9 +338,9 @@ def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: Loop) 
         from megarl.rollout.sglang.http import start_server
 
         return start_server(folder, max_model_len, options, loop)
-    from megarl.rollout.sglang.in_process import InProcess
+    from megarl.rollout.sglang.in_process import InProcessBackend
 
-    return InProcess(folder, max_model_len, options)
+    return InProcessBackend(folder, max_model_len, options)
 
 
 def _check_options(options: SGLangOptions) -> None:
@@ -359,11 +351,3 @@ def _check_options(options: SGLangOptions) -> None:
     for name in ("tensor_parallel_size", "max_num_seqs", "bucket_bytes"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1")
-
-
-def _check_tags(tags: Iterable[Tag]) -> set[Tag]:
-    chosen = set(tags)
-    unknown = chosen - set(TAGS)
-    if unknown:
-        raise RolloutError(f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}")
-    return chosen

@@ -1,4 +1,4 @@
-"""SGLang behind its HTTP server: one that this process starts and ends, or one that somebody else did."""
+"""SGLang behind its HTTP server: one that this process starts and ends, or a running one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import base64
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,34 +14,32 @@ from collections.abc import Mapping
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-import psutil
-
-from megarl.errors import ConfigError
-from megarl.logs import log_of
-from megarl.ports import free_port
+from megarl.base.child_process import kill_process_tree
+from megarl.base.errors import ConfigError
+from megarl.base.logs import output_log
+from megarl.base.ports import free_port
 from megarl.rollout.interface import EngineLost, RolloutError
-from megarl.rollout.sglang.backend import CALLS, CLOSE_S, Loop, Outcome
-from megarl.rollout.sglang.environment import environment
-from megarl.rollout.sglang.options import SGLangOptions
-from megarl.rollout.sglang.server_args import decodes
+from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
+from megarl.rollout.sglang.options import SGLangOptions, decodes, environment
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_TAIL = 4000
-"""Characters of a server's last words that an error repeats."""
+"""Characters of a server's output that an error repeats."""
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
+_KILL_S = 30.0
 
 
-class HttpServer:
-    """A client of a running server.
+class HttpBackend:
+    """Client of a running server.
 
     Args:
-        url: of the server, such as ``http://10.0.0.3:30000``.
-        loop: where requests run.
-        process: of the server, if this process started it.
+        url: URL of the server, such as ``http://10.0.0.3:30000``.
+        loop: event loop of the requests.
+        process: process of the server, if this process started it.
     """
 
-    def __init__(self, url: str, loop: Loop, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, url: str, loop: RequestLoop, process: subprocess.Popen[bytes] | None = None) -> None:
         self.url, self._loop, self._process = url.rstrip("/"), loop, process
         self._lost: str | None = None
         self._client: Any = None
@@ -50,67 +47,67 @@ class HttpServer:
         self.ranks_host = None if host in LOOPBACK else host
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`Backend`."""
-        status, answer = await self._send("POST", "/generate", payload)
-        if status != 200 or not isinstance(answer, dict):
-            raise RolloutError(f"SGLang refused a request ({status}): {_message(answer)}")
-        return answer
+        """See :class:`SGLangBackend`."""
+        status, body = await self._send("POST", "/generate", payload)
+        if status != 200 or not isinstance(body, dict):
+            raise RolloutError(f"SGLang refused a request ({status}): {_message(body)}")
+        return body
 
     async def abort(self, rid: str) -> None:
-        """See :class:`Backend`."""
+        """See :class:`SGLangBackend`."""
         await self._send("POST", "/abort_request", {"rid": rid})
 
-    async def call(self, method: str, **fields: Any) -> Outcome:
-        """See :class:`Backend`."""
-        status, answer = await self._send("POST", CALLS[method].path, _sendable(fields))
-        success = status == 200 and not (isinstance(answer, dict) and answer.get("success") is False)
-        ranks = answer.get("ranks") if isinstance(answer, dict) else None
-        return Outcome(success, _message(answer), ranks or ())
+    async def call(self, method: str, **fields: Any) -> ControlResult:
+        """See :class:`SGLangBackend`."""
+        status, body = await self._send("POST", CONTROL_CALLS[method].path, _sendable(fields))
+        success = status == 200 and not (isinstance(body, dict) and body.get("success") is False)
+        ranks = body.get("ranks") if isinstance(body, dict) else None
+        return ControlResult(success, _message(body), ranks or ())
 
     async def has(self, method: str) -> bool:
-        """See :class:`Backend`. The server's own description of itself says so."""
-        status, answer = await self._send("GET", "/openapi.json")
-        return status == 200 and CALLS[method].path in answer.get("paths", {})
+        """See :class:`SGLangBackend`. Reads the server's OpenAPI description."""
+        status, body = await self._send("GET", "/openapi.json")
+        return status == 200 and CONTROL_CALLS[method].path in body.get("paths", {})
 
     async def loaders(self) -> list[str]:
-        """See :class:`Backend`."""
-        return list((await self.facts()).get("custom_weight_loader") or [])
+        """See :class:`SGLangBackend`."""
+        return list((await self.server_info()).get("custom_weight_loader") or [])
 
-    async def facts(self) -> Mapping[str, Any]:
-        """The server's arguments and state.
+    async def server_info(self) -> Mapping[str, Any]:
+        """Return the server's arguments and state.
 
         Raises:
-            RolloutError: it does not tell.
+            RolloutError: the server does not return them.
         """
-        status, answer = await self._send("GET", "/server_info")
-        if status != 200 or not isinstance(answer, dict):
-            raise RolloutError(f"SGLang at {self.url} does not tell its arguments ({status}): {_message(answer)}")
-        return answer
+        status, body = await self._send("GET", "/server_info")
+        if status != 200 or not isinstance(body, dict):
+            raise RolloutError(f"SGLang at {self.url} does not report its arguments ({status}): {_message(body)}")
+        return body
 
     def failure(self) -> str | None:
-        """See :class:`Backend`."""
+        """See :class:`SGLangBackend`."""
         if self._process is not None and self._process.poll() is not None:
             return f"the server at {self.url} ended with code {self._process.returncode}"
         return self._lost
 
     def close(self) -> None:
-        """See :class:`Backend`."""
+        """See :class:`SGLangBackend`."""
         if self._process is not None:
-            _end(self._process)
+            kill_process_tree(self._process, _KILL_S)
 
     async def disconnect(self) -> None:
-        """Closes connections."""
+        """Close connections."""
         if self._client is not None:
             await self._client.close()
             self._client = None
 
     async def _send(self, verb: str, path: str, fields: Any = None) -> tuple[int, Any]:
-        """Status and body, parsed if it is JSON."""
+        """Return status and body, parsed if it is JSON."""
         import aiohttp
 
         if self._client is None:
-            # As many connections as requests, each for as long as it takes. None is used again: the server closes idle
-            # ones after seconds, and a request that meets such an end cannot know whether it was read.
+            # One connection per request, without limit and timeout. Connections are not reused: the server closes idle
+            # ones after seconds, and a request on such a connection cannot know whether it was read.
             self._client = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
             )
@@ -123,68 +120,68 @@ class HttpServer:
             raise EngineLost(self._lost) from None
 
 
-def attach(url: str, folder: str, options: SGLangOptions, loop: Loop) -> HttpServer:
-    """A client of a server that somebody else started.
+def attach(url: str, folder: str, options: SGLangOptions, loop: RequestLoop) -> HttpBackend:
+    """Return a client of a running server.
 
     Raises:
-        ConfigError: the server is not what the options say.
+        ConfigError: the server does not match the options.
         RolloutError: it does not answer.
     """
-    server = HttpServer(url, loop)
+    server = HttpBackend(url, loop)
     try:
-        facts = loop.call(server.facts(), options.start_timeout_s, f"asking {url} for its arguments")
-        _check_facts(url, facts, folder, options)
-        if server.ranks_host is None and facts.get("nnodes", 1) > 1:
-            # It is here, with ranks elsewhere: they know this host by the address at which they met.
-            server.ranks_host = str(facts["dist_init_addr"]).rpartition(":")[0].strip("[]")
+        info = loop.call(server.server_info(), options.start_timeout_s, f"reading the arguments of {url}")
+        _check_server_info(url, info, folder, options)
+        if server.ranks_host is None and info.get("nnodes", 1) > 1:
+            # The server is local with ranks on other hosts, which know this host by its rendezvous address.
+            server.ranks_host = str(info["dist_init_addr"]).rpartition(":")[0].strip("[]")
     except BaseException:
         loop.call(server.disconnect(), CLOSE_S, "closing connections")
         raise
     return server
 
 
-def _check_facts(url: str, facts: Mapping[str, Any], folder: str, options: SGLangOptions) -> None:
+def _check_server_info(url: str, info: Mapping[str, Any], folder: str, options: SGLangOptions) -> None:
     expected = {"tp_size": options.tensor_parallel_size, "skip_tokenizer_init": not decodes(folder, options)}
     for name, value in expected.items():
-        if facts.get(name, value) != value:
-            raise ConfigError(f"the SGLang server at {url} runs with {name}={facts[name]}, the options say {value}")
-    if options.seeded and not facts.get("enable_deterministic_inference"):
+        if info.get(name, value) != value:
+            raise ConfigError(f"the SGLang server at {url} runs with {name}={info[name]}, the options have {value}")
+    if options.seeded and not info.get("enable_deterministic_inference"):
         raise ConfigError(
-            f"the SGLang server at {url} does not run with --enable-deterministic-inference, without which it has no "
-            "seeds: set rollout.engine_kwargs.sglang.deterministic=false to do without"
+            f"the SGLang server at {url} does not run with --enable-deterministic-inference, which seeds "
+            "need: add it, or set rollout.engine_kwargs.sglang.deterministic=false"
         )
 
 
-def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: Loop) -> HttpServer:
-    """Starts a server and waits until it is ready.
+def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: RequestLoop) -> HttpBackend:
+    """Start a server and wait until it is ready.
 
     Raises:
-        RolloutError: it does not get ready; its last words are repeated.
+        RolloutError: it does not get ready; the message has the end of its output.
     """
     options = dataclasses.replace(options, port=options.port or free_port(options.host))
-    order = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
+    job = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
     with _output() as log:
-        begins = log.seek(0, os.SEEK_END)
+        start = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.rollout.sglang.serve", json.dumps(order)],
+            [sys.executable, "-m", "megarl.rollout.sglang.serve", json.dumps(job)],
             env=os.environ | environment(options),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-        server = HttpServer(f"http://{options.host}:{options.port}", loop, process)
+        server = HttpBackend(f"http://{options.host}:{options.port}", loop, process)
         try:
             loop.call(_ready(server), options.start_timeout_s, "starting its server")
         except BaseException as error:
             server.close()
             loop.call(server.disconnect(), CLOSE_S, "closing connections")
             if isinstance(error, RolloutError):
-                raise RolloutError(f"{error}\n{_tail(log, begins)}") from None
+                raise RolloutError(f"{error}\n{_tail(log, start)}") from None
             raise
     return server
 
 
-async def _ready(server: HttpServer) -> None:
+async def _ready(server: HttpBackend) -> None:
     while True:
         if server._process is not None and server._process.poll() is not None:
             raise RolloutError(f"the SGLang server ended with code {server._process.returncode} while it started:")
@@ -193,9 +190,9 @@ async def _ready(server: HttpServer) -> None:
             if status == 200:
                 return
         except RolloutError:
-            # It does not listen yet.
+            # The server does not listen yet.
             server._lost = None
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def _plain(options: SGLangOptions) -> dict[str, Any]:
@@ -203,14 +200,14 @@ def _plain(options: SGLangOptions) -> dict[str, Any]:
 
 
 def _sendable(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no bytes; SGLang takes base64 for them."""
+    """Encode bytes in base64, as SGLang expects in JSON."""
 
-    def value(of: Any) -> Any:
-        if isinstance(of, bytes):
-            return base64.b64encode(of).decode()
-        return [value(part) for part in of] if isinstance(of, list) else of
+    def encode(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return base64.b64encode(value).decode()
+        return [encode(part) for part in value] if isinstance(value, list) else value
 
-    return {name: value(of) for name, of in fields.items() if of is not None}
+    return {name: encode(value) for name, value in fields.items() if value is not None}
 
 
 def _parsed(text: str) -> Any:
@@ -220,30 +217,19 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _message(answer: Any) -> str:
-    if isinstance(answer, dict):
-        error = answer.get("error")
-        return str(answer.get("message") or (error.get("message") if isinstance(error, dict) else error) or answer)
-    return str(answer)
+def _message(body: Any) -> str:
+    if isinstance(body, dict):
+        error = body.get("error")
+        return str(body.get("message") or (error.get("message") if isinstance(error, dict) else error) or body)
+    return str(body)
 
 
 def _output() -> IO[bytes]:
-    """Where the server's output goes: to this process's own log, where it has one."""
-    path = log_of(1)
+    """Open the file for the server's output: this process's log file, if any."""
+    path = output_log(1)
     return open(path, "a+b") if path else tempfile.TemporaryFile()
 
 
-def _tail(log: IO[bytes], begins: int) -> str:
-    log.seek(begins)
+def _tail(log: IO[bytes], start: int) -> str:
+    log.seek(start)
     return log.read().decode(errors="replace")[-LOG_TAIL:]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        family = psutil.Process(process.pid).children(recursive=True)
-        for child in family:
-            if child.is_running():
-                child.send_signal(signal.SIGKILL)
-        process.kill()
-        psutil.wait_procs(family, timeout=30)
-    process.wait(timeout=30)

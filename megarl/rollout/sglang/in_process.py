@@ -1,4 +1,4 @@
-"""SGLang with its front end in this process; its scheduler runs in processes of its own, one per device."""
+"""SGLang with its front end in this process; its schedulers run in separate processes, one per device."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ from typing import Any
 import psutil
 
 from megarl.rollout.interface import RolloutError
-from megarl.rollout.sglang import features
-from megarl.rollout.sglang.backend import CALLS, Outcome
-from megarl.rollout.sglang.environment import applied, environment, load_shim, needs_shim
-from megarl.rollout.sglang.options import SGLangOptions
-from megarl.rollout.sglang.server_args import LOADER, server_args
+from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult
+from megarl.rollout.sglang.options import (
+    LOADER,
+    SGLangOptions,
+    applied,
+    environment,
+    load_shim,
+    needs_shim,
+    request_of,
+    server_args,
+)
 
-# SGLang's front end keeps its configuration in one place for the whole process.
+# SGLang's front end has one configuration per process.
 _RUNNING = threading.Lock()
 _CHILD_FAILED = threading.Event()
 
 
 def note_failed_child(signum: int | None = None, frame: Any = None) -> None:
-    """Called by signal when one of SGLang's processes ends: the engine serves nothing more, this process lives on."""
+    """Signal handler for the end of an SGLang process: the engine is lost, but this process continues."""
     _CHILD_FAILED.set()
 
 
-class InProcess:
-    """An ``sglang.Engine`` without its own loop: requests run on the engine's :class:`Loop`.
+class InProcessBackend:
+    """An ``sglang.Engine`` without its event loop: requests run on the engine's :class:`RequestLoop`.
 
-    Its processes end with :meth:`close`. ``Engine.shutdown`` is not used: it ends every child of this process, whoever
-    started it.
+    :meth:`close` ends its processes. ``Engine.shutdown`` is not used, since it ends every child of this process.
 
     Args:
-        folder: the model.
-        max_model_len: most tokens of prompt and answer together.
-        options: of the engine.
+        folder: model folder.
+        max_model_len: maximum tokens of prompt and response.
+        options: options of the engine.
 
     Raises:
-        RolloutError: SGLang does not start, or this process has such an engine already.
+        RolloutError: SGLang does not start, or this process has an SGLang engine already.
     """
 
     ranks_host = None
@@ -64,45 +69,46 @@ class InProcess:
         self._processes = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`Backend`."""
+        """See :class:`SGLangBackend`."""
         try:
-            return await self._engine.async_generate(**payload)
+            response: dict[str, Any] = await self._engine.async_generate(**payload)
         except ValueError as error:
             raise RolloutError(str(error)) from None
+        return response
 
     async def abort(self, rid: str) -> None:
-        """See :class:`Backend`."""
+        """See :class:`SGLangBackend`."""
         self._manager.abort_request(rid=rid)
 
-    async def call(self, method: str, **fields: Any) -> Outcome:
-        """See :class:`Backend`."""
-        call = CALLS[method]
+    async def call(self, method: str, **fields: Any) -> ControlResult:
+        """See :class:`SGLangBackend`."""
+        call = CONTROL_CALLS[method]
         function = getattr(self._manager, method)
-        arguments = () if call.request is None else (features.request_of(call.request, fields),)
-        return _outcome(await function(*arguments))
+        arguments = () if call.request is None else (request_of(call.request, fields),)
+        return _call_result(await function(*arguments))
 
     async def has(self, method: str) -> bool:
-        """See :class:`Backend`."""
+        """See :class:`SGLangBackend`."""
         return hasattr(self._manager, method)
 
     async def loaders(self) -> list[str]:
-        """See :class:`Backend`."""
+        """See :class:`SGLangBackend`."""
         return [LOADER]
 
     def failure(self) -> str | None:
-        """See :class:`Backend`."""
-        gone = [process.pid for process in self._processes if not process.is_running() or _is_zombie(process)]
+        """See :class:`SGLangBackend`."""
+        ended = [process.pid for process in self._processes if not process.is_running() or _is_zombie(process)]
         if self._closed:
             return "it was shut down"
-        if gone or _CHILD_FAILED.is_set():
-            return f"one of its processes ended (running: {len(self._processes) - len(gone)})"
+        if ended or _CHILD_FAILED.is_set():
+            return f"one of its processes ended (running: {len(self._processes) - len(ended)})"
         return None
 
     async def disconnect(self) -> None:
-        """There are no connections."""
+        """No connections to close."""
 
     def close(self) -> None:
-        """See :class:`Backend`."""
+        """See :class:`SGLangBackend`."""
         if self._closed:
             return
         self._closed = True
@@ -117,24 +123,24 @@ class InProcess:
 def _start(folder: str, max_model_len: int, options: SGLangOptions) -> Any:
     if needs_shim(options):
         load_shim()
-    with applied(environment(options)), _own_settings_kept():
+    with applied(environment(options)), _process_settings_restored():
         import sglang
 
         arguments = server_args(folder, max_model_len, options)
         if threading.current_thread() is threading.main_thread():
-            # Without this SGLang ends this process when one of its own fails.
+            # Without this SGLang ends this process when one of its processes fails.
             arguments["custom_sigquit_handler"] = note_failed_child
         before = set(psutil.Process().children(recursive=True))
         try:
             return sglang.Engine(**arguments)
         except Exception as error:
-            _end([p for p in psutil.Process().children(recursive=True) if p not in before and _is_sglangs(p)])
+            _end([p for p in psutil.Process().children(recursive=True) if p not in before and _is_sglang_process(p)])
             raise RolloutError(f"SGLang did not start: {error}") from error
 
 
 @contextlib.contextmanager
-def _own_settings_kept() -> Iterator[None]:
-    """Puts back what SGLang sets for the whole process as it is imported and started: logging and the loops' kind."""
+def _process_settings_restored() -> Iterator[None]:
+    """Restore process-wide settings that SGLang changes on import and start: logging and the event loop policy."""
     root = logging.getLogger()
     handlers, level, policy = list(root.handlers), root.level, asyncio.get_event_loop_policy()
     try:
@@ -145,30 +151,30 @@ def _own_settings_kept() -> Iterator[None]:
         asyncio.set_event_loop_policy(policy)
 
 
-def _outcome(answer: Any) -> Outcome:
-    """SGLang answers with nothing, with (success, message, perhaps ranks, ...), or with an object that has these."""
-    if answer is None:
-        return Outcome(True, "")
-    if isinstance(answer, tuple):
-        ranks = answer[2] if len(answer) > 2 and isinstance(answer[2], list) else ()
-        return Outcome(bool(answer[0]), str(answer[1]), ranks)
-    return Outcome(bool(answer.success), str(getattr(answer, "message", "")))
+def _call_result(result: Any) -> ControlResult:
+    """Convert SGLang's result: None, a tuple (success, message, ranks, ...), or an object with these attributes."""
+    if result is None:
+        return ControlResult(True, "")
+    if isinstance(result, tuple):
+        ranks = result[2] if len(result) > 2 and isinstance(result[2], list) else ()
+        return ControlResult(bool(result[0]), str(result[1]), ranks)
+    return ControlResult(bool(result.success), str(getattr(result, "message", "")))
 
 
 def _is_zombie(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
     return True
 
 
-def _is_sglangs(process: psutil.Process) -> bool:
+def _is_sglang_process(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return "resource_tracker" not in " ".join(process.cmdline())
     return False
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Ends processes and their children, and waits until they are gone."""
+    """Kill processes and their children, and wait for their end."""
     family = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

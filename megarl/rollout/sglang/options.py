@@ -1,15 +1,84 @@
-"""What an SGLang engine is built with, besides what every engine is."""
+"""Options of an SGLang engine, and SGLang's arguments and environment that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from megarl.base.errors import ConfigError
 from megarl.rollout.interface import EngineOptions
 
 MODES = ("in_process", "http")
 TRANSPORTS = ("tensor", "distributed", "disk")
+LOADER = "megarl.rollout.sglang.loader.load"
+"""Import path of the weight loader for SGLang's ranks."""
+
+RESERVED_TOKENS = 2
+"""Tokens of the context length that SGLang reserves."""
+
+KEY = "rollout.engine_kwargs.sglang"
+_CPU = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 2**16,
+    # Without this the idle scheduler uses a whole core.
+    "sleep_on_idle": True,
+}
+
+# Set by the engine.
+_ENGINE_ARGS = (
+    "model_path",
+    "device",
+    "dtype",
+    "tp_size",
+    "context_length",
+    "max_running_requests",
+    "load_format",
+    "skip_tokenizer_init",
+    "custom_weight_loader",
+    "enable_deterministic_inference",
+    "host",
+    "port",
+    "base_gpu_id",
+)
+
+# Arguments that change the parameters of SGLang's ranks, with the values that do not.
+_PARAMETER_ARGS: dict[str, tuple[Any, ...]] = {
+    "ep_size": (1,),
+    "moe_a2a_backend": (None, "none"),
+    "enable_eplb": (False,),
+    "ep_num_redundant_experts": (0,),
+    "enforce_shared_experts_fusion": (False,),
+    "moe_dense_tp_size": (None,),
+    "enable_dp_attention": (False,),
+    "pp_size": (1,),
+    "quantization": (None,),
+    "speculative_algorithm": (None,),
+}
+
+# Missing in some versions, where they are not needed.
+_OPTIONAL = (
+    "grammar_backend",
+    "disable_overlap_schedule",
+    "enable_memory_saver",
+    "sleep_on_idle",
+    "disable_shared_experts_fusion",
+)
+
+SHIM = Path(__file__).parent / "cpu_shim"
 
 
 @dataclass(frozen=True)
@@ -17,22 +86,22 @@ class SGLangOptions(EngineOptions):
     """Options of :class:`megarl.rollout.sglang.engine.SGLangEngine`.
 
     Attributes:
-        mode: ``in_process`` runs SGLang's front end in the caller's process (one engine per process, which may not run
-            an event loop of its own in the same thread); ``http`` starts a server of its own.
-        url: of a server that somebody else started and ends; ``mode`` is then ``http``.
-        host: where a server of one's own listens.
+        mode: ``in_process`` runs SGLang's front end in the caller's process (one engine per process, and no running
+            event loop in the same thread); ``http`` starts a server.
+        url: URL of a running server, which the engine does not end; implies ``mode=http``.
+        host: host on which a started server listens.
         port: its port; 0 = a free one.
-        server_args: more of SGLang's ``ServerArgs`` by field name; those that the engine must set itself are refused.
-        weight_transport: how :meth:`update_weights` reaches SGLang's ranks. ``tensor``: each rank is given its own
-            shard through memory that it shares with this process, or inside the request where there is none;
-            ``distributed``: whole tensors, broadcast in a process group; ``disk``: whole tensors, in a folder.
-        bucket_bytes: bytes that are collected per rank before they are sent.
-        deterministic: SGLang's deterministic mode, in which a request's seed decides its tokens. None: on a CPU only;
-            on a GPU it costs speed, and without it SGLang draws from one generator for all requests.
-        stop_strings: requests may have stop strings; SGLang then loads the folder's tokenizer and decodes every answer.
-            None: if the folder has a tokenizer.
-        start_timeout_s: seconds after which a start counts as failed.
-        call_timeout_s: seconds after which a call that moves weights or memory counts as failed.
+        server_args: further fields of SGLang's ``ServerArgs``; fields that the engine sets are refused.
+        weight_transport: transport of :meth:`update_weights` to SGLang's ranks. ``tensor``: each rank gets its shard
+            through memory shared with this process, or inside the request for another host. ``distributed``: whole
+            tensors, broadcast in a process group. ``disk``: whole tensors, in a folder.
+        bucket_bytes: bytes of the staging buffer per rank, which is sent when it is full.
+        deterministic: SGLang's deterministic mode, in which a request's seed determines its tokens. None = on a CPU
+            only: it is slower on a GPU. Without it SGLang draws all requests from one generator.
+        stop_strings: whether requests may have stop strings; SGLang then loads the tokenizer and decodes every
+            response. None = if the folder has a tokenizer.
+        start_timeout_s: timeout of the start, in seconds.
+        call_timeout_s: timeout of calls that move weights or memory, in seconds.
     """
 
     mode: str = "in_process"
@@ -48,7 +117,7 @@ class SGLangOptions(EngineOptions):
     call_timeout_s: float = 600.0
 
     def device_of(self, rank: int) -> str:
-        """Where a rank computes, or where its weights are handed on from, if its server is somebody else's."""
+        """Return the device of a rank; for a running server, the local device that its weights are sent from."""
         return self.device if self.url is not None else super().device_of(rank)
 
     @property
@@ -58,5 +127,185 @@ class SGLangOptions(EngineOptions):
 
     @property
     def seeded(self) -> bool:
-        """Whether a request's seed decides its tokens."""
+        """Whether a request's seed determines its tokens."""
         return self.is_cpu if self.deterministic is None else self.deterministic
+
+
+def is_installed() -> bool:
+    """Whether SGLang can be imported, without the seconds that importing takes."""
+    return importlib.util.find_spec("sglang") is not None
+
+
+def require_installed() -> None:
+    """Check that SGLang is installed.
+
+    Raises:
+        ConfigError: it is missing; the message has the installation command.
+    """
+    if not is_installed():
+        raise ConfigError(
+            "rollout.name=sglang needs the package sglang (0.5.17 or later): pip install 'megarl[gpu]', or on a "
+            "machine without a GPU the environment of launch/sglang_cpu.sh"
+        )
+
+
+def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict[str, Any]:
+    """Return the fields of ``ServerArgs`` for an engine that starts without weights.
+
+    Args:
+        folder: model folder; only its config and, with stop strings, its tokenizer are read.
+        max_model_len: maximum tokens of prompt and response.
+        options: options of the engine.
+
+    Raises:
+        ConfigError: ``options.server_args`` has an argument that the engine sets, or that SGLang does not have.
+    """
+    device, _, index = options.device.partition(":")
+    arguments: dict[str, Any] = {
+        "model_path": folder,
+        "device": device,
+        "dtype": options.dtype,
+        "tp_size": options.tensor_parallel_size,
+        "context_length": max_model_len + RESERVED_TOKENS,
+        "max_running_requests": options.max_num_seqs,
+        "load_format": "dummy",
+        "skip_tokenizer_init": not decodes(folder, options),
+        "custom_weight_loader": [LOADER],
+        "enable_deterministic_inference": options.seeded,
+        # Fusion would add an expert that the checkpoint does not have.
+        "disable_shared_experts_fusion": True,
+        "log_level": "error",
+    }
+    if device == "cpu":
+        arguments |= _CPU
+    else:
+        arguments["enable_memory_saver"] = importlib.util.find_spec("torch_memory_saver") is not None
+        if index:
+            arguments["base_gpu_id"] = int(index)
+    check_server_args(options.server_args)
+    arguments |= options.server_args
+    supported = server_arg_names()
+    return {name: value for name, value in arguments.items() if name in supported or name not in _OPTIONAL}
+
+
+def check_server_args(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that the engine sets, that change the ranks' parameters, or that SGLang does not have.
+
+    The last check needs an installed SGLang.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    for name, value in arguments.items():
+        if name in _ENGINE_ARGS:
+            raise ConfigError(f"{KEY}.server_args.{name}: the engine sets this itself, from the other rollout keys")
+        if name in _PARAMETER_ARGS and value not in _PARAMETER_ARGS[name]:
+            raise ConfigError(
+                f"{KEY}.server_args.{name}={value!r}: SGLang's ranks would hold other parameters than a weight sync "
+                "writes; remove it"
+            )
+    if not arguments or not is_installed():
+        return
+    supported = server_arg_names()
+    for name in arguments:
+        if name not in supported:
+            near = difflib.get_close_matches(name, supported, n=1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise ConfigError(f"{KEY}.server_args.{name}: the installed SGLang has no such argument{hint}")
+
+
+def decodes(folder: str, options: SGLangOptions) -> bool:
+    """Whether SGLang decodes responses, which stop strings require."""
+    if options.stop_strings is None:
+        return (Path(folder) / "tokenizer_config.json").is_file()
+    return options.stop_strings
+
+
+@functools.cache
+def server_arg_names() -> frozenset[str]:
+    """Return the field names of SGLang's ``ServerArgs``: a dataclass or msgspec structure, depending on the version."""
+    from sglang.srt.server_args import ServerArgs
+
+    return frozenset(field_names(ServerArgs))
+
+
+def field_names(kind: type) -> list[str]:
+    """Return the field names of a dataclass, msgspec structure or pydantic model, in order.
+
+    Raises:
+        TypeError: the type is none of these.
+    """
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    fields = getattr(kind, "__struct_fields__", None)
+    if fields is None:
+        fields = getattr(kind, "model_fields", None)
+    if fields is None:
+        raise TypeError(f"{kind.__name__} is neither a dataclass nor a structure")
+    return list(fields)
+
+
+def request_of(name: str, fields: dict[str, Any]) -> Any:
+    """Create a structure of ``sglang.srt.managers.io_struct`` with the ``fields`` that this version supports.
+
+    Newer versions have fields that older ones lack; none of the dropped fields matters to them.
+    """
+    from sglang.srt.managers import io_struct
+
+    kind = getattr(io_struct, name)
+    supported = set(field_names(kind))
+    return kind(**{key: value for key, value in fields.items() if key in supported})
+
+
+def environment(options: SGLangOptions) -> dict[str, str]:
+    """Return the environment variables for SGLang's processes, in addition to those of this process."""
+    # Requests may use the model's whole context, and SGLang reserves two more tokens.
+    variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if options.is_cpu:
+        variables["SGLANG_USE_CPU_ENGINE"] = "1"
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(options.tensor_parallel_size)
+        # torch.compile of a few lines in SGLang takes longer than a test run.
+        variables["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
+    if needs_shim(options):
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH", "")]))
+    return variables
+
+
+def needs_shim(options: SGLangOptions) -> bool:
+    """Whether SGLang runs on a CPU without its compiled kernels."""
+    if not options.is_cpu:
+        return False
+    spec = importlib.util.find_spec("sgl_kernel")
+    return spec is None or spec.origin is None or Path(spec.origin).is_relative_to(SHIM)
+
+
+def _cores(ranks: int) -> str:
+    """Return this process's cores, divided among the ranks; ranks share cores if there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(",".join(map(str, cores[rank::ranks] or [cores[rank % len(cores)]])) for rank in range(ranks))
+
+
+@contextlib.contextmanager
+def applied(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables in this process while it starts SGLang's processes."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def load_shim() -> None:
+    """Make the shim's substitutes importable in this process, which imports SGLang's front end."""
+    if str(SHIM) in sys.path:
+        return
+    # At the end of the path: an installed package of this name takes precedence.
+    sys.path.append(str(SHIM))
+    spec = importlib.util.spec_from_file_location("megarl_sglang_cpu_shim", SHIM / "sitecustomize.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,4 +1,4 @@
-"""How placed slabs reach SGLang's ranks: through memory that they share, or inside the request."""
+"""The default weight transport to SGLang's ranks: each gets its slices through shared memory, or inside the request."""
 
 from __future__ import annotations
 
@@ -14,65 +14,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.errors import WeightSyncError
-from megarl.rollout.sglang.backend import CallServer
-from megarl.rollout.sglang.loader import ALIGNMENT
-from megarl.rollout.sglang.placement import Placed, Placement
-from megarl.rollout.sglang.replies import Replies, Reply
-from megarl.rollout.sglang.server_args import LOADER
+from megarl.base.errors import WeightSyncError
+from megarl.rollout.sglang.backend import ControlCaller
+from megarl.rollout.sglang.loader import ALIGNMENT, Reply, ReplyListener
+from megarl.rollout.sglang.options import LOADER
+from megarl.rollout.sglang.shards import RankSlice, SGLangShards
 
 SHARED_FOLDER = "/dev/shm"
 REPLY_S = 60.0
-"""Seconds for an answer after SGLang has said that the order was carried out."""
+"""Seconds to wait for replies after SGLang has finished the call."""
 
 
-class Staging:
-    """Bytes for one rank: slabs are laid one behind the other, and sent together.
+class StagingBuffer:
+    """Slices for one rank, packed one after another and sent together.
 
     Args:
-        device: where the rank holds its parameters.
-        shared: the rank runs on this host and reads this memory itself.
-        capacity: bytes to begin with.
+        device: device of the rank's parameters.
+        shared: whether the rank runs on this host and reads this memory itself.
+        capacity: initial size in bytes.
     """
 
     def __init__(self, device: torch.device, shared: bool, capacity: int) -> None:
         self._device, self._shared, self._capacity = device, shared, capacity
         self._file: str | None = None
         self._buffer: Tensor | None = None
-        self.slabs: list[list[Any]] = []
+        self.slices: list[list[Any]] = []
         self._used = 0
 
     def fits(self, nbytes: int) -> bool:
-        """Whether so many bytes more can be taken."""
+        """Whether this many more bytes fit."""
         return self._used + nbytes <= self._capacity
 
-    def add(self, placed: Placed) -> None:
-        """Copies a slab."""
-        values = placed.values
+    def add(self, rank_slice: RankSlice) -> None:
+        """Copy a slice into the buffer."""
+        values = rank_slice.values
         nbytes = values.numel() * values.element_size()
         buffer = self._room(nbytes)
-        where = buffer[self._used : self._used + nbytes].view(values.dtype).view(values.shape)
-        where.copy_(values)
+        target = buffer[self._used : self._used + nbytes].view(values.dtype).view(values.shape)
+        target.copy_(values)
         dtype = str(values.dtype).removeprefix("torch.")
-        self.slabs.append([placed.name, list(placed.start), list(values.shape), dtype, self._used])
+        self.slices.append([rank_slice.name, list(rank_slice.start), list(values.shape), dtype, self._used])
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def take(self) -> tuple[dict[str, Any], Tensor]:
-        """What is to be sent: fields of the order, and its data; afterwards the staging is empty."""
-        order: dict[str, Any] = {"slabs": self.slabs}
+        """Return the fields of the command and its data, and empty the buffer."""
+        command: dict[str, Any] = {"slices": self.slices}
         data = torch.empty(0, dtype=torch.uint8)
-        if self.slabs and self._file is not None:
-            order |= {"file": self._file, "bytes": self._used}
-        elif self.slabs:
+        if self.slices and self._file is not None:
+            command |= {"file": self._file, "bytes": self._used}
+        elif self.slices:
             assert self._buffer is not None
             data = self._buffer[: self._used]
             if data.is_cuda:
                 torch.cuda.current_stream(data.device).synchronize()
-        self.slabs, self._used = [], 0
-        return order, data
+        self.slices, self._used = [], 0
+        return command, data
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self._buffer = None
         if self._file is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -81,7 +80,7 @@ class Staging:
 
     def _room(self, nbytes: int) -> Tensor:
         if self._buffer is None or self._used + nbytes > len(self._buffer):
-            assert not self._used, "a staging is sent before it overflows"
+            assert not self._used, "a staging buffer is sent before it overflows"
             self.close()
             self._capacity = max(self._capacity, nbytes)
             self._buffer = self._allocate()
@@ -101,14 +100,14 @@ class Staging:
 
 
 class TensorSender:
-    """Gives each rank its own slabs, through the loader that SGLang's ranks run.
+    """Sends each rank its slices, through megarl's loader in SGLang's ranks.
 
     Args:
-        placement: of the model.
+        shards: shards of the model.
         call: makes a control call.
-        replies: where the ranks answer.
-        devices: of the ranks.
-        shared: they run on this host.
+        replies: listener for the ranks' replies.
+        devices: devices of the ranks.
+        shared: whether the ranks run on this host.
         bucket_bytes: bytes collected per rank before they are sent.
     """
 
@@ -116,58 +115,58 @@ class TensorSender:
 
     def __init__(
         self,
-        placement: Placement,
-        call: CallServer,
-        replies: Replies,
+        shards: SGLangShards,
+        call: ControlCaller,
+        replies: ReplyListener,
         devices: list[torch.device],
         shared: bool,
         bucket_bytes: int,
     ) -> None:
-        self._placement, self._call, self._replies = placement, call, replies
-        self._stagings = [Staging(device, shared, bucket_bytes) for device in devices]
-        self._tickets = itertools.count()
+        self._shards, self._call, self._replies = shards, call, replies
+        self._stagings = [StagingBuffer(device, shared, bucket_bytes) for device in devices]
+        self._command_ids = itertools.count()
 
     def begin(self, version: int) -> None:
-        """Opens an update in every rank, whose parameters are compared with those that will be sent.
+        """Begin an update in every rank, and compare its parameters with the expected ones.
 
         Raises:
-            WeightSyncError: they are others; a rank refuses.
+            WeightSyncError: they differ, or a rank refuses.
         """
         self.abandon()
         params = [
-            {"params": {name: [t.shape, t.live] for name, t in self._placement.targets(rank).items()}}
-            for rank in range(self._placement.tp)
+            {"params": {name: [t.shape, t.live] for name, t in self._shards.target_params(rank).items()}}
+            for rank in range(self._shards.tp)
         ]
-        self.order("begin", params, version=version)
+        self.command("begin", params, version=version)
 
     def put(self, rank: int, name: str, start: tuple[int, ...], values: Tensor) -> None:
-        """Takes a copy of a slab, and sends what there is when its rank's share of a bucket is full."""
-        for placed in self._placement.place(rank, name, start, values):
-            staging = self._stagings[placed.rank]
-            if staging.slabs and not staging.fits(placed.values.numel() * placed.values.element_size()):
+        """Copy a slice, and send all staging buffers when the rank's one is full."""
+        for rank_slice in self._shards.rank_slices(rank, name, start, values):
+            staging = self._stagings[rank_slice.rank]
+            if staging.slices and not staging.fits(rank_slice.values.numel() * rank_slice.values.element_size()):
                 self.flush()
-            staging.add(placed)
+            staging.add(rank_slice)
 
     def end(self, version: int) -> None:
-        """Sends the rest and closes the update.
+        """Send the rest and end the update.
 
         Raises:
-            WeightSyncError: a rank refuses or misses something.
+            WeightSyncError: a rank refuses, or misses elements.
         """
         self.flush()
-        self.order("end", [{} for _ in self._stagings], name=str(version), version=version)
+        self.command("end", [{} for _ in self._stagings], name=str(version), version=version)
         self.abandon()
 
     def abandon(self) -> None:
-        """Drops what is not sent, and gives memory back."""
+        """Drop unsent slices and free the memory."""
         for staging in self._stagings:
             staging.take()
             staging.close()
 
     def close(self) -> None:
-        """There is no connection of its own to end."""
+        """No connection to close."""
 
-    def order(
+    def command(
         self,
         action: str,
         fields: list[dict[str, Any]],
@@ -175,23 +174,30 @@ class TensorSender:
         name: str | None = None,
         **common: Any,
     ) -> dict[int, Reply]:
-        """Gives every rank an order and returns the answers.
+        """Send a command to every rank and return the replies.
 
         Args:
-            action: of the loader.
-            fields: of the order, by rank.
-            data: by rank.
-            name: SGLang calls the weights so from now on; its caches are emptied then.
-            common: fields for all.
+            action: action of the loader.
+            fields: fields of the command by rank.
+            data: data by rank.
+            name: new name of the weights in SGLang, which then empties its caches.
+            common: fields for all ranks.
 
         Raises:
             WeightSyncError: SGLang or a rank refuses.
         """
-        ticket = next(self._tickets)
+        command_id = next(self._command_ids)
         payloads = []
-        for rank, own in enumerate(fields):
-            order = {"action": action, "ticket": ticket, "rank": rank, "to": self._replies.to, **common, **own}
-            payloads.append(_serialized(json.dumps(order), torch.empty(0) if data is None else data[rank]))
+        for rank, rank_fields in enumerate(fields):
+            command = {
+                "action": action,
+                "command_id": command_id,
+                "rank": rank,
+                "to": self._replies.to,
+                **common,
+                **rank_fields,
+            }
+            payloads.append(_serialized(json.dumps(command), torch.empty(0) if data is None else data[rank]))
         outcome = self._call(
             "update_weights_from_tensor",
             serialized_named_tensors=payloads,
@@ -201,23 +207,24 @@ class TensorSender:
         )
         if not outcome.success:
             raise WeightSyncError(f"SGLang refused to {action} weights: {outcome.message}")
-        return self._replies.collect(ticket, set(range(len(fields))), REPLY_S)
+        return self._replies.collect(command_id, set(range(len(fields))), REPLY_S)
 
     def flush(self) -> None:
-        """Sends what has been taken in so far."""
-        if not any(staging.slabs for staging in self._stagings):
+        """Send the collected slices."""
+        if not any(staging.slices for staging in self._stagings):
             return
         taken = [staging.take() for staging in self._stagings]
-        self.order("write", [order for order, _ in taken], [data for _, data in taken])
+        self.command("write", [command for command, _ in taken], [data for _, data in taken])
 
 
-def _serialized(order: str, data: Tensor) -> bytes:
-    """An order and its data as SGLang's ranks read them: memory of a GPU as a handle, other memory as its bytes."""
+def _serialized(command: str, data: Tensor) -> bytes:
+    """Serialize a command and its data for SGLang's ranks: GPU memory as a handle, host memory as bytes."""
     if data.is_cuda:
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
-        return MultiprocessingSerializer.serialize([(order, data)])
-    # A slice would bring the whole of its memory along.
-    return pickle.dumps([(order, data.clone())])
+        handle: bytes = MultiprocessingSerializer.serialize([(command, data)])
+        return handle
+    # Without the clone pickle would include the whole memory of the slice.
+    return pickle.dumps([(command, data.clone())])

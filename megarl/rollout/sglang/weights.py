@@ -1,4 +1,4 @@
-"""Weight updates: what is checked here, whatever the way to SGLang's ranks."""
+"""Weight updates of an SGLang engine: checks that are independent of the transport to SGLang's ranks."""
 
 from __future__ import annotations
 
@@ -9,76 +9,80 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megarl.errors import ConfigError, ModelError, WeightSyncError
+from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models.checksum import tensor_checksum
-from megarl.rollout.coverage import Coverage, check_complete
-from megarl.rollout.interface import Slab
-from megarl.rollout.sglang.backend import Backend, CallServer, Loop
-from megarl.rollout.sglang.options import SGLangOptions
-from megarl.rollout.sglang.placement import Held, Placement
-from megarl.rollout.sglang.replies import Replies, Reply
+from megarl.rollout.interface import TensorSlice
+from megarl.rollout.sglang.backend import ControlCaller, RequestLoop, SGLangBackend
+from megarl.rollout.sglang.loader import Reply, ReplyListener
+from megarl.rollout.sglang.options import LOADER, SGLangOptions
 from megarl.rollout.sglang.senders import TensorSender
-from megarl.rollout.sglang.server_args import LOADER
+from megarl.rollout.sglang.shards import RankRows, SGLangShards
 from megarl.rollout.sglang.whole_tensors import DiskSender, DistributedSender
+from megarl.rollout.weight_checks import Coverage, check_complete
 
 UNKNOWN_ACTION = "Unsupported"
-"""Said by a checker of weights that knows no checksums, as in early versions."""
+"""Message of SGLang's weight checker in early versions without checksums."""
 
 NOT_OPEN = "no weight update is open: begin_update(version) comes first"
 
 
-class Sender(Protocol):
-    """Brings slabs, checked and complete, to SGLang's ranks."""
+class WeightSender(Protocol):
+    """A transport of checked slices to SGLang's ranks."""
 
     needs_session: bool
-    """SGLang's own session is open from ``begin`` to ``end``, in versions that have one."""
+    """Whether SGLang's update session must be open from ``begin`` to ``end``, in versions with one."""
 
     def begin(self, version: int) -> None:
-        """Gets ready for all weights."""
+        """Prepare for an update of all weights."""
 
     def put(self, rank: int, name: str, start: tuple[int, ...], values: Tensor) -> None:
-        """Takes a rectangle of the map's shard of a rank; it may be overwritten afterwards."""
+        """Take a slice of the map's shard of a rank; its memory may be overwritten afterwards."""
 
     def end(self, version: int) -> None:
-        """Everything was put: returns when SGLang holds it, under this version."""
+        """End the update; on return SGLang holds all slices under this version."""
 
     def abandon(self) -> None:
-        """Drops what was put, and gives memory back."""
+        """Drop unsent slices and free memory."""
 
     def close(self) -> None:
-        """Ends connections."""
+        """Close connections."""
 
 
 class WeightSession:
-    """The update under way, if there is one.
+    """Leads the weight updates of one engine.
 
     Args:
-        placement: of the model's shards.
-        options: of the engine.
-        backend: SGLang.
-        loop: where its calls run.
+        shards: shards of the model.
+        options: options of the engine.
+        backend: the running SGLang.
+        loop: event loop of its calls.
         call: makes a control call and waits for it.
     """
 
     def __init__(
-        self, placement: Placement, options: SGLangOptions, backend: Backend, loop: Loop, call: CallServer
+        self,
+        shards: SGLangShards,
+        options: SGLangOptions,
+        backend: SGLangBackend,
+        loop: RequestLoop,
+        call: ControlCaller,
     ) -> None:
-        self._placement, self._options, self._call = placement, options, call
-        self._sessions = loop.call(backend.has("begin_weight_update"), options.call_timeout_s, "asking for its calls")
-        self._has_loader = LOADER in loop.call(
-            backend.loaders(), options.call_timeout_s, "asking for its weight loaders"
+        self._shards, self._options, self._call = shards, options, call
+        self._sessions = loop.call(
+            backend.has("begin_weight_update"), options.call_timeout_s, "reading its control calls"
         )
-        self._checks = loop.call(backend.has("check_weights"), options.call_timeout_s, "asking for its calls")
-        self._replies = Replies(backend.ranks_host)
-        devices = [torch.device(options.device_of(rank)) for rank in range(placement.tp)]
+        self._has_loader = LOADER in loop.call(backend.loaders(), options.call_timeout_s, "reading its weight loaders")
+        self._checks = loop.call(backend.has("check_weights"), options.call_timeout_s, "reading its control calls")
+        self._replies = ReplyListener(backend.ranks_host)
+        devices = [torch.device(options.device_of(rank)) for rank in range(shards.tp)]
         self._tensors = TensorSender(
-            placement, call, self._replies, devices, backend.ranks_host is None, options.bucket_bytes
+            shards, call, self._replies, devices, backend.ranks_host is None, options.bucket_bytes
         )
-        self._sender: Sender = self._tensors
+        self._sender: WeightSender = self._tensors
         if options.weight_transport == "distributed":
-            self._sender = DistributedSender(placement, call, options)
+            self._sender = DistributedSender(shards, call, options)
         elif options.weight_transport == "disk":
-            self._sender = DiskSender(placement, call, options)
+            self._sender = DiskSender(shards, call, options)
         else:
             self._require_loader()
         self._covers: list[dict[str, Coverage]] | None = None
@@ -86,10 +90,10 @@ class WeightSession:
         self._open = False
 
     def load_folder(self, path: str, version: int) -> None:
-        """Replaces all weights by those of a Hugging Face folder, which SGLang's ranks read.
+        """Load all weights from a Hugging Face folder, which SGLang's ranks read.
 
         Raises:
-            ModelError: SGLang refuses it.
+            ModelError: SGLang refuses the folder.
         """
         self.abandon()
         self._close_session()
@@ -104,35 +108,35 @@ class WeightSession:
             raise ModelError(f"SGLang could not load model folder {path}: {outcome.message}")
 
     def begin(self, version: int) -> None:
-        """Opens a session; see :meth:`megarl.rollout.RolloutEngine.begin_update`."""
+        """Begin an update; see :meth:`megarl.rollout.RolloutEngine.begin_update`."""
         self.abandon()
         if self._sender.needs_session:
             self._open_session()
         self._sender.begin(version)
         self._version = version
         self._covers = [
-            {name: Coverage(name, self._placement.live_shape(rank, name)) for name in shard}
-            for rank, shard in enumerate(self._placement.params)
+            {name: Coverage(name, self._shards.live_shape(rank, name)) for name in shard}
+            for rank, shard in enumerate(self._shards.params)
         ]
 
-    def write(self, slabs: Iterable[Slab], rank: int) -> None:
-        """Checks and sends slabs; see :meth:`megarl.rollout.RolloutEngine.update_weights`."""
+    def write(self, slices: Iterable[TensorSlice], rank: int) -> None:
+        """Check and send slices; see :meth:`megarl.rollout.RolloutEngine.update_weights`."""
         if self._covers is None:
             raise WeightSyncError(NOT_OPEN)
-        if not 0 <= rank < self._placement.tp:
-            raise WeightSyncError(f"tensor-parallel rank {rank}, expected 0 to {self._placement.tp - 1}")
-        # A failure in the middle loses the session: nothing can end it any more.
+        if not 0 <= rank < self._shards.tp:
+            raise WeightSyncError(f"tensor-parallel rank {rank}, expected 0 to {self._shards.tp - 1}")
+        # A failure in the middle loses the update: it cannot be ended any more.
         covers, self._covers = self._covers, None
         try:
-            for slab in slabs:
-                self._write_slab(slab, rank, covers[rank])
+            for tensor_slice in slices:
+                self._write_slice(tensor_slice, rank, covers[rank])
         except BaseException:
             self._sender.abandon()
             raise
         self._covers = covers
 
     def end(self, version: int) -> None:
-        """Closes the session; see :meth:`megarl.rollout.RolloutEngine.end_update`."""
+        """End the update; see :meth:`megarl.rollout.RolloutEngine.end_update`."""
         if self._covers is None:
             raise WeightSyncError(NOT_OPEN)
         covers, self._covers = self._covers, None
@@ -146,33 +150,32 @@ class WeightSession:
         self._close_session()
 
     def abandon(self) -> None:
-        """Drops an update under way."""
+        """Drop an open update."""
         self._covers = None
         self._sender.abandon()
 
     def close(self) -> None:
-        """Gives back what updates held."""
+        """Free the memory and close the connections of updates."""
         self.abandon()
         self._sender.close()
         self._replies.close()
 
-    def held(self, rank: int) -> Mapping[str, Tensor]:
-        """The parameters of one rank in the map's form, each read from SGLang when it is looked up."""
-        return _Held(self, self._placement, rank)
+    def params(self, rank: int) -> Mapping[str, Tensor]:
+        """Return the parameters of one rank in the map's form; each look-up reads SGLang."""
+        return _RankParams(self, self._shards, rank)
 
     def checksum(self, rank: int) -> dict[str, str]:
-        """Digest of each parameter of one rank in the map's form."""
-        params = self._placement.params[rank]
-        whole = {name: part for name in params if (part := self._lies_together(rank, name)) is not None}
-        rows = {name: [part.name, part.first, part.rows] for name, part in whole.items()}
-        own = self._ask("checksum", [{"rows": rows if r == rank else {}} for r in range(self._placement.tp)])[
-            rank
-        ].facts
-        held = self.held(rank)
-        return {name: own[name] if name in whole else tensor_checksum(held[name]) for name in params}
+        """Return the digest of each parameter of one rank in the map's form."""
+        params = self._shards.params[rank]
+        local = {name: part for name in params if (part := self._whole_rows(rank, name)) is not None}
+        rows = {name: [part.name, part.first, part.rows] for name, part in local.items()}
+        replies = self._command("checksum", [{"rows": rows if r == rank else {}} for r in range(self._shards.tp)])
+        digests = replies[rank].values
+        held = self.params(rank)
+        return {name: digests[name] if name in local else tensor_checksum(held[name]) for name in params}
 
     def fingerprint(self) -> tuple[str, ...]:
-        """What SGLang's own checker says of each rank's parameters and buffers; empty where it has no checksums."""
+        """Return the checksum of each rank's weights by SGLang's checker; empty in versions without checksums."""
         if not self._checks:
             return ()
         self._flush()
@@ -182,48 +185,48 @@ class WeightSession:
         return tuple(str(rank["per_gpu_checksum"]) for rank in outcome.ranks)
 
     def read(self, rank: int, name: str, first: int, rows: int) -> Tensor:
-        """Rows of a parameter as SGLang's rank holds it."""
-        fields = [{"name": name, "first": first, "rows": rows if r == rank else 0} for r in range(self._placement.tp)]
-        reply = self._ask("read", fields)[rank]
-        data = torch.frombuffer(bytearray(reply.data), dtype=getattr(torch, reply.facts["dtype"]))
-        return data.view(reply.facts["shape"])
+        """Return rows of a parameter in SGLang's rank."""
+        fields = [{"name": name, "first": first, "rows": rows if r == rank else 0} for r in range(self._shards.tp)]
+        reply = self._command("read", fields)[rank]
+        data = torch.frombuffer(bytearray(reply.data), dtype=getattr(torch, reply.values["dtype"]))
+        return data.view(reply.values["shape"])
 
-    def _lies_together(self, rank: int, name: str) -> Held | None:
-        """Where the rank itself has all rows of the map's shard, if it does."""
-        parts = self._placement.held(rank, name)
+    def _whole_rows(self, rank: int, name: str) -> RankRows | None:
+        """Return the rows of the map's shard if the rank itself holds all of them."""
+        parts = self._shards.rank_rows(rank, name)
         is_whole = len(parts) == 1 and (parts[0].rank, parts[0].rows) == (
             rank,
-            self._placement.params[rank][name].shape[0],
+            self._shards.params[rank][name].shape[0],
         )
         return parts[0] if is_whole else None
 
-    def _ask(self, action: str, fields: list[dict[str, Any]]) -> dict[int, Reply]:
-        """An order to the loader that writes nothing; SGLang takes it within a session only."""
+    def _command(self, action: str, fields: list[dict[str, Any]]) -> dict[int, Reply]:
+        """Send a command that writes nothing; SGLang accepts it only within an update session."""
         self._require_loader()
         self._flush()
         was_open = self._open
         self._open_session()
         try:
-            return self._tensors.order(action, fields)
+            return self._tensors.command(action, fields)
         finally:
             if not was_open:
                 self._close_session()
 
     def _flush(self) -> None:
-        """A sync is verified before it ends: what was taken in must be there to be read."""
+        """Send the collected slices, since verification reads them before the update ends."""
         if self._covers is not None and self._sender is self._tensors:
             self._tensors.flush()
 
-    def _write_slab(self, slab: Slab, rank: int, covers: dict[str, Coverage]) -> None:
-        name, values = slab[0], slab[-1]
+    def _write_slice(self, tensor_slice: TensorSlice, rank: int, covers: dict[str, Coverage]) -> None:
+        name, values = tensor_slice[0], tensor_slice[-1]
         if name not in covers:
             raise WeightSyncError(f"'{name}' is not a parameter of this model ({len(covers)} parameters)")
-        shape = self._placement.params[rank][name].shape
-        start = tuple(slab[1]) if len(slab) == 3 else (0,) * values.dim()
-        if len(slab) == 2 and tuple(values.shape) != shape:
+        shape = self._shards.params[rank][name].shape
+        start = tuple(tensor_slice[1]) if len(tensor_slice) == 3 else (0,) * values.dim()
+        if len(tensor_slice) == 2 and tuple(values.shape) != shape:
             raise WeightSyncError(f"'{name}': shape {list(values.shape)}, expected {list(shape)} (no offset given)")
         if start and start[0] >= 0 and start[0] + len(values) <= shape[0]:
-            # Rows that pad the vocabulary hold zeros in SGLang, whatever is sent for them.
+            # Padding rows of the vocabulary are always zero in SGLang.
             values = values[: max(0, covers[name].shape[0] - start[0])]
             if not values.numel():
                 return
@@ -253,15 +256,15 @@ class WeightSession:
             self._open = False
 
 
-class _Held(Mapping[str, Tensor]):
-    """One rank's parameters, fetched one at a time."""
+class _RankParams(Mapping[str, Tensor]):
+    """Parameters of one rank, read from SGLang one at a time."""
 
-    def __init__(self, session: WeightSession, placement: Placement, rank: int) -> None:
-        self._session, self._placement, self._rank = session, placement, rank
+    def __init__(self, session: WeightSession, shards: SGLangShards, rank: int) -> None:
+        self._session, self._shards, self._rank = session, shards, rank
 
     def __getitem__(self, name: str) -> Tensor:
-        shape = self._placement.params[self._rank][name].shape
-        parts = [self._session.read(*part) for part in self._placement.held(self._rank, name) if part.rows]
+        shape = self._shards.params[self._rank][name].shape
+        parts = [self._session.read(*part) for part in self._shards.rank_rows(self._rank, name) if part.rows]
         missing = shape[0] - sum(len(part) for part in parts)
         if missing:
             like = parts[0] if parts else self._session.read(self._rank, name, 0, 0)
@@ -269,7 +272,7 @@ class _Held(Mapping[str, Tensor]):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._placement.params[self._rank])
+        return iter(self._shards.params[self._rank])
 
     def __len__(self) -> int:
-        return len(self._placement.params[self._rank])
+        return len(self._shards.params[self._rank])

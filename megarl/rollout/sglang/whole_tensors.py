@@ -1,6 +1,6 @@
-"""Weights as whole Hugging Face tensors, for SGLang's own ways of taking them: a process group, or a folder.
+"""Weight transports of whole Hugging Face tensors to SGLang's ranks: a process group, or a folder.
 
-Every rank is sent everything and keeps its part. The shards of all ranks are put together here first.
+Every rank receives all tensors and keeps its part. The shards of all ranks are assembled here first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
+from megarl.base.ports import free_port
 from megarl.models import LocalParam
-from megarl.ports import free_port
-from megarl.rollout.sglang.backend import CallServer
+from megarl.rollout.sglang.backend import ControlCaller
 from megarl.rollout.sglang.options import SGLangOptions
-from megarl.rollout.sglang.placement import Placement
+from megarl.rollout.sglang.shards import SGLangShards
 
 _GROUP_NUMBERS = itertools.count()
 
 
-class Assembler:
-    """Puts shards together; of what several ranks hold, the first one's counts.
+class TensorAssembler:
+    """Assembles whole tensors from shards; of elements on several ranks, the first rank's count.
 
     Args:
         shards: parameters by rank and name.
@@ -42,17 +42,17 @@ class Assembler:
         for rank, shard in enumerate(shards):
             for piece in (piece for param in shard.values() for piece in param.pieces):
                 self._owners.setdefault((piece.hf_name, piece.start), rank)
-                known = self._shapes.get(piece.hf_name, piece.stop)
-                self._shapes[piece.hf_name] = tuple(map(max, known, piece.stop))
+                shape = self._shapes.get(piece.hf_name, piece.stop)
+                self._shapes[piece.hf_name] = tuple(map(max, shape, piece.stop))
         self._tensors: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
 
     def clear(self) -> None:
-        """Forgets all values."""
+        """Drop all values."""
         self._tensors, self._missing = {}, {}
 
     def put(self, rank: int, name: str, start: tuple[int, ...], values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Takes a rectangle of a rank's parameter; yields tensors that are whole with it, and forgets them."""
+        """Add a slice of a rank's parameter; yield and drop the tensors that it completes."""
         stop = tuple(a + n for a, n in zip(start, values.shape, strict=True))
         for piece in self._shards[rank][name].pieces:
             if self._owners[piece.hf_name, piece.start] != rank:
@@ -81,22 +81,22 @@ class Assembler:
 
 
 class WholeTensorSender:
-    """Collects whole tensors and sends them a bucket at a time."""
+    """Base of both transports: assembles tensors and sends them in buckets."""
 
     needs_session = True
 
-    def __init__(self, placement: Placement, call: CallServer, options: SGLangOptions) -> None:
-        self._call, self._options, self._tp = call, options, placement.tp
-        self._assembler = Assembler(placement.params)
+    def __init__(self, shards: SGLangShards, call: ControlCaller, options: SGLangOptions) -> None:
+        self._call, self._options, self._tp = call, options, shards.tp
+        self._assembler = TensorAssembler(shards.params)
         self._bucket: list[tuple[str, Tensor]] = []
         self._bytes = 0
 
     def begin(self, version: int) -> None:
-        """See :class:`megarl.rollout.sglang.weights.Sender`."""
+        """See :class:`megarl.rollout.sglang.weights.WeightSender`."""
         self.abandon()
 
     def put(self, rank: int, name: str, start: tuple[int, ...], values: Tensor) -> None:
-        """See :class:`megarl.rollout.sglang.weights.Sender`."""
+        """See :class:`megarl.rollout.sglang.weights.WeightSender`."""
         for hf_name, tensor in self._assembler.put(rank, name, start, values):
             self._bucket.append((hf_name, tensor))
             self._bytes += tensor.numel() * tensor.element_size()
@@ -104,16 +104,16 @@ class WholeTensorSender:
                 self._flush(None)
 
     def end(self, version: int) -> None:
-        """See :class:`megarl.rollout.sglang.weights.Sender`."""
+        """See :class:`megarl.rollout.sglang.weights.WeightSender`."""
         self._flush(version)
 
     def abandon(self) -> None:
-        """See :class:`megarl.rollout.sglang.weights.Sender`."""
+        """See :class:`megarl.rollout.sglang.weights.WeightSender`."""
         self._assembler.clear()
         self._bucket, self._bytes = [], 0
 
     def close(self) -> None:
-        """See :class:`megarl.rollout.sglang.weights.Sender`."""
+        """See :class:`megarl.rollout.sglang.weights.WeightSender`."""
 
     def _flush(self, version: int | None) -> None:
         bucket, self._bucket, self._bytes = self._bucket, [], 0
@@ -126,13 +126,13 @@ class WholeTensorSender:
 class DistributedSender(WholeTensorSender):
     """Broadcasts to SGLang's ranks in a process group: gloo on a CPU, NCCL on GPUs."""
 
-    def __init__(self, placement: Placement, call: CallServer, options: SGLangOptions) -> None:
-        super().__init__(placement, call, options)
+    def __init__(self, shards: SGLangShards, call: ControlCaller, options: SGLangOptions) -> None:
+        super().__init__(shards, call, options)
         self._group: Any = None
         self._name = f"megarl-weights-{next(_GROUP_NUMBERS)}"
 
     def begin(self, version: int) -> None:
-        """Joins the group the first time.
+        """Join the process group on the first update.
 
         Raises:
             WeightSyncError: SGLang does not join.
@@ -142,7 +142,7 @@ class DistributedSender(WholeTensorSender):
             self._join()
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the process group."""
         if self._group is not None:
             self._group = None
             self._call("destroy_weights_update_group", group_name=self._name)
@@ -151,10 +151,10 @@ class DistributedSender(WholeTensorSender):
         from sglang.srt.utils.common import init_custom_process_group
 
         backend = "gloo" if self._options.is_cpu else "nccl"
-        port, made = free_port("127.0.0.1"), []
+        port, groups = free_port("127.0.0.1"), []
 
         def join() -> None:
-            made.append(
+            groups.append(
                 init_custom_process_group(
                     backend=backend,
                     init_method=f"tcp://127.0.0.1:{port}",
@@ -178,9 +178,9 @@ class DistributedSender(WholeTensorSender):
         if not outcome.success:
             raise WeightSyncError(f"SGLang did not join the group that carries the weights: {outcome.message}")
         thread.join(self._options.call_timeout_s)
-        if not made:
+        if not groups:
             raise WeightSyncError("this process did not join the group that carries the weights")
-        self._group = made[0]
+        self._group = groups[0]
 
     def _send(self, bucket: list[tuple[str, Tensor]], version: int | None) -> None:
         tensors = [tensor.contiguous() for _, tensor in bucket]
@@ -209,13 +209,13 @@ class DiskSender(WholeTensorSender):
 
     needs_session = False
 
-    def __init__(self, placement: Placement, call: CallServer, options: SGLangOptions) -> None:
-        super().__init__(placement, call, options)
+    def __init__(self, shards: SGLangShards, call: ControlCaller, options: SGLangOptions) -> None:
+        super().__init__(shards, call, options)
         self._folder: Path | None = None
         self._files: dict[str, str] = {}
 
     def abandon(self) -> None:
-        """Deletes the folder."""
+        """Delete the folder."""
         super().abandon()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

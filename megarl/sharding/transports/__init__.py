@@ -1,35 +1,32 @@
-"""Transports: how packed bytes get from a training process into a rollout process."""
+"""Transports of weight syncs: shared memory, Ray's object store, gloo, CUDA IPC and NCCL."""
 
-from megarl.sharding.transports.buffers import BufferPool, DeviceBuffer, HostBuffer, buffer_pool
+from megarl.sharding.transports.buffers import BufferPool, DeviceBuffer, SharedHostBuffer, buffer_pool
 from megarl.sharding.transports.cuda_ipc import CudaIpcTransport
-from megarl.sharding.transports.gloo import GlooTransport
-from megarl.sharding.transports.inline import InlineTransport
+from megarl.sharding.transports.host_memory import InlineTransport, SharedMemoryTransport
 from megarl.sharding.transports.interface import (
     Buffer,
-    Meeting,
+    BufferSlice,
     MemoryKind,
-    Region,
+    Rendezvous,
     Transport,
     TransportOptions,
     create_transport,
     register_transport,
 )
-from megarl.sharding.transports.nccl import NcclTransport
-from megarl.sharding.transports.point_to_point import host_store
-from megarl.sharding.transports.shared_memory import SharedMemoryTransport
+from megarl.sharding.transports.process_group import GlooTransport, NcclTransport, host_store
 
 __all__ = [
     "Buffer",
     "BufferPool",
+    "BufferSlice",
     "CudaIpcTransport",
     "DeviceBuffer",
     "GlooTransport",
-    "HostBuffer",
     "InlineTransport",
-    "Meeting",
     "MemoryKind",
     "NcclTransport",
-    "Region",
+    "Rendezvous",
+    "SharedHostBuffer",
     "SharedMemoryTransport",
     "Transport",
     "TransportOptions",

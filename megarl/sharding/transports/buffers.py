@@ -1,4 +1,4 @@
-"""The memory that buckets are packed into: two buffers per sender, used in turn."""
+"""Buffers that buckets are packed into: two per sender, used in turn."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.sharding.transports.interface import Buffer, MemoryKind
 
 BUFFERS = 2
-"""One that the receivers read, and one that is being packed."""
+"""One buffer for the receivers to read, one to pack."""
 
 
-class HostBuffer:
+class SharedHostBuffer:
     """Anonymous shared memory that processes of one host and user open through ``/proc``.
 
-    It has no name in any file system: the kernel frees it when the last process that has it open or mapped closes it
-    or dies, killed or not. So nothing can be left behind in ``/dev/shm``, whose size (64 MB in many containers) is no
-    limit either, and no resource tracker is involved.
+    It has no name in a file system. The kernel frees it when the last process closes it or dies, even if killed.
+    Nothing stays behind in ``/dev/shm``, whose size (64 MB in many containers) is no limit, and no resource tracker is
+    involved.
 
     Args:
-        nbytes: its size.
-        pinned: page-locked, which lets a GPU copy at full speed.
+        nbytes: size.
+        pinned: page-lock the memory, so that a GPU copies at full speed.
 
     Raises:
-        WeightSyncError: there is not so much memory.
+        WeightSyncError: memory is exhausted.
     """
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
@@ -51,12 +51,12 @@ class HostBuffer:
         self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        # Reserves the pages now: without it, running out of memory later would kill the process (SIGBUS).
+        # Reserve the pages now: running out of memory later would kill the process (SIGBUS).
         os.posix_fallocate(self.fd, 0, nbytes)
         return torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
 
     def close(self) -> None:
-        """Gives the memory back, as far as no other process has it mapped."""
+        """Free the memory, unless another process still maps it."""
         if getattr(self, "_pinned", False):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr()))
             self._pinned = False
@@ -70,11 +70,11 @@ class HostBuffer:
 
 
 class DeviceBuffer:
-    """Memory of a GPU; of the CPU where that is the device.
+    """Memory of a GPU, or of the CPU.
 
     Args:
-        nbytes: its size.
-        device: where.
+        nbytes: size.
+        device: its device.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -82,19 +82,19 @@ class DeviceBuffer:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class BufferPool:
-    """Buffers of one size, made when first needed and used again and again.
+    """Buffers of one size, allocated on first use and then reused.
 
-    Making shared memory costs more than filling it: the kernel clears every page.
+    Allocating shared memory costs more than filling it, since the kernel clears every page.
 
     Args:
-        allocate: makes a buffer of so many bytes.
-        size: bytes of each.
-        count: how many there are at most.
+        allocate: allocates a buffer of a number of bytes.
+        size: bytes of each buffer.
+        count: maximum number of buffers.
     """
 
     def __init__(self, allocate: Callable[[int], Buffer], size: int, count: int = BUFFERS) -> None:
@@ -105,10 +105,10 @@ class BufferPool:
         self.peak_bytes = 0
 
     def take(self) -> Buffer:
-        """A buffer that nobody uses.
+        """Return an unused buffer.
 
         Raises:
-            WeightSyncError: all are in use, or there is no memory.
+            WeightSyncError: all buffers are in use, or memory is exhausted.
         """
         if not self._idle:
             if len(self._lent) == self._count:
@@ -120,30 +120,30 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Makes a buffer free to be taken again."""
+        """Mark a buffer as unused."""
         self._lent.remove(buffer)
         self._idle.append(buffer)
 
     def close(self) -> None:
-        """Gives the memory of all buffers back, also of those in use."""
+        """Free all buffers, including used ones."""
         for buffer in (*self._idle, *self._lent):
             buffer.close()
         self._idle, self._lent = [], []
 
     @property
     def held_bytes(self) -> int:
-        """Memory of all buffers that there are now."""
+        """Bytes of all allocated buffers."""
         return self.size * (len(self._idle) + len(self._lent))
 
 
 def buffer_pool(kind: MemoryKind, size: int, device: torch.device) -> BufferPool:
-    """The two buffers of a sender.
+    """Create the two buffers of a sender.
 
     Args:
-        kind: where transports need them.
-        size: bytes of each.
-        device: on which this process computes.
+        kind: kind of memory that its transports need.
+        size: bytes of each buffer.
+        device: device of this process.
     """
     if kind == "device":
         return BufferPool(lambda nbytes: DeviceBuffer(nbytes, device), size)
-    return BufferPool(lambda nbytes: HostBuffer(nbytes, pinned=device.type == "cuda"), size)
+    return BufferPool(lambda nbytes: SharedHostBuffer(nbytes, pinned=device.type == "cuda"), size)

@@ -1,4 +1,4 @@
-"""Bytes in GPU memory that processes of one host share."""
+"""The CUDA IPC transport: GPU memory shared by processes of one host."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.errors import WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.sharding.transports.buffers import BUFFERS
-from megarl.sharding.transports.interface import MemoryKind, Region, TransportOptions, register_transport
+from megarl.sharding.transports.interface import BufferSlice, MemoryKind, TransportOptions, register_transport
 
 DEVICE_ARGUMENT = 6
-"""Position of the device's index among the arguments of torch's ``rebuild_cuda_tensor``."""
+"""Position of the device index among the arguments of torch's ``rebuild_cuda_tensor``."""
 
 
-class IpcPayload(NamedTuple):
-    """A region of a buffer of GPU memory.
+class CudaIpcHandle(NamedTuple):
+    """A slice of a GPU buffer.
 
     Attributes:
-        name: of the buffer.
-        uuid: of the GPU, whose index may differ between processes.
-        handle: function and arguments that open the buffer, the first time that a receiver hears of it; else None.
+        name: name of the buffer.
+        uuid: UUID of the GPU; its index may differ between processes.
+        rebuild: function and arguments that open the buffer; None if the receiver has opened it before.
         start: first byte.
-        stop: byte after the last.
+        stop: end byte, exclusive.
     """
 
     name: str
     uuid: str
-    handle: tuple[Callable[..., Tensor], tuple[Any, ...]] | None
+    rebuild: tuple[Callable[..., Tensor], tuple[Any, ...]] | None
     start: int
     stop: int
 
 
 @register_transport("cuda_ipc")
 class CudaIpcTransport:
-    """The receiver opens the sender's buffers by CUDA's handles, once per sync.
+    """The receiver opens the sender's GPU buffers through CUDA IPC handles, once per sync.
 
-    A handle is made for each receiver and opened exactly once, as torch's count of a buffer's users demands. The
-    buffers are given back at the end of each sync, when the receivers have closed them: the GPU is needed for other
-    things between syncs.
+    Each receiver gets its own handle of a buffer and opens it exactly once, as torch's reference count requires. The
+    buffers are freed at the end of each sync, after the receivers have closed them.
     """
 
     memory: MemoryKind = "device"
@@ -48,57 +47,57 @@ class CudaIpcTransport:
 
     def __init__(self, options: TransportOptions) -> None:
         self._device = options.device
-        self._told: set[tuple[int, str]] = set()
+        self._shared: set[tuple[int, str]] = set()
         self._opened: dict[int, dict[str, Tensor]] = {}
 
     def open(self, session: int) -> None:
-        """Nothing to prepare."""
+        """No preparation needed."""
 
-    def send(self, region: Region, dst_rank: int, tag: int) -> IpcPayload:
-        """See :meth:`Transport.send`; waits until the region is packed."""
+    def send(self, buffer_slice: BufferSlice, dst_rank: int, tag: int) -> CudaIpcHandle:
+        """See :meth:`Transport.send`; waits until the slice is packed."""
         _synchronize(self._device)
-        buffer, key = region.buffer, (dst_rank, region.buffer.name)
-        handle = None if key in self._told else _handle(buffer.data)
-        self._told.add(key)
-        return IpcPayload(buffer.name, _uuid(buffer.data.device), handle, region.start, region.stop)
+        buffer, key = buffer_slice.buffer, (dst_rank, buffer_slice.buffer.name)
+        rebuild = None if key in self._shared else _handle(buffer.data)
+        self._shared.add(key)
+        return CudaIpcHandle(buffer.name, _uuid(buffer.data.device), rebuild, buffer_slice.start, buffer_slice.stop)
 
-    def finish(self, payload: IpcPayload) -> None:
+    def finish(self, handle: CudaIpcHandle) -> None:
         """Nothing to wait for: the receiver has waited for its copies in :meth:`settle`."""
 
-    def receive(self, payloads: Mapping[int, IpcPayload]) -> Iterator[tuple[int, Tensor]]:
+    def receive(self, handles: Mapping[int, CudaIpcHandle]) -> Iterator[tuple[int, Tensor]]:
         """See :meth:`Transport.receive`."""
-        for rank, payload in payloads.items():
-            yield rank, self._buffer(rank, payload)[payload.start : payload.stop]
+        for rank, handle in handles.items():
+            yield rank, self._buffer(rank, handle)[handle.start : handle.stop]
 
     def settle(self) -> None:
-        """Waits for the copies out of the senders' memory."""
+        """Wait for the copies out of the senders' memory."""
         _synchronize(self._device)
 
     def end(self, completed: bool) -> None:
-        """Closes the senders' buffers, and forgets who was told of one's own."""
+        """Close the senders' buffers, and forget which receivers have handles."""
         self._opened.clear()
-        self._told.clear()
+        self._shared.clear()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
 
-    def _buffer(self, rank: int, payload: IpcPayload) -> Tensor:
+    def _buffer(self, rank: int, handle: CudaIpcHandle) -> Tensor:
         buffers = self._opened.setdefault(rank, {})
-        if payload.name not in buffers:
-            if payload.handle is None:
+        if handle.name not in buffers:
+            if handle.rebuild is None:
                 raise WeightSyncError(
                     f"training rank {rank} sent a part of a GPU buffer that was never opened here; the two sides are "
                     "not in the same sync"
                 )
             if len(buffers) == BUFFERS:
                 raise WeightSyncError(f"training rank {rank} uses more than {BUFFERS} GPU buffers in one sync")
-            buffers[payload.name] = open_handle(payload, _local_index(payload.uuid))
-        return buffers[payload.name]
+            buffers[handle.name] = open_handle(handle, _local_index(handle.uuid))
+        return buffers[handle.name]
 
 
-def open_handle(payload: IpcPayload, device_index: int) -> Tensor:
-    """The buffer that a payload with a handle names, as a tensor on this process's device number ``device_index``."""
-    assert payload.handle is not None
-    rebuild, arguments = payload.handle
+def open_handle(handle: CudaIpcHandle, device_index: int) -> Tensor:
+    """Open the buffer of a handle as a tensor on device ``device_index`` of this process."""
+    assert handle.rebuild is not None
+    rebuild, arguments = handle.rebuild
     return rebuild(*arguments[:DEVICE_ARGUMENT], device_index, *arguments[DEVICE_ARGUMENT + 1 :])
 
 

@@ -1,34 +1,38 @@
-"""What a transport promises: bytes that a training rank has packed reach a rollout rank.
+"""The transport contract: packed bytes of a training rank reach a rollout rank.
 
-A bucket goes like this. The sender packs all that it sends into one :class:`Buffer`; a transport makes a payload of the
-part that is for one rollout rank; the payload travels by whatever channel the caller has; the receiver's transport
-turns it into a tensor; and when the receiver has read it, the sender uses the buffer again.
+A bucket takes four steps. The sender packs all its messages into a :class:`Buffer`. Its transport makes a handle of the
+slice for one rollout rank. The handle travels over any channel of the caller, such as Ray, and the receiver's transport
+turns it into a tensor. Once the receiver has read the tensor, the sender reuses the buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megarl.errors import ConfigError
+from megarl.base.registry import Registry
+from megarl.sharding.placement import PROCESS_GROUP_TRANSPORTS, Routes
 
 MemoryKind = Literal["host", "device"]
+TRANSPORT_CLASSES: Registry[Callable[[TransportOptions], Transport]] = Registry("sync.transport")
+register_transport = TRANSPORT_CLASSES.register
+"""Class decorator that adds a transport under a name in the config."""
 
 
 class Buffer(Protocol):
-    """Memory to pack a bucket into."""
+    """Memory for the messages of a bucket."""
 
     data: Tensor
     """Flat bytes."""
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
 
 
-class Region(NamedTuple):
+class BufferSlice(NamedTuple):
     """The bytes ``start`` to ``stop`` of a buffer."""
 
     buffer: Any
@@ -37,20 +41,21 @@ class Region(NamedTuple):
 
     @property
     def data(self) -> Tensor:
-        """The bytes, not a copy."""
-        return self.buffer.data[self.start : self.stop]
+        """View of the bytes."""
+        data: Tensor = self.buffer.data
+        return data[self.start : self.stop]
 
 
-class Meeting(NamedTuple):
-    """How the processes of both sides find each other; a training rank keeps its number, rollout ranks follow.
+class Rendezvous(NamedTuple):
+    """Membership of a process group over both sides: training ranks keep their numbers, rollout ranks follow.
 
     Attributes:
-        rank: of this process among both sides.
-        train_ranks: processes of the training side.
-        world_size: processes of both sides.
-        peers: numbers of the processes that this one exchanges weights with over the group, ascending.
-        host: where the store listens.
-        port: its port.
+        rank: number of this process in the group.
+        train_ranks: number of training processes.
+        world_size: number of all processes.
+        peers: numbers of the processes that this one exchanges weights with over the group; ascending.
+        host: host of the TCP store.
+        port: port of the TCP store.
     """
 
     rank: int
@@ -61,101 +66,176 @@ class Meeting(NamedTuple):
     port: int = 0
 
     def name_of(self, process: int) -> str:
-        """What one of the processes is called in an error."""
+        """Return the name of a process for error messages."""
         if process < self.train_ranks:
             return f"training rank {process}"
         return f"rollout rank {process - self.train_ranks}"
 
 
 class TransportOptions(NamedTuple):
-    """What a transport is built with.
+    """Options of every transport.
 
     Attributes:
-        device: on which this process computes.
-        receive_bytes: the most that this process receives of a bucket, by this transport.
-        meeting: for transports with a process group.
-        timeout_s: seconds without an answer after which a peer counts as lost.
+        device: device of this process.
+        receive_bytes: maximum bytes of a bucket that this process receives over the transport.
+        rendezvous: membership of the process group, for transports with one.
+        timeout_s: seconds without an answer until a peer counts as lost.
     """
 
     device: torch.device = torch.device("cpu")
     receive_bytes: int = 0
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     timeout_s: float = 600.0
 
 
 class Transport(Protocol):
-    """One process's end; used by one thread.
+    """One process's end of a transport; used by one thread.
 
     Attributes:
-        memory: the kind of buffer that a sender packs into.
+        memory: kind of buffer that a sender packs into.
     """
 
     memory: MemoryKind
 
     def open(self, session: int) -> None:
-        """Gets ready for a sync; waits for the other processes where ``session`` is new.
+        """Prepare for a sync; wait for the other processes of a new ``session``.
 
         Raises:
-            WeightSyncError: a process did not come.
+            WeightSyncError: a process did not join.
         """
 
-    def send(self, region: Region, dst_rank: int, tag: int) -> Any:
-        """Offers a region to a rollout rank; does not wait for it to be read.
+    def send(self, buffer_slice: BufferSlice, dst_rank: int, tag: int) -> Any:
+        """Offer a slice to a rollout rank, without waiting for the receiver.
 
         Returns:
-            What the receiver needs in order to get it; can be pickled.
+            Handle for the receiver; can be pickled.
 
         Raises:
-            WeightSyncError: the peer is gone.
+            WeightSyncError: the peer is lost.
         """
 
-    def finish(self, payload: Any) -> None:
-        """Called when the receiver has read a payload: afterwards its region may be written again."""
+    def finish(self, handle: Any) -> None:
+        """Called after the receiver has read a handle: on return its slice may be overwritten."""
 
-    def receive(self, payloads: Mapping[int, Any]) -> Iterator[tuple[int, Tensor]]:
-        """What was sent to this process in a bucket.
+    def receive(self, handles: Mapping[int, Any]) -> Iterator[tuple[int, Tensor]]:
+        """Receive the messages of a bucket.
 
         Args:
-            payloads: by training rank.
+            handles: handles by training rank.
 
         Yields:
-            Training rank and flat bytes, to be read until :meth:`settle`; not to be written.
+            Training rank and flat bytes, valid until :meth:`settle`; read-only.
 
         Raises:
-            WeightSyncError: a payload cannot be reached, or its process is gone.
+            WeightSyncError: a handle is unreachable, or its process is lost.
         """
 
     def settle(self) -> None:
-        """Called when the receiver is done with the bucket: returns when nothing reads its memory any more."""
+        """Called after the receiver has copied a bucket: on return nothing reads the sender's memory any more."""
 
     def end(self, completed: bool) -> None:
-        """Ends a sync and gives back what need not be kept until the next; after a failure, whatever is under way."""
+        """End a sync and free memory that the next one does not reuse; after a failure drop everything in flight."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that this end itself held at once; the sender's buffers are not its own."""
-
-
-_TRANSPORTS: dict[str, Callable[[TransportOptions], Transport]] = {}
-
-
-def register_transport(name: str) -> Callable[[type], type]:
-    """Class decorator: makes a transport known under a name in the config."""
-
-    def register(transport: type) -> type:
-        """Registers the class and returns it."""
-        _TRANSPORTS[name] = transport
-        return transport
-
-    return register
+        """Peak bytes of this end itself, without the sender's buffers."""
 
 
 def create_transport(name: str, options: TransportOptions | None = None) -> Transport:
-    """A new transport of this process.
+    """Create a transport for this process.
 
     Raises:
-        ConfigError: the name is unknown; lists those that are known.
+        ConfigError: the name is unknown; lists the known names.
     """
-    if name not in _TRANSPORTS:
-        raise ConfigError(f"weight transport '{name}' is unknown; known ones: {', '.join(sorted(_TRANSPORTS))}")
-    return _TRANSPORTS[name](options or TransportOptions())
+    return TRANSPORT_CLASSES[name](options or TransportOptions())
+
+
+class StoreAddress(NamedTuple):
+    """Address of the TCP store where both sides of a process group meet.
+
+    Attributes:
+        host: host of the store.
+        port: port of the store.
+        timeout_s: seconds without an answer until a peer counts as lost.
+    """
+
+    host: str
+    port: int
+    timeout_s: float = 600.0
+
+
+class PeerTransports:
+    """The transports of one process, and the transport to each of its peers.
+
+    Args:
+        names: name of the transport by peer.
+        options: options of all transports.
+    """
+
+    def __init__(self, names: Mapping[int, str], options: TransportOptions | None = None) -> None:
+        self.names = dict(names)
+        self.transports: dict[str, Transport] = {
+            name: create_transport(name, options) for name in sorted(set(self.names.values()))
+        }
+
+    @classmethod
+    def for_sender(
+        cls, routes: Routes, rank: int, peers: Iterable[int], device: torch.device, address: StoreAddress | None
+    ) -> PeerTransports:
+        """Create the transports of a training rank that sends to rollout ranks ``peers``."""
+        names = {peer: routes.between(rank, peer) for peer in sorted(peers)}
+        members = [peer + len(routes.train) for peer, name in names.items() if name in PROCESS_GROUP_TRANSPORTS]
+        return cls(names, _options(device, 0, _rendezvous(routes, rank, members, address), address))
+
+    @classmethod
+    def for_receiver(
+        cls,
+        routes: Routes,
+        rank: int,
+        peers: Iterable[int],
+        device: torch.device,
+        address: StoreAddress | None,
+        receive_bytes: int,
+    ) -> PeerTransports:
+        """Create the transports of a rollout rank that receives from training ranks ``peers``.
+
+        ``receive_bytes`` is the maximum size of a bucket.
+        """
+        names = {peer: routes.between(peer, rank) for peer in sorted(peers)}
+        members = [peer for peer, name in names.items() if name in PROCESS_GROUP_TRANSPORTS]
+        rendezvous = _rendezvous(routes, rank + len(routes.train), members, address)
+        return cls(names, _options(device, receive_bytes, rendezvous, address))
+
+    def to(self, peer: int) -> Transport:
+        """Return the transport to a peer."""
+        return self.transports[self.names[peer]]
+
+    def open(self, session: int) -> None:
+        """Prepare all transports for a sync; see :meth:`Transport.open`."""
+        for transport in self.transports.values():
+            transport.open(session)
+
+    def end(self, completed: bool) -> None:
+        """End a sync on all transports; see :meth:`Transport.end`."""
+        for transport in self.transports.values():
+            transport.end(completed)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak bytes of the transports themselves."""
+        return sum(transport.peak_bytes for transport in self.transports.values())
+
+
+def _options(
+    device: torch.device, receive_bytes: int, rendezvous: Rendezvous | None, address: StoreAddress | None
+) -> TransportOptions:
+    if address is None:
+        return TransportOptions(device, receive_bytes, rendezvous)
+    return TransportOptions(device, receive_bytes, rendezvous, address.timeout_s)
+
+
+def _rendezvous(routes: Routes, rank: int, peers: list[int], address: StoreAddress | None) -> Rendezvous | None:
+    if address is None:
+        return None
+    size = len(routes.train) + len(routes.rollout)
+    return Rendezvous(rank, len(routes.train), size, tuple(peers), address.host, address.port)

@@ -1,7 +1,7 @@
-"""Read by every Python process whose PYTHONPATH has this folder: one of them dies in the middle of a file.
+"""Kills a process in the middle of writing a file; imported by every Python process with this folder in PYTHONPATH.
 
-The process that opens a file whose path ends like ``MEGARL_E2E_DIE_WRITING`` for writing is killed when it has written
-some of the file's tensors, more than the file's buffer holds.
+The process that opens a file whose path ends with ``MEGARL_E2E_DIE_WRITING`` is killed after it has written 20 tensors,
+more than the buffer of the file holds.
 """
 
 import itertools

@@ -1,15 +1,15 @@
-"""Lets SGLang run on a machine without a GPU and without its compiled kernels; Python imports this at its start.
+"""Patches SGLang to run without a GPU and without its compiled kernels; Python imports this module at its start.
 
-The engine puts this folder on the search path of SGLang's processes on such a machine, and nowhere else. Beside it lies
-``sgl_kernel``, a stand-in for the kernels. Some modules are completed as they are imported, and one is replaced:
+The engine adds this folder to the search path of SGLang's processes on such a machine only. It also contains
+``sgl_kernel``, a substitute for the kernels. Some modules are patched when they are imported, and one is replaced:
 
-- ``sglang.srt.server_args``: seeds per request belong to SGLang's deterministic mode, which knows only attention
-  backends of GPUs. Plain torch attention computes each sequence on its own, so it is added.
-- ``sglang.srt.batch_invariant_ops``: that mode replaces matrix products by Triton's, which do not exist here.
-- ``sglang.kernels.ops.sampling.murmur_hash``: draws by seeds with a kernel of Triton, before 0.5.21 on a CPU, too.
-- ``sglang.srt.utils.weight_checker``: waits for a CUDA device, in some versions whatever the device is.
-- ``torchvision``, unless it is installed: SGLang imports it for models that see, which do not run here; its usual build
-  is made for CUDA, does not load beside torch for CPUs, and then keeps transformers' models from loading too.
+- ``sglang.srt.server_args``: seeds per request need SGLang's deterministic mode, which accepts only attention backends
+  of GPUs. Plain torch attention computes each sequence independently, so it is added.
+- ``sglang.srt.batch_invariant_ops``: that mode replaces matrix products by Triton's, which do not exist on a CPU.
+- ``sglang.kernels.ops.sampling.murmur_hash``: draws by seeds with a Triton kernel, before 0.5.21 on a CPU too.
+- ``sglang.srt.utils.weight_checker``: waits for a CUDA device in some versions.
+- ``torchvision``, unless installed: SGLang imports it for vision models, which do not run here. Its usual build is for
+  CUDA, fails to load with a CPU build of torch, and then prevents transformers' models from loading too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _wait_for_no_device(module: Any) -> None:
 
 
 def _note_absence(module: Any) -> None:
-    """Has transformers look for torchvision before there is a stand-in; it remembers what it finds."""
+    """Let transformers look for torchvision before the substitute exists; it caches the result."""
     sys.meta_path.remove(_ABSENT)
     for name in ("is_torchvision_available", "is_torchvision_v2_available"):
         if hasattr(module, name):
@@ -64,8 +64,8 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
-class _Completing(importlib.abc.Loader):
-    """Runs a function when a module has been loaded by its own loader."""
+class _PatchingLoader(importlib.abc.Loader):
+    """Patches a module after its loader has loaded it."""
 
     def __init__(self, loader: importlib.abc.Loader, complete: Callable[[ModuleType], None]) -> None:
         self._loader, self._complete = loader, complete
@@ -79,7 +79,7 @@ class _Completing(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that are completed."""
+    """Finds the modules to patch."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -88,12 +88,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Completing(spec.loader, AFTER[name])
+            spec.loader = _PatchingLoader(spec.loader, AFTER[name])
         return spec
 
 
 class _Absent(type):
-    """Stands for any class of a module that is absent: it has every attribute, and none does anything."""
+    """Metaclass of any class of an absent module: it has every attribute, and none does anything."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -102,7 +102,7 @@ class _Absent(type):
 
 
 class _AbsentPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Asked after all other finders: makes ``torchvision`` and its modules, where it is not installed."""
+    """Last finder: creates ``torchvision`` and its modules if they are not installed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -121,9 +121,9 @@ class _AbsentPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Runs the ``sitecustomize`` that this one hides, if there is one."""
-    elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    """Run the ``sitecustomize`` that this module hides, if any."""
+    other_paths = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", other_paths)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

@@ -1,7 +1,7 @@
-"""Stands in for SGLang's compiled kernels where none are installed: it can be imported and has one kernel.
+"""Substitute for SGLang's compiled kernels: it can be imported and has one kernel.
 
-SGLang asks which operators there are, finds none but the hash by which it seeds requests, and computes with torch
-alone. Another kernel that is called all the same says so.
+SGLang checks for operators, finds only the hash for its request seeds, and computes everything else with torch. Calling
+any other kernel raises an error.
 """
 
 import sys
@@ -42,17 +42,17 @@ def _rotated(word: Tensor, by: int) -> Tensor:
 
 
 def _mixed(state: Tensor | int, word: Tensor) -> Tensor:
-    """One round of MurmurHash3 (32 bits), in 64-bit numbers below 2**32."""
+    """Run one round of MurmurHash3 (32 bits), in 64-bit numbers below 2**32."""
     word = _rotated(word * 0xCC9E2D51 & _LOW, 15) * 0x1B873593 & _LOW
     return (_rotated(word ^ state, 13) * 5 + 0xE6546B64) & _LOW
 
 
 def murmur_hash32_cpu(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """MurmurHash3 of 16 bytes: a 64-bit seed, a position and a column.
+    """Return MurmurHash3 of 16 bytes: a 64-bit seed, a position and a column.
 
     Args:
         seed: ``[n]``, uint64.
-        positions: ``[n]``, of the token in its sequence.
+        positions: ``[n]``, position of the token in its sequence.
         columns: ``[m]``, token ids.
 
     Returns:

@@ -1,0 +1,259 @@
+"""Conversion between chat messages, tokens and OpenAI response bodies.
+
+A request becomes token ids through the chat template. A completion becomes an assistant message with tool calls, and
+then a JSON body or server-sent events.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal
+
+from megarl.agents.endpoint.request import MODEL, ApiError, ChatRequest
+from megarl.agents.frames import encode_prompt, strip_special_tokens, turn_frame
+from megarl.agents.tools.calling import Parser, ToolCall
+from megarl.agents.types import AgentError, Message
+from megarl.rollout.interface import Completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HistoryDigest = bytes
+"""Hash of a message history."""
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """A generated turn as the client sees it.
+
+    Attributes:
+        content: text without tool calls, special tokens and stop string.
+        calls: well-formed tool calls in order; malformed ones stay in the text.
+        malformed: number of malformed calls.
+        finish_reason: reason in OpenAI's words.
+        completion: the generated tokens.
+    """
+
+    content: str
+    calls: Sequence[ToolCall]
+    malformed: int
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    completion: Completion
+
+    def message(self) -> dict[str, Any]:
+        """Return the message of the response."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+                }
+                for call in self.calls
+            ]
+        return message
+
+    def history(self) -> Message:
+        """Return the message as a following request repeats it."""
+        calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in self.calls]
+        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+
+
+@dataclass(frozen=True)
+class ChatCompletion:
+    """Result of a request.
+
+    Attributes:
+        prompt_ids: token ids of the context.
+        turns: generated turns, one per choice.
+    """
+
+    prompt_ids: Sequence[int]
+    turns: Sequence[AssistantTurn]
+
+    @property
+    def weight_version(self) -> int:
+        """Oldest version of the weights that generated a choice."""
+        return min(turn.completion.weight_version for turn in self.turns)
+
+
+class ChatFormat:
+    """Chat template and tool-call parser of the policy.
+
+    Args:
+        tokenizer: tokenizer of the policy, with a chat template.
+        parse: parser of tool calls.
+        template_kwargs: extra arguments of the chat template.
+        stop_strings: whether the engine supports stop strings.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        parse: Parser,
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop_strings: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._parse = parse
+        self._template_kwargs = dict(template_kwargs or {})
+        self._stop_strings = stop_strings
+
+    def check(self, request: ChatRequest) -> None:
+        """Refuse a request that the engine cannot serve.
+
+        Raises:
+            ApiError: the request has stop strings, and the engine has no tokenizer.
+        """
+        if request.stop and not self._stop_strings:
+            raise ApiError(400, "stop: the rollout engine runs without a tokenizer and knows no texts", param="stop")
+
+    def prompt_ids(self, request: ChatRequest) -> list[int]:
+        """Encode a whole conversation with the generation prompt.
+
+        Raises:
+            ApiError: the chat template refuses the messages.
+        """
+        try:
+            ids = encode_prompt(self.tokenizer, self._plain(request.messages), request.tools, self._template_kwargs)
+        except (AgentError, TypeError, ValueError) as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+        if not ids:
+            raise ApiError(400, "messages: the chat template makes no token of them", param="messages")
+        return ids
+
+    def frame_ids(self, messages: Sequence[Message], last: Completion) -> list[int]:
+        """Encode the messages between a generated turn and the next one.
+
+        Raises:
+            ApiError: the chat template refuses the messages.
+        """
+        last_token = last.token_ids[-1] if last.token_ids else None
+        try:
+            return turn_frame(self.tokenizer, self._plain(messages), last_token, self._template_kwargs)
+        except (AgentError, TypeError, ValueError) as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+
+    def turn(self, completion: Completion, request: ChatRequest) -> AssistantTurn:
+        """Decode a completion into text and tool calls."""
+        text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=False))
+        positions = [text.find(stop) for stop in request.stop]
+        text = text[: min((at for at in positions if at >= 0), default=len(text))]
+        calls = self._parse(text) if request.reads_calls else []
+        good = [call for call in calls if call.problem is None]
+        for start, end in sorted({call.span for call in good if call.span is not None}, reverse=True):
+            text = text[:start] + text[end:]
+        content = strip_special_tokens(self.tokenizer, text)
+        if good:
+            content = content.strip()
+        reason: Literal["stop", "length", "tool_calls"] = "length" if completion.finish_reason == "length" else "stop"
+        if good and reason == "stop":
+            reason = "tool_calls"
+        return AssistantTurn(content, good, len(calls) - len(good), reason, completion)
+
+    def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Remove special tokens, so that no text can imitate a turn."""
+        return [
+            {**message, "content": strip_special_tokens(self.tokenizer, message["content"])} for message in messages
+        ]
+
+
+def initial_digest(tools: Sequence[Mapping[str, Any]]) -> HistoryDigest:
+    """Return the digest of an empty history with these declared tools."""
+    return sha256(json.dumps(list(tools), sort_keys=True).encode()).digest()
+
+
+def next_digest(history: HistoryDigest, message: Message) -> HistoryDigest:
+    """Return the digest of a history and the message after it.
+
+    Frameworks strip the assistant's text and change the ids of calls; both leave the digest unchanged.
+    """
+    content = message["content"]
+    if message["role"] == "assistant":
+        content = content.strip()
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [(function["name"], function["arguments"]) for function in functions]
+    canonical = json.dumps([message["role"], content, message.get("name"), calls], sort_keys=True)
+    return sha256(history + canonical.encode()).digest()
+
+
+def completion_body(
+    completion: ChatCompletion, request: ChatRequest, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Build the ``chat.completion`` body, with the additional field ``weight_version``.
+
+    With ``return_token_ids`` the body has ``prompt_token_ids``, and each choice has ``token_ids``.
+    """
+    body: dict[str, Any] = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "system_fingerprint": f"weights-{completion.weight_version}",
+        "weight_version": completion.weight_version,
+    }
+    body["choices"] = [
+        {
+            "index": index,
+            "message": turn.message(),
+            "finish_reason": turn.finish_reason,
+            "logprobs": _log_probs(turn, tokenizer) if request.logprobs else None,
+            **({"token_ids": list(turn.completion.token_ids)} if request.return_token_ids else {}),
+        }
+        for index, turn in enumerate(completion.turns)
+    ]
+    prompt = len(completion.prompt_ids)
+    generated = sum(len(turn.completion.token_ids) for turn in completion.turns)
+    body["usage"] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+    if request.return_token_ids:
+        body["prompt_token_ids"] = list(completion.prompt_ids)
+    return body
+
+
+def completion_events(body: dict[str, Any], request: ChatRequest) -> Iterator[bytes]:
+    """Convert a body to server-sent events: per choice one event with the whole message and one with its end.
+
+    Args:
+        body: result of :func:`completion_body`.
+        request: the request.
+    """
+    usage, choices = body.pop("usage"), body.pop("choices")
+    head = body | {"object": "chat.completion.chunk"}
+    for choice in choices:
+        message, reason = choice.pop("message"), choice.pop("finish_reason")
+        calls = message.pop("tool_calls", None)
+        if calls:
+            message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        yield _event(head | {"choices": [choice | {"delta": message, "finish_reason": None}]})
+        end = {"index": choice["index"], "delta": {}, "finish_reason": reason, "logprobs": None}
+        yield _event(head | {"choices": [end]})
+    if request.include_usage:
+        yield _event(head | {"choices": [], "usage": usage})
+    yield b"data: [DONE]\n\n"
+
+
+def _log_probs(turn: AssistantTurn, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Log-probs of every generated token, end tokens included; ``bytes`` is null: a token may be no valid text."""
+    tokens = turn.completion
+    return {
+        "content": [
+            {"token": tokenizer.decode([token]), "bytes": None, "logprob": log_prob, "top_logprobs": []}
+            for token, log_prob in zip(tokens.token_ids, tokens.log_probs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"

@@ -1,0 +1,230 @@
+"""The driver's handle on the chat endpoint: a thread with an event loop for requests and conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import copy
+import logging
+import resource
+import secrets
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from aiohttp import web
+
+from megarl.agents.endpoint.chat_format import ChatFormat
+from megarl.agents.endpoint.external_requests import ExternalRequestLimits, ExternalRequests
+from megarl.agents.endpoint.request import MODEL
+from megarl.agents.endpoint.server import ChatServer, make_token, write_access_file
+from megarl.agents.endpoint.session import Session
+from megarl.agents.tools.calling import find_parser
+from megarl.agents.types import Conversation, Generate, SessionAccess
+from megarl.base.errors import ConfigError
+from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig
+from megarl.models import read_model_config
+from megarl.rollout.interface import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config import GenerationJobConfig, RolloutConfig
+    from megarl.config.schema.rollout import SGLangConfig
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_KEY = "actor_rollout_ref.rollout.endpoint"
+_STOP_S = 10.0
+_MAX_OPEN_FILES = 65536
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True)
+class EndpointAddress:
+    """Listening address of the endpoint, and the file that announces it.
+
+    Attributes:
+        host: listening address.
+        port: listening port; 0 = any free port.
+        access_file: file with base URL and token for clients; None = no file.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    access_file: Path | None = None
+
+
+class Endpoint:
+    """Serves the current policy over OpenAI's chat API; a context manager for the duration of the run.
+
+    Generation runs in the endpoint's event loop (:meth:`run`). Requests and conversations share this loop only, so no
+    locks are needed.
+
+    Args:
+        chat: chat format of the policy.
+        limits: limits of external requests.
+        address: listening address.
+
+    Raises:
+        ConfigError: the token in the environment is unusable.
+    """
+
+    def __init__(self, chat: ChatFormat, limits: ExternalRequestLimits, address: EndpointAddress) -> None:
+        self._chat, self._limits, self._address = chat, limits, address
+        self._token = make_token()
+        self._sessions: dict[str, Session] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="chat-endpoint")
+        self._external: ExternalRequests
+        self._runner: web.AppRunner
+        self._root = ""
+
+    def __enter__(self) -> Self:
+        """Start listening.
+
+        Raises:
+            ConfigError: the address is unusable, or the access file cannot be written.
+        """
+        _raise_open_file_limit()
+        self._thread.start()
+        try:
+            self.run(self._listen())
+            if self._address.access_file is not None:
+                write_access_file(self._address.access_file, self.base_url, self._token, MODEL)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._address.access_file is not None:
+            self._address.access_file.unlink(missing_ok=True)
+        self._close()
+
+    @property
+    def base_url(self) -> str:
+        """Base URL of external requests."""
+        return f"{self._root}/v1"
+
+    @property
+    def api_key(self) -> str:
+        """Bearer token of all requests."""
+        return self._token
+
+    def describe(self) -> str:
+        """Return a log line with the base URL and the path of the access file."""
+        return f"chat endpoint: {self.base_url}, access by {self._address.access_file or 'the token'}"
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine in the endpoint's event loop and wait for its result."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # after an interrupted wait; no effect if the work itself failed
+            raise
+
+    def serving(self, generate: Generate) -> AbstractAsyncContextManager[None]:
+        """Serve external requests within the block."""
+        return self._external.serving(generate)
+
+    @asynccontextmanager
+    async def session(self, conversation: Conversation, generate: Generate) -> AsyncIterator[SessionAccess]:
+        """Open a session for one conversation, under an unguessable address."""
+        name = secrets.token_urlsafe(16)
+        async with Session(conversation, generate, self._chat) as session:
+            self._sessions[name] = session
+            try:
+                yield SessionAccess(session, f"{self._root}/sessions/{name}/v1", self._token, MODEL)
+            finally:
+                del self._sessions[name]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the ``endpoint/*`` metrics of external requests since the last call."""
+        return self._external.take_metrics()
+
+    async def _listen(self) -> None:
+        self._external = ExternalRequests(self._chat, self._limits)
+        server = ChatServer(self._token, self._external, self._sessions, self._chat.tokenizer)
+        # A disconnected client cancels its request. No access log: requests are private.
+        self._runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._address.host, self._address.port, backlog=4096)
+        try:
+            await site.start()
+        except OSError as error:
+            address = f"{_KEY}.host={self._address.host}, {_KEY}.port={self._address.port}"
+            raise ConfigError(f"{address}: cannot listen there: {error.strerror or error}") from error
+        host, port = self._runner.addresses[0][:2]
+        host = _LOOPBACK.get(host, host)
+        self._root = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def _end(self) -> None:
+        self._external.close()
+        await self._runner.cleanup()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
+
+    def _close(self) -> None:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_STOP_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+def _raise_open_file_limit() -> None:
+    """Raise the limit of open files: each conversation needs two sockets in this process, and shells allow few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def build_endpoint(config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase) -> Endpoint | None:
+    """Build the run's endpoint, not yet listening; None if the run serves none.
+
+    Args:
+        config: complete configuration.
+        tokenizer: tokenizer of the policy.
+
+    Raises:
+        ModelError: the model's folder has no usable configuration.
+        ConfigError: ``multi_turn.format`` is unknown, or the token in the environment is unusable.
+    """
+    policy, data = config.actor_rollout_ref, config.data
+    rollout = policy.rollout
+    if not rollout.serves_endpoint:
+        return None
+    endpoint: EndpointConfig = rollout.endpoint
+    multi_turn: MultiTurnConfig = rollout.multi_turn
+    chat = ChatFormat(
+        copy.deepcopy(tokenizer),  # requests come at any time, and tokenizers are not thread-safe
+        find_parser(multi_turn.format),
+        data.apply_chat_template_kwargs,
+        stop_strings=_supports_stop_strings(rollout, policy.model.path),
+    )
+    sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
+    longest = read_model_config(policy.model.path).max_position_embeddings
+    tokens = min(data.max_prompt_length + data.max_response_length, longest)
+    limits = ExternalRequestLimits(sampling, tokens, endpoint.wait_s)
+    file = Path(endpoint.access_file) if endpoint.access_file else None
+    return Endpoint(chat, limits, EndpointAddress(endpoint.host, endpoint.port, file))
+
+
+def _supports_stop_strings(rollout: RolloutConfig, model_path: str) -> bool:
+    """Whether the engine supports stop strings, which require a tokenizer in the engine."""
+    sglang: SGLangConfig = rollout.engine_kwargs.sglang
+    if rollout.name == "sglang" and sglang.stop_strings is not None:
+        return bool(sglang.stop_strings)
+    return (Path(model_path) / "tokenizer_config.json").is_file()

@@ -1,0 +1,156 @@
+"""HTTP server of the chat endpoint: routes, bearer token, body limit, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiohttp import web
+
+from megarl.agents.endpoint.chat_format import ChatCompletion, completion_body, completion_events
+from megarl.agents.endpoint.external_requests import ExternalRequests
+from megarl.agents.endpoint.request import MODEL, ApiError, ChatRequest, parse_request
+from megarl.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BODY = 32 * 2**20
+TOKEN_VARIABLE = "MEGARL_ENDPOINT_TOKEN"
+"""Environment variable of the driver that sets the token, for clients that need it in advance."""
+_MIN_TOKEN_LENGTH = 16
+_PUBLIC_PATH = "/health"  # load balancers have no token
+
+
+class Completer(Protocol):
+    """Serves chat completions: a session, or the external requests."""
+
+    async def complete(self, request: ChatRequest) -> ChatCompletion:
+        """Generate the response, or raise :class:`ApiError`."""
+
+
+class ChatServer:
+    """The aiohttp application of the endpoint.
+
+    Routes: ``POST /v1/chat/completions`` and ``GET /v1/models``, for external requests and, under ``/sessions/<id>``,
+    for the requests of a conversation; ``GET /health`` needs no token.
+
+    Args:
+        token: bearer token.
+        external: serves requests outside of conversations.
+        sessions: open sessions by id, looked up at each request.
+        tokenizer: tokenizer of the policy.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        external: ExternalRequests,
+        sessions: Mapping[str, Completer],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._token, self._external, self._sessions, self._tokenizer = token, external, sessions, tokenizer
+        self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
+        for prefix in ("", "/sessions/{session}"):
+            self.app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
+            self.app.router.add_get(f"{prefix}/v1/models", self._models)
+        self.app.router.add_get(_PUBLIC_PATH, self._health)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Check the token, and report every error in OpenAI's form."""
+        try:
+            if request.path != _PUBLIC_PATH and not is_authorized(self._token, request.headers.get("Authorization")):
+                raise ApiError(401, "the Authorization header bears no valid token", code="invalid_api_key")
+            response: web.StreamResponse = await handler(request)
+            return response
+        except ApiError as error:
+            failure = error
+        except web.HTTPRequestEntityTooLarge:
+            failure = ApiError(413, f"the body is longer than {LARGEST_BODY} bytes")
+        except web.HTTPException as error:
+            failure = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:
+            logger.exception("a request to the chat endpoint failed")
+            failure = ApiError(500, f"{type(error).__name__}: {error}")
+        if "session" not in request.match_info:
+            self._external.count(failure)
+        return web.json_response(failure.body(), status=failure.status, headers=failure.headers())
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        completer = self._completer(http)
+        request = parse_request(await http.read())
+        body = completion_body(await completer.complete(request), request, self._tokenizer)
+        if not request.stream:
+            return web.json_response(body)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await stream.prepare(http)
+        for event in completion_events(body, request):
+            await stream.write(event)
+        await stream.write_eof()
+        return stream
+
+    def _completer(self, http: web.Request) -> Completer:
+        name = http.match_info.get("session")
+        if name is None:
+            return self._external
+        if name not in self._sessions:
+            raise ApiError(410, "there is no such conversation, or it is over", code="session_closed")
+        return self._sessions[name]
+
+    async def _models(self, http: web.Request) -> web.Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.Response(text=json.dumps({"status": "ok"}), content_type="application/json")
+
+
+def make_token() -> str:
+    """Return the token of the environment, or 32 random bytes.
+
+    Raises:
+        ConfigError: the environment's token is too short, or not usable in a header.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token is None:
+        return secrets.token_urlsafe(32)
+    if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"the environment variable {TOKEN_VARIABLE} must hold at least {_MIN_TOKEN_LENGTH} printable ASCII "
+            f"characters without a blank; it holds {len(token)}"
+        )
+    return token
+
+
+def is_authorized(token: str, header: str | None) -> bool:
+    """Whether an ``Authorization`` header has the token; compares in constant time."""
+    scheme, _, credentials = (header or "").partition(" ")
+    same = hmac.compare_digest(credentials.strip().encode("utf-8", "surrogateescape"), token.encode())
+    return scheme.lower() == "bearer" and same
+
+
+def write_access_file(path: Path, base_url: str, token: str, model: str) -> None:
+    """Write ``base_url``, ``api_key`` and ``model`` as JSON, readable by the owner only.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    content = json.dumps({"base_url": base_url, "api_key": token, "model": model}, indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        # A new file with these permissions from the start: a process with the old file open cannot read it.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(content)
+    except OSError as error:
+        key = "actor_rollout_ref.rollout.endpoint.access_file"
+        raise ConfigError(f"{key}={path} cannot be written: {error}") from error

@@ -1,0 +1,100 @@
+"""Chat template rendering for multi-turn conversations: the prompt, and the frame between two turns of the policy.
+
+A multi-turn conversation is never rendered as a whole, because re-tokenizing generated text could give other token ids.
+Only the frame, from the end of one assistant turn to the start of the next, comes from the chat template. To get it, a
+short conversation with a marker as assistant turn is rendered; the text after the marker is the frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from megarl.agents.types import AgentError, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "@@megarl-turn@@"
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Encode a prompt with the generation prompt of the assistant's turn.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        messages: chat messages.
+        tools: schemas of the declared tools.
+        template_kwargs: extra arguments of the template.
+
+    Raises:
+        AgentError: the template refuses the messages.
+    """
+    text = _render(tokenizer, messages, tools=list(tools) if tools else None, **(template_kwargs or {}))
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def turn_frame(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    last_token: int | None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Encode the environment's messages, from the end of an assistant turn to the start of the next one.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        messages: messages of the environment, such as one of role ``tool`` per result.
+        last_token: last generated token; if it is a special token, the model closed its turn, and the frame starts
+            after the closing token.
+        template_kwargs: extra arguments of the template.
+
+    Raises:
+        AgentError: the template refuses the messages, or does not render an assistant's text verbatim.
+    """
+    start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+    text = _render(tokenizer, [*start, *messages], **(template_kwargs or {}))
+    before, mark, frame = text.partition(_MARK)
+    if not mark or _MARK in frame or _MARK in before:
+        raise AgentError(
+            "the chat template does not show an assistant's text once and verbatim, so no turn can be appended"
+        )
+    if last_token is not None and last_token in tokenizer.all_special_ids:
+        frame = _without_close(frame, tokenizer.all_special_tokens)
+    return list(tokenizer(frame, add_special_tokens=False)["input_ids"])
+
+
+def strip_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Remove the tokenizer's special tokens from external text, so that it cannot imitate a turn of the chat."""
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    return text
+
+
+def _without_close(frame: str, special: Sequence[str]) -> str:
+    """Remove the special token that closes the assistant turn from the start of a frame.
+
+    The generated closing token may be another one: Llama 3 ends a tool call with ``<|eom_id|>``.
+    """
+    stripped = frame.lstrip()
+    close = max((token for token in special if stripped.startswith(token)), key=len, default="")
+    return stripped[len(close) :] if close else frame
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **kwargs: Any) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **kwargs
+            )
+        )
+    except TemplateError as error:
+        roles = [message.get("role") for message in messages]
+        raise AgentError(f"the chat template refuses messages of roles {roles}: {error}") from error

@@ -1,0 +1,217 @@
+"""Agent loops: the base class, the registry, and the transcript that collects a trajectory's tokens.
+
+Token in, token out: generated token ids stay in the context unchanged and are never re-tokenized. Only the
+environment's messages are tokenized, separately, and appended with mask 0 (:class:`Transcript`).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from megarl.agents.types import AgentError, Conversation, Generate, SessionProvider, Trajectory, TrajectoryEnd
+from megarl.base.registry import Registry
+from megarl.base.seeds import derive_seed
+from megarl.base.user_code import load_user_class
+from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config import GenerationJobConfig
+
+
+class AgentLoop(abc.ABC):
+    """Base class of agent loops: generates the turns of a conversation and returns its trajectory.
+
+    One object leads many conversations concurrently, so per-conversation state belongs in :meth:`run`.
+
+    Attributes:
+        endpoint: chat endpoint of the run, for loops that external agents drive; None = the run serves no endpoint.
+    """
+
+    endpoint: SessionProvider | None = None
+
+    @classmethod  # noqa: B027 -- most loops have no requirements
+    def check(cls, config: GenerationJobConfig, **options: Any) -> None:
+        """Check the requirements of :meth:`create` before any process starts and without a tokenizer.
+
+        Raises:
+            ConfigError: a requirement is missing; names the key or the option.
+        """
+
+    @classmethod
+    def create(cls, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
+        """Build the loop.
+
+        Args:
+            config: complete configuration of the run.
+            tokenizer: tokenizer of the policy.
+            options: keys of the loop's entry in ``agent_loop_config_path``, without ``name`` and ``_target_``.
+        """
+        return cls(**options)
+
+    @abc.abstractmethod
+    async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
+        """Lead one conversation to its end.
+
+        An exception fails this conversation only. Run blocking calls in a thread (``asyncio.to_thread``): a blocking
+        call in the event loop stops all conversations.
+        """
+
+
+_LoopClass = TypeVar("_LoopClass", bound=type[AgentLoop])
+
+# Built-in loops are imported on first use, because tools and search import further packages.
+AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
+    "agent_loop",
+    lazy={
+        "single_turn_agent": "megarl.agents.single_turn",
+        "tool_agent": "megarl.agents.tool_agent",
+        "search_agent": "megarl.agents.search_agent",
+        "external_agent": "megarl.agents.external_agent",
+    },
+    loader=lambda spec, key: load_user_class(spec, AgentLoop, key),
+    hint="or write path.py:Class",
+)
+
+
+def register_agent_loop(name: str) -> Callable[[_LoopClass], _LoopClass]:
+    """Return a decorator that registers an agent loop under the name used in rows and configuration.
+
+    Raises:
+        ConfigError: another class has the name.
+    """
+
+    def register(loop: _LoopClass) -> _LoopClass:
+        AGENT_LOOPS.register(name)(loop)
+        return loop
+
+    return register
+
+
+def find_agent_loop(name: str) -> type[AgentLoop]:
+    """Return the class of an agent loop.
+
+    Args:
+        name: a registered name, ``path.py:Class``, or ``package.module.Class``.
+
+    Raises:
+        ConfigError: the name is unknown (the message lists the known names), or the class is no agent loop.
+    """
+    return AGENT_LOOPS.find(name)
+
+
+class Transcript:
+    """Tokens of a conversation with mask, log-probs and weight versions, in order.
+
+    Args:
+        conversation: the conversation.
+        prompt_ids: encoded prompt, if it differs from the conversation's.
+
+    Raises:
+        AgentError: the prompt is too long.
+    """
+
+    def __init__(self, conversation: Conversation, prompt_ids: Sequence[int] | None = None) -> None:
+        self.conversation = conversation
+        self.prompt_ids = list(conversation.prompt_ids if prompt_ids is None else prompt_ids)
+        longest = conversation.limits.prompt_tokens
+        if longest is not None and len(self.prompt_ids) > longest:
+            raise AgentError(
+                f"the prompt has {len(self.prompt_ids)} tokens, with the tools that it declares; "
+                f"data.max_prompt_length={longest} allows no more, raise it"
+            )
+        self.response_ids: list[int] = []
+        self.response_mask: list[int] = []
+        self.log_probs: list[float] = []
+        self.assistant_turns = 0
+        self.user_turns = 0
+        self._versions: list[int] = []
+
+    @property
+    def room(self) -> int:
+        """Number of response tokens left."""
+        return self.conversation.response_tokens - len(self.response_ids)
+
+    async def generate(
+        self, generate: Generate, params: SamplingParams | None = None, seed: int | None = None
+    ) -> Completion:
+        """Generate the policy's next turn and append it.
+
+        Args:
+            generate: generates the turn.
+            params: sampling parameters of this turn, ``max_new_tokens`` capped by :attr:`room`; None = the
+                conversation's.
+            seed: seed of this turn; None = :func:`turn_seed`.
+
+        Raises:
+            AgentError: no token is left, or the engine aborted the turn.
+        """
+        params, room = params or self.conversation.params, self.room
+        if room < 1:
+            raise AgentError(f"all {len(self.response_ids)} response tokens of the conversation are used up")
+        if params.max_new_tokens > room:
+            params = replace(params, max_new_tokens=room)
+        completion = await generate(
+            self.prompt_ids + self.response_ids,
+            params,
+            seed=turn_seed(self.conversation.seed, self.assistant_turns) if seed is None else seed,
+            key=self.conversation.key,
+        )
+        if completion.finish_reason == "abort":
+            raise AgentError(f"the engine aborted turn {self.assistant_turns + 1}")
+        self.append(completion)
+        return completion
+
+    def append(self, completion: Completion) -> None:
+        """Append a turn of the policy (mask 1)."""
+        tokens = len(completion.token_ids)
+        self.response_ids += completion.token_ids
+        self.response_mask += [1] * tokens
+        self.log_probs += completion.log_probs
+        self._versions += completion.weight_versions or [completion.weight_version] * tokens
+        self.assistant_turns += 1
+
+    def observe(self, ids: Sequence[int]) -> bool:
+        """Append a turn of the environment (mask 0) if it leaves room for at least one token of the policy.
+
+        Returns:
+            Whether the turn was appended.
+        """
+        if len(ids) >= self.room:
+            return False
+        self.response_ids += ids
+        self.response_mask += [0] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+        self._versions += [self._versions[-1] if self._versions else NO_VERSION] * len(ids)
+        self.user_turns += 1
+        return True
+
+    def end(
+        self,
+        reason: TrajectoryEnd,
+        metrics: Mapping[str, float] | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> Trajectory:
+        """Return the trajectory of the conversation so far."""
+        versions = {version for version in self._versions if version != NO_VERSION}
+        return Trajectory(
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            response_mask=self.response_mask,
+            log_probs=self.log_probs,
+            finish_reason=reason,
+            num_turns=1 + self.assistant_turns + self.user_turns,
+            weight_version=min(versions, default=NO_VERSION),
+            weight_versions=self._versions if len(versions) > 1 else (),
+            metrics=dict(metrics or {}),
+            fields=dict(fields or {}),
+        )
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn, counted from 0: the conversation's seed for turn 0, a derived seed for later turns."""
+    return seed if turn == 0 else derive_seed(seed, f"turn {turn}")

@@ -1,0 +1,179 @@
+"""The tool agent loop: generate a turn, run its tool calls, append the results, until a turn has no call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from megarl.agents.frames import encode_prompt, strip_special_tokens, turn_frame
+from megarl.agents.loop import AgentLoop, Transcript, register_agent_loop
+from megarl.agents.tools.calling import (
+    ToolCall,
+    answer_call,
+    check_truncate_side,
+    clip_text,
+    find_parser,
+)
+from megarl.agents.tools.tool import ToolEntry, load_tools
+from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
+from megarl.base.errors import ConfigError
+from megarl.data.tokenization import TOOLS_COLUMN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config import GenerationJobConfig
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """Options of tool calls, named like the keys of ``multi_turn``.
+
+    Attributes:
+        format: name of the tool-call parser.
+        max_parallel_calls: maximum number of calls run per turn; further calls are answered with an error.
+        max_tool_response_length: maximum number of tokens per result.
+        tool_response_truncate_side: part of a longer result that is kept: ``left``, ``right``, or both ends
+            (``middle``).
+    """
+
+    format: str = "hermes"
+    max_parallel_calls: int = 1
+    max_tool_response_length: int = 256
+    tool_response_truncate_side: str = "middle"
+
+
+@register_agent_loop("tool_agent")
+class ToolLoop(AgentLoop):
+    """Runs conversations in which the policy calls tools.
+
+    Args:
+        tokenizer: tokenizer of the policy, with a chat template that supports tools.
+        tools: tools by name.
+        options: options of tool calls.
+        template_kwargs: extra arguments of the chat template.
+
+    Raises:
+        ConfigError: an option has an unknown value.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Mapping[str, ToolEntry],
+        options: ToolOptions | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.options = options or ToolOptions()
+        self.parse = find_parser(self.options.format)
+        check_truncate_side(self.options.tool_response_truncate_side)
+        self.template_kwargs = dict(template_kwargs or {})
+        self.schemas = [entry.tool.declaration for entry in tools.values()]
+
+    @classmethod
+    def check(cls, config: GenerationJobConfig, **options: Any) -> None:
+        """Check that the configuration names a tool file."""
+        _tool_file(config)
+
+    @classmethod
+    def create(cls, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
+        """Build the loop with the tools of ``multi_turn.tool_config_path``.
+
+        Raises:
+            ConfigError: no tool file is configured.
+        """
+        multi_turn = config.actor_rollout_ref.rollout.multi_turn
+        configured = ToolOptions(
+            multi_turn.format,
+            multi_turn.max_parallel_calls,
+            multi_turn.max_tool_response_length,
+            multi_turn.tool_response_truncate_side,
+        )
+        tools = load_tools(_tool_file(config))
+        return cls(tokenizer, tools, replace(configured, **options), config.data.apply_chat_template_kwargs)
+
+    async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
+        """Generate turns until one has no tool call or a limit is reached."""
+        schemas, tools = self._declared_tools(conversation)
+        prompt_ids = encode_prompt(self.tokenizer, conversation.messages, schemas, self.template_kwargs)
+        transcript = Transcript(conversation, prompt_ids)
+        counts: Counter[str] = Counter(tool_call_counts=0, malformed_calls=0)
+        reason = await self._turns(transcript, generate, tools, counts)
+        return transcript.end(reason, {name: float(value) for name, value in counts.items()})
+
+    async def _turns(
+        self, transcript: Transcript, generate: Generate, tools: Mapping[str, ToolEntry], counts: Counter[str]
+    ) -> TrajectoryEnd:
+        limits = transcript.conversation.limits
+        while True:
+            turn = await transcript.generate(generate)
+            calls = self.parse(self.tokenizer.decode(turn.token_ids, skip_special_tokens=False))
+            if not calls or turn.finish_reason == "length":
+                return "length" if turn.finish_reason == "length" else "stop"
+            if limits.assistant_turns is not None and transcript.assistant_turns >= limits.assistant_turns:
+                return "turns"
+            if limits.user_turns is not None and transcript.user_turns >= limits.user_turns:
+                return "turns"
+            messages = await self._tool_messages(calls, tools, transcript.conversation, counts)
+            last = turn.token_ids[-1] if turn.token_ids else None
+            if not transcript.observe(turn_frame(self.tokenizer, messages, last, self.template_kwargs)):
+                return "length"
+
+    async def _tool_messages(
+        self,
+        calls: Sequence[ToolCall],
+        tools: Mapping[str, ToolEntry],
+        conversation: Conversation,
+        counts: Counter[str],
+    ) -> list[dict[str, str]]:
+        """Run the calls of a turn; return one message per call, in their order."""
+        limit, options = self.options.max_parallel_calls, self.options
+        excess = ToolCall(problem=f"only {limit} calls are answered per turn; this call was not run")
+        answers = await asyncio.gather(
+            *(answer_call(call if number < limit else excess, tools, conversation) for number, call in enumerate(calls))
+        )
+        counts["tool_call_counts"] += len(calls)
+        messages = []
+        for answer in answers:
+            counts["malformed_calls"] += answer.malformed
+            counts.update(answer.metrics)
+            text = clip_text(
+                self.tokenizer,
+                strip_special_tokens(self.tokenizer, answer.text),
+                options.max_tool_response_length,
+                options.tool_response_truncate_side,
+            )
+            messages.append({"role": "tool", "content": text})
+        return messages
+
+    def _declared_tools(
+        self, conversation: Conversation
+    ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, ToolEntry]]:
+        """Return the schemas declared in the prompt and their tools: the row's selection, or all tools.
+
+        Raises:
+            AgentError: the row declares an unknown tool.
+        """
+        selection = conversation.facts.get(TOOLS_COLUMN)
+        if selection is None:
+            return self.schemas, self.tools
+        names = [schema["function"]["name"] for schema in selection]
+        missing = sorted(set(names) - self.tools.keys())
+        if missing:
+            raise AgentError(
+                f"the row's column 'tools' has {missing}; the tools that can be called are {sorted(self.tools)}"
+            )
+        return selection, {name: self.tools[name] for name in names}
+
+
+def _tool_file(config: GenerationJobConfig) -> str:
+    path: str | None = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+    if path is None:
+        key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+        raise ConfigError(f"{key} is null; tool_agent needs a YAML file with at least one tool")
+    return path

@@ -1,0 +1,66 @@
+"""Names of advantage estimators, policy losses and KL estimators, with the facts that the configuration needs.
+
+This is the only list of these names. The configuration schema offers them as choices without importing torch; the
+registries in :mod:`megarl.algorithms` read the facts from here, and a test compares registries and list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ADV_ESTIMATORS: Mapping[str, tuple[str, ...]] = {
+    "gae": ("values",),
+    "grpo": ("group_ids",),
+    "grpo_vectorized": ("group_ids",),
+    "grpo_passk": ("group_ids",),
+    "rloo": ("group_ids",),
+    "rloo_vectorized": ("group_ids",),
+    "reinforce_plus_plus": (),
+    "reinforce_plus_plus_baseline": ("group_ids",),
+    "remax": ("reward_baselines",),
+    "opo": ("group_ids",),
+    "gpg": ("group_ids",),
+    "rft": (),
+}
+"""Advantage estimators and their required inputs: ``values`` (critic), ``group_ids`` (several responses per prompt),
+``reward_baselines`` (score of a greedy response)."""
+
+LOSS_MODES: Mapping[str, str] = {
+    "vanilla": "token-mean",
+    "gspo": "seq-mean-token-mean",
+    "geo_mean": "seq-mean-token-mean",
+    "cispo": "token-mean",
+    "reinforce": "token-mean",
+    "gpg": "token-mean",
+    "sapo": "seq-mean-token-mean",
+    "clip_cov": "token-mean",
+    "kl_cov": "token-mean",
+}
+"""Policy losses and their default ``loss_agg_mode``."""
+
+DEFAULT_AGGREGATION = "token-mean"
+"""``loss_agg_mode`` of a custom policy loss, as of PPO's."""
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+FULL_KL = "full"
+"""The exact KL over the whole vocabulary; it is no per-token estimator and not in the registry."""
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", FULL_KL)
+"""KL estimators; a ``+`` keeps the value of the estimator and takes the gradient of k2."""
+KL_CONTROLLER_TYPES = ("fixed", "adaptive")
+
+REWEIGHT_KINDS = ("pow", "max_min", "max_random")
+"""PF-PPO: probabilities of responses by their scores."""
+
+WEIGHT_SCHEDULES = ("linear", "sigmoid", "cosine", "exp", "step", "constant")
+"""Shapes of the warm-up of a reward-shaping weight."""
+
+
+def estimator_needs(name: str, required: str) -> bool:
+    """Whether the advantage estimator ``name`` requires an input; nothing is known of custom estimators."""
+    return required in ADV_ESTIMATORS.get(name, ())
+
+
+def default_aggregation(loss_mode: str) -> str:
+    """The default ``loss_agg_mode`` of a policy loss, built-in or custom."""
+    return LOSS_MODES.get(loss_mode, DEFAULT_AGGREGATION)

@@ -1,0 +1,38 @@
+"""Free TCP ports."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Sequence
+
+# Below the ephemeral range of outgoing connections, so that a port stays free until its user binds it, and above the
+# ports of Ray's workers.
+_PORTS: Sequence[int] = range(20000, 32768)
+
+
+def reserve_port(host: str) -> socket.socket:
+    """Bind a socket to a free port of an address, without listening.
+
+    Raises:
+        OSError: no free port was found.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 50):
+        candidate = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            candidate.bind((host, port))
+        except OSError:
+            candidate.close()
+            continue
+        return candidate
+    raise OSError(f"none of 50 ports tried in {_PORTS} is free on {host}")
+
+
+def free_port(host: str = "") -> int:
+    """Return a free port of an address; "" = all addresses of this machine.
+
+    Raises:
+        OSError: no free port was found.
+    """
+    with reserve_port(host) as reserved:
+        return int(reserved.getsockname()[1])

@@ -1,0 +1,83 @@
+"""Provenance of a run or checkpoint: package versions, machine, and git state."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import megarl
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "ray")
+_MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "tensordict", "numpy")
+_GIT_SECONDS = 5.0
+
+
+def installed_versions(also: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the versions of Python, megarl and its main packages; missing packages are skipped.
+
+    Args:
+        also: further packages.
+    """
+    versions = {"megarl": megarl.__version__, "python": platform.python_version()}
+    for package in _PACKAGES + also:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def run_facts() -> dict[str, Any]:
+    """Describe the software and the machine of a run, as plain values.
+
+    Returns:
+        ``started`` (ISO 8601, UTC), ``versions`` by package, ``machine``, and ``git``: the state of megarl's checkout
+        and, if it differs, of the checkout with the working folder.
+    """
+    package, work = (git_state(folder) for folder in (Path(megarl.__file__).parent, Path.cwd()))
+    states = {"megarl": package, "working folder": work}
+    if package is not None and work == package:
+        del states["working folder"]
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": installed_versions(_MORE_PACKAGES),
+        "machine": {"host": platform.node(), "system": platform.platform(), "cpus": os.cpu_count()},
+        "git": {name: state for name, state in states.items() if state is not None},
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return ``commit``, ``branch`` and ``changed`` (modified files) of the checkout that contains a folder.
+
+    Returns:
+        None if there is no checkout or no git, or if git does not track the folder (such as an environment inside
+        another checkout).
+    """
+    if folder.name == "megarl" and not _git(folder, "ls-files", "__init__.py"):
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    names = [line[3:] for line in (changed or "").split("\n") if line]
+    return {
+        "commit": commit.strip(),
+        "branch": (_git(folder, "branch", "--show-current") or "").strip(),
+        "changed": names,
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Run git; return its output, or None if it fails, is missing or takes too long."""
+    try:
+        result = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout if result.returncode == 0 else None

@@ -1,0 +1,57 @@
+"""Formatting of numbers with their units, for people: counts, bytes, parameters, durations."""
+
+from __future__ import annotations
+
+MIB, GIB = 2**20, 2**30
+
+
+def count_noun(number: int, noun: str, grouping: bool = True) -> str:
+    """Format a count with its noun: ``1 node``, ``1,024 nodes``.
+
+    Args:
+        number: the count.
+        noun: singular; the plural adds an ``s``.
+        grouping: separate thousands by commas.
+    """
+    digits = f"{number:,}" if grouping else str(number)
+    return f"{digits} {noun}" if number == 1 else f"{digits} {noun}s"
+
+
+def gib(nbytes: float) -> str:
+    """Format bytes as a number of GiB, without the unit: one decimal, three for small sizes."""
+    return f"{nbytes / GIB:,.1f}" if nbytes >= 0.05 * GIB else f"{nbytes / GIB:.3f}"
+
+
+def gigabytes(nbytes: float) -> str:
+    """Format bytes in decimal units: ``12.4 GB``, or ``3.1 MB`` below 100 MB."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def metric_count(number: float) -> str:
+    """Format a large count, such as the parameters of a model: ``2.27 B``, ``494 M``, ``1.5 K``, ``12``."""
+    unit, name = next(((u, n) for u, n in ((1e9, " B"), (1e6, " M"), (1e3, " K")) if number >= u), (1, ""))
+    return f"{number / unit:.3g}{name}"
+
+
+def seconds_digits(seconds: float) -> str:
+    """Format seconds without the unit, with about three digits: ``1,234``, ``12.3``, ``1.23``."""
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in words: ``8.3 s``, ``3 min 12 s``, ``2 h 05 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def clock_duration(seconds: float) -> str:
+    """Format seconds like a clock: ``m:ss`` or ``h:mm:ss``; ``3 days 4 h`` from two days on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} days {hours % 24} h"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

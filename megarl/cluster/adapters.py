@@ -1,0 +1,134 @@
+"""Adapters: worker groups as the router's replicas and as the two ends of a weight sync.
+
+See :mod:`megarl.rollout.router` and :mod:`megarl.sharding.manager` for the interfaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.cluster.failures import WorkerFailed
+from megarl.cluster.worker_group import PendingCall, ScatteredCall, WorkerGroup
+from megarl.rollout.interface import Completion, Request
+from megarl.rollout.router import ReplicaLost
+
+
+class GroupSource:
+    """The training ranks of a weight sync: a group whose workers have the verbs used here.
+
+    Args:
+        group: the training role.
+        destinations: number of rollout ranks over all replicas.
+    """
+
+    def __init__(self, group: WorkerGroup, destinations: int) -> None:
+        self._group = group
+        self._destinations = destinations
+
+    def make_room(self) -> PendingCall:
+        """Offload the parts that may leave the devices."""
+        return self._group.submit("make_room")
+
+    def open_transfer(self, session: int) -> PendingCall:
+        """Prepare to send."""
+        return self._group.submit("open_transfer", session)
+
+    def checksums(self) -> PendingCall:
+        """Partial checksums of every rank's weights; each element counts once."""
+        return self._group.submit("weight_shares")
+
+    def close_transfer(self, completed: bool) -> PendingCall:
+        """End the transfer on the senders."""
+        return self._group.submit("close_transfer", completed)
+
+    def export_bucket(self, index: int) -> ScatteredCall:
+        """Start packing bucket ``index`` on every rank; each message becomes a separate Ray object."""
+        return self._group.submit_scatter("export_bucket", self._destinations, index)
+
+    def release_bucket(self, index: int) -> PendingCall:
+        """Free the memory of bucket ``index``."""
+        return self._group.submit("release_bucket", index)
+
+
+class GroupTarget:
+    """The rollout ranks of a weight sync: a group with one process per replica.
+
+    The process represents all ranks of the replica. Its workers have the verbs used here. ``import_bucket`` takes the
+    messages to all of the replica's ranks as second argument, and ``weight_shares()`` returns a list by rank.
+
+    Args:
+        group: the rollout role.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def sleep(self, tags: tuple[str, ...]) -> PendingCall:
+        """Release the memory that the tags name."""
+        return self._group.submit("sleep", tags)
+
+    def wake(self, tags: tuple[str, ...]) -> PendingCall:
+        """Take back the memory that the tags name."""
+        return self._group.submit("wake", tags)
+
+    def open_transfer(self, session: int) -> PendingCall:
+        """Prepare to receive."""
+        return self._group.submit("open_transfer", session)
+
+    def checksums(self) -> ResultsByRank:
+        """Partial checksums of every rank's weights."""
+        return ResultsByRank(self._group.submit("weight_shares"))
+
+    def close_transfer(self, completed: bool) -> PendingCall:
+        """End the transfer on the receivers."""
+        return self._group.submit("close_transfer", completed)
+
+    def begin_update(self, version: int) -> PendingCall:
+        """Mark every engine's weights as stale."""
+        return self._group.submit("begin_update", version)
+
+    def import_bucket(self, index: int, exported: ScatteredCall) -> PendingCall:
+        """Write the bucket that the source exported; the receiving process waits for it, not the driver."""
+        return self._group.submit_gather("import_bucket", exported, index)
+
+    def end_update(self, version: int) -> PendingCall:
+        """Let every engine serve the new weights."""
+        return self._group.submit("end_update", version)
+
+
+class ResultsByRank:
+    """Results by rank, of a call whose processes each return a list over several ranks.
+
+    Args:
+        pending: the call.
+    """
+
+    def __init__(self, pending: PendingCall) -> None:
+        self._pending = pending
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all processes; raises like :meth:`PendingCall.result`."""
+        return [answer for process in self._pending.result(timeout_s) for answer in process]
+
+
+class GroupReplica:
+    """One replica of a rollout group, for the router.
+
+    Args:
+        group: its workers have the verb ``exchange``; each worker represents one replica.
+        replica: index of the replica.
+    """
+
+    def __init__(self, group: WorkerGroup, replica: int) -> None:
+        self._group, self._replica = group, replica
+
+    async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
+        """See :meth:`megarl.rollout.router.Replica.exchange`."""
+        try:
+            done: list[Completion] = await self._group.call_on(self._replica, "exchange", requests, aborted, slice_s)
+        except WorkerFailed as failure:
+            if failure.died:
+                raise ReplicaLost(str(failure)) from failure
+            raise
+        return done

@@ -1,0 +1,193 @@
+"""Fork server: worker processes of a CPU run start as copies of one process that has imported torch and Megatron.
+
+Importing torch and Megatron-Core takes a process about three seconds of CPU time. On a laptop with two cores, a job
+with five workers would spend most of its start on it. The server imports once, and forks in milliseconds.
+
+Ray starts a worker by a command line. The runtime environment of an actor replaces the interpreter in it
+(``py_executable``) by :mod:`~megarl.cluster.fork_client`, which asks the server for a fork with its arguments,
+environment and standard streams. The worker is then Ray's as usual: Ray talks to it by sockets and knows its pid.
+
+Only for CPU processes on this machine: a fork must not inherit CUDA's state, and other nodes import for themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import os
+import runpy
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster import fork_client
+
+ENVIRONMENT = "MEGARL_FORK_SERVER"
+"""Environment variable: ``0`` turns the fork server off, and workers import for themselves."""
+WORKER_MODULES = (
+    "megarl.workers.actor",
+    "megarl.workers.critic",
+    "megarl.workers.rollout",
+    "megarl.rollout.embedded",
+)
+"""Imported before the first fork. Ray is not: it reads its settings from the environment when it is imported."""
+
+_LOG_BYTES = 2000
+_address: str | None = None
+logger = logging.getLogger(__name__)
+
+
+class ForkServer:
+    """A child process that forks workers, until it is closed or this process ends.
+
+    Args:
+        modules: imported by the server; a fork finds them loaded.
+    """
+
+    def __init__(self, modules: Sequence[str] = WORKER_MODULES) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="megarl-fork-"))  # mode 0700: the socket is for this user only
+        self.address = str(self.folder / "socket")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(self.address)
+        listener.listen(128)  # workers may ask while the server still imports
+        with listener, open(self.folder / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", __name__, str(listener.fileno()), *modules],
+                stdin=subprocess.PIPE,  # its end tells the server that this process is gone
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal is for the driver
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def close(self) -> None:
+        """End the server and delete its socket; processes that it forked go on."""
+        assert self._process.stdin is not None
+        if self._process.poll() is not None:
+            log = (self.folder / "log").read_bytes()[-_LOG_BYTES:].decode(errors="replace")
+            logger.warning("the fork server ended early, so workers were started one by one: %s", log)
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def fork_server(enabled: bool = True) -> Iterator[None]:
+    """Fork the CPU workers that are started in this block, if Ray is started locally too (see :data:`ENVIRONMENT`).
+
+    Args:
+        enabled: False: the block does nothing.
+    """
+    global _address
+    off = os.environ.get(ENVIRONMENT) == "0" or os.environ.get("RAY_ADDRESS")
+    if not enabled or off or _address or sys.platform != "linux":
+        yield
+        return
+    server = ForkServer()
+    _address = server.address
+    try:
+        yield
+    finally:
+        _address = None
+        server.close()
+
+
+def fork_options() -> dict[str, Any]:
+    """Ray options of an actor that is to be forked; empty without a server."""
+    if _address is None:
+        return {}
+    python = [sys.executable, "-I", "-S", fork_client.__file__, _address]
+    return {"runtime_env": {"py_executable": shlex.join(python)}}
+
+
+def ray_settings() -> dict[str, Any] | None:
+    """Settings of a Ray that is started locally: with a fork server it prepares no workers of its own."""
+    return None if _address is None else {"prestart_worker_first_driver": False}
+
+
+def serve(listener: socket.socket, modules: Sequence[str]) -> None:
+    """Import the modules, then fork a process per request until standard input ends."""
+    gc.disable()  # collections during imports find nothing and cost a tenth of their time
+    for module in modules:
+        importlib.import_module(module)
+    gc.enable()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        ready = [key.fileobj for key, _ in selector.select()]
+        if sys.stdin in ready:  # the driver ended without closing the server
+            shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
+            return
+        connection, _ = listener.accept()
+        request, streams = _receive(connection)
+        if request and not os.fork():
+            for inherited in (selector, listener, connection):
+                inherited.close()
+            _run_script(request, streams)
+            return
+        if request:
+            with contextlib.suppress(OSError):  # the client may have been killed
+                connection.sendall(b"1")
+        connection.close()
+        for stream in streams:
+            os.close(stream)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Read a client's request and its three standard streams; an empty request if the client is gone."""
+    header, streams, _, _ = socket.recv_fds(connection, fork_client.HEADER_BYTES, 3)
+    with connection.makefile("rb") as file:
+        size = int.from_bytes(header, "big")
+        body = file.read(size)
+    return (json.loads(body) if len(streams) == 3 and len(body) == size else {}), streams
+
+
+def _run_script(request: dict[str, Any], streams: Sequence[int]) -> None:
+    """Become the client: its streams, environment, folder and arguments; then run the script."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = request["argv"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve on the listening socket with the given file descriptor."""
+    try:
+        serve(socket.socket(fileno=int(argv[0])), argv[1:])
+    except SystemExit as error:
+        return int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a fork must not run the exit handlers of the server

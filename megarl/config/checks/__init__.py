@@ -1,0 +1,96 @@
+"""Checks over several sections: impossible combinations of keys, refused before anything starts.
+
+A check takes the complete configuration of a job and yields problems with key, value and remedy. All checks of a job
+run, so that one error reports everything. A new check is one function in a module of this folder and one entry below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megarl.config.batch import batch_problems
+from megarl.config.checks import generation, layout, learning, run, scoring
+from megarl.config.problems import Problem
+from megarl.config.schema.jobs import (
+    EvaluateConfig,
+    GenerateConfig,
+    JobConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+    SupervisedConfig,
+    TrainConfig,
+)
+
+Check = Callable[[Any], Iterator[Problem]]
+
+
+def check(config: JobConfig) -> list[Problem]:
+    """All problems of a configuration whose keys are valid one by one."""
+    return [problem for one_check in _CHECKS[type(config)] for problem in one_check(config)]
+
+
+def batch_sizes(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
+    """Check that batches, mini-batches and micro-batches divide."""
+    yield from batch_problems(config)
+
+
+_TRAIN: tuple[Check, ...] = (
+    run.training_data,
+    run.custom_data_classes,
+    run.experiment_name,
+    run.timeline_and_watchdog,
+    layout.train_layouts,
+    layout.replicas,
+    layout.weight_sync,
+    learning.estimator,
+    learning.losses,
+    run.validation,
+    generation.validation_sampling,
+    run.resume,
+    run.checkpoints,
+    generation.agents,
+    scoring.reward_functions,
+    learning.rollout_correction,
+    learning.selection,
+    learning.reference_shaping,
+    scoring.reward_model,
+    run.profilers,
+    learning.optimizers,
+    batch_sizes,
+)
+_SUPERVISED: tuple[Check, ...] = (
+    run.training_data,
+    run.experiment_name,
+    run.timeline_and_watchdog,
+    layout.supervised_layout,
+    learning.optimizers,
+    batch_sizes,
+    run.resume,
+    run.supervised_checkpoints,
+)
+_EVALUATE: tuple[Check, ...] = (
+    generation.evaluation_files,
+    run.experiment_name,
+    run.timeline_and_watchdog,
+    layout.replicas,
+    generation.validation_sampling,
+    generation.agents,
+    scoring.reward_model,
+    scoring.reward_functions,
+    scoring.reward_model_batches,
+)
+_GENERATE: tuple[Check, ...] = (
+    generation.generation_prompts,
+    run.experiment_name,
+    layout.replicas,
+    generation.validation_sampling,
+    generation.agents,
+)
+_CHECKS: dict[type, tuple[Check, ...]] = {
+    TrainConfig: _TRAIN,
+    SFTConfig: _SUPERVISED,
+    RewardTrainingConfig: (*_SUPERVISED, run.pair_validation),
+    EvaluateConfig: _EVALUATE,
+    GenerateConfig: _GENERATE,
+}

@@ -1,0 +1,66 @@
+"""Checks of generation: prompts to answer, sampling, agent loops and the chat endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.problems import Problem
+from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, GenerationJobConfig, TrainConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def evaluation_files(config: EvaluateConfig) -> Iterator[Problem]:
+    """Check that an evaluation has data."""
+    if not config.data.val_files:
+        yield Problem("data.val_files", config.data.val_files, "must name at least one file")
+
+
+def generation_prompts(config: GenerateConfig) -> Iterator[Problem]:
+    """Check that a generation job has prompts and a valid output file."""
+    data = config.data
+    if not data.val_files and not data.prompts:
+        yield Problem("data.prompts", data.prompts, "no prompts: set texts here, or files as data.val_files")
+    if data.output_path is not None and Path(data.output_path).suffix not in (".jsonl", ".parquet"):
+        yield Problem("data.output_path", data.output_path, "must end in .jsonl or .parquet")
+
+
+def validation_sampling(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
+    """Check that several responses per prompt can differ."""
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    if sampling.n > 1 and sampling.temperature == 0:
+        path = f"{_ROLLOUT}.val_kwargs"
+        yield Problem(f"{path}.n", sampling.n, f"{path}.temperature=0 is greedy and gives {sampling.n} equal answers")
+
+
+def agents(config: GenerationJobConfig) -> Iterator[Problem]:
+    """Check the settings of agent loops, tools, retrieval and endpoint."""
+    rollout, retriever = config.actor_rollout_ref.rollout, config.retriever
+    agent, loop, tools = rollout.agent, rollout.agent.default_agent_loop, rollout.multi_turn.tool_config_path
+    if (config.do_search or loop == "search_agent") and retriever.url is None:
+        text = "search_agent needs a server, such as http://127.0.0.1:8000/retrieve"
+        yield Problem("retriever.url", retriever.url, text)
+    if retriever.url is not None and not retriever.url.startswith(("http://", "https://")):
+        yield Problem("retriever.url", retriever.url, "must begin with http:// or https://")
+    uses_tools = rollout.multi_turn.enable or loop == "tool_agent"
+    if uses_tools and loop in (None, "tool_agent") and not config.do_search and tools is None:
+        yield Problem(f"{_ROLLOUT}.multi_turn.tool_config_path", tools, "tool_agent needs a YAML file with its tools")
+    if config.do_search and config.data.max_obs_length >= config.data.max_response_length:
+        text = "must be below data.max_response_length, which holds search results and the policy's tokens"
+        yield Problem("data.max_obs_length", config.data.max_obs_length, text)
+    if loop == "external_agent" and agent.external_agent is None:
+        text = "external_agent needs a function, path.py:function"
+        yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text)
+    if agent.external_agent and config.do_search and loop is None:
+        text = "and do_search both lead trajectories; choose by agent.default_agent_loop"
+        yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text)
+    if not rollout.endpoint.host.strip():
+        text = "must not be empty; 127.0.0.1 is this machine alone"
+        yield Problem(f"{_ROLLOUT}.endpoint.host", rollout.endpoint.host, text)
+    for name, file in (
+        ("multi_turn.tool_config_path", tools),
+        ("agent.agent_loop_config_path", agent.agent_loop_config_path),
+    ):
+        if file is not None and not Path(file).expanduser().is_file():
+            yield Problem(f"{_ROLLOUT}.{name}", file, "no such file")

@@ -1,0 +1,147 @@
+"""Checks of the algorithm: estimator, losses, KL, sample selection, rollout correction, shaping and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.base.algorithm_names import ADV_ESTIMATORS, estimator_needs
+from megarl.config.correction_bounds import rejection_rules, weight_bounds
+from megarl.config.problems import Problem
+from megarl.config.schema.algorithm import RolloutCorrectionConfig
+from megarl.config.schema.jobs import SupervisedConfig, TrainConfig
+from megarl.config.schema.model import OptimConfig
+
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def estimator(config: TrainConfig) -> Iterator[Problem]:
+    """Check that the job has the inputs of the advantage estimator: groups, critic, baselines."""
+    name, enabled, n = config.algorithm.adv_estimator, config.critic.enable, config.actor_rollout_ref.rollout.n
+    label = f"algorithm.adv_estimator={name}"
+    if estimator_needs(name, "group_ids") and n == 1:
+        text = f"{label} compares the responses of a group; set at least 2"
+        yield Problem("actor_rollout_ref.rollout.n", n, text)
+    if enabled is False and estimator_needs(name, "values"):
+        yield Problem("critic.enable", enabled, f"{label} needs a critic; leave it null")
+    if enabled and name in ADV_ESTIMATORS and not estimator_needs(name, "values"):
+        yield Problem("critic.enable", enabled, f"{label} reads no values; leave it null")
+    if config.algorithm.whiten_rewards and config.uses_baselines:
+        text = f"{label} compares with the scores of greedy responses, which are not whitened; set false"
+        yield Problem("algorithm.whiten_rewards", config.algorithm.whiten_rewards, text)
+    if config.trainer.critic_warmup and not config.uses_critic:
+        yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, f"{label} has no critic to warm up; set 0")
+
+
+def losses(config: TrainConfig) -> Iterator[Problem]:
+    """Check the policy loss, and that an exact KL can be computed."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    loss, path = actor.policy_loss, "actor_rollout_ref.actor.policy_loss"
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        text = f"must be below {path}.clip_cov_ub={loss.clip_cov_ub:g}"
+        yield Problem(f"{path}.clip_cov_lb", loss.clip_cov_lb, text)
+    if config.actor_rollout_ref.ref.megatron is None:
+        return
+    text = (
+        "compares whole distributions, which do not leave a process; leave actor_rollout_ref.ref.megatron null, so "
+        "that the reference shares the actor's processes"
+    )
+    if algorithm.uses_full_kl:
+        yield Problem("algorithm.kl_penalty", algorithm.kl_penalty, text)
+    if actor.uses_full_kl:
+        yield Problem("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, text)
+
+
+def selection(config: TrainConfig) -> Iterator[Problem]:
+    """Check dynamic sampling and best-of-n."""
+    groups, best, n = config.algorithm.filter_groups, config.algorithm.best_of_n, config.actor_rollout_ref.rollout.n
+    if groups.enable and n == 1:
+        text = "algorithm.filter_groups compares the responses of a group; set at least 2"
+        yield Problem("actor_rollout_ref.rollout.n", n, text)
+    if groups.enable and groups.metric == "seq_final_reward":
+        text = "is known only after the reference's log-probs; set score, or a number of the reward function"
+        yield Problem("algorithm.filter_groups.metric", groups.metric, text)
+    per_round, per_step = config.data.gen_batch_size, config.data.train_batch_size
+    if not groups.enable and per_round not in (None, per_step):
+        text = (
+            f"only algorithm.filter_groups generates in rounds of another size than data.train_batch_size={per_step}; "
+            "leave it null"
+        )
+        yield Problem("data.gen_batch_size", per_round, text)
+    if best.enable and best.keep >= n:
+        yield Problem("algorithm.best_of_n.keep", best.keep, f"must be less than actor_rollout_ref.rollout.n={n}")
+
+
+def reference_shaping(config: TrainConfig) -> Iterator[Problem]:
+    """Check the alignment of representations with the reference."""
+    align = config.algorithm.repr_align
+    path, inner = "algorithm.repr_align", "algorithm.repr_align.ref_alignment"
+    if align.enable and not align.ref_alignment.enable:
+        yield Problem(f"{path}.enable", align.enable, f"there is nothing to align with; set {inner}.enable=true")
+    if align.ref_alignment.enable and not align.enable:
+        text = f"has no effect without {path}.enable=true"
+        yield Problem(f"{inner}.enable", align.ref_alignment.enable, text)
+    if align.enable and config.algorithm.rollout_correction.bypass_mode:
+        text = "needs the policy's entropy, which algorithm.rollout_correction.bypass_mode=true does not compute"
+        yield Problem(f"{path}.enable", align.enable, text)
+
+
+def rollout_correction(config: TrainConfig) -> Iterator[Problem]:
+    """Check the rollout correction, its bounds and its inputs."""
+    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    comparisons = {"rollout_is": correction.rollout_is, "rollout_rs": correction.rollout_rs}
+    active = [name for name, value in comparisons.items() if value is not None]
+    if correction.bypass_mode:
+        active.append("bypass_mode")
+    if active and not rollout.calculate_log_probs:
+        text = f"{_CORRECTION}.{active[0]} needs the engine's log-probs; set true"
+        yield Problem("actor_rollout_ref.rollout.calculate_log_probs", rollout.calculate_log_probs, text)
+    yield from _bounds(correction)
+    if not correction.bypass_mode:
+        return
+    for name, value in comparisons.items():
+        if value is not None:
+            text = f"{_CORRECTION}.bypass_mode=true leaves nothing to compare the engine's log-probs with; set one only"
+            yield Problem(f"{_CORRECTION}.{name}", value, text)
+    if not config.actor_rollout_ref.actor.state_masking:
+        text = (
+            "without actor_rollout_ref.actor.state_masking the loss contains tokens that have no log-prob of the engine"
+        )
+        yield Problem(f"{_CORRECTION}.bypass_mode", correction.bypass_mode, text)
+
+
+def _bounds(correction: RolloutCorrectionConfig) -> Iterator[Problem]:
+    try:
+        weight_bounds(correction)
+    except ValueError as error:
+        yield Problem(f"{_CORRECTION}.rollout_is_threshold", correction.rollout_is_threshold, str(error))
+    path, threshold = f"{_CORRECTION}.rollout_rs_threshold", correction.rollout_rs_threshold
+    if correction.rollout_rs is None and threshold is not None:
+        yield Problem(path, threshold, f"has no effect without {_CORRECTION}.rollout_rs")
+        return
+    try:
+        rejection_rules(correction)
+    except ValueError as error:
+        if "is not known" in str(error):
+            yield Problem(f"{_CORRECTION}.rollout_rs", correction.rollout_rs, str(error))
+        else:
+            yield Problem(path, threshold, str(error))
+
+
+def optimizers(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
+    """Check optimizer and learning-rate schedule of every trained role."""
+    if isinstance(config, SupervisedConfig):
+        yield from _optimizer(config.optim, "optim")
+        return
+    yield from _optimizer(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
+    if config.uses_critic:
+        yield from _optimizer(config.critic.optim, "critic.optim")
+
+
+def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:
+    if optim.min_lr > optim.lr:
+        yield Problem(f"{path}.min_lr", optim.min_lr, f"must not exceed {path}.lr={optim.lr:g}")
+    if optim.total_training_steps is not None and optim.lr_warmup_steps > optim.total_training_steps:
+        text = f"must not exceed {path}.total_training_steps={optim.total_training_steps}"
+        yield Problem(f"{path}.lr_warmup_steps", optim.lr_warmup_steps, text)
+    if 1 in optim.betas:
+        yield Problem(f"{path}.betas", optim.betas, "both must be below 1")

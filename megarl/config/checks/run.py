@@ -1,0 +1,185 @@
+"""Checks of the run: training data, validation, resume, checkpoints, timeline, watchdog and profilers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from megarl.config.problems import Problem
+from megarl.config.schema.jobs import JobConfig, RewardTrainingConfig, SupervisedConfig, TrainConfig
+from megarl.config.schema.model import HF_MODEL, RESUMABLE, CheckpointConfig
+from megarl.config.schema.run import PHASES
+
+_MIXTURE_KEYS = ("files", "weight")
+_REF = "actor_rollout_ref.ref"
+
+
+def experiment_name(config: JobConfig) -> Iterator[Problem]:
+    """Check that the run has a name."""
+    name = config.trainer.experiment_name
+    if not name.strip():
+        yield Problem("trainer.experiment_name", name, "must not be empty; the run's folder has this name")
+
+
+def training_data(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
+    """Check that training files, mixture and curriculum name the data once."""
+    data = config.data
+    if not data.train_files and not data.mixture:
+        yield Problem("data.train_files", data.train_files, "must name at least one file, or set data.mixture")
+    if data.train_files and data.mixture:
+        text = "names training files, as data.train_files does; set that to []"
+        yield Problem("data.mixture", data.mixture, text)
+    if data.mixture and data.curriculum.column:
+        text = "sorts the rows of one data set, and data.mixture has several; set their weights by step there"
+        yield Problem("data.curriculum.column", data.curriculum.column, text)
+    for name, entry in data.mixture.items():
+        yield from _mixture_entry(f"data.mixture.{name}", entry)
+
+
+def _mixture_entry(path: str, entry: object) -> Iterator[Problem]:
+    if not isinstance(entry, Mapping):
+        yield Problem(path, entry, "must be a mapping with files and weight")
+        return
+    for key in sorted(set(map(str, entry)) - set(_MIXTURE_KEYS)):
+        yield Problem(f"{path}.{key}", entry[key], "unknown key; there are files and weight")
+    files = entry.get("files")
+    if not files or not isinstance(files, str | list) or not all(isinstance(file, str) for file in files):
+        yield Problem(f"{path}.files", files, "must be a file or a list of files")
+
+
+def custom_data_classes(config: TrainConfig) -> Iterator[Problem]:
+    """Check that custom classes have file and name, and that a custom sampler is the only order."""
+    sampler, dataset = config.data.sampler, config.data.custom_cls
+    for path, file, name in (
+        ("data.sampler.class_name", sampler.class_path, sampler.class_name),
+        ("data.custom_cls.name", dataset.path, dataset.name),
+    ):
+        if (file is None) != (name is None):
+            yield Problem(path, name, "file and name of the class go together; set both or none")
+    if sampler.class_path and (config.data.mixture or config.data.curriculum.column):
+        text = "decides the order of rows; set data.mixture={} and data.curriculum.column=null"
+        yield Problem("data.sampler.class_path", sampler.class_path, text)
+
+
+def validation(config: TrainConfig) -> Iterator[Problem]:
+    """Check that a validation has data."""
+    trainer = config.trainer
+    if config.data.val_files:
+        return
+    for name, enabled in (("val_only", trainer.val_only), ("val_before_train", trainer.val_before_train)):
+        if enabled:
+            yield Problem(f"trainer.{name}", enabled, "needs data.val_files, which is empty")
+    if trainer.test_freq > 0:
+        yield _no_validation_data(trainer.test_freq)
+
+
+def pair_validation(config: RewardTrainingConfig) -> Iterator[Problem]:
+    """Check that the validation of a reward model has data."""
+    if config.trainer.test_freq > 0 and not config.data.val_files:
+        yield _no_validation_data(config.trainer.test_freq)
+
+
+def _no_validation_data(test_freq: int) -> Problem:
+    return Problem("trainer.test_freq", test_freq, "needs data.val_files, which is empty; -1 = never validate")
+
+
+def resume(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
+    """Check that resume mode and resume path agree."""
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if mode == "resume_path" and not path:
+        yield Problem("trainer.resume_from_path", path, "must be set with trainer.resume_mode=resume_path")
+    if mode != "resume_path" and path:
+        text = f"has no effect with trainer.resume_mode={mode}; set that to resume_path"
+        yield Problem("trainer.resume_from_path", path, text)
+
+
+def checkpoints(config: TrainConfig) -> Iterator[Problem]:
+    """Check the contents of checkpoints, and that the best checkpoint can be found and saved."""
+    yield from _contents(config.actor_rollout_ref.actor.checkpoint, "actor_rollout_ref.actor.checkpoint")
+    if config.uses_critic:
+        yield from _contents(config.critic.checkpoint, "critic.checkpoint")
+    trainer = config.trainer
+    if trainer.best_metric is not None:
+        if trainer.test_freq < 1:
+            text = f"needs validation, and trainer.test_freq={trainer.test_freq} has none; set that to 1 or more"
+            yield Problem("trainer.best_metric", trainer.best_metric, text)
+        if trainer.save_freq < 1:
+            text = f"keeps a checkpoint, and trainer.save_freq={trainer.save_freq} saves none; set that to 1 or more"
+            yield Problem("trainer.best_metric", trainer.best_metric, text)
+
+
+def supervised_checkpoints(config: SupervisedConfig) -> Iterator[Problem]:
+    """Check the contents of checkpoints of a supervised job."""
+    yield from _contents(config.trainer.checkpoint, "trainer.checkpoint")
+
+
+def _contents(checkpoint: CheckpointConfig, path: str) -> Iterator[Problem]:
+    saved, loaded = checkpoint.save_contents, checkpoint.load_contents
+    if not saved:
+        yield Problem(f"{path}.save_contents", saved, f"must name at least one of {', '.join(RESUMABLE)}")
+    elif "model" not in saved and saved != [HF_MODEL]:
+        text = "no run can continue without model: add it, or save [hf_model] alone for other programs"
+        yield Problem(f"{path}.save_contents", saved, text)
+    if "model" not in loaded:
+        text = (
+            "must have model: without its weights there is nothing to continue; trainer.resume_mode=disable starts "
+            "from scratch"
+        )
+        yield Problem(f"{path}.load_contents", loaded, text)
+    for name, values in (("save_contents", saved), ("load_contents", loaded)):
+        if len(set(values)) < len(values):
+            yield Problem(f"{path}.{name}", values, "must name each entry once")
+
+
+def timeline_and_watchdog(config: JobConfig) -> Iterator[Problem]:
+    """Check the steps of the timeline and the limits of the watchdog."""
+    steps, limits = config.trainer.timeline.steps, config.trainer.watchdog.phases
+    if any(step < 0 for step in steps):
+        yield Problem("trainer.timeline.steps", steps, "steps are counted from 0, the time before the first")
+    for phase, seconds in limits.items():
+        if phase not in PHASES:
+            text = f"there is no phase {phase!r}; there are {', '.join(PHASES)}"
+            yield Problem("trainer.watchdog.phases", limits, text)
+        elif seconds is not None and not (_is_number(seconds) and seconds > 0):
+            text = f"{phase}: {seconds!r} must be seconds > 0, or null for no limit"
+            yield Problem("trainer.watchdog.phases", limits, text)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def profilers(config: TrainConfig) -> Iterator[Problem]:
+    """Check that tool, steps, roles and ranks of the profiler are all set."""
+    keys, roles = config.global_profiler, config.role_profilers
+    enabled = {role: profiler for role, profiler in roles.items() if profiler.enable}
+    for role, profiler in enabled.items():
+        if keys.tool is None:
+            text = "there is no profiler: set global_profiler.tool and global_profiler.steps"
+            yield Problem(f"{role}.profiler.enable", profiler.enable, text)
+        if not profiler.all_ranks and not profiler.ranks:
+            text = f"no rank is profiled: name some, or set {role}.profiler.all_ranks=true"
+            yield Problem(f"{role}.profiler.ranks", profiler.ranks, text)
+    if _REF in enabled and config.actor_rollout_ref.ref.megatron is None:
+        text = "the reference shares the actor's processes: set actor_rollout_ref.actor.profiler.enable"
+        yield Problem(f"{_REF}.profiler.enable", enabled[_REF].enable, text)
+    if keys.tool is None:
+        return
+    if not keys.steps:
+        if enabled:
+            yield Problem("global_profiler.steps", keys.steps, "no step is profiled: name some, as [2]")
+        return
+    if not enabled:
+        names = ", ".join(f"{role}.profiler.enable" for role in roles)
+        yield Problem("global_profiler.tool", keys.tool, f"no role is profiled: set one of {names}")
+    if keys.tool != "torch" and config.trainer.device == "cpu":
+        yield Problem("global_profiler.tool", keys.tool, needs_cuda(keys.tool))
+
+
+def needs_cuda(tool: str) -> str:
+    """The message for a profiler that works on CUDA only, with the alternative on a CPU."""
+    records = {"torch_memory": "CUDA memory", "nsys": "CUDA activity"}[tool]
+    return (
+        f"{tool} records {records}, and this run is on CPU: use tool=torch, with memory among "
+        "global_profiler.global_tool_config.torch.contents to see allocations"
+    )

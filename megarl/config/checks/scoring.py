@@ -1,0 +1,85 @@
+"""Checks of rewards: reward functions, judge and reward model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.batch import reward_model_problems
+from megarl.config.checks.layout import reward_model_layout
+from megarl.config.problems import Problem
+from megarl.config.schema.jobs import EvaluateConfig, ScoredJobConfig, TrainConfig
+from megarl.config.schema.rewards import CUSTOM_REWARD, JudgeConfig
+
+_URLS = ("http://", "https://")
+
+
+def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
+    """Check the reward model: its path, weights and layout."""
+    keys = config.reward_model
+    if not keys.enable:
+        if keys.function_weight == 0:
+            text = "leaves nothing to score with while reward_model.enable=false; leave it null"
+            yield Problem("reward_model.function_weight", keys.function_weight, text)
+        return
+    if not keys.model.path:
+        yield Problem("reward_model.model.path", keys.model.path, "must be set with reward_model.enable=true")
+    if keys.model_weight == 0:
+        text = "leaves the reward model without effect; set reward_model.enable=false"
+        yield Problem("reward_model.model_weight", keys.model_weight, text)
+    yield from reward_model_layout(config, config.trainer)
+
+
+def reward_model_batches(config: EvaluateConfig) -> Iterator[Problem]:
+    """Check the micro-batches of the reward model in an evaluation; those of training are part of the batch plan."""
+    yield from reward_model_problems(config)
+
+
+def reward_functions(config: ScoredJobConfig) -> Iterator[Problem]:
+    """Check the reward functions, their weights and arguments."""
+    reward, custom = config.reward_model, config.custom_reward_function.path
+    functions, path = reward.functions, "reward_model.functions"
+    if any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in functions.values()):
+        yield Problem(path, functions, "must give each function a number, its weight")
+    if CUSTOM_REWARD in functions and custom is None:
+        yield Problem(path, functions, "has 'custom', and custom_reward_function.path is not set")
+    if custom is not None and functions and CUSTOM_REWARD not in functions:
+        yield Problem(path, functions, "leaves out custom_reward_function; give 'custom' a weight")
+    if any(not isinstance(name, str) for name in reward.data_sources.values()):
+        text = "must give each data source the name of a function"
+        yield Problem("reward_model.data_sources", reward.data_sources, text)
+    if any(not isinstance(kwargs, dict) for kwargs in reward.function_kwargs.values()):
+        text = "must give each function a mapping of arguments"
+        yield Problem("reward_model.function_kwargs", reward.function_kwargs, text)
+    overlong, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
+    if overlong.enable and not 0 < overlong.len <= (longest or config.data.max_response_length):
+        text = "must be above 0 and at most the longest response (max_resp_len, or data.max_response_length)"
+        yield Problem("reward_model.reward_kwargs.overlong_buffer_cfg.len", overlong.len, text)
+    url = reward.sandbox_fusion.url
+    if url is not None and not url.startswith(_URLS):
+        yield Problem("reward_model.sandbox_fusion.url", url, "must begin with http:// or https://")
+    yield from _judge(reward.judge, required=reward.name == "judge" or "judge" in functions)
+
+
+def _judge(judge: JudgeConfig, *, required: bool) -> Iterator[Problem]:
+    path = "reward_model.judge"
+    if judge.base_url is not None and not judge.base_url.startswith(_URLS):
+        yield Problem(f"{path}.base_url", judge.base_url, "must begin with http:// or https://")
+    for name, value in (("base_url", judge.base_url), ("model", judge.model)):
+        if required and value is None:
+            yield Problem(f"{path}.{name}", value, "must be set for the reward function 'judge'")
+    if judge.score_range[0] >= judge.score_range[1]:
+        yield Problem(f"{path}.score_range", judge.score_range, "its first entry must be below its second")
+    try:
+        groups = re.compile(judge.score_pattern).groups
+    except re.error as error:
+        yield Problem(f"{path}.score_pattern", judge.score_pattern, f"is no regular expression: {error}")
+    else:
+        if groups == 0:
+            yield Problem(f"{path}.score_pattern", judge.score_pattern, "must have a group for the score")
+    file = judge.template_path
+    if judge.template is not None and file is not None:
+        yield Problem(f"{path}.template_path", file, "and template are two templates; set one")
+    if file is not None and not Path(file).expanduser().is_file():
+        yield Problem(f"{path}.template_path", file, "no such file")

@@ -1,0 +1,193 @@
+"""The `algorithm` section: advantages, KL in the reward, sample selection, reward shaping, rollout correction."""
+
+# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.base.algorithm_names import (
+    ADV_ESTIMATORS,
+    FULL_KL,
+    KL_CONTROLLER_TYPES,
+    KL_KINDS,
+    REWEIGHT_KINDS,
+    WEIGHT_SCHEDULES,
+)
+from megarl.config.keys import key, section
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    """Coefficient of the KL in the reward; read with `use_kl_in_reward`."""
+
+    type: str = key(
+        "fixed", "fixed = constant coefficient; adaptive = steered towards `target_kl`.", choices=KL_CONTROLLER_TYPES
+    )
+    kl_coef: float = key(0.001, "Coefficient; for adaptive, the initial one.", at_least=0)
+    horizon: int = key(10000, "Samples over which the adaptive coefficient reacts.", at_least=1)
+    target_kl: float = key(0.1, "Target of the adaptive coefficient: mean KL, in nats per token.", above=0)
+
+
+@dataclass(frozen=True)
+class PFPPOConfig:
+    """Reweighting of PF-PPO; read with `use_pf_ppo`."""
+
+    reweight_method: str = key(
+        "pow",
+        "Probability of a response: pow = a power of its absolute score; max_min = only the best and the worst; "
+        "max_random = the best four times as likely as others.",
+        choices=REWEIGHT_KINDS,
+    )
+    weight_pow: float = key(2.0, "Exponent of pow.", at_least=0)
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    """Dynamic sampling, as in DAPO: drop zero-variance groups and generate replacements."""
+
+    enable: bool = key(False, "Train only on groups whose responses differ in `metric`.")
+    metric: str = key(
+        "score",
+        "Value to compare responses by: score (or seq_reward), or a number that the reward function returns with the "
+        "score, such as acc.",
+    )
+    max_num_gen_batches: int = key(0, "Most generation rounds per step; 0 = no limit.", at_least=0)
+    on_shortage: str = key(
+        "stop",
+        "Behaviour if `max_num_gen_batches` rounds give too few groups: stop = save and stop the run; fill = fill the "
+        "step with zero-variance groups.",
+        choices=("stop", "fill"),
+    )
+
+
+@dataclass(frozen=True)
+class BestOfNConfig:
+    """Rejection sampling: train only on the best of a prompt's `rollout.n` responses."""
+
+    enable: bool = key(False, "Train on the best `keep` responses to each prompt.")
+    keep: int = key(1, "Responses per prompt to train on; fewer than `rollout.n`.", at_least=1)
+    min_score: float | None = key(None, "Mask selected responses below this score in the loss; null = none.")
+
+
+@dataclass(frozen=True)
+class ScheduledWeightConfig:
+    """Weight ``w`` that rises from 0 over a warm-up and then stays constant."""
+
+    enable: bool = key(False, "Use this weight.")
+    max_weight: float = key(0.0, "Largest w.", at_least=0)
+    warmup_ratio: float = key(0.7, "Warm-up as a share of the run's training steps; 0 = none.", at_least=0, at_most=1)
+    schedule: str = key(
+        "linear",
+        "Shape of the warm-up; constant = the largest w from the first step.",
+        choices=WEIGHT_SCHEDULES,
+        custom="function",
+    )
+    steps: int = key(3, "Number of equal stairs; read with `schedule=step`.", at_least=1)
+
+
+@dataclass(frozen=True)
+class RefQualityConfig(ScheduledWeightConfig):
+    """Blend the score with the likelihood of the response under the reference policy (docs/reward_shaping.md)."""
+
+    enable: bool = key(False, "Blend: reward = (1 - w) * score + w * quality.")
+    max_weight: float = key(0.3, "Largest w.", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class RefAlignmentConfig(ScheduledWeightConfig):
+    """Cosine similarity of response and ground truth in the reference policy's representation."""
+
+    enable: bool = key(False, "Add w * cosine to the reward, in steps with a high entropy of the policy.")
+    max_weight: float = key(0.2, "Largest w.", at_least=0)
+    schedule: str = key(
+        "sigmoid",
+        "Shape of the warm-up; constant = the largest w from the first step.",
+        choices=WEIGHT_SCHEDULES,
+        custom="function",
+    )
+    entropy_high_threshold: float = key(
+        0.2, "Mean entropy of a step's response tokens, in nats, above which the bonus is added.", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class ReprAlignConfig:
+    """Reward responses whose representation is close to the ground truth's (docs/reward_shaping.md)."""
+
+    enable: bool = key(False, "Align representations, by the settings of `ref_alignment`.")
+    ref_alignment: RefAlignmentConfig = section(RefAlignmentConfig)
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Correction of the mismatch between rollout engine and actor; needs `rollout.calculate_log_probs`."""
+
+    rollout_is: str | None = key(
+        None,
+        "Weight each token's policy loss by the importance ratio between actor and engine, of the token or of its "
+        "whole sequence; null = no weights.",
+        choices=("token", "sequence"),
+    )
+    rollout_is_threshold: str = key(
+        "2.0",
+        "Largest weight, above 1; larger weights are truncated. Two bounds, as '0.5_5.0': weights outside become 0.",
+    )
+    rollout_is_batch_normalize: bool = key(False, "Divide the weights by their mean over the batch.")
+    rollout_rs: str | None = key(
+        None,
+        "Rejection: mask tokens or sequences with ratios outside the bounds. A comma-separated list of "
+        "{token,seq_sum,seq_mean}_{k1,k2,k3}, seq_max_{k2,k3} (token, sequence and geometric mean token_k1, "
+        "seq_sum_k1 and seq_mean_k1); null = no rejection.",
+    )
+    rollout_rs_threshold: str | None = key(
+        None,
+        "Bounds of `rollout_rs`, comma-separated, one for all options or one for each: for k1 of the ratio, as "
+        "'0.5_2.0' or '2.0' (lower bound: 1/2.0); for k2 and k3 the largest estimate.",
+    )
+    bypass_mode: bool = key(
+        False,
+        "Use the engine's log-probs as old log-probs instead of computing them: PPO's ratio is relative to the engine.",
+    )
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Advantages, and the KL in the reward."""
+
+    adv_estimator: str = key(
+        "gae",
+        "Advantage estimator: gae has a critic, reinforce_plus_plus has none, remax compares with a greedy response, "
+        "the others compare the `rollout.n` responses of a group; formulas in docs/algorithms.md.",
+        choices=tuple(ADV_ESTIMATORS),
+        custom="function",
+    )
+    gamma: float = key(1.0, "Discount per token.", above=0, at_most=1)
+    lam: float = key(1.0, "Lambda of GAE.", at_least=0, at_most=1)
+    norm_adv_by_std_in_grpo: bool = key(
+        True, "Divide a group's advantages by the standard deviation of its scores; read by grpo and grpo_passk."
+    )
+    missing_eos_penalty: float | None = key(
+        None, "Penalty on the score of a response without an end-of-sequence token; null = none.", at_least=0
+    )
+    whiten_rewards: bool = key(
+        False, "Scale the rewards of all trained tokens of a batch to variance 1 around their mean, before advantages."
+    )
+    use_kl_in_reward: bool = key(False, "Subtract the KL to the reference policy from each token's reward.")
+    kl_penalty: str = key(
+        "kl", "Estimator of the KL in the reward; full = exact, over the whole vocabulary.", choices=KL_KINDS
+    )
+    kl_ctrl: KLControlConfig = section(KLControlConfig)
+    use_pf_ppo: bool = key(
+        False, "PF-PPO: resample the batch by score, with repetition; the number of responses stays the same."
+    )
+    pf_ppo: PFPPOConfig = section(PFPPOConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    best_of_n: BestOfNConfig = section(BestOfNConfig)
+    ref_quality_score: RefQualityConfig = section(RefQualityConfig)
+    repr_align: ReprAlignConfig = section(ReprAlignConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+    @property
+    def uses_full_kl(self) -> bool:
+        """Whether the reward contains the exact KL to the reference."""
+        return self.use_kl_in_reward and self.kl_penalty == FULL_KL

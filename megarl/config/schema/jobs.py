@@ -1,0 +1,240 @@
+"""Top-level schema of the five jobs: train, sft, reward_model, evaluate and generate."""
+
+# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias, TypeVar
+
+from megarl.base.algorithm_names import estimator_needs
+from megarl.config.keys import key, section
+from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema.data import (
+    DataConfig,
+    GenerateDataConfig,
+    PairDataConfig,
+    PromptsConfig,
+    SFTDataConfig,
+    SupervisedDataConfig,
+)
+from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig
+from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig
+from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
+from megarl.config.schema.rollout import RetrieverConfig, RolloutConfig
+from megarl.config.schema.run import (
+    EvaluateRunConfig,
+    PairRunConfig,
+    ProfilerConfig,
+    RoleProfilerConfig,
+    RunConfig,
+    SupervisedRunConfig,
+    TrainerConfig,
+)
+
+STANDARD_INPUT = "-"
+"""Entry of `data.prompts` that stands for the lines of the standard input."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """A policy for generation: its model and its rollout."""
+
+    model: ModelPathConfig = section(ModelPathConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig(PolicyConfig):
+    """The policy: its model, its update, the reference, and generation."""
+
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig)
+
+
+@dataclass(frozen=True)
+class GenerationJobConfig:
+    """Sections of all jobs that generate, as agent loops read them: prompts and policy."""
+
+    data: PromptsConfig = section(PromptsConfig)
+    actor_rollout_ref: PolicyConfig = section(PolicyConfig)
+    do_search: bool = key(False, "Use `search_agent`, which queries `retriever.url`, as default agent loop.")
+    max_turns: int = key(
+        2, "Turns of `search_agent` with search results; one more turn follows without a search.", at_least=0
+    )
+    retriever: RetrieverConfig = section(RetrieverConfig)
+
+
+@dataclass(frozen=True)
+class ScoredJobConfig(GenerationJobConfig):
+    """Sections of training and evaluation: generation and a reward."""
+
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """Weight sync from the actor to the rollout engines."""
+
+    transport: str = key(
+        "auto",
+        "Transport of the weights; auto = the fastest for each pair of processes: CUDA IPC between GPUs of one node, "
+        "shared memory on one node, NCCL or gloo between nodes; inline = Ray's object store.",
+        choices=("auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "inline"),
+    )
+    bucket_megabytes: int = key(
+        256, "Bucket size per sending and per receiving process, in MiB; at most two buckets are in flight.", at_least=1
+    )
+    timeout_s: float = key(
+        600.0,
+        "Seconds that each part of a sync, and the joining of processes (gloo, NCCL), may take; then the sync fails "
+        "and names the late process. A single late replica is replaced.",
+        above=0,
+    )
+    verify_freq: int = key(
+        20,
+        "Syncs between checks of the engines' weight checksums against the actor's, from the first sync on; 1 = every "
+        "sync, 0 = never.",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig(ScoredJobConfig):
+    """Reinforcement learning: PPO or GRPO."""
+
+    data: DataConfig = section(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    sync: SyncConfig = section(SyncConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    global_profiler: ProfilerConfig = section(ProfilerConfig)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the job has a critic."""
+        default = estimator_needs(self.algorithm.adv_estimator, "values")
+        return default if self.critic.enable is None else self.critic.enable
+
+    @property
+    def uses_baselines(self) -> bool:
+        """Whether each prompt also gets a greedy response as baseline (ReMax)."""
+        return estimator_needs(self.algorithm.adv_estimator, "reward_baselines")
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Samples per prompt to train on."""
+        best, n = self.algorithm.best_of_n, self.actor_rollout_ref.rollout.n
+        return best.keep if best.enable else n
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """Responses per prompt that are generated and scored, including the greedy baseline of ReMax."""
+        return self.actor_rollout_ref.rollout.n + self.uses_baselines
+
+    @property
+    def uses_ref_log_prob(self) -> bool:
+        """Whether the reference's log-probs are read: for the KL in reward or loss, or the quality score."""
+        in_reward = self.algorithm.use_kl_in_reward or self.algorithm.ref_quality_score.enable
+        actor = self.actor_rollout_ref.actor
+        return in_reward or (actor.use_kl_loss and not actor.uses_full_kl)
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the job has a reference policy."""
+        in_loss = self.actor_rollout_ref.actor.use_kl_loss
+        return self.uses_ref_log_prob or in_loss or self.algorithm.repr_align.enable
+
+    @property
+    def role_profilers(self) -> dict[str, RoleProfilerConfig]:
+        """The ``profiler`` sections by the path of their role."""
+        policy = self.actor_rollout_ref
+        return {
+            "actor_rollout_ref.actor": policy.actor.profiler,
+            "actor_rollout_ref.ref": policy.ref.profiler,
+            "critic": self.critic.profiler,
+        }
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """A job that trains on given responses, with the same Megatron workers as reinforcement learning."""
+
+    role: ClassVar[str]
+    """Name of the role in checkpoints and in the batch plan."""
+    sequences_per_row: ClassVar[int] = 1
+    """Sequences of at most `data.max_length` tokens per row of the data."""
+
+    data: SupervisedDataConfig = section(SupervisedDataConfig)
+    model: ModelPathConfig = section(ModelPathConfig)
+    optim: OptimConfig = section(OptimConfig, lr=1e-5)
+    megatron: MegatronConfig = section(MegatronConfig)
+    trainer: SupervisedRunConfig = section(SupervisedRunConfig)
+
+
+@dataclass(frozen=True)
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning through the same Megatron workers."""
+
+    role: ClassVar[str] = "sft"
+
+    data: SFTDataConfig = section(SFTDataConfig)
+
+
+@dataclass(frozen=True)
+class PairLossConfig:
+    """The loss on a pair: -log sigmoid(chosen reward - rejected reward - margin), averaged over the pairs of a step."""
+
+    center_rewards_coefficient: float = key(
+        0.0, "Weight of (chosen reward + rejected reward)^2, which keeps rewards around zero.", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class RewardTrainingConfig(SupervisedConfig):
+    """Training of a reward model on pairs of responses (Bradley-Terry)."""
+
+    role: ClassVar[str] = "reward_model"
+    sequences_per_row: ClassVar[int] = 2
+
+    data: PairDataConfig = section(PairDataConfig)
+    loss: PairLossConfig = section(PairLossConfig)
+    trainer: PairRunConfig = section(PairRunConfig)
+
+
+@dataclass(frozen=True)
+class BestAnswersConfig:
+    """Rejection sampling: the best responses as training data for `megarl sft`."""
+
+    file: str | None = key(None, "Parquet file to write, with `prompt` and `response`; null = none.")
+    keep: int = key(1, "Most responses per prompt; see `actor_rollout_ref.rollout.val_kwargs.n`.", at_least=1)
+    min_score: float | None = key(None, "Smallest score of a response to keep; null = no limit.")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(ScoredJobConfig):
+    """Responses, scores and metrics of a fixed policy, as in validation during training.
+
+    `actor_rollout_ref.model.path` may also be a checkpoint. Sampling is that of `actor_rollout_ref.rollout.val_kwargs`;
+    the sampling keys of `rollout` itself, and `log_prob_*`, are for training and have no effect.
+    """
+
+    best_answers: BestAnswersConfig = section(BestAnswersConfig)
+    trainer: EvaluateRunConfig = section(EvaluateRunConfig)
+
+
+@dataclass(frozen=True)
+class GenerateConfig(GenerationJobConfig):
+    """Responses of a policy, without scores.
+
+    `actor_rollout_ref.model.path` may also be a checkpoint. Sampling is that of `actor_rollout_ref.rollout.val_kwargs`,
+    as in evaluation. Nothing is tracked: `trainer.logger` and `trainer.project_name` have no effect.
+    """
+
+    data: GenerateDataConfig = section(GenerateDataConfig)
+    trainer: RunConfig = section(RunConfig)
+
+
+JobConfig: TypeAlias = TrainConfig | SupervisedConfig | EvaluateConfig | GenerateConfig
+JobT = TypeVar("JobT", bound=JobConfig)

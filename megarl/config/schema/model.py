@@ -1,0 +1,239 @@
+"""Sections of a Megatron model: path, parallel layout, optimizer, micro-batches and checkpoint contents."""
+
+# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.keys import REQUIRED, key
+
+DTYPES = ("float32", "bfloat16")
+RESUMABLE = ("model", "optimizer", "extra")
+"""Checkpoint contents that an exact resume needs."""
+HF_MODEL = "hf_model"
+
+REPLICA_SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "context_parallel_size": "context",
+}
+"""Keys of the layout whose product is the number of devices of one model replica, with their names in messages."""
+
+
+@dataclass(frozen=True)
+class ModelPathConfig:
+    """Model, tokenizer and code to import."""
+
+    path: str = key(REQUIRED, "Folder of the Hugging Face model: config.json, safetensors and tokenizer.")
+    tokenizer_path: str | None = key(None, "Folder of the tokenizer; null = `path`.")
+    external_lib: list[str] | None = key(
+        None,
+        "User modules that every process of the run imports first, each as `path.py` or `package.module`; they may "
+        "register model families (docs/add_a_model.md).",
+    )
+
+    @property
+    def user_modules(self) -> tuple[str, ...]:
+        """The modules of ``external_lib``; empty if it is null."""
+        return tuple(self.external_lib or ())
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Parallel layout, number format and memory of one role's Megatron model."""
+
+    tensor_model_parallel_size: int = key(1, "Tensor parallelism: devices that share each layer.", at_least=1)
+    pipeline_model_parallel_size: int = key(1, "Pipeline parallelism: stages that share the layers.", at_least=1)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None, "Chunks of layers per stage (interleaved schedule); null = 1.", at_least=1
+    )
+    context_parallel_size: int = key(1, "Context parallelism: devices that share each sequence.", at_least=1)
+    expert_model_parallel_size: int = key(
+        1, "Expert parallelism: groups of devices that share the experts of a mixture-of-experts model.", at_least=1
+    )
+    expert_tensor_parallel_size: int | None = key(
+        None, "Devices that share each expert; null = `tensor_model_parallel_size`.", at_least=1
+    )
+    data_parallel_size: int | None = key(
+        None, "Replicas of the model; null = the trainer's devices divided by the other sizes.", at_least=1
+    )
+    num_layers_in_first_pipeline_stage: int | None = key(
+        None, "Layers of the first stage; null = as many as the other stages.", at_least=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = key(
+        None, "Layers of the last stage; null = as many as the other stages.", at_least=1
+    )
+    account_for_embedding_in_pipeline_split: bool = key(
+        False, "Count the embedding as one layer in the split over pipeline stages."
+    )
+    account_for_loss_in_pipeline_split: bool = key(
+        False, "Count the output layer as one layer in the split over pipeline stages."
+    )
+    sequence_parallel: bool = key(
+        True, "Split activations over the tensor-parallel ranks by sequence; no effect at tensor parallel 1."
+    )
+    use_distributed_optimizer: bool = key(True, "Shard optimizer state over the data-parallel ranks.")
+    overlap_grad_reduce: bool = key(False, "Reduce gradients over data-parallel ranks during the backward pass.")
+    overlap_param_gather: bool = key(
+        False, "Gather updated weights during the next forward pass; needs `use_distributed_optimizer`."
+    )
+    recompute_granularity: str | None = key(
+        None,
+        "Activations to recompute in the backward pass instead of keeping them: whole layers (full), or "
+        "`recompute_modules` (selective); null = none.",
+        choices=("full", "selective"),
+    )
+    recompute_method: str | None = key(
+        None,
+        "With granularity full: recompute in groups of `recompute_num_layers` layers (uniform), or only the first "
+        "`recompute_num_layers` layers of each stage (block); null = uniform.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = key(None, "See `recompute_method`; null = 1.", at_least=1)
+    recompute_modules: list[str] = key(
+        ["core_attn"],
+        "Modules to recompute with granularity selective.",
+        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj"),
+    )
+    param_offload: bool = key(False, "Keep weights in host memory between the role's phases.")
+    grad_offload: bool = key(False, "Release the memory of gradient buffers between the role's phases.")
+    optimizer_offload: bool = key(False, "Keep optimizer state in host memory between the role's phases.")
+    dtype: str = key("bfloat16", "Number format of weights and activations.", choices=DTYPES)
+    override_transformer_config: dict[str, Any] = key(
+        {},
+        "Fields of Megatron-Core's TransformerConfig by name, such as `attention_backend`; checked against the "
+        "installed version. Fields that the model, the layout or a key above sets are refused.",
+    )
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices that hold the model once: tensor x pipeline x context parallel size."""
+        sizes = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size)
+        return math.prod(sizes)
+
+    @property
+    def layout(self) -> str:
+        """The layout in short, such as ``TP2 PP1 DP4 CP2``."""
+        text = f"TP{self.tensor_model_parallel_size} PP{self.pipeline_model_parallel_size} DP{self.data_parallel_size}"
+        optional = {
+            "CP": self.context_parallel_size,
+            "EP": self.expert_model_parallel_size,
+            "VPP": self.virtual_pipeline_model_parallel_size or 1,
+        }
+        return text + "".join(f" {name}{size}" for name, size in optional.items() if size > 1)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Adam, its learning-rate schedule, and the handling of bad gradients."""
+
+    lr: float = key(1e-6, "Peak learning rate.", at_least=0)
+    betas: list[float] = key([0.9, 0.999], "Decay of Adam's two running means.", length=2, at_least=0, at_most=1)
+    eps: float = key(1e-8, "Added to Adam's denominator.", above=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay.", at_least=0)
+    clip_grad: float = key(1.0, "Largest global gradient norm; 0 = no clipping.", at_least=0)
+    lr_warmup_steps: int = key(
+        -1, "Optimizer steps of linear warm-up; -1 = use `lr_warmup_steps_ratio`.", at_least=0, allowed=(-1,)
+    )
+    lr_warmup_steps_ratio: float = key(
+        0.0, "Warm-up as a share of `total_training_steps`; read if `lr_warmup_steps` is -1.", at_least=0, at_most=1
+    )
+    lr_decay_style: str = key(
+        "constant",
+        "Shape of the learning rate after warm-up; wsd = constant, then a decay over the last steps.",
+        choices=("constant", "linear", "cosine", "wsd"),
+    )
+    lr_wsd_decay_steps: int = key(
+        -1, "With wsd: optimizer steps of the decay; -1 = use `lr_wsd_decay_steps_ratio`.", at_least=1, allowed=(-1,)
+    )
+    lr_wsd_decay_steps_ratio: float = key(
+        0.1,
+        "With wsd: decay as a share of `total_training_steps`; read if `lr_wsd_decay_steps` is -1.",
+        above=0,
+        at_most=1,
+    )
+    lr_wsd_decay_style: str = key(
+        "exponential", "With wsd: shape of the decay.", choices=("linear", "cosine", "exponential")
+    )
+    min_lr: float = key(0.0, "Learning rate at the end of the decay.", at_least=0)
+    total_training_steps: int | None = key(
+        None, "Optimizer steps of the schedule, at most those of the run; null = those of the run.", at_least=1
+    )
+    max_skipped_steps: int = key(
+        3,
+        "Consecutive optimizer steps that may be skipped for a non-finite gradient (a metric counts them); one more "
+        "stops the run.",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class UpdateBatchConfig:
+    """Micro-batches of an update; their size never changes the result."""
+
+    use_dynamic_bsz: bool | None = key(
+        None,
+        "Fill micro-batches up to `ppo_max_token_len_per_gpu` tokens instead of a fixed number of samples; "
+        "null = true unless `ppo_micro_batch_size_per_gpu` is set.",
+    )
+    ppo_max_token_len_per_gpu: int = key(
+        16384, "Tokens (prompt and response) per micro-batch and device; read with `use_dynamic_bsz`.", at_least=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per micro-batch and data-parallel rank; required without `use_dynamic_bsz`.", at_least=1
+    )
+    use_prefix_grouper: bool = key(
+        True,
+        "Keep samples of one prompt in one micro-batch if that saves work, and compute the prompt once for all of "
+        "them; no effect with context parallelism or Transformer Engine's layers.",
+    )
+
+
+@dataclass(frozen=True)
+class LogProbBatchConfig:
+    """Micro-batches of passes that only compute log-probs; null = as in the actor's update."""
+
+    log_prob_use_dynamic_bsz: bool | None = key(
+        None,
+        "Cut micro-batches by tokens instead of samples; null = the actor's `use_dynamic_bsz`, or if that is null "
+        "too, true unless `log_prob_micro_batch_size_per_gpu` is set.",
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None, "Tokens per micro-batch and device; null = the actor's `ppo_max_token_len_per_gpu`.", at_least=1
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Samples per micro-batch and data-parallel rank; null = the actor's `ppo_micro_batch_size_per_gpu`.",
+        at_least=1,
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Contents of a role's checkpoints."""
+
+    save_contents: list[str] = key(
+        [*RESUMABLE],
+        "Contents to save: model = weights; optimizer = optimizer state and schedule position; extra = random states "
+        "of every rank; hf_model = a Hugging Face folder `huggingface/` for other programs. An exact resume needs the "
+        "first three.",
+        choices=(*RESUMABLE, HF_MODEL),
+    )
+    load_contents: list[str] = key(
+        [*RESUMABLE],
+        "Contents to restore: without optimizer, Adam and the learning rate restart; without extra, the random states "
+        "do.",
+        choices=RESUMABLE,
+    )
+    async_save: bool = key(
+        False,
+        "Copy the state to host memory (as many bytes as on the device) and write it during training. The driver then "
+        "makes a Hugging Face export from the files of the checkpoint.",
+    )
+
+    @property
+    def missing_contents(self) -> list[str]:
+        """Contents that an exact resume needs and that checkpoints will not hold."""
+        return [name for name in RESUMABLE if name not in self.save_contents]

@@ -1,0 +1,194 @@
+"""The `actor_rollout_ref.rollout` section: sampling, engines, multi-turn agents and the chat endpoint."""
+
+# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.keys import key, section
+from megarl.config.schema.model import DTYPES, LogProbBatchConfig
+
+
+@dataclass(frozen=True)
+class SGLangConfig:
+    """SGLang; see docs/rollout.md."""
+
+    mode: str = key(
+        "in_process",
+        "Process of SGLang's front end: in_process = the replica's process; http = a server that the replica starts.",
+        choices=("in_process", "http"),
+    )
+    urls: list[str] = key(
+        [],
+        "Running servers to use instead, one per replica, on any number of nodes; they keep running after the run.",
+    )
+    host: str = key("127.0.0.1", "Listen address of a server that the replica starts, on a free port.")
+    weight_transport: str = key(
+        "tensor",
+        "Transport of weights to SGLang's ranks: each rank receives its shard (tensor), or all ranks receive "
+        "everything, by broadcast (distributed) or from a folder (disk).",
+        choices=("tensor", "distributed", "disk"),
+    )
+    update_weights_bucket_megabytes: int = key(128, "Bucket of weights per rank, in MiB.", at_least=1)
+    deterministic: bool | None = key(
+        None, "SGLang's deterministic mode, which seeds need; null = on a CPU only, since it is slower."
+    )
+    stop_strings: bool | None = key(
+        None, "SGLang decodes every response, as stop strings need; null = if the model folder has a tokenizer."
+    )
+    start_timeout_s: float = key(600.0, "Seconds that SGLang may take to start.", above=0)
+    call_timeout_s: float = key(600.0, "Seconds that a call for weights or memory may take.", above=0)
+    server_args: dict[str, Any] = key(
+        {}, "Further SGLang server arguments by name, such as `mem_fraction_static`; checked against SGLang's."
+    )
+
+
+@dataclass(frozen=True)
+class EngineKwargsConfig:
+    """Settings of a single rollout engine."""
+
+    sglang: SGLangConfig = section(SGLangConfig)
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    """Multi-turn trajectories with tools; see docs/agents.md."""
+
+    enable: bool = key(False, "Use `tool_agent` for rows if neither the row nor `agent` names another agent loop.")
+    max_assistant_turns: int | None = key(None, "Most turns of the policy; null = no limit.", at_least=1)
+    max_user_turns: int | None = key(None, "Most turns of the tools; null = no limit.", at_least=1)
+    max_parallel_calls: int = key(
+        1, "Tool calls per turn that are executed; further calls get an error as result.", at_least=1
+    )
+    max_tool_response_length: int = key(256, "Longest tool result, in tokens; longer results are cut.", at_least=1)
+    tool_response_truncate_side: str = key(
+        "middle",
+        "Part to keep of a longer result: left, right, or both ends (middle).",
+        choices=("left", "middle", "right"),
+    )
+    tool_config_path: str | None = key(None, "YAML list of the tools; null = none.")
+    format: str = key(
+        "hermes",
+        "Parser of tool calls: hermes (also Qwen), llama3_json, or a parser that a user module registers.",
+    )
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Agent loop of each row, and concurrency."""
+
+    default_agent_loop: str | None = key(
+        None,
+        "Agent loop of rows without `agent_name`: single_turn_agent, tool_agent, search_agent, external_agent, a name "
+        "from `agent_loop_config_path`, or path.py:Class; null = by `external_agent`, `do_search` and "
+        "`multi_turn.enable`.",
+    )
+    external_agent: str | None = key(
+        None,
+        "User function that leads trajectories through the run's chat endpoint, with any framework: path.py:function "
+        "or package.module.function; null = none.",
+    )
+    agent_loop_config_path: str | None = key(
+        None, "YAML list of custom agent loops: `name`, `_target_` (path.py:Class) and options; null = none."
+    )
+    max_concurrency: int = key(4096, "Concurrent trajectories.", at_least=1)
+    timeout_s: float | None = key(
+        None,
+        "Seconds that one trajectory may take; a longer one fails, is masked and counted; null = no limit.",
+        above=0,
+    )
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """OpenAI-compatible chat endpoint of the policy during training; see docs/agents.md."""
+
+    enable: bool = key(False, "Serve the endpoint; `agent.external_agent` serves it in any case.")
+    host: str = key(
+        "127.0.0.1",
+        "Listen address; beyond loopback, every client with the token has access, without encryption.",
+    )
+    port: int = key(0, "Port; 0 = any free one, see `access_file`.", at_least=0, at_most=65535)
+    access_file: str | None = key(
+        None,
+        "File with `base_url`, `api_key` and `model` for clients, readable by its owner only; "
+        "null = `outputs/<experiment_name>/endpoint.json`.",
+    )
+    wait_s: float = key(
+        600.0,
+        "Seconds that an external request waits for the run to generate; then the client gets a retry response.",
+        above=0,
+    )
+
+
+@dataclass(frozen=True)
+class RetrieverConfig:
+    """Retrieval server of `search_agent`."""
+
+    url: str | None = key(None, "Address of POST requests, such as http://127.0.0.1:8000/retrieve; null = none.")
+    topk: int = key(3, "Documents per query.", at_least=1)
+    timeout_s: float = key(30.0, "Seconds that one request may take.", above=0)
+    retries: int = key(3, "Retries of a failed request; then the trajectory fails.", at_least=0)
+
+
+@dataclass(frozen=True)
+class ValSamplingConfig:
+    """Sampling in validation."""
+
+    temperature: float = key(0.0, "Sampling temperature; 0 = greedy.", at_least=0)
+    top_p: float = key(1.0, "Smallest probability mass to sample from.", above=0, at_most=1)
+    top_k: int = key(-1, "Most likely tokens to sample from; -1 = all.", at_least=1, allowed=(-1,))
+    n: int = key(1, "Responses per prompt.", at_least=1)
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """Failure detection of rollout replicas: requests of a lost replica move to others, and a new one replaces it."""
+
+    timeout_s: float = key(300.0, "Seconds without a report after which a replica counts as lost.", above=0)
+
+
+@dataclass(frozen=True)
+class RolloutConfig(LogProbBatchConfig):
+    """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
+
+    name: str = key("embedded", "Rollout engine.", choices=("embedded", "sglang"))
+    n: int = key(1, "Responses per prompt.", at_least=1)
+    temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
+    top_p: float = key(1.0, "Smallest probability mass to sample from.", above=0, at_most=1)
+    top_k: int = key(-1, "Most likely tokens to sample from; -1 = all.", at_least=1, allowed=(-1,))
+    tensor_model_parallel_size: int = key(1, "Devices per engine replica.", at_least=1)
+    replicas: int | None = key(None, "Engine replicas; null = as many as fit the trainer's devices.", at_least=1)
+    max_num_seqs: int = key(256, "Sequences that one replica generates concurrently.", at_least=1)
+    dtype: str = key("bfloat16", "Number format of the engine's weights.", choices=DTYPES)
+    free_cache_engine: bool = key(
+        True, "Engines release the memory of weights and KV cache to the trainer outside the generation phase."
+    )
+    seed: int | None = key(None, "Seed of sampling; null = `trainer.seed`.", at_least=0)
+    calculate_log_probs: bool = key(
+        False,
+        "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and "
+        "write them next to the responses in `trainer.rollout_data_dir` as `<step>.npz`, for `megarl doctor logprobs`.",
+    )
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
+    agent: AgentConfig = section(AgentConfig)
+    endpoint: EndpointConfig = section(EndpointConfig)
+    health: HealthConfig = section(HealthConfig)
+    val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Addresses of running servers, one per replica; empty if replicas start their engines."""
+        return self.engine_kwargs.sglang.urls if self.name == "sglang" else []
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices of the run per replica: 1 for the client of a running server, which has other devices."""
+        return 1 if self.server_urls else self.tensor_model_parallel_size
+
+    @property
+    def serves_endpoint(self) -> bool:
+        """Whether the run serves the policy over OpenAI's chat interface."""
+        return self.endpoint.enable or self.agent.external_agent is not None

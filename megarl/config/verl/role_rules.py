@@ -1,0 +1,287 @@
+"""Rules for roles with a Megatron model: `actor_rollout_ref.{actor,ref,model}`, `critic` and `reward_model`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule
+
+_ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model"
+_PACKED = "megarl always packs sequences, without padding"
+_EXACT = "megarl's vocabulary-parallel kernel always computes log-probs and entropy"
+_PER_GPU = "counts samples over all ranks; give {}, per data-parallel rank"
+_FLOAT32 = "the optimizer state is float32, as in Megatron with this key and default dtypes"
+_SEEDS = "every rank draws from trainer.seed"
+_QAT = "megarl has no quantization-aware training; rollout.dtype is the engine's format"
+_LORA = "megarl has no LoRA: it trains all weights; remove the key, or set rank 0"
+
+_MEGATRON: dict[str, Rule] = {
+    "use_mbridge": NoEffect("megarl's weight maps always read the Hugging Face folder"),
+    "vanilla_mbridge": NoEffect("megarl's weight maps always read the Hugging Face folder"),
+    "use_dist_checkpointing": Only(
+        (False,),
+        "set actor_rollout_ref.model.path; `megarl convert` makes a Hugging Face folder from a checkpoint",
+    ),
+    "dist_checkpointing_path": Feature(
+        "{}.use_dist_checkpointing", (False,), "megarl reads weights from actor_rollout_ref.model.path"
+    ),
+    "dist_checkpointing_prefix": NoEffect("megarl reads weights from actor_rollout_ref.model.path"),
+    "dist_ckpt_optim_fully_reshardable": NoEffect("megarl reads its checkpoints in any layout"),
+    "distrib_optim_fully_reshardable_mem_efficient": NoEffect("megarl reads its checkpoints in any layout"),
+    "use_remove_padding": NoEffect(_PACKED),
+    "pad_bshd_to_minibatch_max": NoEffect(_PACKED),
+    "pad_to_length": Only((False,), _PACKED),
+    "pad_to_length_bucket": NoEffect(_PACKED),
+    "use_megatron_fsdp": Only((False,), "use_distributed_optimizer shards the optimizer state instead"),
+    "forward_only": NoEffect("the role decides whether it trains"),
+    "seed": NoEffect(_SEEDS),
+    "dynamic_context_parallel": Only((False,), "context_parallel_size is the same for every micro-batch"),
+    "max_seqlen_per_dp_cp_rank": Only((), "belongs to dynamic_context_parallel, which megarl lacks; remove the key"),
+    "entropy_from_logits_with_chunking": NoEffect(_EXACT),
+    "entropy_from_logits_chunk_size": NoEffect(_EXACT),
+    "override_ddp_config.overlap_grad_reduce": Renamed("{}.overlap_grad_reduce"),
+    "override_ddp_config.overlap_param_gather": Renamed("{}.overlap_param_gather"),
+    "override_ddp_config.use_distributed_optimizer": Renamed("{}.use_distributed_optimizer"),
+    "override_ddp_config.grad_reduce_in_fp32": Only((True,), "megarl always sums gradients in float32"),
+    "override_ddp_config.average_in_collective": Only(
+        (False,), "losses are divided by counts over the whole mini-batch, so gradients are summed"
+    ),
+    "override_ddp_config.*": Refused(
+        "set overlap_grad_reduce, overlap_param_gather and use_distributed_optimizer of `megatron` for "
+        "Megatron's data parallelism"
+    ),
+    "override_mcore_model_config.*": Refused(
+        "the model comes from its family's declaration in megarl/models/families; override_transformer_config sets "
+        "how it is computed"
+    ),
+    "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), "megarl does not replay the engine's routing"),
+    "qat.*": Feature(
+        "{}.qat.enable", (False,), "megarl has no quantization-aware training; rollout.dtype is the engine's format"
+    ),
+}
+
+_OPTIM: dict[str, Rule] = {
+    "optimizer": Only(("adam",), "the optimizer is Adam"),
+    "lr_warmup_init": Only((0.0,), "warm-up begins at 0"),
+    "lr_decay_steps": Renamed("{}.total_training_steps", why="including the warm-up steps"),
+    "weight_decay_incr_style": Only(("constant",), "weight decay is constant"),
+    "use_checkpoint_opt_param_scheduler": NoEffect(
+        "the schedule comes from the configuration, its position from the checkpoint"
+    ),
+    "use_layer_wise_distributed_optimizer": Only((False,), "see megatron.use_distributed_optimizer"),
+    "use_precision_aware_optimizer": NoEffect(_FLOAT32),
+    "main_grads_dtype": Only(("fp32",), "megarl sums gradients in float32"),
+    "exp_avg_dtype": Only(("fp32",), "the optimizer state is float32"),
+    "exp_avg_sq_dtype": Only(("fp32",), "the optimizer state is float32"),
+    "muon_*": Feature("{}.optimizer", ("adam",), "the optimizer is Adam"),
+    "override_optimizer_config.optimizer_offload_fraction": NoEffect("the optimizer offloads all of its state or none"),
+    "override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": NoEffect("no optimizer step runs on the host"),
+    "override_optimizer_config.use_precision_aware_optimizer": NoEffect(_FLOAT32),
+    "override_optimizer_config.*": Refused("Adam's settings are the keys of this section, such as betas and eps"),
+}
+
+_OFFLOAD: dict[str, Rule] = {
+    "optim.override_optimizer_config.optimizer_cpu_offload": Renamed(
+        "{}.megatron.optimizer_offload",
+        why="the state is in host memory between updates and on the device during an update",
+    ),
+}
+
+_MODEL: dict[str, Rule] = {
+    "use_shm": NoEffect("each rank reads its slices of the files through the page cache"),
+    "trust_remote_code": NoEffect(
+        "megarl never runs code of a model folder; external_lib names a file that declares its family"
+    ),
+    "hf_config_path": Refused("the configuration is read from the model's folder"),
+    "override_config.*": Refused("edit config.json in the model's folder"),
+    "custom_chat_template": Refused("put the template into the tokenizer's folder as chat_template.jinja"),
+    "enable_gradient_checkpointing": NoEffect("concerns FSDP; for Megatron set megatron.recompute_granularity"),
+    "enable_activation_offload": Only((False,), "nearest: megatron.recompute_granularity"),
+    "use_remove_padding": NoEffect(_PACKED),
+    "use_fused_kernels": NoEffect(_EXACT),
+    "fused_kernel_options.*": NoEffect(_EXACT),
+    "use_liger": Only((False,), "its kernels are for FSDP; megarl uses Transformer Engine's kernels if installed"),
+    "tiled_mlp.*": Feature("{}.tiled_mlp.enabled", (False,), "nearest: megatron.recompute_modules=[mlp]"),
+    "lora_rank": Only((0,), _LORA),
+    "lora_alpha": Feature("{}.lora_rank", (0,), _LORA),
+    "lora_adapter_path": Refused(_LORA),
+    "target_modules": Feature("{}.lora_rank", (0,), _LORA),
+    "exclude_modules": Feature("{}.lora_rank", (0,), _LORA),
+    "lora.*": Feature("{}.lora.rank", (0,), _LORA),
+    "mtp.*": Feature(
+        "{}.mtp.enable", (False,), "megarl neither loads nor trains the layers of multi-token prediction (MTP)"
+    ),
+}
+
+_UPDATE: dict[str, Rule] = {
+    "ppo_micro_batch_size": Refused(_PER_GPU.format("ppo_micro_batch_size_per_gpu")),
+    "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
+    "shuffle": Only((False,), "mini-batches follow the order of the batch; data.shuffle shuffles prompts"),
+    "data_loader_seed": NoEffect("mini-batches are not shuffled"),
+    "grad_clip": Renamed("{}.optim.clip_grad"),
+    "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
+    "fsdp_config.*": OtherBackend("FSDP", "the layout is in `megatron`"),
+    "veomni.*": OtherBackend("VeOmni", "the layout is in `megatron`"),
+    "checkpoint.strict": NoEffect("every weight must be there exactly once"),
+    "checkpoint.mbridge_config.*": NoEffect("megarl's weight maps write Hugging Face folders"),
+    "use_torch_compile": NoEffect("megarl compiles nothing"),
+    "use_fused_kernels": NoEffect(_EXACT),
+    "rollout_n": Refused("set actor_rollout_ref.rollout.n"),
+}
+
+_ACTOR_ONLY: dict[str, Rule] = {
+    "model_engine": Only(("megatron",), "megarl trains with Megatron"),
+    "calculate_entropy": NoEffect("megarl always computes the entropy"),
+    "calculate_sum_pi_squared": Only((False,), "no estimator of megarl needs it"),
+    "entropy_from_logits_with_chunking": NoEffect(_EXACT),
+    "entropy_from_logits_chunk_size": NoEffect(_EXACT),
+    "freeze_vision_tower": Only((False,), "megarl has no vision models"),
+    "qat.*": Feature(
+        "{}.qat.enable", (False,), "megarl has no quantization-aware training; rollout.dtype is the engine's format"
+    ),
+    "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), "megarl does not replay the engine's routing"),
+    "policy_loss.dro_beta": Refused("megarl has no DRO loss; see policy_loss.loss_mode"),
+}
+
+_REF_ONLY: dict[str, Rule] = {
+    "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
+    "log_prob_micro_batch_size": Refused(_PER_GPU.format("log_prob_micro_batch_size_per_gpu")),
+    "use_torch_compile": NoEffect("megarl compiles nothing"),
+    "rollout_n": Refused("set actor_rollout_ref.rollout.n"),
+    "entropy_from_logits_with_chunking": NoEffect(_EXACT),
+    "entropy_from_logits_chunk_size": NoEffect(_EXACT),
+    "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), "megarl does not replay the engine's routing"),
+    "fsdp_config.*": OtherBackend("FSDP", "the layout is in `megatron`"),
+    "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
+    "veomni.*": OtherBackend("VeOmni", "the layout is in `megatron`"),
+}
+
+_CRITIC_ONLY: dict[str, Rule] = {
+    "loss_scale_factor": Refused("seq-mean-token-sum-norm divides by data.max_response_length"),
+    "forward_max_token_len_per_gpu": NoEffect("ppo_max_token_len_per_gpu limits the forward pass for values"),
+    "nccl_timeout": NoEffect("collectives time out after 600 s"),
+    "model.tokenizer_path": NoEffect("the critic reads the token ids of the actor's tokenizer"),
+    "model.fsdp_config.*": OtherBackend("FSDP", "the layout is in critic.megatron"),
+}
+
+_REWARD_ONLY: dict[str, Rule] = {
+    "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
+    "micro_batch_size": Refused(_PER_GPU.format("micro_batch_size_per_gpu")),
+    "nccl_timeout": NoEffect("collectives time out after 600 s"),
+    "load_weight": Only((True,), "a model without its weights scores nothing"),
+    "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
+    "model.use_shm": NoEffect("each rank reads its slices of the files through the page cache"),
+    "model.use_remove_padding": NoEffect(_PACKED),
+    "model.use_fused_kernels": NoEffect(_EXACT),
+    "model.fsdp_config.*": OtherBackend("FSDP", "the layout is in reward_model.megatron"),
+    "profiler.*": Feature("{}.profiler.enable", (False,), "the run's report shows the time of every phase"),
+}
+
+
+_MEGATRON_SECTIONS = tuple(f"{role}.megatron" for role in (_ACTOR, _REF, _CRITIC, _REWARD))
+
+_TYPED_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "sequence_parallel",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "use_distributed_optimizer",
+)
+"""Fields that are keys of the section itself."""
+
+_BALANCE = "megarl has no loss that balances experts: it would pull the policy away from its rewards"
+_ROUTER = "the model family defines the router"
+_SPARSE = "megarl has no model families with sparse attention (DSA)"
+_KERNELS = "megarl uses fused kernels if Transformer Engine is installed"
+_MINDSPEED = "concerns Ascend NPUs (MindSpeed) only; remove the key"
+
+_TRANSFORMER: dict[str, Rule] = {
+    "normalization": Only(("RMSNorm",), "the model family sets it"),
+    "swiglu": Only((True,), "the model family sets it"),
+    "moe_aux_loss_coeff": Only((0,), _BALANCE),
+    "moe_z_loss_coeff": Only((0,), _BALANCE),
+    "moe_router_load_balancing_type": Only(("none",), _BALANCE),
+    "moe_router_dtype": Only(("fp32",), "the router computes in float32"),
+    "moe_router_enable_expert_bias": Only((True,), "the router keeps the bias of the checkpoint, if there is one"),
+    "moe_router_bias_update_rate": Only((0,), f"{_ROUTER}, with the bias of the checkpoint"),
+    "moe_router_topk_scaling_factor": Refused(_ROUTER),
+    "moe_router_score_function": Refused(_ROUTER),
+    "moe_router_num_groups": Refused(_ROUTER),
+    "moe_router_group_topk": Refused(_ROUTER),
+    "moe_token_dispatcher_type": NoEffect("the token dispatcher is all-to-all"),
+    "moe_enable_deepep": NoEffect("the token dispatcher is all-to-all"),
+    "moe_grouped_gemm": Only((True,), "one kernel computes the experts if Transformer Engine is installed"),
+    "moe_expert_capacity_factor": Refused("every token reaches all of its experts"),
+    "multi_latent_attention": Only((True,), "the model family sets it"),
+    "mtp_num_layers": Only((0,), "megarl does not train the layers of multi-token prediction (MTP)"),
+    "mtp_loss_scaling_factor": Refused("megarl does not train the layers of multi-token prediction (MTP)"),
+    "pipeline_model_parallel_layout": Refused(
+        "give num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage of `megatron`"
+    ),
+    "bf16": Refused("set megatron.dtype"),
+    "fp16": Refused("set megatron.dtype to bfloat16"),
+    "variable_seq_lengths": Only((True,), "micro-batches differ in their numbers of tokens"),
+    "calculate_per_token_loss": Only((True,), "losses are divided by counts over the whole mini-batch"),
+    "use_flash_attn": Only((True,), f"{_KERNELS}; attention_backend selects one for attention"),
+    "use_fused_rmsnorm": Only((True,), _KERNELS),
+    "use_fused_swiglu": Only((True,), _KERNELS),
+    "use_fused_mhc": Only((False,), "megarl has no model families with hyper-connections (mHC)"),
+    "use_naive_l2norm": Refused(_MINDSPEED),
+    "context_parallel_algo": Refused(_MINDSPEED),
+    "apply_dsa_kernel_fusion": Refused(_SPARSE),
+    "dsa_indexer_loss_coeff": Only((0,), _SPARSE),
+    "dsa_indexer_use_sparse_loss": Feature("{}.dsa_indexer_loss_coeff", (0,), _SPARSE),
+    "dsa_*": Refused(_SPARSE),
+}
+
+
+def _below(prefix: str, rules: dict[str, Rule]) -> dict[str, Rule]:
+    """Rules with full paths; ``{}`` in the key that a rule names becomes the section's path."""
+    placed = {}
+    for name, rule in rules.items():
+        if isinstance(rule, Renamed):
+            rule = Renamed(rule.to.format(prefix), rule.values, rule.left_out, rule.why)
+        elif isinstance(rule, Feature):
+            rule = Feature(rule.switch.format(prefix), rule.off, rule.why)
+        placed[f"{prefix}.{name}"] = rule
+    return placed
+
+
+def role_rules() -> dict[str, Rule]:
+    """The rules of all roles by path; ``*`` at the end matches any rest."""
+    rules = _below(_ACTOR, _UPDATE | _ACTOR_ONLY) | _below(_REF, _REF_ONLY) | _below(_CRITIC, _UPDATE | _CRITIC_ONLY)
+    rules |= _below(_REWARD, _REWARD_ONLY)
+    for role in (_ACTOR, _REF, _CRITIC, _REWARD):
+        rules |= _below(f"{role}.megatron", _MEGATRON)
+    for role in (_ACTOR, _CRITIC):
+        rules |= _below(f"{role}.optim", _OPTIM) | _below(role, _OFFLOAD)
+    for model in ("actor_rollout_ref.model", "critic.model"):
+        rules |= _below(model, _MODEL)
+    for model in ("critic.model", "reward_model.model"):
+        imported = Renamed("actor_rollout_ref.model.external_lib", left_out=(None,), why="all processes import it")
+        rules |= _below(model, {"external_lib": imported})
+    return rules | _transformer_rules()
+
+
+def _transformer_rules() -> dict[str, Rule]:
+    """Rules for the fields of `megatron.override_transformer_config`, of all roles by path."""
+    rules: dict[str, Rule] = {}
+    for section in _MEGATRON_SECTIONS:
+        path = f"{section}.override_transformer_config"
+        rules |= {f"{path}.{name}": Renamed(f"{section}.{name}") for name in _TYPED_FIELDS}
+        for name, rule in _TRANSFORMER.items():
+            rules[f"{path}.{name}"] = (
+                replace(rule, switch=rule.switch.format(path)) if isinstance(rule, Feature) else rule
+            )
+    return rules

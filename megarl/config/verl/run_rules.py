@@ -1,0 +1,244 @@
+"""Rules for generation, data, rewards, algorithm, the run, and features of verl that megarl lacks."""
+
+from __future__ import annotations
+
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
+
+_CORRECTION = "algorithm.rollout_correction"
+_NEW_RESPONSES = "every step generates new responses; trainer.rollout_data_dir keeps them"
+_TEXTS = "megarl trains on text: it has no images, video or sound"
+_ASYNC = "a step generates and then trains, on the same devices; megarl has no asynchronous training"
+_REWARD_ENGINE = "a reward model runs on Megatron; its layout is reward_model.megatron"
+_JUDGE = "the model has a scalar head; for a generative judge set reward_model.judge.base_url"
+
+_DRIVER = "the driver uses no GPU: it does not run under nsys"
+_FILES = "profiles stay in global_profiler.save_path"
+_PROFILER: dict[str, Rule] = {
+    "tool": NoEffect("global_profiler.tool applies to all roles"),
+    "save_path": NoEffect("global_profiler.save_path applies to all roles"),
+    "relocate_results": Only((False,), _FILES),
+    "finish_hook_*": NoEffect(_FILES),
+    "tool_config.npu.*": NoEffect("concerns Ascend NPUs only"),
+    "tool_config.torch_memory.stack_depth": NoEffect("stacks have torch's default depth"),
+    "tool_config.*": Renamed("global_profiler.global_tool_config", why="the settings of a tool apply to all roles"),
+}
+
+_DATA: dict[str, Rule] = {
+    "data.tokenizer": Refused("set actor_rollout_ref.model.tokenizer_path"),
+    "data.use_shm": NoEffect("megarl reads files through the page cache"),
+    "data.trust_remote_code": NoEffect("megarl never runs code of a model folder"),
+    "data.tool_config_path": Renamed("actor_rollout_ref.rollout.multi_turn.tool_config_path"),
+    "data.function_tool_path": Refused("list tools in actor_rollout_ref.rollout.multi_turn.tool_config_path"),
+    "data.return_raw_input_ids": Only(
+        (False,),
+        "the policy's chat template encodes prompts; set reward_model.model.input_tokenizer for a reward model "
+        "with a different one",
+    ),
+    "data.sampler.group_*": Refused("nearest: data.mixture, the weights of data sets in every batch"),
+    "data.datagen.*": Refused("nearest: data.custom_cls, a custom data set, or data.sampler with update(batch)"),
+    "data.return_raw_chat": NoEffect("agents always get the messages"),
+    "data.return_full_prompt": Only((False,), "set trainer.rollout_data_dir to record prompts"),
+    "data.dataloader_num_workers": NoEffect("the loader reads rows from memory-mapped files on demand"),
+    "data.validation_shuffle": Only((False,), "validation reads its rows in order"),
+    "data.image_key": Only(("images",), _TEXTS),
+    "data.video_key": Only(("videos",), _TEXTS),
+    "data.audio_key": Only(("audios",), _TEXTS),
+    "data.image_patch_size": NoEffect(_TEXTS),
+    "data.return_multi_modal_inputs": NoEffect(_TEXTS),
+    "data.mm_processor_kwargs.*": Refused(_TEXTS),
+}
+
+_REWARDS: dict[str, Rule] = {
+    "reward.custom_reward_function.path": Renamed("custom_reward_function.path"),
+    "reward.custom_reward_function.name": Renamed("custom_reward_function.name"),
+    "reward.custom_reward_function.*": Renamed("custom_reward_function"),
+    "reward.compute_score_kwargs.*": Refused("set arguments of a function in reward_model.function_kwargs.<function>"),
+    "reward.num_workers": Renamed("reward_model.num_workers"),
+    "reward.reward_manager.name": Renamed("reward_model.reward_manager"),
+    "reward.reward_manager.source": Only(("register",), "set custom_reward_function.path for a custom reward"),
+    "reward.reward_manager.module.*": Feature(
+        "reward.reward_manager.source", ("register",), "set custom_reward_function.path for a custom reward"
+    ),
+    "reward.reward_kwargs.*": Renamed("reward_model.reward_kwargs"),
+    "reward.sandbox_fusion.*": Renamed("reward_model.sandbox_fusion"),
+    "sandbox_fusion.*": Renamed("reward_model.sandbox_fusion"),
+    "reward.reward_model.enable": Renamed("reward_model.enable", why=_JUDGE),
+    "reward.reward_model.model_path": Renamed("reward_model.model.path"),
+    "reward.reward_model.enable_resource_pool": Only((False,), "all roles share the devices of the run"),
+    "reward.reward_model.n_gpus_per_node": Feature(
+        "reward.reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
+    ),
+    "reward.reward_model.nnodes": Feature(
+        "reward.reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
+    ),
+    "reward.reward_model.rollout.*": NoEffect(_REWARD_ENGINE),
+    "reward_model.model.trust_remote_code": NoEffect("megarl never runs code of a model folder"),
+    "reward_model.launch_reward_fn_async": NoEffect(
+        "reward_model.num_workers processes score a step's responses together, before the log-prob pass"
+    ),
+    "reward_model.enable_resource_pool": Only((False,), "all roles share the devices of the run"),
+    "reward_model.n_gpus_per_node": Feature(
+        "reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
+    ),
+    "reward_model.nnodes": Feature(
+        "reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
+    ),
+    "reward_model.rollout.*": NoEffect(_REWARD_ENGINE),
+    "reward_model.reward_loop_source": Only(("register",), "set custom_reward_function.path for a custom reward"),
+    "reward_model.reward_loop_module_path": Refused("set custom_reward_function.path for a custom reward"),
+    "reward_model.reward_loop_class_name": Refused("set custom_reward_function.path for a custom reward"),
+}
+
+_ALGORITHM: dict[str, Rule] = {
+    "algorithm.filter_groups.max_inflight_gen_batches": NoEffect("generation rounds run one after the other"),
+    f"{_CORRECTION}.loss_type": Only(
+        ("ppo_clip",), "set actor_rollout_ref.actor.policy_loss.loss_mode: vanilla (ppo_clip) or reinforce"
+    ),
+    f"{_CORRECTION}.rollout_is_level": Refused("is called rollout_is, which takes token or sequence"),
+    f"{_CORRECTION}.rollout_is_mode": Refused(
+        "weights are truncated; two bounds in rollout_is_threshold, as '0.5_5.0', mask instead"
+    ),
+    f"{_CORRECTION}.rollout_is_threshold_lower": Refused("write both bounds into rollout_is_threshold, as '0.5_5.0'"),
+    f"{_CORRECTION}.rollout_rs_threshold_lower": Refused("write both bounds into rollout_rs_threshold, as '0.5_2.0'"),
+    f"{_CORRECTION}.rollout_token_veto_threshold": Refused(
+        "rollout_rs=seq_max_k2 rejects the sequences with a token whose ratio is below v (or above 1/v) if its "
+        "threshold is (ln v)^2 / 2, such as 42.4 for 1e-4"
+    ),
+}
+
+_RUN: dict[str, Rule] = {
+    "model_engine": Only(("megatron",), "megarl trains with Megatron; set model_engine=megatron"),
+    "actor_rollout_ref.hybrid_engine": Only((True,), "trainer and engines share the devices"),
+    "actor_rollout_ref.nccl_timeout": NoEffect("collectives time out after 600 s"),
+    "trainer.default_hdfs_dir": Refused("set trainer.default_local_dir to a folder on a mounted file system"),
+    "trainer.del_local_ckpt_after_load": Only((False,), "see trainer.max_actor_ckpt_to_keep"),
+    "trainer.ray_wait_register_center_timeout": NoEffect("Ray connects the workers"),
+    "trainer.use_v1": NoEffect("megarl has one trainer"),
+    "trainer.use_legacy_worker_impl": NoEffect("megarl has one implementation of each worker"),
+    "trainer.v1.*": Feature("trainer.v1.trainer_mode", ("sync",), _ASYNC),
+    "ray_kwargs.ray_init.num_cpus": NoEffect("set RAY_ADDRESS to join a running cluster"),
+    "ray_kwargs.ray_init.runtime_env.*": NoEffect("workers run in the driver's environment"),
+    "ray_kwargs.*": Refused("workers run in the driver's environment; RAY_ADDRESS names a running cluster"),
+    "ray_init.*": Refused("workers run in the driver's environment; RAY_ADDRESS names a running cluster"),
+    "transfer_queue.enable": NoEffect("batches travel through Ray's object store"),
+    "transfer_queue.*": NoEffect("batches travel through Ray's object store"),
+    "distillation.*": Feature("distillation.enabled", (False,), "nearest: use_kl_loss, with one reference policy"),
+    "async_training.*": Refused(_ASYNC),
+    "rollout.*": Refused(_ASYNC),
+    **{
+        f"skip.{kind}.*": Feature(f"skip.{kind}.enable", (False,), _NEW_RESPONSES)
+        for kind in ("rollout", "rollout_tq", "async_rollout")
+    },
+    "skip.*": Refused(_NEW_RESPONSES),
+    "trainer.profile_steps": Renamed("global_profiler.steps"),
+    "trainer.worker_nsight_options.*": Renamed("global_profiler.global_tool_config.nsys.worker_nsight_options"),
+    "trainer.controller_nsight_options.*": NoEffect(_DRIVER),
+    "global_profiler.relocate_results": Only((False,), _FILES),
+    "global_profiler.finish_hook_*": Feature("global_profiler.finish_hook_cmd", (), _FILES),
+    "global_profiler.global_tool_config.nsys.controller_nsight_options.*": NoEffect(_DRIVER),
+    "global_profiler.global_tool_config.torch_memory.*": NoEffect("stacks have torch's default depth"),
+    "global_profiler.global_tool_config.npu.*": OtherBackend("Ascend NPUs"),
+    **{
+        f"{role}.profiler.{name}": rule
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+        for name, rule in _PROFILER.items()
+    },
+}
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang"
+_SERVER = f"{_SGLANG}.server_args"
+_LENGTHS = "data.max_prompt_length + data.max_response_length"
+
+_GENERATION: dict[str, Rule] = {
+    "mode": NoEffect("all requests of a step run concurrently"),
+    "nnodes": Only((0,), "engines and trainer share the devices of trainer.nnodes x trainer.n_gpus_per_node"),
+    "n_gpus_per_node": Feature(
+        f"{_ROLLOUT}.nnodes", (0,), "engines and trainer share the devices; set trainer.n_gpus_per_node"
+    ),
+    "gpu_memory_utilization": Renamed(f"{_SERVER}.mem_fraction_static"),
+    "enforce_eager": Renamed(f"{_SERVER}.disable_cuda_graph", left_out=(False,)),
+    "cudagraph_capture_sizes": Renamed(f"{_SERVER}.cuda_graph_bs"),
+    "enable_chunked_prefill": Renamed(f"{_SERVER}.chunked_prefill_size", values={False: -1}, left_out=(True,)),
+    "max_num_batched_tokens": NoEffect(
+        "concerns vLLM, as in verl; SGLang batches by memory, see engine_kwargs.sglang.server_args.max_prefill_tokens"
+    ),
+    "max_model_len": NoEffect(f"the engine's longest sequence is {_LENGTHS}"),
+    "prompt_length": Renamed("data.max_prompt_length"),
+    "response_length": Renamed("data.max_response_length"),
+    "enable_prefix_caching": Renamed(f"{_SERVER}.disable_radix_cache", values={False: True}, left_out=(True,)),
+    "scheduling_policy": Renamed(f"{_SERVER}.schedule_policy", left_out=("fcfs",)),
+    "expert_parallel_size": Renamed(f"{_SERVER}.ep_size", left_out=(1,)),
+    "data_parallel_size": Only((1,), "every replica is a separate engine; see rollout.replicas"),
+    "pipeline_model_parallel_size": Only((1,), "rollout.tensor_model_parallel_size splits an engine"),
+    "moe_tensor_parallel_size": OtherBackend("TensorRT-LLM"),
+    "load_format": NoEffect("an engine starts without weights and receives the actor's"),
+    "layered_summon": NoEffect("concerns FSDP; Megatron's ranks send weights in buckets"),
+    "logprobs_mode": NoEffect("log-probs belong to the sampling distribution"),
+    "do_sample": Only((True,), "responses are always sampled, by temperature, top_p and top_k"),
+    "ignore_eos": Only((False,), "an answer ends with its end-of-sequence token"),
+    "disable_log_stats": NoEffect("the engine's log is off"),
+    "over_sample_rate": Only((0,), "the step waits for every request"),
+    "multi_stage_wake_up": NoEffect("engines wake memory of weights and KV cache one after the other"),
+    "full_determinism": Renamed(f"{_SGLANG}.deterministic", left_out=(False,)),
+    "skip_tokenizer_init": NoEffect("the engine reads token ids; engine_kwargs.sglang.stop_strings makes it decode"),
+    "log_prob_micro_batch_size": Refused(
+        "counts samples over all ranks; give log_prob_micro_batch_size_per_gpu, per data-parallel rank"
+    ),
+    "quantization": Refused("rollout.dtype is the format of the engine's weights"),
+    "quantization_config_file": Refused("rollout.dtype is the format of the engine's weights"),
+    "qat.*": Refused("megarl has no quantization-aware training"),
+    "mtp.*": Feature(f"{_ROLLOUT}.mtp.enable", (False,), "the engine predicts one token at a time"),
+    "enable_rollout_routing_replay": Only((False,), "megarl does not replay the engine's routing in training"),
+    "moe_load_balance_metrics_interval": Only((0,), "megarl does not measure the load of experts"),
+    "disaggregation.*": Feature(f"{_ROLLOUT}.disaggregation.enabled", (False,), "each engine does prefill and decode"),
+    "prometheus.*": Feature(f"{_ROLLOUT}.prometheus.enable", (False,), "set trainer.logger for metrics"),
+    "trace.backend": Refused("set trainer.rollout_data_dir to write responses"),
+    "trace.*": Feature(f"{_ROLLOUT}.trace.backend", (), "set trainer.rollout_data_dir to write responses"),
+    "profiler.*": Feature(f"{_ROLLOUT}.profiler.enable", (False,), "profile engines with SGLang's tools"),
+    "checkpoint_engine.backend": Only(("naive",), "nearest: sync.transport"),
+    "checkpoint_engine.update_weights_bucket_megabytes": Renamed("sync.bucket_megabytes"),
+    "checkpoint_engine.engine_kwargs.*": Refused("nearest: the section sync"),
+    "checkpoint_engine.custom_backend_module": Refused("nearest: sync.transport"),
+    "agent.num_workers": NoEffect("the driver's event loop leads all trajectories; see agent.max_concurrency"),
+    "agent.custom_async_server.*": Refused("rollout.name selects a registered engine"),
+    "multi_turn.function_tool_path": Refused("list tools in multi_turn.tool_config_path"),
+    "multi_turn.use_inference_chat_template": Only((False,), "trajectories keep the generated tokens"),
+    "multi_turn.tokenization_sanity_check_mode": NoEffect("megarl keeps generated tokens, never tokenizes them again"),
+    "multi_turn.num_repeat_rollouts": Refused("set rollout.n, the responses per prompt"),
+    "val_kwargs.do_sample": NoEffect("responses are sampled if val_kwargs.temperature is above 0"),
+    "engine_kwargs.vllm.*": OtherBackend("vLLM", "SGLang's arguments go below engine_kwargs.sglang"),
+    "engine_kwargs.trtllm.*": OtherBackend("TensorRT-LLM", "SGLang's arguments go below engine_kwargs.sglang"),
+    "engine_kwargs.sglang.*": Renamed(_SERVER),
+}
+
+_OTHER_ENGINE = "an engine that megarl does not support; set actor_rollout_ref.rollout.name=sglang"
+
+_ENGINE_VALUES = {
+    f"{_ROLLOUT}.name": Values(refused=dict.fromkeys(("vllm", "trtllm", "hf"), _OTHER_ENGINE)),
+}
+
+
+VALUES: dict[str, Values] = {
+    **_ENGINE_VALUES,
+    "global_profiler.tool": Values(refused={"npu": "for Ascend NPUs: megarl runs on CUDA and on CPUs"}),
+    "trainer.device": Values(refused={"npu": "an Ascend NPU, with MindSpeed: megarl runs on CUDA and on CPUs"}),
+    **{f"{role}.optim.lr_warmup_steps": Values(meanings={None: -1}) for role in ("actor_rollout_ref.actor", "critic")},
+    **{
+        f"{role}.optim.{name}": Values(meanings={-1: None})
+        for role in ("actor_rollout_ref.actor", "critic")
+        for name in ("total_training_steps",)
+    },
+    **{
+        f"{role}.optim.lr_wsd_decay_steps": Values(meanings={None: -1})
+        for role in ("actor_rollout_ref.actor", "critic")
+    },
+    "algorithm.filter_groups.metric": Values(meanings={None: "score"}),
+    "custom_reward_function.name": Values(meanings={None: "compute_score"}),
+}
+
+
+def run_rules() -> dict[str, Rule]:
+    """The rules by path; ``*`` at the end matches any rest."""
+    generation = {f"{_ROLLOUT}.{name}": rule for name, rule in _GENERATION.items()}
+    return _DATA | _REWARDS | _ALGORITHM | _RUN | generation

@@ -1,0 +1,171 @@
+"""Row schema: required columns and types, checked by the schema of a columnar file and by values."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from megarl.base.errors import DataError
+
+RLHF_COLUMNS = ("data_source", "reward_model")
+MESSAGES_FORM = 'lists of {"role": string, "content": string}'
+PROMPT_FORM = 'a list of chat messages {"role": string, "content": string}'
+REWARD_MODEL_FORM = 'a struct with "ground_truth"'
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    """Required columns of every row.
+
+    Attributes:
+        prompt: column of the chat messages; None = no prompt.
+        required: columns that must exist without nulls.
+        texts: columns that must exist without nulls and contain strings or messages.
+        source: the required column with the name of the data source, a string.
+    """
+
+    prompt: str | None = None
+    required: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    source: str = "data_source"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all required columns."""
+        return tuple(dict.fromkeys((*self.required, *self.texts, *((self.prompt,) if self.prompt else ()))))
+
+
+def check_names(path: str, names: Sequence[str], expected: RowSchema) -> None:
+    """Check that a file has the required columns.
+
+    Raises:
+        DataError: a column is missing; names the file, the column and the nearest existing one.
+    """
+    for name in expected.names:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise DataError(f"{path}: there is no column {name!r}{hint}; there are {list(names)}")
+
+
+def check_schema(path: str, schema: pa.Schema, expected: RowSchema) -> None:
+    """Check that a columnar file has the required columns with the right types.
+
+    Raises:
+        DataError: a column is missing or has a wrong type; names the file, the column and the required type.
+    """
+    check_names(path, schema.names, expected)
+    if expected.prompt and not _holds_messages(schema.field(expected.prompt).type):
+        type_ = schema.field(expected.prompt).type
+        raise DataError(f"{path}: column {expected.prompt!r} must be {PROMPT_FORM}, it is {type_}")
+    if expected.source in expected.required and not _is_text(schema.field(expected.source).type):
+        type_ = schema.field(expected.source).type
+        raise DataError(f"{path}: column {expected.source!r} must hold strings, it holds {type_}")
+    for name in expected.texts:
+        type_ = schema.field(name).type
+        if not (_is_text(type_) or _holds_messages(type_)):
+            raise DataError(f"{path}: column {name!r} must hold strings or {MESSAGES_FORM}, it holds {type_}")
+    if "reward_model" in expected.required:
+        type_ = schema.field("reward_model").type
+        if not pa.types.is_struct(type_) or type_.get_field_index("ground_truth") < 0:
+            raise DataError(f"{path}: column 'reward_model' must be {REWARD_MODEL_FORM}, it is {type_}")
+
+
+def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchema) -> None:
+    """Check rows of a columnar file for null values, and for prompts without messages, roles or contents.
+
+    Args:
+        path: path of the file.
+        batch: rows of the file, with checked types.
+        first: number of the batch's first row in the file.
+        expected: the row schema.
+
+    Raises:
+        DataError: a value is missing; names the file, the column and the row.
+    """
+    for name in expected.names:
+        needed = PROMPT_FORM if name == expected.prompt else "a value"
+        _refuse(path, name, pc.is_null(batch.column(name)), first, f"is null; every row needs {needed}")
+    if expected.prompt:
+        prompts = batch.column(expected.prompt)
+        empty = pc.equal(pc.list_value_length(prompts), 0)
+        _refuse(path, expected.prompt, empty, first, f"has no message; it must be {PROMPT_FORM}")
+        messages, rows = pc.list_flatten(prompts), pc.list_parent_indices(prompts)
+        for part in ("role", "content"):
+            missing = pc.is_null(pc.struct_field(messages, part))
+            why = f"has a message whose {part!r} is null; it must be a string"
+            _refuse(path, expected.prompt, missing, first, why, rows)
+    if "reward_model" in expected.required:
+        missing = pc.is_null(pc.struct_field(batch.column("reward_model"), "ground_truth"))
+        why = "has 'ground_truth' null; the reward function compares with it"
+        _refuse(path, "reward_model", missing, first, why)
+
+
+def _refuse(path: str, column: str, flags: Any, first: int, why: str, rows: Any = None) -> None:
+    index = pc.index(flags, True).as_py()
+    if index >= 0:
+        row = index if rows is None else rows[index].as_py()
+        raise DataError(f"{path}: column {column!r}, row {first + row} {why}")
+
+
+def check_row(path: str, number: int, row: Mapping[str, Any], expected: RowSchema) -> None:
+    """Check one row of Python values.
+
+    Raises:
+        DataError: a value is missing or has a wrong type; names the file, the column and the row.
+    """
+    for name in expected.names:
+        if problem := _value_problem(name, row.get(name), expected):
+            raise DataError(f"{path}: column {name!r}, row {number} {problem}")
+
+
+def _value_problem(name: str, value: Any, expected: RowSchema) -> str | None:
+    """Return the problem of a value; None for a valid value."""
+    if value is None:
+        return f"is null; every row needs {PROMPT_FORM if name == expected.prompt else 'a value'}"
+    if name == expected.prompt:
+        return _messages_problem(value)
+    if name in expected.texts and not isinstance(value, str) and _messages_problem(value, empty=True):
+        return f"must hold strings or {MESSAGES_FORM}, it holds {value!r:.80}"
+    if name == expected.source and name in expected.required and not isinstance(value, str):
+        return f"must hold strings, it holds {value!r:.80}"
+    if name == "reward_model" and name in expected.required:
+        if not isinstance(value, Mapping) or "ground_truth" not in value:
+            return f"must be {REWARD_MODEL_FORM}, it is {value!r:.80}"
+        if value["ground_truth"] is None:
+            return "has 'ground_truth' null; the reward function compares with it"
+    return None
+
+
+def _messages_problem(value: Any, empty: bool = False) -> str | None:
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        return f"must be {PROMPT_FORM}, it is {value!r:.80}"
+    if not value and not empty:
+        return f"has no message; it must be {PROMPT_FORM}"
+    for message in value:
+        for part in ("role", "content"):
+            if message.get(part) is None:
+                return f"has a message whose {part!r} is null; it must be a string"
+            if not isinstance(message[part], str):
+                return f"must be {PROMPT_FORM}, it has {part!r}: {message[part]!r:.80}"
+    return None
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    if pa.types.is_dictionary(type_):  # as pandas writes categories
+        type_ = type_.value_type
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
+
+
+def _holds_messages(type_: pa.DataType) -> bool:
+    if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)):
+        return False
+    message = type_.value_type
+    return pa.types.is_struct(message) and all(
+        message.get_field_index(name) >= 0 and _is_text(message.field(name).type) for name in ("role", "content")
+    )

@@ -1,0 +1,287 @@
+"""Data sets of supervised training: prompts with responses (SFT), and preference pairs for reward models."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.base.errors import DataError
+from megarl.data.dataset import RowDataset, Sample, pad_id, require_eos
+from megarl.data.lengths import PairLengths, measure_lengths
+from megarl.data.protocol import DataProto
+from megarl.data.rows.reader import Rows
+from megarl.data.sequences import attention_mask_of, pad_left, pad_right
+from megarl.data.tokenization import PromptEncoder, PromptReader, ResponseEncoder, check_truncation, truncate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+PAIR_COLUMNS = ("chosen", "rejected")
+Messages = Sequence[Mapping[str, Any]]
+
+
+class SFTDataset(RowDataset):
+    """Prompts with the responses to train on, in the columns of the reinforcement-learning job.
+
+    A response is the tokens of its text and the end-of-sequence token. A response with text of others (tool or search
+    results) is a list of pieces ``{role, content}``, concatenated without a template. Pieces of the ``assistant`` are
+    trained on, other pieces are context (``response_mask`` 0). Pieces are tokenized one by one, as in a rollout.
+    Truncation cuts the complete sequence, at its left (the oldest part of the prompt) or its right (the end of the
+    response).
+
+    Args:
+        files: paths or patterns of files with chat messages and responses.
+        tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
+        max_length: longest prompt plus response, in tokens.
+        prompt_key: column of the chat messages.
+        response_key: column of the response's text or pieces.
+        truncation: treatment of a longer row: ``error``, ``left`` or ``right``.
+        apply_chat_template_kwargs: extra arguments for the chat template.
+        system_prompt: system message of rows without one.
+        max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
+        sample_seed: seed of the draw.
+        workers: processes that measure lengths; None = a number that suits the data set.
+        cache_dir: folder for converted files and lengths.
+
+    Attributes:
+        dropped: always 0; a row that truncation would leave without prompt or response is an error.
+
+    Raises:
+        DataError: a file, column or row is malformed, or a row is too long.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        prompt_key: str = "prompt",
+        response_key: str = "response",
+        truncation: str = "error",
+        apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+        max_samples: int = -1,
+        sample_seed: int | None = None,
+        workers: int | None = None,
+        cache_dir: str | None = None,
+    ) -> None:
+        check_truncation(truncation)
+        if truncation == "middle":
+            raise DataError("truncation=middle would cut prompt and response at their boundary; set left or right")
+        require_eos(tokenizer)
+        source = Rows(files, prompt_key, text_columns=(response_key,), cache_dir=cache_dir)
+        super().__init__(source, max_samples, sample_seed)
+        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
+        self.reader = PromptReader(prompt_key, system_prompt)
+        self.responses = ResponseEncoder(tokenizer, response_key)
+        self.max_length = max_length
+        self.truncation = truncation
+        self.dropped = 0
+        self._check_lengths(workers)
+
+    def __getitem__(self, item: int) -> Sample:
+        """Return a row: ``prompt_ids``, ``response_ids``, ``response_mask`` (1 = trained), and ``index``."""
+        row = int(self._rows[item])
+        values, location = self.source[row], self.source.location(row)
+        prompt = self.encoder.encode(self.reader.read(values, location), location)
+        response, mask = self.responses.encode([values], [location])[0]
+        sequence = prompt + response
+        kept = truncate(sequence, self.max_length, self.truncation)
+        cut_left = len(sequence) - len(kept) if self.truncation == "left" else 0
+        boundary = len(prompt) - cut_left
+        kept_mask = mask[: len(kept) - boundary]
+        return {
+            "prompt_ids": kept[:boundary],
+            "response_ids": kept[boundary:],
+            "response_mask": kept_mask,
+            "index": row,
+        }
+
+    def collate(self, samples: Sequence[Sample]) -> DataProto:
+        """Collate samples to a batch: ``prompts``, ``responses``, ``attention_mask``, and ``response_mask``."""
+        prompt_ids, response_ids = ([sample[key] for sample in samples] for key in ("prompt_ids", "response_ids"))
+        pad = pad_id(self.encoder.tokenizer)
+        tensors = {"prompts": pad_left(prompt_ids, pad), "responses": pad_right(response_ids, pad)}
+        tensors["response_mask"] = pad_right([sample["response_mask"] for sample in samples])
+        tensors["attention_mask"] = attention_mask_of(
+            [len(ids) for ids in prompt_ids],
+            [len(ids) for ids in response_ids],
+            tensors["prompts"].shape[1],
+            tensors["responses"].shape[1],
+        )
+        return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
+
+    def _check_lengths(self, workers: int | None) -> None:
+        """Measure every row, so that an unusable row stops the run at its start."""
+        lengths = measure_lengths(self.source, PairLengths(self.encoder, self.reader, self.responses), workers)
+        too_long = self._rows[lengths[self._rows].sum(axis=1) > self.max_length]
+        for row in too_long.tolist():
+            prompt, response = lengths[row].tolist()
+            problem = f"{self.source.location(row)}: prompt and response have {prompt} + {response} tokens"
+            if self.truncation == "error":
+                raise DataError(
+                    f"{problem}, at most {self.max_length} together are allowed; raise data.max_length, or set "
+                    "data.truncation to left or right"
+                )
+            left_over = self.max_length - (prompt if self.truncation == "right" else response)
+            if left_over < 1:
+                lost = "response" if self.truncation == "right" else "prompt"
+                raise DataError(
+                    f"{problem}, and data.truncation={self.truncation} to {self.max_length} leaves no {lost}; "
+                    "raise data.max_length"
+                )
+
+
+class PairDataset(RowDataset):
+    """Preference pairs: prompts with a better and a worse response, as complete sequences.
+
+    A sequence equals that of a rollout: the prompt's tokens by the chat template, up to the start of the response, the
+    tokens of the response, and the end-of-sequence token. A reward model is therefore trained on the sequences that it
+    will score.
+
+    Args:
+        files: paths or patterns (see :class:`megarl.data.rows.Rows`).
+        tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
+        max_length: longest sequence, in tokens.
+        prompt_key: column of the chat messages; None if the response columns contain complete conversations that end
+            with the response.
+        answer_keys: columns of the better and the worse response: texts, or lists of messages.
+        margin_key: column of margins (numbers); None = no margins.
+        truncation: treatment of a longer sequence: ``error``, ``left`` or ``right``.
+        apply_chat_template_kwargs: extra arguments for the chat template.
+        system_prompt: system message of rows without one.
+        max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
+        sample_seed: seed of the draw.
+        cache_dir: folder for converted files.
+
+    Attributes:
+        truncated: number of truncated sequences.
+
+    Raises:
+        DataError: a file, column or row is malformed, or a sequence is too long.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        prompt_key: str | None = "prompt",
+        answer_keys: tuple[str, str] = ("chosen", "rejected"),
+        margin_key: str | None = None,
+        truncation: str = "error",
+        apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+        max_samples: int = -1,
+        sample_seed: int | None = None,
+        cache_dir: str | None = None,
+    ) -> None:
+        check_truncation(truncation)
+        require_eos(tokenizer)
+        margins = () if margin_key is None else (margin_key,)
+        # for complete conversations, the better ones take the place of the prompts in the check of messages
+        source = Rows(files, prompt_key or answer_keys[0], margins, text_columns=answer_keys, cache_dir=cache_dir)
+        super().__init__(source, max_samples, sample_seed)
+        self.reader = PromptReader(prompt_key or answer_keys[0], system_prompt)
+        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
+        self.max_length = max_length
+        self.prompt_key = prompt_key
+        self.answer_keys = answer_keys
+        self.margin_key = margin_key
+        self.truncation = truncation
+        self.truncated = self._check_rows()
+
+    def __getitem__(self, item: int) -> Sample:
+        """Return a row: ``chosen`` and ``rejected`` (token ids), ``margin`` if there are margins, and ``index``."""
+        row = int(self._rows[item])
+        values = self.source[row]
+        cut = {
+            name: truncate(ids, self.max_length, self.truncation) for name, ids in self._sequences(values, row).items()
+        }
+        margin = {} if self.margin_key is None else {"margin": self._margin(values[self.margin_key], row)}
+        return {**cut, **margin, "index": row}
+
+    def collate(self, samples: Sequence[Sample]) -> DataProto:
+        """Collate rows to a batch: ``chosen``, ``rejected``, their ``attention_mask``, and optionally ``margins``."""
+        chosen, rejected = ([sample[name] for sample in samples] for name in PAIR_COLUMNS)
+        pad = pad_id(self.encoder.tokenizer)
+        tensors = {"chosen": pad_left(chosen, pad), "rejected": pad_right(rejected, pad)}
+        widths = tensors["chosen"].shape[1], tensors["rejected"].shape[1]
+        tensors["attention_mask"] = attention_mask_of([*map(len, chosen)], [*map(len, rejected)], *widths)
+        if self.margin_key is not None:
+            tensors["margins"] = torch.tensor([sample["margin"] for sample in samples], dtype=torch.float32)
+        return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
+
+    def _sequences(self, values: Mapping[str, Any], row: int) -> dict[str, list[int]]:
+        """Token ids of both sequences, without truncation."""
+        location, tokenizer = self.source.location(row), self.encoder.tokenizer
+        sequences = {}
+        for name, key in zip(PAIR_COLUMNS, self.answer_keys, strict=True):
+            prompt, response = self._parts(values, key, location)
+            ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+            rendered = self.reader.read({**values, self.reader.key: prompt}, location)
+            sequences[name] = [*self.encoder.encode(rendered, location), *ids, tokenizer.eos_token_id]
+        return sequences
+
+    def _parts(self, values: Mapping[str, Any], key: str, location: str) -> tuple[Messages, str]:
+        """Split a pair member into prompt messages and the text of the response."""
+        value = values[key]
+        if isinstance(value, str):
+            if self.prompt_key is None:
+                raise DataError(f"{location}: column {key!r} holds text, but data.conversations=true expects messages")
+            return values[self.prompt_key], value
+        messages = list(value)
+        shortest = 1 if self.prompt_key else 2
+        if (
+            len(messages) < shortest
+            or messages[-1]["role"] != "assistant"
+            or not isinstance(messages[-1]["content"], str)
+        ):
+            roles = [message["role"] for message in messages]
+            raise DataError(
+                f"{location}: column {key!r} must end with an assistant message after a prompt; roles {roles}"
+            )
+        if self.prompt_key is None:
+            return messages[:-1], messages[-1]["content"]
+        if len(messages) > 1:
+            raise DataError(
+                f"{location}: column {key!r} holds {len(messages)} messages, a response is one; set "
+                "data.conversations=true for complete conversations"
+            )
+        return values[self.prompt_key], messages[0]["content"]
+
+    def _margin(self, value: Any, row: int) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            location = self.source.location(row)
+            raise DataError(f"{location}: column {self.margin_key!r} is {value!r}, not a finite number")
+        return float(value)
+
+    def _check_rows(self) -> int:
+        """Build every sequence once, so that an unusable row stops the run at its start; count truncated sequences."""
+        truncated = 0
+        for row in self._rows.tolist():
+            values = self.source[row]
+            if self.margin_key is not None:
+                self._margin(values[self.margin_key], row)
+            for name, ids in self._sequences(values, row).items():
+                if len(ids) > self.max_length and self.truncation == "error":
+                    raise DataError(
+                        f"{self.source.location(row)}: the {name} sequence has {len(ids)} tokens, at most "
+                        f"{self.max_length} are allowed; raise data.max_length, or set data.truncation to left or right"
+                    )
+                truncated += len(ids) > self.max_length
+        if truncated:
+            logger.warning(
+                "%d of %d sequences are cut at their %s to %d tokens",
+                truncated,
+                2 * len(self),
+                self.truncation,
+                self.max_length,
+            )
+        return truncated

@@ -1,0 +1,358 @@
+"""Tokenization of chat prompts and responses, and the characters of a decoded response per token; imports no torch."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megarl.base.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+SYSTEM_COLUMN = "system"
+TOOLS_COLUMN = "tools"
+TRAINED_ROLE = "assistant"
+"""Role of the response pieces that supervised fine-tuning trains on."""
+MAX_PREFIX_TOKENS = 512
+"""Longest response for which characters per token are found by decoding every prefix, at quadratic cost."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SENTENCEPIECE_SPACE = "\u2581"
+
+
+class Prompt(NamedTuple):
+    """Messages and tools of a prompt.
+
+    Attributes:
+        messages: chat messages, including the system message.
+        tools: schemas of the tools that the prompt declares; None if the row has no tools entry.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads the prompt of a row: its chat messages, system message and tools.
+
+    Attributes:
+        key: column of the chat messages.
+        system_prompt: system message of rows without one (as first message or in the column ``system``); None = none.
+        schemas: schemas of the tools that rows may name in the column ``tools``, by name.
+    """
+
+    key: str = "prompt"
+    system_prompt: str | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that :meth:`read` uses."""
+        return (self.key, SYSTEM_COLUMN, TOOLS_COLUMN)
+
+    def read(self, values: Mapping[str, Any], location: str) -> Prompt:
+        """Read the prompt of a row.
+
+        Args:
+            values: the row's columns.
+            location: file and row, for errors.
+
+        Raises:
+            DataError: the row has two system messages, or its tools are malformed or unknown.
+        """
+        messages = clean_messages(values[self.key])
+        column, has_system = values.get(SYSTEM_COLUMN), messages[0]["role"] == "system"
+        if column is not None and has_system:
+            raise DataError(
+                f"{location}: has a column {SYSTEM_COLUMN!r} and a prompt that starts with a system message; keep one"
+            )
+        system = self.system_prompt if column is None else column
+        if system is not None and not has_system:
+            if not isinstance(system, str):
+                raise DataError(f"{location}: column {SYSTEM_COLUMN!r} must hold strings, it holds {system!r:.80}")
+            messages = [{"role": "system", "content": system}, *messages]
+        return Prompt(messages, self._tools(values.get(TOOLS_COLUMN), location))
+
+    def _tools(self, entry: Any, location: str) -> list[dict[str, Any]] | None:
+        if entry is None:
+            return None
+        tools = _parse_tools(entry, location) if isinstance(entry, str) else entry
+        if not isinstance(tools, Sequence) or isinstance(tools, str):
+            raise DataError(f"{location}: column {TOOLS_COLUMN!r} must be a list of tools, it is {tools!r:.80}")
+        return [self._tool(tool, location) for tool in tools]
+
+    def _tool(self, tool: Any, location: str) -> dict[str, Any]:
+        if isinstance(tool, str) and not tool.lstrip().startswith("{"):
+            if tool not in self.schemas:
+                names = sorted(self.schemas) or "none, set actor_rollout_ref.rollout.multi_turn.tool_config_path"
+                raise DataError(f"{location}: column {TOOLS_COLUMN!r} names the tool {tool!r}; known tools: {names}")
+            return dict(self.schemas[tool])
+        schema = _without_nulls(_parse_tools(tool, location) if isinstance(tool, str) else tool)
+        function = schema.get("function") if isinstance(schema, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{location}: column {TOOLS_COLUMN!r} has {tool!r:.120}; a tool is its name, or its schema "
+                '{"type": "function", "function": {"name", "description", "parameters"}}'
+            )
+        return {"type": "function", **schema}
+
+
+class PromptEncoder:
+    """Renders prompts with the tokenizer's chat template, up to the start of the response.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        template_kwargs: extra arguments for the template.
+        generation_prompt: False renders complete conversations instead, including the last response.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
+                "add one to its tokenizer_config.json, or use a tokenizer that has one"
+            )
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self.generation_prompt = generation_prompt
+
+    def encode(self, prompt: Prompt, location: str) -> list[int]:
+        """Tokenize one prompt.
+
+        Args:
+            prompt: its messages and tools.
+            location: file and row, for the error.
+
+        Raises:
+            DataError: the template or the tokenizer rejects the prompt.
+        """
+        try:
+            return self._encode([prompt.messages], prompt.tools)[0]
+        except Exception as error:  # a template is a program and may raise any error
+            roles = [message.get("role") for message in prompt.messages]
+            raise DataError(
+                f"{location}: the chat template rejects a prompt with roles {roles}: {error}; "
+                "change the messages to a form that the model's template accepts"
+            ) from error
+
+    def encode_all(self, prompts: Sequence[Prompt], locations: Sequence[str]) -> list[list[int]]:
+        """Tokenize many prompts, with one tokenizer call for all prompts with the same tools.
+
+        Raises:
+            DataError: as :meth:`encode`, for the first rejected prompt.
+        """
+        by_tools: dict[str, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            by_tools.setdefault("" if prompt.tools is None else json.dumps(prompt.tools), []).append(index)
+        ids: list[list[int]] = [[] for _ in prompts]
+        for group in by_tools.values():
+            try:
+                encoded = self._encode([prompts[index].messages for index in group], prompts[group[0]].tools)
+            except Exception:  # repeat row by row, to name the row
+                encoded = [self.encode(prompts[index], locations[index]) for index in group]
+            for index, prompt_ids in zip(group, encoded, strict=True):
+                ids[index] = prompt_ids
+        return ids
+
+    @property
+    def identity(self) -> str:
+        """Fingerprint of everything except the prompts that determines the token ids."""
+        core = getattr(self.tokenizer, "backend_tokenizer", None)
+        vocabulary = core.to_str() if core is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        parts = [vocabulary, str(self.tokenizer.chat_template), json.dumps(self.template_kwargs, default=str)]
+        parts.append(str(self.generation_prompt))
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+    def _encode(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[list[int]]:
+        encoded = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            add_generation_prompt=self.generation_prompt,
+            tokenize=True,
+            return_dict=True,
+            **self.template_kwargs,
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
+
+
+def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Drop null fields of messages, which columnar files add if other rows have the field."""
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def check_truncation(truncation: str) -> None:
+    """Raise DataError for an unknown truncation."""
+    if truncation not in TRUNCATIONS:
+        raise DataError(f"truncation must be one of {', '.join(TRUNCATIONS)}, got {truncation!r}")
+
+
+def truncate(ids: list[int], limit: int, truncation: str) -> list[int]:
+    """Truncate ids to ``limit`` at the left, right or middle (for an odd limit the end keeps one more).
+
+    Raises:
+        DataError: the ids exceed the limit and ``truncation`` is ``error``.
+    """
+    if len(ids) <= limit:
+        return ids
+    if truncation == "error":
+        raise DataError(f"{len(ids)} tokens, at most {limit} allowed")
+    head = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
+    return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+def _parse_tools(text: str, location: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{location}: column {TOOLS_COLUMN!r} is text but not JSON ({error})") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop nulls from a value; columnar files fill structs with them."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+class EncodedResponse(NamedTuple):
+    """Token ids of a response, with 1 in ``mask`` for trained tokens."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+class ResponseEncoder:
+    """Tokenizes responses piece by piece.
+
+    Args:
+        tokenizer: tokenizer with an end-of-sequence token.
+        key: column of the response's text or pieces.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+        self.tokenizer = tokenizer
+        self.key = key
+
+    def encode(self, rows: Sequence[Mapping[str, Any]], locations: Sequence[str]) -> list[EncodedResponse]:
+        """Tokenize the responses of rows.
+
+        Raises:
+            DataError: a response has no trained piece, or a piece is malformed; names its row.
+        """
+        pieces = [self._pieces(row[self.key], location) for row, location in zip(rows, locations, strict=True)]
+        texts = [piece["content"] for row in pieces for piece in row]
+        encoded = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
+        responses = []
+        for row in pieces:
+            ids, mask = [], []
+            for piece in row:
+                piece_ids = next(encoded)
+                ids += piece_ids
+                mask += [int(piece["role"] == TRAINED_ROLE)] * len(piece_ids)
+            responses.append(EncodedResponse([*ids, self.tokenizer.eos_token_id], [*mask, 1]))
+        return responses
+
+    @staticmethod
+    def _pieces(response: str | Sequence[Mapping[str, str]], location: str) -> list[Mapping[str, str]]:
+        if isinstance(response, str):
+            return [{"role": TRAINED_ROLE, "content": response}]
+        pieces = list(response)
+        if any(piece["role"] is None or piece["content"] is None for piece in pieces):
+            raise DataError(f"{location}: a piece of the response lacks role or content; each needs both as strings")
+        if not any(piece["role"] == TRAINED_ROLE for piece in pieces):
+            roles = [piece["role"] for piece in pieces]
+            raise DataError(
+                f"{location}: no piece of the response has the trained role {TRAINED_ROLE!r}; roles {roles}"
+            )
+        return pieces
+
+
+def characters_per_token(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """Count the characters of ``tokenizer.decode(ids, skip_special_tokens=True)`` per token.
+
+    The counts add up to the text. A character with bytes from several tokens counts for the last of them; a special
+    token has none. Tokens are read as byte-level BPE, then as SentencePiece, and compared with the decoded text. If
+    neither matches, as with a tokenizer that cleans up spaces, every prefix is decoded.
+
+    Returns:
+        None if decoding prefixes would take too long, above :data:`MAX_PREFIX_TOKENS` tokens.
+    """
+    text = tokenizer.decode(list(ids), skip_special_tokens=True)
+    tokens = tokenizer.convert_ids_to_tokens(list(ids))
+    special = set(tokenizer.all_special_ids)
+    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    for bytes_of in (_byte_level, _sentencepiece):
+        pieces = [
+            b"" if number in special else added[number].encode() if number in added else bytes_of(token)
+            for number, token in zip(ids, tokens, strict=True)
+        ]
+        counts = _characters(pieces, text)
+        if counts is not None:
+            return counts
+    return _by_prefixes(list(ids), text, tokenizer) if len(tokens) <= MAX_PREFIX_TOKENS else None
+
+
+def _characters(pieces: Sequence[bytes | None], text: str) -> list[int] | None:
+    """Count the characters that each piece completes; None if the pieces do not spell the text."""
+    if None in pieces:
+        return None
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    parts = [decoder.decode(piece or b"") for piece in pieces]
+    if parts:
+        parts[-1] += decoder.decode(b"", final=True)
+    joined = "".join(parts)
+    if joined == f" {text}":  # SentencePiece starts a text with a space that decoding removes
+        first = next(index for index, part in enumerate(parts) if part)
+        parts[first] = parts[first][1:]
+    elif joined != text:
+        return None
+    return [len(part) for part in parts]
+
+
+def _byte_level(token: str) -> bytes | None:
+    table = _byte_level_alphabet()
+    if any(letter not in table for letter in token):
+        return None
+    return bytes(table[letter] for letter in token)
+
+
+def _sentencepiece(token: str) -> bytes:
+    single = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(single[1], 16)]) if single else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """Map the letters of byte-level BPE (GPT-2) to bytes: printable bytes map to themselves, others from 256 on."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printed)]
+    return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _by_prefixes(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Count characters by the growth of the decoded prefix; an incomplete character does not grow it."""
+    decode: Callable[[list[int]], str] = lambda part: tokenizer.decode(part, skip_special_tokens=True)  # noqa: E731
+    ends = [0]
+    for count in range(1, len(ids) + 1):
+        prefix = decode(ids[:count])
+        ends.append(len(prefix) if text.startswith(prefix) else ends[-1])
+    ends[-1] = len(text)
+    return [end - begin for begin, end in pairwise(ends)]

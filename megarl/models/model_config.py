@@ -1,0 +1,162 @@
+"""The family-neutral model configuration: sizes, attention, experts, latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+VALUE_MODELS = ("ForSequenceClassification", "ForTokenClassification")
+"""Suffixes of the architecture names of models with a scalar head; the second kind has a bias on it."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture-of-experts layers: sizes and routing of tokens to experts.
+
+    A token's scores are ``softmax`` or ``sigmoid`` of the router's logits. The token goes to the ``per_token`` experts
+    with the highest scores among its ``groups_per_token`` best groups of experts. A correction bias, if there is one,
+    enters the choice only. The scores of the chosen experts, optionally normalised to sum to 1 and multiplied by
+    ``scaling``, weigh their outputs.
+    """
+
+    count: int
+    """Routed experts of a layer."""
+    per_token: int
+    """Experts per token (top-k)."""
+    ffn_hidden_size: int
+    """Inner width of one expert."""
+    layers: tuple[bool, ...]
+    """For each decoder layer whether it has experts; the others are dense."""
+    shared_ffn_hidden_size: int = 0
+    """Total inner width of the shared experts, which every token goes to; 0 = no shared experts."""
+    shared_gate: bool = False
+    """A sigmoid gate scales the shared experts' output."""
+    score: str = "softmax"
+    """``softmax`` or ``sigmoid``."""
+    normalize: bool = True
+    """The weights of the chosen experts sum to 1 (before ``scaling``)."""
+    scaling: float = 1.0
+    """Factor on the weights."""
+    groups: int = 1
+    """Groups of neighbouring experts."""
+    groups_per_token: int = 1
+    """Groups from which a token's experts are chosen."""
+    group_best: int = 1
+    """Number of best scores that are summed to rank a group."""
+    correction_bias: bool = False
+    """A bias per expert enters the choice of experts, not their weights."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: keys and values, and optionally queries, are projected from narrow latents.
+
+    The first ``nope_dim`` elements of a head carry no position; the last ``rope_dim`` are rotated. The rotated part of
+    the keys is shared by all heads. Described in https://arxiv.org/abs/2405.04434.
+    """
+
+    q_lora_rank: int
+    """Width of the latent of queries; 0 = queries are projected directly."""
+    kv_lora_rank: int
+    """Width of the latent of keys and values."""
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    """Width of a value head."""
+    interleaved: bool
+    """Rotated pairs are adjacent elements, not half a head apart."""
+    norm_eps: float = 1e-6
+    """Epsilon of the norms on the latents."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a family that its ``config.json`` declares beyond the common sizes."""
+
+    qkv_bias: bool = False
+    """Biases on q, k and v."""
+    qk_norm: bool = False
+    """A norm on each head's q and k."""
+    experts: Experts | None = None
+    """None for a dense model."""
+    latent: Latent | None = None
+    """None for plain multi-head attention."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder-only model; counts and widths in elements."""
+
+    architecture: str
+    """Name in ``architectures``, such as ``Qwen2ForCausalLM``."""
+    family: str
+    """Name of the family that declares its parameters, such as ``qwen2``."""
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    """Width of one head's query and key; not always ``hidden_size / num_attention_heads``."""
+    vocab_size: int
+    """Rows of the embedding, without padding."""
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    """Parameters of the rotary scaling, its kind under ``rope_type``; None for plain rotary embeddings."""
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    """The output layer is the embedding itself."""
+    qkv_bias: bool
+    qk_norm: bool
+    raw: dict[str, Any] = field(repr=False, compare=False)
+    """The complete ``config.json``, written back unchanged on export."""
+    experts: Experts | None = None
+    """Mixture-of-experts layers; None for a dense model."""
+    latent: Latent | None = None
+    """Multi-head latent attention; None for plain attention."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a decoder layer, by its global number, has experts instead of a dense MLP."""
+        return self.experts is not None and self.experts.layers[layer]
+
+    @property
+    def base_architecture(self) -> str:
+        """The architecture's name without its head, such as ``Qwen2``."""
+        for kind in ("ForCausalLM", *VALUE_MODELS):
+            if self.architecture.endswith(kind):
+                return self.architecture.removesuffix(kind)
+        return self.architecture
+
+    @property
+    def is_value_model(self) -> bool:
+        """Whether the model has a scalar head (``score.weight``) instead of the output layer."""
+        return self.architecture.endswith(VALUE_MODELS)
+
+    @property
+    def has_head_bias(self) -> bool:
+        """Whether the scalar head has a bias (``score.bias``), as in transformers' token classification models."""
+        return self.architecture.endswith(VALUE_MODELS[1]) and bool(self.raw.get("token_classification_bias", True))
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The padding token of ``config.json``; None if it has none."""
+        token = self.raw.get("pad_token_id")
+        return token if isinstance(token, int) and token >= 0 else None
+
+    def as_reward_model(self, pad_token_id: int | None = None) -> ModelConfig:
+        """Return the same decoder with a scalar head, as transformers' sequence classification with one label.
+
+        A model that already has a scalar head is returned unchanged.
+
+        Args:
+            pad_token_id: padding token for a ``config.json`` without one; transformers needs one to score several
+                sequences at once.
+        """
+        if self.is_value_model:
+            return self
+        architecture = self.base_architecture + VALUE_MODELS[0]
+        raw = {**self.raw, "architectures": [architecture]}
+        if self.pad_token_id is None:
+            raw["pad_token_id"] = pad_token_id
+        return replace(self, architecture=architecture, raw=raw)

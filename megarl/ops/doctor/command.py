@@ -1,0 +1,103 @@
+"""``megarl doctor``: check this machine, all nodes of a cluster, or the log-probs of saved rollouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.base.errors import ConfigError, MegarlError, ModelError
+from megarl.ops.doctor.node import Needs, NodeReport, check_node, needs_of
+from megarl.ops.doctor.node.results import reports_table
+
+EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments; None: of the process.
+
+    Returns:
+        The exit code: 0, 1 if a check failed, 2 for a wrong command line or configuration, 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["logprobs"]:
+        from megarl.ops.doctor import logprobs  # imports torch
+
+        return logprobs.main(arguments[1:])
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        reports = _reports(_needs(options), options)
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    except MegarlError as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if options.json:
+        values = [report.to_json() for report in reports]
+        print(json.dumps({"nodes": values} if options.nodes else values[0]))
+    else:
+        print(reports_table(reports))
+    return 0 if all(report.ok for report in reports) else EXIT_FAILED
+
+
+def _reports(needs: Needs, options: argparse.Namespace) -> list[NodeReport]:
+    if not options.nodes:
+        return [check_node(needs)]
+    from megarl.ops.doctor.cluster import check_cluster  # imports Ray
+
+    return check_cluster(needs, options.address)
+
+
+def _needs(options: argparse.Namespace) -> Needs:
+    """Requirements from the configuration, if one is named, and from options, which take precedence.
+
+    Raises:
+        ConfigError: the configuration is invalid.
+    """
+    needs = Needs()
+    if options.config_name is not None:
+        from megarl.config import TrainConfig
+        from megarl.config.compose import ConfigRequest, compose
+
+        name = options.config_name.removesuffix(".yaml")
+        needs = needs_of(compose(ConfigRequest(TrainConfig, name, tuple(options.overrides), options.config_dir)))
+    elif options.overrides:
+        raise ConfigError(f"{options.overrides[0]}: overrides need a --config-name")
+    if options.checkpoint_dir is not None:
+        needs = replace(needs, checkpoint_dir=options.checkpoint_dir)
+    if options.device is not None:
+        needs = replace(needs, device=options.device)
+    if options.devices is not None:
+        needs = replace(needs, devices=options.devices)
+    ports = tuple(options.port)
+    return replace(needs, ports=ports, peers=tuple(options.peer), quick=options.quick)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megarl doctor",
+        description="Check whether this machine, or every node of a cluster, is ready for a run, with a remedy for "
+        "each failed check. `megarl doctor logprobs --help`: why the log-probs of engine and actor differ.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
+    parser.add_argument("--config-name", "-cn", help="YAML file of a training run, whose requirements are checked")
+    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    parser.add_argument("--checkpoint-dir", help="folder to check for space and speed; default: the configuration's")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the configuration's, or auto")
+    parser.add_argument("--devices", type=int, help="GPUs, or processes on CPU, per node; default: the configuration's")
+    parser.add_argument("--port", type=int, action="append", default=[], help="port that must be free; repeatable")
+    parser.add_argument("--peer", action="append", default=[], help="node name that must resolve; repeatable")
+    parser.add_argument("--quick", action="store_true", help="skip the slow checks: disk speed, all-reduce")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--nodes", action="store_true", help="check every node of a Ray cluster, and between nodes")
+    parser.add_argument("--address", help="address of the cluster; default: RAY_ADDRESS, or a cluster here")
+    return parser

@@ -1,0 +1,283 @@
+"""Checks of GPUs from the output of ``nvidia-smi``: count, health, use, links, and a driver for torch's CUDA."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import xml.etree.ElementTree as xml
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.base.units import GIB, MIB
+from megarl.ops.doctor.node.needs import Needs
+from megarl.ops.doctor.node.results import CheckResult, Status
+
+TIMEOUT_S = 60.0
+IDLE_BYTES = 1024 * MIB
+"""Upper limit of the memory that the driver takes on an idle GPU."""
+
+_THROTTLES = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+_UNCORRECTABLE = (
+    "sram_uncorrectable",
+    "sram_uncorrectable_parity",
+    "sram_uncorrectable_secded",
+    "dram_uncorrectable",
+    "double_bit/total",
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """State of one GPU.
+
+    Attributes:
+        name: product name.
+        total_bytes: memory size.
+        used_bytes: memory in use.
+        processes: processes on the GPU, as ``pid name``.
+        uncorrectable: uncorrectable ECC errors since the driver was loaded; None = no ECC.
+        remapping: state of row remapping: ``failure``, ``pending``, or empty.
+        throttled: reasons for reduced clocks.
+        persistent: whether the driver stays loaded on an idle GPU (persistence mode).
+        mig: whether MIG divides the GPU.
+        exclusive: whether only one process may use it.
+        celsius: temperature; None = unknown.
+    """
+
+    name: str
+    total_bytes: int
+    used_bytes: int
+    processes: tuple[str, ...]
+    uncorrectable: int | None
+    remapping: str
+    throttled: tuple[str, ...]
+    persistent: bool
+    mig: bool
+    exclusive: bool
+    celsius: int | None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Driver version, newest CUDA version that the driver supports, and the GPUs of a machine."""
+
+    driver: str
+    cuda: str
+    gpus: tuple[Gpu, ...]
+
+
+def parse_inventory(text: str) -> Inventory:
+    """Parse the output of ``nvidia-smi -q -x``.
+
+    Raises:
+        ValueError: the text is not XML.
+    """
+    try:
+        root = xml.fromstring(text)
+    except xml.ParseError as error:
+        raise ValueError(f"nvidia-smi -q -x printed no XML: {error}") from error
+    gpus = tuple(_gpu(node) for node in root.findall("gpu"))
+    return Inventory(_text(root, "driver_version"), _text(root, "cuda_version"), gpus)
+
+
+def _gpu(node: xml.Element) -> Gpu:
+    errors = node.find("ecc_errors/volatile")
+    counts = [] if errors is None else [_number(_text(errors, tag)) for tag in _UNCORRECTABLE]
+    supported = [count for count in counts if count is not None]
+    throttled = {
+        reason
+        for section, prefix in (("clocks_event_reasons", "event"), ("clocks_throttle_reasons", "throttle"))
+        for reason in _THROTTLES
+        if _text(node, f"{section}/clocks_{prefix}_reason_{reason}") == "Active"
+    }
+    remapping = [
+        state for state in ("failure", "pending") if _text(node, f"remapped_rows/remapped_row_{state}") == "Yes"
+    ]
+    return Gpu(
+        name=_text(node, "product_name"),
+        total_bytes=(_number(_text(node, "fb_memory_usage/total")) or 0) * MIB,
+        used_bytes=(_number(_text(node, "fb_memory_usage/used")) or 0) * MIB,
+        processes=tuple(
+            f"{_text(process, 'pid')} {_text(process, 'process_name')}"
+            for process in node.findall("processes/process_info")
+        ),
+        uncorrectable=sum(supported) if supported else None,
+        remapping=remapping[0] if remapping else "",
+        throttled=tuple(sorted(throttled)),
+        persistent=_text(node, "persistence_mode") != "Disabled",
+        mig=_text(node, "mig_mode/current_mig") == "Enabled",
+        exclusive=_text(node, "compute_mode") not in ("Default", ""),
+        celsius=_number(_text(node, "temperature/gpu_temp")),
+    )
+
+
+def _text(node: xml.Element, path: str) -> str:
+    return (node.findtext(path) or "").strip()
+
+
+def _number(text: str) -> int | None:
+    """Return the leading number of a text such as ``81559 MiB``."""
+    first = text.split(" ")[0]
+    return int(first) if first.isdigit() else None
+
+
+def parse_links(text: str) -> dict[tuple[int, int], str]:
+    """Parse the link matrix of ``nvidia-smi topo -m``: link type by pair of GPUs, such as ``NV18`` or ``SYS``."""
+    rows = [line.split() for line in text.replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines() if line.strip()]
+    if not rows:
+        return {}
+    columns = [name for name in rows[0] if name.startswith("GPU") and name[3:].isdigit()]
+    links = {}
+    for row in rows[1:]:
+        if row[0] in columns:
+            for column, link in zip(columns, row[1:], strict=False):
+                if column != row[0]:
+                    links[int(row[0][3:]), int(column[3:])] = link
+    return links
+
+
+def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:
+    """Run all checks of GPUs; return the results and the inventory (None without GPUs)."""
+    command = shutil.which("nvidia-smi")
+    if command is None or needs.device == "cpu":
+        return [_no_gpus(needs)], None
+    try:
+        inventory = parse_inventory(_run_nvidia_smi(command, "-q", "-x"))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        remedy = "the driver does not answer: look at `nvidia-smi` and `dmesg | grep -i xid`; reboot the node"
+        return [CheckResult("GPUs", Status.FAIL, str(error), remedy)], None
+    results = [check_count(inventory, needs), *check_health(inventory), check_driver(inventory, _torch_cuda())]
+    if len(inventory.gpus) > 1:
+        results.append(_check_topology(command, len(inventory.gpus)))
+    return results, inventory
+
+
+def _no_gpus(needs: Needs) -> CheckResult:
+    if needs.device == "cuda":
+        remedy = "run on a node with GPUs and a driver (a container: --gpus all), or set trainer.device=cpu"
+        return CheckResult("GPUs", Status.FAIL, "no nvidia-smi here, and the run needs GPUs", remedy)
+    reason = "not requested" if needs.device == "cpu" else "none (no nvidia-smi)"
+    return CheckResult("GPUs", Status.PASS, f"{reason}; computes on CPU")
+
+
+def check_count(inventory: Inventory, needs: Needs) -> CheckResult:
+    """Check that the machine has as many GPUs as the run needs, all of one model."""
+    names = sorted({gpu.name for gpu in inventory.gpus})
+    observation = f"{len(inventory.gpus)} x {' and '.join(names)}" if names else "none"
+    if not inventory.gpus or len(inventory.gpus) < (needs.devices or 1):
+        remedy = "one may have fallen off the bus: `dmesg | grep -i xid`, reboot; or lower trainer.n_gpus_per_node"
+        return CheckResult("GPUs", Status.FAIL, f"{observation}; the run needs {needs.devices or 1} per node", remedy)
+    if len(names) > 1:
+        return CheckResult(
+            "GPUs", Status.WARN, observation, "the slowest sets the pace: use nodes with GPUs of one model"
+        )
+    return CheckResult("GPUs", Status.PASS, f"{observation}, {inventory.gpus[0].total_bytes / GIB:.0f} GiB each")
+
+
+def check_health(inventory: Inventory) -> Iterator[CheckResult]:
+    """Check memory errors, throttling, use by other processes, and modes."""
+    numbered = list(enumerate(inventory.gpus))
+    bad = [f"GPU {i}: {gpu.uncorrectable} uncorrectable errors" for i, gpu in numbered if gpu.uncorrectable]
+    bad += [f"GPU {i}: row remapping {gpu.remapping}" for i, gpu in numbered if gpu.remapping == "failure"]
+    pending = [f"GPU {i}: row remapping pending" for i, gpu in numbered if gpu.remapping == "pending"]
+    state = Status.FAIL if bad else Status.WARN if pending else Status.PASS
+    remedy = "reset the GPU or reboot; if the error returns, replace the GPU (results may be wrong)" if bad else ""
+    yield _per_gpu("GPU memory", state, bad + pending, "no uncorrectable error", remedy or "reset the GPU when idle")
+    hot = [
+        f"GPU {i}: {', '.join(gpu.throttled)}" + ("" if gpu.celsius is None else f" at {gpu.celsius} C")
+        for i, gpu in numbered
+        if gpu.throttled
+    ]
+    remedy = "check cooling and power: the slowest GPU sets the pace of all"
+    yield _per_gpu("GPU clocks", Status.WARN if hot else Status.PASS, hot, "not held down", remedy)
+    busy = [
+        f"GPU {i}: {gpu.used_bytes / GIB:.1f} GiB" + (f" by {'; '.join(gpu.processes)}" if gpu.processes else "")
+        for i, gpu in numbered
+        if gpu.used_bytes > IDLE_BYTES
+    ]
+    remedy = "end the processes that use them, or wait; processes without a name are in other containers"
+    yield _per_gpu("GPU memory used by others", Status.FAIL if busy else Status.PASS, busy, "none", remedy)
+    yield _modes(numbered)
+
+
+def _modes(numbered: Sequence[tuple[int, Gpu]]) -> CheckResult:
+    divided = [f"GPU {i}: MIG is on" for i, gpu in numbered if gpu.mig]
+    exclusive = [f"GPU {i}: only one process may use it" for i, gpu in numbered if gpu.exclusive]
+    cold = [f"GPU {i}: persistence mode is off" for i, gpu in numbered if not gpu.persistent]
+    remedies = [
+        *(["nvidia-smi -mig 0"] if divided else []),
+        *(["nvidia-smi -c DEFAULT, since roles share GPUs"] if exclusive else []),
+        *(["nvidia-smi -pm 1, or run nvidia-persistenced"] if cold else []),
+    ]
+    state = Status.FAIL if divided or exclusive else Status.WARN if cold else Status.PASS
+    observation = "persistence mode on, shared, undivided"
+    return _per_gpu("GPU modes", state, divided + exclusive + cold, observation, "; ".join(remedies))
+
+
+def _per_gpu(name: str, status: Status, faults: Sequence[str], healthy: str, remedy: str) -> CheckResult:
+    return CheckResult(name, status, "; ".join(faults) or healthy, remedy if faults else "")
+
+
+def check_driver(inventory: Inventory, torch_cuda: str | None) -> CheckResult:
+    """Check that the driver supports torch's CUDA version: the same major version suffices.
+
+    Args:
+        inventory: driver and GPUs.
+        torch_cuda: CUDA version of the torch build; None = a CPU build.
+    """
+    observation = f"driver {inventory.driver} (CUDA up to {inventory.cuda}), torch built for {torch_cuda or 'CPU only'}"
+    if torch_cuda is None:
+        remedy = "install a CUDA build of torch: the CPU build sees no GPU"
+        return CheckResult("CUDA", Status.FAIL, observation, remedy)
+    supported, required = (
+        tuple(int(part) for part in text.split(".")[:2] if part.isdigit()) for text in (inventory.cuda, torch_cuda)
+    )
+    if supported[:1] < required[:1]:
+        return CheckResult(
+            "CUDA",
+            Status.FAIL,
+            observation,
+            f"update the driver to one for CUDA {required[0]}, or install another torch",
+        )
+    if supported < required:
+        remedy = "works, but kernels compiled at run time (Triton) may need a newer driver"
+        return CheckResult("CUDA", Status.WARN, observation, remedy)
+    return CheckResult("CUDA", Status.PASS, observation)
+
+
+def check_links(links: Mapping[tuple[int, int], str]) -> CheckResult:
+    """Check that all GPUs of a node are connected by NVLink."""
+    kinds = sorted(set(links.values()))
+    slow = {pair: link for pair, link in links.items() if not link.startswith("NV")}
+    if not slow:
+        return CheckResult("GPU links", Status.PASS, f"NVLink between all ({', '.join(kinds)})")
+    pairs = ", ".join(f"{a}-{b} {link}" for (a, b), link in sorted(slow.items()) if a < b)
+    remedy = (
+        "tensor parallelism is slow without NVLink: keep tensor_model_parallel_size within GPUs that NVLink connects; "
+        "on a machine with NVLink check `nvidia-smi nvlink -s` and the fabric manager"
+    )
+    return CheckResult("GPU links", Status.WARN, f"no NVLink: {pairs}", remedy)
+
+
+def _check_topology(command: str, count: int) -> CheckResult:
+    try:
+        links = parse_links(_run_nvidia_smi(command, "topo", "-m"))
+    except (OSError, subprocess.SubprocessError) as error:
+        return CheckResult("GPU links", Status.WARN, f"unknown: {error}", "look at `nvidia-smi topo -m`")
+    if len(links) < count * (count - 1):
+        return CheckResult("GPU links", Status.WARN, "unknown", "look at `nvidia-smi topo -m`")
+    return check_links(links)
+
+
+def _run_nvidia_smi(command: str, *arguments: str) -> str:
+    process = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if process.returncode:
+        text = (process.stderr or process.stdout).strip()
+        raise subprocess.SubprocessError(f"nvidia-smi {' '.join(arguments)} ended with {process.returncode}: {text}")
+    return process.stdout
+
+
+def _torch_cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda

@@ -1,0 +1,164 @@
+"""Checks of storage: space and speed of the checkpoint folder, readable model and data files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.base.units import GIB, MIB
+from megarl.ops.doctor.node.needs import Needs
+from megarl.ops.doctor.node.results import CheckResult, Status
+
+SAMPLE_BYTES = 64 * MIB
+SLOW_BYTES_PER_S = 100e6
+LONG_SAVE_S = 600.0
+
+
+class DiskSpeed(NamedTuple):
+    """Write and read speed of a disk, in bytes per second."""
+
+    write: float
+    read: float
+
+
+def check_checkpoint_room(needs: Needs) -> list[CheckResult]:
+    """Check that the checkpoint folder is writable and has space for two: the old one is deleted after the new one."""
+    name, folder = "checkpoint folder", needs.checkpoint_dir
+    if folder is None:
+        return []
+    try:
+        existing = nearest_folder(Path(folder))
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"\0")
+    except OSError as error:
+        remedy = "name a folder that this user may write to: trainer.default_local_dir"
+        return [CheckResult(name, Status.FAIL, f"{folder}: {error.strerror or error}", remedy)]
+    free = shutil.disk_usage(existing).free
+    observation = f"{free / GIB:.1f} GiB free at {folder}"
+    if needs.checkpoint_bytes is None:
+        return [CheckResult(name, Status.PASS if free > GIB else Status.WARN, observation, "" if free > GIB else _ROOM)]
+    needed = 2 * needs.checkpoint_bytes
+    observation += f"; a checkpoint has about {needs.checkpoint_bytes / GIB:.2f} GiB, and two exist for a while"
+    if free >= needed:
+        return [CheckResult(name, Status.PASS, observation)]
+    return [CheckResult(name, Status.FAIL if free < needs.checkpoint_bytes else Status.WARN, observation, _ROOM)]
+
+
+_ROOM = (
+    "free space, set another folder by trainer.default_local_dir, or keep fewer (trainer.max_actor_ckpt_to_keep; in a "
+    "supervised job trainer.max_ckpt_to_keep)"
+)
+
+
+def check_disk_speed(needs: Needs) -> list[CheckResult]:
+    """Measure the disk of the checkpoint folder with a file of 64 MiB: write, flush, read."""
+    if needs.quick:
+        return []
+    name, folder = "disk speed", Path(needs.checkpoint_dir or ".")
+    try:
+        speed = disk_speed(nearest_folder(folder))
+    except OSError as error:
+        return [CheckResult(name, Status.FAIL, f"{folder}: {error.strerror or error}", _ROOM)]
+    observation = f"{speed.write / 1e6:.0f} MB/s written, {speed.read / 1e6:.0f} MB/s read at {folder}"
+    remedy = "save to a local or parallel file system (trainer.default_local_dir), or less often (trainer.save_freq)"
+    slow = speed.write < SLOW_BYTES_PER_S
+    if needs.checkpoint_bytes is not None:
+        seconds = needs.checkpoint_bytes / needs.nodes / speed.write
+        slow = seconds > LONG_SAVE_S
+        observation += f"; a node's part of a checkpoint takes about {seconds:.0f} s"
+    return [CheckResult(name, Status.WARN if slow else Status.PASS, observation, remedy if slow else "")]
+
+
+def disk_speed(folder: Path, size: int = SAMPLE_BYTES) -> DiskSpeed:
+    """Measure write and read speed of a temporary file; the page cache is dropped before the read.
+
+    Raises:
+        OSError: the file cannot be written, for example on a full disk.
+    """
+    block = os.urandom(MIB)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".megarl-doctor-") as file:
+        begin = time.perf_counter()
+        for _ in range(size // MIB):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        while file.read(MIB):
+            pass
+        read = time.perf_counter()
+    return DiskSpeed(size / (written - begin), size / (read - written))
+
+
+def check_folders(needs: Needs) -> list[CheckResult]:
+    """Check that model folders, data files and the Hugging Face cache are readable on this node."""
+    results = [_readable("model", Path(path), _model_problem) for path in needs.models]
+    results += [_readable("data", Path(path), _path_problem) for path in needs.readable]
+    return [*results, *_hugging_face_cache()]
+
+
+def _readable(kind: str, path: Path, problem_of: Callable[[Path], str | None]) -> CheckResult:
+    problem = problem_of(path)
+    if problem is None:
+        return CheckResult(kind, Status.PASS, f"{path} can be read")
+    remedy = "put it on a file system that all nodes mount at this path, readable for this user"
+    return CheckResult(kind, Status.FAIL, problem, remedy)
+
+
+def _model_problem(path: Path) -> str | None:
+    problem = _path_problem(path)
+    if problem is None and not (path / "config.json").is_file():
+        return f"{path}: has no config.json"
+    return problem
+
+
+def _path_problem(path: Path) -> str | None:
+    """Describe why a file, or a file in a folder, cannot be read; None if all can."""
+    try:
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if not file.is_dir():
+                with open(file, "rb") as opened:
+                    opened.read(1)
+    except OSError as error:
+        return f"{error.filename or path}: {error.strerror or error}"
+    return None
+
+
+def _hugging_face_cache() -> list[CheckResult]:
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    problem = None
+    try:
+        if not cache.exists() and "HF_HOME" not in os.environ:
+            return []
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            os.listdir(cache)
+    except OSError as error:
+        problem = f"{cache}: {error.strerror or error}"
+    if problem is None:
+        return [CheckResult("Hugging Face cache", Status.PASS, f"{cache} can be read and written")]
+    return [
+        CheckResult("Hugging Face cache", Status.WARN, problem, "set HF_HOME to a folder that this user may write to")
+    ]
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the folder, or its nearest parent that exists.
+
+    Raises:
+        NotADirectoryError: a parent is a file.
+        FileNotFoundError: no parent exists.
+    """
+    for candidate in (path.absolute(), *path.absolute().parents):
+        if candidate.is_dir():
+            return candidate
+        if candidate.exists():
+            raise NotADirectoryError(f"{candidate} is a file")
+    raise FileNotFoundError(f"{path}: no parent folder exists")

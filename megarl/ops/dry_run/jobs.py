@@ -1,0 +1,208 @@
+"""Dry runs of the training jobs: reinforcement learning, supervised fine-tuning and reward-model training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents import check_agent_loops
+from megarl.agents.build import default_agent_loop
+from megarl.agents.endpoint import build_endpoint
+from megarl.base.units import count_noun, gib
+from megarl.config import TrainConfig
+from megarl.data import DataProto, StatefulLoader
+from megarl.models import WeightMap, read_model_config
+from megarl.ops.dry_run.parts import DryRun
+from megarl.sharding.placement import Placement, RolloutLayout
+from megarl.sharding.plan import build_plan
+from megarl.sharding.verification import check_coverage
+from megarl.trainer.jobs.preflight import check_algorithm, check_data, check_engine, check_learners, check_reward_model
+from megarl.trainer.jobs.roles import ELEMENT_BYTES
+from megarl.trainer.jobs.supervised import SupervisedJob
+from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.reward_functions import check_rewards, reward_plan
+from megarl.trainer.phases.reward_phase import reward_manager
+from megarl.workers.settings import layout_of
+
+CHECKED_RANKS = 8
+"""Ranks of a replica whose weight coverage is checked."""
+
+
+class TrainDryRun(DryRun):
+    """Dry run of a PPO or GRPO job.
+
+    Args:
+        config: complete.
+    """
+
+    model_key = "actor_rollout_ref.model"
+    rows = "prompts"
+    config: TrainConfig
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+
+    def roles(self) -> dict[str, tuple[str, str]]:
+        """Check actor, critic, reference and reward model; their weights are optional."""
+        config, policy = self.config, self.config.actor_rollout_ref
+        check_learners(config, weights=False)
+        roles = {"actor": (policy.model.path, layout_of(policy.actor.megatron).describe())}
+        if config.uses_reference:
+            megatron = policy.ref.megatron
+            swapped = "weights in host memory, swapped into the actor's model"
+            layout = layout_of(megatron).describe() if megatron else swapped
+            roles["reference"] = (policy.model.path, layout)
+        if config.uses_critic:
+            roles["critic"] = (str(config.critic.model.path), layout_of(config.critic.megatron).describe())
+        if config.reward_model.enable:
+            check_reward_model(config, weights=False)
+            model = str(config.reward_model.model.path)
+            roles["reward model"] = (model, layout_of(config.reward_model.megatron).describe())
+        return roles
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the policy's tokenizer."""
+        return load_tokenizer(str(self.config.actor_rollout_ref.model.tokenizer_path))
+
+    def training_rows(self) -> StatefulLoader:
+        """Return the prompt loader."""
+        check_data(self.config)
+        return prompt_loader(self.config, self._needed(self._tokenizer, "tokenizer"))
+
+    def held_out_rows(self) -> StatefulLoader | None:
+        """Return the validation loader, or None without validation files."""
+        if not self.config.data.val_files:
+            return None
+        return validation_loader(self.config, self._needed(self._tokenizer, "tokenizer"))
+
+    def engine(self) -> Iterator[str]:
+        """Check that the engine supports the model and can load its weights."""
+        policy = self.config.actor_rollout_ref
+        check_engine(self.config, read_model_config(policy.model.path))
+        yield f"{policy.rollout.name}: {self._rollout().describe()}"
+
+    def algorithm(self) -> Iterator[str]:
+        """Check estimator, loss and schedules."""
+        config = self.config
+        check_algorithm(config)
+        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        yield f"advantage estimator {config.algorithm.adv_estimator}, policy loss {loss}"
+        yield from super().algorithm()
+
+    def rewards(self) -> Iterator[str]:
+        """Call the reward functions on one row, with the ground truth as response, unless they use a service."""
+        config = self.config
+        check_rewards(config)
+        if config.reward_model.enable:
+            yield "a reward model scores; not run here"
+        if config.reward_model.function_weight == 0:
+            return
+        names = [function.spec for function in reward_plan(config).functions]
+        if services := _services(config, names):
+            yield f"would call {', '.join(names)}, which uses {services}: not called here"
+            return
+        row, answer = self._answered_row()
+        assert self._tokenizer is not None  # set, since the row needed it
+        workers = config.reward_model.num_workers
+        few = dataclasses.replace(config.reward_model, num_workers=1 if workers is None else min(workers, 1))
+        with reward_manager(dataclasses.replace(config, reward_model=few), self._tokenizer) as manager:
+            scored = manager.score(row).batch.tensors
+        assert scored is not None
+        score = float(scored["token_level_scores"].sum())
+        source = row.non_tensor_batch["data_source"][0]
+        yield f"{', '.join(names)} called on a row of {source!r} answered by {answer[:60]!r}: {score:g}"
+
+    def conversations(self) -> Iterator[str]:
+        """Check agent loops, tools and the endpoint for external agents, which is not opened."""
+        check_agent_loops(self.config)
+        endpoint = build_endpoint(self.config, self._needed(self._tokenizer, "tokenizer"))
+        yield f"agent loop {default_agent_loop(self.config)}"
+        if endpoint is not None:
+            yield "an endpoint would be opened for external agents"
+
+    def resharding(self) -> Iterator[str]:
+        """Build the reshard plan from the actor to every replica, and check its coverage on one replica."""
+        self._needed(self._layouts_fit, "models and layouts")
+        config, policy, rollout = self.config, self.config.actor_rollout_ref, self._rollout()
+        train, devices = layout_of(policy.actor.megatron), self.config.trainer.num_devices
+        weight_map = WeightMap(read_model_config(policy.model.path))
+        placement = Placement.of_devices(
+            [rank % devices for rank in range(train.world_size)],
+            [rank % devices for rank in range(rollout.world_size)],
+            config.trainer.n_gpus_per_node,
+        )
+        element, bucket = ELEMENT_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20
+        plan = build_plan(weight_map, train, rollout, bucket, element, placement)
+        # Every replica receives the same slices, so one is enough; of a large replica, eight ranks are enough.
+        checked = range(0, rollout.tp, max(rollout.tp // CHECKED_RANKS, 1))
+        check_coverage(plan, {rank: weight_map.rollout_params(rollout.tp, rank, rollout.ep) for rank in checked})
+        sender, receiver, nbytes = plan.pair_nbytes()
+        between_nodes = sum(
+            int(count)
+            for source, target, count in zip(sender, receiver, nbytes, strict=True)
+            if placement.train[source].node != placement.rollout[target].node
+        )
+        volume = f"{gib(plan.nbytes)} GiB in {count_noun(len(plan.buckets), 'bucket')}"
+        yield f"{train.describe()} to {rollout.describe()}: {volume}"
+        yield f"{gib(between_nodes)} GiB of it between nodes"
+        yield f"each element arrives exactly once (checked: {len(checked)} of a replica's {rollout.tp} ranks)"
+
+    def _rollout(self) -> RolloutLayout:
+        rollout = self.config.actor_rollout_ref.rollout
+        return RolloutLayout(tp=rollout.tensor_model_parallel_size, replicas=rollout.replicas or 1)
+
+    def _answered_row(self) -> tuple[DataProto, str]:
+        """Return the first prompt with its ground truth as the response, and the ground truth."""
+        tokenizer, row = self._needed(self._tokenizer, "tokenizer"), self._needed(self._first_batch, "data")[:1]
+        reward_model = row.non_tensor_batch["reward_model"][0]
+        answer = str(reward_model.get("ground_truth") if hasattr(reward_model, "get") else reward_model)
+        ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.eos_token_id]
+        responses = torch.tensor([ids])
+        mask = torch.cat([row.tensors["attention_mask"], torch.ones_like(responses)], 1)
+        tensors = {"prompts": row.tensors["prompts"], "responses": responses, "attention_mask": mask}
+        return DataProto.from_dict(tensors, {**row.non_tensor_batch, "uid": np.array(["0"], dtype=object)}), answer
+
+
+def _services(config: TrainConfig, names: list[str]) -> str:
+    """Return the services that reward functions call; they may cost money or be reachable only from the cluster."""
+    keys = config.reward_model
+    urls = [str(keys.judge.base_url)] if "judge" in names else []
+    return ", ".join(urls + ([str(keys.sandbox_fusion.url)] if "code" in names and keys.sandbox_fusion.url else []))
+
+
+class SupervisedDryRun(DryRun):
+    """Dry run of supervised fine-tuning or reward-model training.
+
+    Args:
+        job: job with a complete configuration.
+    """
+
+    model_key = "model"
+
+    def __init__(self, job: SupervisedJob) -> None:
+        super().__init__(job.config)
+        self.job = job
+        self.rows = job.rows
+
+    def roles(self) -> dict[str, tuple[str, str]]:
+        """Check the model; its weights are optional."""
+        config = self.job.config
+        check_learners(config, weights=False)
+        return {config.role: (config.model.path, layout_of(config.megatron).describe())}
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the job's tokenizer."""
+        return self.job.tokenizer
+
+    def training_rows(self) -> StatefulLoader:
+        """Return the loader of the training data."""
+        self.job.check_data()
+        return self.job.training_loader()
+
+    def held_out_rows(self) -> StatefulLoader | None:
+        """Return the loader of the validation data, or None."""
+        return self.job.held_out

@@ -1,0 +1,244 @@
+"""Parts of a dry run that all training jobs share, and the loop that checks them.
+
+A failed part does not stop the others, so one dry run reports every problem. It writes nothing except the data cache
+and files that the run's own checks write.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.base.errors import CheckpointError, ConfigError, MegarlError
+from megarl.base.units import count_noun, gib
+from megarl.config import SupervisedConfig, TrainConfig
+from megarl.config.batch import BatchPlan, plan_batches, render_plan
+from megarl.config.keys import value_at
+from megarl.config.schema.model import ModelPathConfig
+from megarl.data import DataProto, StatefulLoader
+from megarl.data.loader import PromptQueue
+from megarl.models import read_model_config
+from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, check_model_folder
+from megarl.ops.doctor.node import Status, needs_of
+from megarl.ops.doctor.node.storage import check_checkpoint_room
+from megarl.ops.plan.report import shortfall_lines
+from megarl.ops.plan.suggestion import plan_run
+from megarl.tracking import check_trackers
+from megarl.trainer.jobs.preflight import check_schedules
+from megarl.trainer.state.run_state import find_resume
+
+PartCheck = Callable[[], Iterator[str]]
+
+PARTS: Mapping[str, str] = {
+    "batches": "batches",
+    "models and layouts": "models",
+    "rollout engine": "engine",
+    "tokenizer": "tokenizer",
+    "data": "data",
+    "algorithm": "algorithm",
+    "rewards": "rewards",
+    "conversations": "conversations",
+    "memory": "memory",
+    "resharding": "resharding",
+    "checkpoints": "checkpoints",
+    "trackers": "trackers",
+}
+"""All parts in the order of a run, with the method that checks each; a job has the parts whose methods it defines."""
+
+
+def check_parts(dry_run: DryRun, write: Callable[[str], None] = print) -> None:
+    """Check all parts of a job and print the result of each.
+
+    Args:
+        dry_run: the dry run of the job.
+        write: prints a line for the user.
+
+    Raises:
+        ConfigError: a part failed; the message lists all failed parts, and each failure was printed.
+    """
+    parts, failed = dry_run.parts(), []
+    for name, part in parts.items():
+        started = time.perf_counter()
+        try:
+            lines = list(part())
+        except MegarlError as error:
+            failed.append(name)
+            write(f"fail  {name}: {error}")
+            continue
+        write(f"ok    {name} ({time.perf_counter() - started:.1f} s)")
+        for line in lines:
+            write(f"      {line}")
+    if failed:
+        raise ConfigError(f"dry run: {len(failed)} of {len(parts)} parts failed: {', '.join(failed)}")
+    write("dry run: every part is fine; without trainer.dry_run the workers would be started now")
+
+
+class DryRun(ABC):
+    """Dry run of a job: one method per part, in the order of a run.
+
+    A part's method takes no arguments. It yields lines of the report, or raises an error. A part that depends on a
+    failed part fails too.
+
+    Args:
+        config: complete.
+    """
+
+    model_key: ClassVar[str]
+    """Config path of the trained model, which also has the tokenizer."""
+    rows: str
+    """Plural noun for the rows of the data."""
+
+    def __init__(self, config: TrainConfig | SupervisedConfig) -> None:
+        self.config = config
+        self._batches: BatchPlan | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._first_batch: DataProto | None = None
+        self._total_steps: int | None = None
+        self._layouts_fit: bool | None = None
+
+    def parts(self) -> dict[str, PartCheck]:
+        """Return the job's parts of :data:`PARTS`, by name."""
+        return {name: getattr(self, method) for name, method in PARTS.items() if hasattr(self, method)}
+
+    @abstractmethod
+    def roles(self) -> dict[str, tuple[str, str]]:
+        """Check and return the model folder and layout of each role.
+
+        Raises:
+            ModelError, ConfigError: a layout does not fit its model.
+        """
+
+    @abstractmethod
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer as the run does.
+
+        Raises:
+            ModelError: no usable tokenizer.
+        """
+
+    @abstractmethod
+    def training_rows(self) -> StatefulLoader:
+        """Check the training files and return the loader of the run.
+
+        Raises:
+            DataError, ConfigError: a file, a row or the configured order is invalid.
+        """
+
+    @abstractmethod
+    def held_out_rows(self) -> StatefulLoader | None:
+        """Return the loader of the validation data, or None without validation.
+
+        Raises:
+            DataError, ConfigError: a file or a row is invalid.
+        """
+
+    def batches(self) -> Iterator[str]:
+        """Check the batch sizes of a step."""
+        self._batches = plan_batches(self.config)
+        yield from render_plan(self._batches).splitlines()
+
+    def models(self) -> Iterator[str]:
+        """Check the model and layout of every role, and the weights if they exist."""
+        roles, trainer = self.roles(), self.config.trainer
+        self._layouts_fit = True
+        devices = count_noun(trainer.n_gpus_per_node, "device")
+        yield f"{count_noun(trainer.nnodes, 'node')} of {devices} ({trainer.device})"
+        for role, (path, layout) in roles.items():
+            yield f"{role}: {read_model_config(path).architecture} of {path}, {layout}"
+        for path in dict.fromkeys(path for path, _ in roles.values()):
+            yield _weights(path)
+
+    def tokenizer(self) -> Iterator[str]:
+        """Load the tokenizer."""
+        model: ModelPathConfig = value_at(self.config, self.model_key)
+        self._tokenizer = self.load_tokenizer()
+        words, rows = len(self._tokenizer), read_model_config(model.path).vocab_size
+        if words > rows:
+            raise ConfigError(
+                f"{self.model_key}.tokenizer_path={model.tokenizer_path} has {words} tokens, the model's vocabulary "
+                f"{rows}: name the model's own tokenizer"
+            )
+        yield f"{words} tokens of {model.tokenizer_path}; the model has room for {rows}"
+
+    def data(self) -> Iterator[str]:
+        """Read the files and tokenize the first batches, as the run does."""
+        self._needed(self._tokenizer, "tokenizer")
+        queue, trainer = PromptQueue(self.training_rows()), self.config.trainer
+        self._total_steps = trainer.total_training_steps or trainer.total_epochs * len(queue)
+        self._first_batch = queue.take(self.config.data.train_batch_size)
+        yield f"{len(queue)} batches per epoch; the run has {self._total_steps} steps"
+        yield f"first batch: {self._lengths(self._first_batch)}"
+        held_out = self.held_out_rows()
+        if held_out is None:
+            yield "no validation"
+        else:
+            yield f"first held-out batch: {self._lengths(next(iter(held_out)))}"
+
+    def algorithm(self) -> Iterator[str]:
+        """Check the schedules for the length of the run."""
+        batches, steps = self._needed(self._batches, "batches"), self._needed(self._total_steps, "data")
+        check_schedules(self.config, batches, steps)
+        yield f"schedules (learning rate and others) fit {steps} steps"
+
+    def memory(self) -> Iterator[str]:
+        """Check the memory of the fullest device and node.
+
+        Raises:
+            ConfigError: the run does not fit.
+        """
+        self._needed(self._layouts_fit, "models and layouts")
+        plan, suggestion = plan_run(self.config)
+        name, usable = plan.hardware.name, plan.usable_bytes
+        if not plan.fits:
+            lines = "; ".join(shortfall_lines(plan, suggestion))
+            raise ConfigError(f"on {name} (trainer.hardware) it does not fit: {lines}. `megarl plan` prints details")
+        for phase in plan.memory.phases:
+            parts = ", ".join(f"{part.owner} {part.name} {gib(part.nbytes)}" for part in phase.components[:4])
+            yield f"{phase.phase}: {gib(phase.nbytes)} GiB on device {phase.device} ({parts})"
+        yield f"fits {name}: {gib(usable)} GiB of each device are usable"
+        yield f"host memory of the fullest node: {gib(plan.memory.host_bytes)} GiB"
+
+    def checkpoints(self) -> Iterator[str]:
+        """Check that the checkpoint folder is writable and has space, and find the checkpoint to resume from."""
+        config, trainer = self.config, self.config.trainer
+        if trainer.save_freq > 0:
+            for finding in check_checkpoint_room(needs_of(config)):
+                if finding.status is Status.FAIL:
+                    raise CheckpointError(f"trainer.default_local_dir: {finding.found}; {finding.remedy}")
+                yield f"{finding.found}; {finding.remedy}" if finding.remedy else finding.found
+            yield f"one every {trainer.save_freq} steps, in {trainer.default_local_dir}"
+        else:
+            yield "no checkpoints (trainer.save_freq=-1)"
+        resume = find_resume(config)
+        yield f"resumes from {resume.path}, after step {resume.state.step}" if resume else "starts at step 0"
+
+    def trackers(self) -> Iterator[str]:
+        """Check that all trackers are known and installed; opens none."""
+        check_trackers(self.config.trainer.logger)
+        yield ", ".join(self.config.trainer.logger) or "none"
+
+    def _lengths(self, batch: DataProto) -> str:
+        lengths = batch.tensors["attention_mask"].sum(-1)
+        low, mean, high = int(lengths.min()), float(lengths.float().mean()), int(lengths.max())
+        return f"{len(batch)} {self.rows} of {low} to {high} tokens, {mean:.0f} on average"
+
+    @staticmethod
+    def _needed(result: Any, part: str) -> Any:
+        if result is None:
+            raise ConfigError(f"needs the result of '{part}', which failed; fix that first")
+        return result
+
+
+def _weights(path: str) -> str:
+    """Check the weights of a model folder; reads only their headers."""
+    if not any((Path(path) / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        return f"{path} has no weights: not checked, and required by the run"
+    folder = check_model_folder(path)
+    size = sum(os.path.getsize(file) for file in {entry.file for entry in folder.tensors.values()})
+    return f"{path} has complete weights: {len(folder.tensors)} tensors, {gib(size)} GiB"

@@ -1,0 +1,315 @@
+"""``megarl launch``: run a job on a cluster, with restarts, or print a scheduler's job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from megarl.base.errors import ConfigError, ModelError, ResourceError
+from megarl.base.units import GIB, MIB
+from megarl.cli import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_RUN_FAILED
+from megarl.cli import main as run_here
+from megarl.ops.launch import remote, schedulers
+from megarl.ops.launch.options import (
+    check_unused_options,
+    command_job,
+    launch_parser,
+    parse_pairs,
+    read_job,
+    split_job,
+)
+from megarl.ops.launch.protocol import AgentEvent
+from megarl.ops.launch.session import INTERRUPT, ClusterSession, LaunchInterrupted, NodeLost
+from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports
+
+CPU_OBJECT_STORE_BYTES = 200 * MIB
+"""Size of Ray's object store for CPU jobs; Ray's default is a third of the memory."""
+LONGEST_DELAY_S = 300.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Launch a job, or print the job of a scheduler.
+
+    Args:
+        argv: arguments; None = the arguments of the process.
+
+    Returns:
+        The driver's exit code; 1 if no driver could be started, 2 for a wrong command line or configuration.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        launch_parser().parse_args(arguments[:1])
+    try:
+        launch_arguments, words, is_megarl = split_job(arguments)
+        options = launch_parser().parse_args(launch_arguments)
+        if is_megarl:
+            job = read_job(words, options.max_restarts)
+        else:
+            job = command_job(words, options.nodes, options.devices_per_node, options.device)
+        if job.is_dry:
+            return run_here(job.words)
+        place = _resolve_place(options)
+        check_unused_options(options, place, is_megarl=is_megarl)
+        for note in job.notes:
+            say(note)
+        if place == "sbatch":
+            return _sbatch(options, job, launch_arguments, words)
+        if place == "kubernetes":
+            return _kubernetes(options, job)
+        return _launch(place, options, job)
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    except ResourceError as error:
+        print(error, file=sys.stderr)
+        return EXIT_RUN_FAILED
+
+
+def say(line: str) -> None:
+    """Print a message of the launcher, with a prefix that distinguishes it from the driver's output."""
+    print(f"launch: {line}", file=sys.stderr, flush=True)
+
+
+class Launcher:
+    """Runs a job on a cluster, with a new cluster session for each restart.
+
+    Args:
+        settings: settings of the cluster; hosts beyond the number that the job needs are spares.
+        job: job to run.
+        agent_command: returns the command that starts an agent on a host.
+        max_restarts: attempts after the first.
+        delay_s: seconds before the first restart; doubled for each restart, up to :data:`LONGEST_DELAY_S`.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        job: JobToRun,
+        agent_command: Callable[[str], Sequence[str]],
+        max_restarts: int,
+        delay_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.settings, self.job, self.agent_command = settings, job, agent_command
+        self.max_restarts, self.delay_s, self.say = max_restarts, delay_s, say
+        self._hosts = list(settings.hosts)
+        self._events: queue.SimpleQueue[AgentEvent] = queue.SimpleQueue()
+        self._signal: int | None = None
+
+    def run(self) -> int:
+        """Run the job to its end.
+
+        Returns:
+            The driver's exit code; 1 without a driver; 128 + n if signal n ended the launcher before the driver.
+        """
+        with self._queue_signals():
+            for number in range(1, self.max_restarts + 2):
+                try:
+                    code, reason, final = self._run_session(number)
+                    if final or number > self.max_restarts:
+                        if reason:
+                            self.say(f"{reason.rstrip('.')}. {self._no_restart_reason(code, final)}")
+                        return code
+                    self._wait_before_restart(number, reason)
+                except LaunchInterrupted as interrupt:
+                    return interrupt.code if interrupt.code is not None else 128 + interrupt.number
+        raise AssertionError("the last attempt is final")
+
+    def _run_session(self, number: int) -> tuple[int, str, bool]:
+        """Run one cluster session; returns exit code, reason of a failure (or empty), and whether it is the last."""
+        hosts, folder = tuple(self._hosts[: self.job.nodes]), self.settings.log_folder
+        settings = replace(self.settings, hosts=hosts, log_folder=folder and f"{folder}/attempt_{number}")
+        self._events, ready = queue.SimpleQueue(), False
+        if self._signal is not None:  # received after the previous session's last check
+            raise LaunchInterrupted(self._signal)
+        try:
+            with ClusterSession(settings, self.job, self.agent_command, self._events, self.say) as session:
+                session.start()
+                if settings.doctor:
+                    session.run_doctor()
+                ready = True
+                code = session.run_driver()
+        except NodeLost as error:
+            self._hosts.remove(error.host)
+            self._hosts.append(error.host)  # a spare, if present, replaces it
+            return EXIT_RUN_FAILED, str(error), number == 1 and not ready
+        except ResourceError as error:
+            # The user must correct a cluster that never started. After a first success, a node may come back.
+            return EXIT_RUN_FAILED, str(error), number == 1
+        is_config_error = code == EXIT_BAD_CONFIG and self.job.is_megarl
+        reason = f"the driver ended with code {code}" if code else ""
+        return code, reason, is_config_error or code in (0, EXIT_INTERRUPTED)
+
+    def _no_restart_reason(self, code: int, final: bool) -> str:
+        if final and code == EXIT_BAD_CONFIG:
+            return "A wrong configuration fails again: no restart"
+        if final and code == EXIT_INTERRUPTED:
+            return "It was interrupted: no restart"
+        if final:
+            return "Nothing has run yet: no restart"
+        return f"No restart is left of {self.max_restarts}" if self.max_restarts else "--max-restarts=N would try again"
+
+    def _wait_before_restart(self, number: int, reason: str) -> None:
+        """Wait before another attempt.
+
+        Raises:
+            LaunchInterrupted: the launcher received a signal.
+        """
+        delay = min(LONGEST_DELAY_S, self.delay_s * 2 ** (number - 1))
+        reason = reason.rstrip(".")
+        self.say(f"{reason}. Restart {number} of {self.max_restarts} in {delay:g} s, from the newest checkpoint")
+        deadline = time.monotonic() + delay
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                event = self._events.get(timeout=remaining)
+            except queue.Empty:
+                return
+            if event.kind == INTERRUPT:
+                raise LaunchInterrupted(event.facts["number"])
+
+    @contextmanager
+    def _queue_signals(self) -> Iterator[None]:
+        """Turn signals into events, handled only at the points where the launcher waits."""
+
+        def add_event(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+            self._events.put(AgentEvent(INTERRUPT, facts={"number": number}))
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, add_event) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _resolve_place(options: argparse.Namespace) -> str:
+    """Resolve ``--on auto``.
+
+    Raises:
+        ConfigError: hosts without ssh, or ssh without hosts.
+    """
+    place = str(options.on)
+    if place == "auto":
+        place = "ssh" if options.hosts else "slurm" if "SLURM_JOB_NODELIST" in os.environ else "local"
+    if (place == "ssh") != bool(options.hosts):
+        hint = "needs --hosts=host1,host2,..." if place == "ssh" else f"detects its hosts, not --hosts={options.hosts}"
+        raise ConfigError(f"--on {place} {hint}")
+    if options.submit and place not in ("sbatch", "kubernetes"):
+        raise ConfigError("--submit is for --on sbatch and --on kubernetes; the others start the job at once")
+    return place
+
+
+def _launch(place: str, options: argparse.Namespace, job: JobToRun) -> int:
+    agent_command, hosts = _agents_and_hosts(place, options, job)
+    if len(hosts) < job.nodes:
+        raise ConfigError(
+            f"trainer.nnodes={job.nodes}, but hosts are only {len(hosts)}: {', '.join(hosts)}. Add hosts, or set "
+            f"trainer.nnodes={len(hosts)}"
+        )
+    if len(hosts) > job.nodes:
+        say(f"{job.nodes} of {len(hosts)} hosts are used; {', '.join(hosts[job.nodes :])} are spares")
+    say(f"{shlex.join(job.words)} on {', '.join(hosts[: job.nodes])} ({place})")
+    settings = _cluster_settings(options, job, tuple(hosts), inherits=place != "ssh")
+    return Launcher(settings, job, agent_command, options.max_restarts, options.restart_delay, say).run()
+
+
+def _agents_and_hosts(place: str, options: argparse.Namespace, job: JobToRun) -> tuple[remote.AgentCommand, list[str]]:
+    """Return the command that starts agents, and all hosts."""
+    python, folder, wrap = options.python, options.workdir, shlex.split(options.wrap)
+    if place == "ssh":
+        return remote.ssh_agent(python, folder, shlex.split(options.ssh), wrap), remote.parse_hosts(options.hosts)
+    if place == "slurm":
+        agent_command = remote.srun_agent(python, folder, shlex.split(options.srun), wrap, os.environ)
+        return agent_command, remote.slurm_hosts(os.environ)
+    if wrap:
+        raise ConfigError("--wrap is for ssh and slurm; start the launcher itself in the container")
+    if job.nodes > 1 and job.device == "cuda":
+        raise ConfigError(
+            f"trainer.nnodes={job.nodes} on one machine: nodes would share its GPUs. List the other nodes by --hosts, "
+            "or set trainer.nnodes=1"
+        )
+    return remote.local_agent(python, folder), remote.local_hosts(job.nodes)
+
+
+def _cluster_settings(
+    options: argparse.Namespace, job: JobToRun, hosts: tuple[str, ...], inherits: bool
+) -> ClusterSettings:
+    store = None if options.object_store_gb is None else int(options.object_store_gb * GIB)
+    if store is None and job.device == "cpu":
+        store = CPU_OBJECT_STORE_BYTES
+    logs = Path("outputs") / job.name / "ray_logs" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    return ClusterSettings(
+        hosts=hosts,
+        python=options.python,
+        env=remote.forwarded_environment(os.environ, options.env, inherits),
+        ports=Ports(options.port, options.worker_ports),
+        interface=options.interface,
+        head_address=options.head_address,
+        object_store_bytes=store,
+        start_timeout_s=options.start_timeout,
+        grace_s=options.grace,
+        doctor=not options.no_doctor,
+        log_folder=str(logs),
+    )
+
+
+def _sbatch(options: argparse.Namespace, job: JobToRun, launch_arguments: Sequence[str], words: Sequence[str]) -> int:
+    launcher = [options.python, "-m", "megarl.ops.launch", "--on", "slurm", *_without_sbatch(launch_arguments)]
+    launcher += [*([] if job.is_megarl else ["--"]), *words]
+    script = schedulers.batch_script(job, launcher, options.workdir, options.sbatch)
+    print(schedulers.submit_batch(script) if options.submit else script, end="\n" if options.submit else "")
+    return 0
+
+
+def _without_sbatch(arguments: Sequence[str]) -> list[str]:
+    """Drop the options of the batch script itself from the launcher's arguments."""
+    kept, skip = [], False
+    for word in arguments:
+        if skip or word == "--submit" or word.startswith(("--on=", "--sbatch=")):
+            skip = False
+        elif word in ("--on", "--sbatch"):
+            skip = True
+        else:
+            kept.append(word)
+    return kept
+
+
+def _kubernetes(options: argparse.Namespace, job: JobToRun) -> int:
+    if not options.image:
+        raise ConfigError("--on kubernetes needs --image: a container image with megarl and ray[default]")
+    pods = schedulers.PodSettings(
+        image=options.image,
+        namespace=options.namespace,
+        cpus=options.pod_cpus,
+        memory=options.pod_memory,
+        shared_memory=options.pod_shared_memory,
+        volumes=parse_pairs("--volume", options.volume),
+        secrets=tuple(options.secret),
+        env=remote.forwarded_environment(os.environ, options.env, True),
+        node_selector=parse_pairs("--node-label", options.node_label),
+        folder=options.workdir if options.workdir != launch_parser().get_default("workdir") else "",
+    )
+    manifest = schedulers.ray_job(job, pods, Ports(options.port), options.max_restarts, version("ray"))
+    text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
+    print(schedulers.apply_manifest(text) if options.submit else text, end="\n" if options.submit else "")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Messages between launcher and agents: one JSON object per line, requests to an agent, events from it.
+
+Secrets are never on a command line, which every user of a machine can read: token and environment travel in requests.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+RAY = "ray"
+"""Name of the command that runs a node's Ray."""
+
+
+@dataclass(frozen=True)
+class StartCommand:
+    """Request: start a command.
+
+    Attributes:
+        name: name of the command in its events; ``ray`` is the node's Ray.
+        argv: command line.
+        env: variables added to the agent's environment.
+        ports: ports of ``address`` that must be free before the start.
+        address: address of this node, for ``ports`` and ``listen_port``.
+        listen_port: port of the command; the agent sends :data:`LISTENING` once it accepts connections. None = no
+            such event.
+    """
+
+    name: str
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    ports: list[int] = field(default_factory=list)
+    address: str = ""
+    listen_port: int | None = None
+
+
+@dataclass(frozen=True)
+class SendSignal:
+    """Request: send a signal to a started command."""
+
+    name: str
+    number: int
+
+
+@dataclass(frozen=True)
+class SetToken:
+    """Request: store the cluster's token; sent before any command."""
+
+    token: str
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Request without an action: the launcher is alive."""
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Request: end all commands, then the agent.
+
+    Attributes:
+        keep_logs: folder on the node to copy Ray's logs to; empty = discard them.
+    """
+
+    keep_logs: str = ""
+
+
+AgentRequest = StartCommand | SendSignal | SetToken | Heartbeat | Shutdown
+_REQUESTS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (StartCommand, SendSignal, SetToken, Heartbeat, Shutdown)
+}
+
+AGENT_STARTED = "agent_started"
+"""Event: the agent runs; ``addresses`` by interface, ``address``."""
+LISTENING = "listening"
+"""Event: a command accepts connections on its port."""
+OUTPUT = "output"
+"""Event: output of a command; ``stream``, ``text``."""
+COMMAND_ENDED = "command_ended"
+"""Event: a command ended; ``code``."""
+REQUEST_FAILED = "request_failed"
+"""Event: a request failed; ``reason``."""
+LOGS_KEPT = "logs_kept"
+"""Event: Ray's logs were copied; ``folder``."""
+DISCONNECTED = "disconnected"
+"""Event of the launcher itself: the connection to the agent ended; ``code``, ``reason``."""
+
+
+@dataclass(frozen=True)
+class AgentEvent:
+    """Event on a node.
+
+    Attributes:
+        kind: one of the constants of this module.
+        host: name of the node, added by the launcher.
+        name: name of the command, or empty.
+        facts: further values by name.
+    """
+
+    kind: str
+    host: str = ""
+    name: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def encode_request(request: AgentRequest) -> str:
+    """Encode a request as one line."""
+    return json.dumps({"do": type(request).__name__, **asdict(request)}) + "\n"
+
+
+def decode_request(line: str) -> AgentRequest:
+    """Decode the request of a line.
+
+    Raises:
+        ValueError: the line is not a request, for example from another version of the launcher.
+    """
+    try:
+        values = json.loads(line)
+        request: AgentRequest = _REQUESTS[values.pop("do")](**values)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a request: {line.strip()[:200]!r} ({error})") from error
+    return request
+
+
+_MARK = "megarl-event "
+
+
+def encode_event(kind: str, name: str = "", **facts: Any) -> str:
+    """Encode an event as one line with a mark; shells and schedulers print other lines on the same stream."""
+    return _MARK + json.dumps({"kind": kind, "name": name, "facts": facts}) + "\n"
+
+
+def decode_event(line: str, host: str) -> AgentEvent | None:
+    """Decode the event of a line; None if the line is other output."""
+    if not line.startswith(_MARK):
+        return None
+    try:
+        return AgentEvent(host=host, **json.loads(line.removeprefix(_MARK)))
+    except (json.JSONDecodeError, TypeError):
+        return None

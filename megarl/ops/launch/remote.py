@@ -1,0 +1,239 @@
+"""Agents on remote nodes: the commands that start them (child process, ssh, srun), the hosts, and their connections."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megarl.base.errors import ConfigError, ResourceError
+from megarl.ops.launch.protocol import DISCONNECTED, AgentEvent, AgentRequest, decode_event, encode_request
+
+AGENT = "megarl.ops.launch.agent"
+FORWARDED = (
+    *("CUDA_DEVICE_", "GLOO_", "HF_", "MEGARL_", "MKL_", "MLFLOW_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "RAY_"),
+    *("SGLANG_", "SWANLAB_", "TENSORBOARD_", "TORCH", "TRANSFORMERS_", "UCX_", "WANDB_", "MODEL", "DATA", "RETRIEVER"),
+)
+"""Prefixes of the variables that nodes get over ssh; srun and child processes inherit the whole environment."""
+AgentCommand = Callable[[str], list[str]]
+"""Returns the command that starts an agent on a host."""
+
+
+def local_agent(python: str, folder: str) -> AgentCommand:
+    """Start agents as child processes of the launcher."""
+    return lambda host: ["sh", "-c", _in_folder(folder, [python, "-m", AGENT])]
+
+
+def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str]) -> AgentCommand:
+    """Start agents by non-interactive ssh, without a password.
+
+    Args:
+        python: interpreter on the nodes.
+        folder: working directory on the nodes.
+        ssh: the command and its options, such as ``ssh -p 2222``.
+        wrap: prefix of the interpreter that enters a container; it must forward stdin and stdout.
+    """
+    # Each end detects within two minutes that the other one disappeared.
+    alive = ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8"]
+    command = _in_folder(folder, [*wrap, python, "-m", AGENT])
+    return lambda host: [*ssh, "-T", "-o", "BatchMode=yes", *alive, host, command]
+
+
+def srun_agent(
+    python: str, folder: str, srun: Sequence[str], wrap: Sequence[str], environment: Mapping[str, str]
+) -> AgentCommand:
+    """Start agents as job steps, one per node, with all CPUs of the node and the GPUs of the allocation.
+
+    Args:
+        python: interpreter on the nodes.
+        folder: working directory on the nodes.
+        srun: the command and its options.
+        wrap: prefix of the interpreter that enters a container.
+        environment: environment of the allocation.
+    """
+    # A job step does not inherit --cpus-per-task.
+    cpus = environment.get("SLURM_CPUS_ON_NODE", "").strip()
+    options = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", "--cpu-bind=none", "--mpi=none"]
+    options += [f"--cpus-per-task={cpus}"] if cpus.isdigit() else []
+    agent = [*wrap, python, "-m", AGENT]
+    return lambda host: [*srun, *options, f"--nodelist={host}", f"--chdir={folder}", *agent]
+
+
+def parse_hosts(text: str) -> list[str]:
+    """Parse hosts: a list (commas or spaces), or a file with one host per line (its first word).
+
+    Raises:
+        ConfigError: no host, a duplicate, or an invalid name.
+    """
+    path = Path(text).expanduser()
+    if ("/" in text or path.suffix) and path.is_file():
+        lines = [line.split("#")[0].split() for line in path.read_text().splitlines()]
+        hosts = [words[0] for words in lines if words]
+    elif "/" in text or path.suffix == ".txt":
+        raise ConfigError(f"--hosts={text}: there is no such file; give a file with a host per line, or host1,host2")
+    else:
+        hosts = text.replace(",", " ").split()
+    duplicates = sorted({host for host in hosts if hosts.count(host) > 1})
+    if not hosts or duplicates:
+        problem = f"names {', '.join(duplicates)} more than once" if duplicates else "names no host"
+        raise ConfigError(f"--hosts={text} {problem}; give each host once: host1,host2 or a file with one per line")
+    invalid = [host for host in hosts if host.startswith("-")]
+    if invalid:
+        raise ConfigError(f"--hosts: {invalid[0]} is not a host")
+    return hosts
+
+
+def local_hosts(nodes: int) -> list[str]:
+    """Return the address of this machine, or a separate loopback address for each of several nodes (Linux)."""
+    if nodes == 1:
+        return ["127.0.0.1"]
+    return [f"127.0.0.{2 + node}" for node in range(nodes)]
+
+
+def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
+    """Return the hosts of the SLURM allocation of this process.
+
+    Raises:
+        ConfigError: the process is not in an allocation.
+        ResourceError: ``scontrol`` fails.
+    """
+    nodes = environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise ConfigError(
+            "--on slurm works inside an allocation (salloc, or a batch script): SLURM_JOB_NODELIST is not set. "
+            "--on sbatch prints a batch script, and --submit submits it"
+        )
+    try:
+        process = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise ResourceError(f"scontrol cannot be started: {error}") from error
+    except subprocess.CalledProcessError as error:
+        raise ResourceError(f"scontrol show hostnames {nodes} failed: {error.stderr.strip()}") from error
+    return process.stdout.split()
+
+
+def forwarded_environment(environment: Mapping[str, str], entries: Sequence[str], inherits: bool) -> dict[str, str]:
+    """Select the variables to send to the nodes.
+
+    Args:
+        environment: environment of the launcher.
+        entries: values of ``--env``: ``NAME`` or ``NAME=VALUE``.
+        inherits: whether the nodes inherit the environment of the launcher.
+
+    Raises:
+        ConfigError: a name without a value is not set in the environment.
+    """
+    variables = {} if inherits else {name: environment[name] for name in environment if name.startswith(FORWARDED)}
+    for entry in entries:
+        name, sign, value = entry.partition("=")
+        if not sign and name not in environment:
+            raise ConfigError(f"--env {name}: it is not set here; write --env {name}=VALUE")
+        variables[name] = value if sign else environment[name]
+    return variables
+
+
+def _in_folder(folder: str, command: Sequence[str]) -> str:
+    return f"cd {shlex.quote(folder)} && exec {shlex.join(command)}"
+
+
+def current_folder() -> str:
+    """Return the working directory of the launcher; on a shared file system it exists on the nodes too."""
+    return os.getcwd()
+
+
+_TAIL_LINES = 20
+_KILL_TIMEOUT_S = 10.0
+
+
+class RemoteAgent:
+    """Connection to an agent: its process here (ssh, srun, or the agent itself), requests in and events out.
+
+    Args:
+        host: name of the node.
+        argv: command that starts the agent there and connects its stdin and stdout.
+        events: queue for the events of the node, with :data:`megarl.ops.launch.protocol.DISCONNECTED` at the end.
+
+    Raises:
+        ResourceError: the command cannot be started here.
+    """
+
+    def __init__(self, host: str, argv: Sequence[str], events: queue.SimpleQueue[AgentEvent]) -> None:
+        self.host = host
+        self._events = events
+        self._other_output: deque[str] = deque(maxlen=_TAIL_LINES)
+        try:
+            # A new session: a Ctrl-C in the terminal reaches the launcher only, which forwards it.
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ResourceError(f"{host}: {argv[0]} cannot be started here: {error}") from error
+        self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
+        self._stderr_reader.start()
+        self._event_reader = threading.Thread(target=self._read_events, daemon=True)
+        self._event_reader.start()
+
+    def send(self, request: AgentRequest) -> None:
+        """Send a request; a lost agent is reported by its DISCONNECTED event."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(encode_request(request))
+            self._process.stdin.flush()
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for the connection to end, and kill it after the timeout.
+
+        Returns:
+            Whether it ended by itself; it does once the agent has ended all processes on the node.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        in_time = True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            in_time = False
+            self._kill()
+        self._event_reader.join(_KILL_TIMEOUT_S)
+        return in_time
+
+    def _kill(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_TIMEOUT_S)
+                return
+
+    def _read_events(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            event = decode_event(line, self.host)
+            if event is None:
+                self._other_output.append(line.rstrip())
+            else:
+                self._events.put(event)
+        code = self._process.wait()
+        self._stderr_reader.join(1.0)
+        reason = "\n".join(filter(None, self._other_output))
+        self._events.put(AgentEvent(DISCONNECTED, self.host, "", {"code": code, "reason": reason}))
+
+    def _read_stderr(self) -> None:
+        """Keep the last messages of ssh, srun, or the starting Python."""
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._other_output.append(line.rstrip())

@@ -1,0 +1,208 @@
+"""Settings of a launch: the job, the cluster, its ports, and the command line of ``ray start``."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarl.base.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+WORKER_PORTS = (10002, 19999)
+"""Ray's default port range for workers."""
+PORTS_PER_NODE = 9
+FIRST_PORT = 6400
+
+
+@dataclass(frozen=True)
+class JobToRun:
+    """Job to run on the cluster, with its requirements.
+
+    Attributes:
+        words: command line after ``megarl``, such as ``train --config-name grpo``, or a custom command.
+        is_megarl: whether ``words`` is a megarl job.
+        name: name for schedulers.
+        nodes: number of machines.
+        device: device type.
+        devices: GPUs, or CPU slots, per machine.
+        checkpoint_dir: checkpoint folder; empty = no checkpoints.
+        notes: messages for the user before the start.
+        is_dry: whether it is a dry run, which needs no cluster.
+    """
+
+    words: tuple[str, ...]
+    is_megarl: bool
+    name: str
+    nodes: int
+    device: Device
+    devices: int
+    checkpoint_dir: str = ""
+    notes: tuple[str, ...] = ()
+    is_dry: bool = False
+
+    def command(self, python: str) -> list[str]:
+        """Return the driver's command line."""
+        return [python, "-m", "megarl.cli", *self.words] if self.is_megarl else list(self.words)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """All ports of a node. Every port is set explicitly, for firewalls.
+
+    Attributes:
+        first: first of nine consecutive ports.
+        workers: lowest and highest port of Ray's workers.
+
+    Raises:
+        ConfigError: a port is invalid, or the ranges overlap.
+    """
+
+    first: int = FIRST_PORT
+    workers: tuple[int, int] = WORKER_PORTS
+
+    def __post_init__(self) -> None:
+        last, (low, high) = self.first + PORTS_PER_NODE - 1, self.workers
+        if not (self.first >= 1024 and last < 65536 and 1024 <= low <= high < 65536):
+            raise ConfigError(f"--port={self.first} and --worker-ports={low}-{high}: ports are from 1024 to 65535")
+        if self.first <= high and low <= last:
+            raise ConfigError(
+                f"--port={self.first}: the ports from {self.first} to {last} overlap with --worker-ports={low}-{high}"
+            )
+
+    @property
+    def gcs(self) -> int:
+        """Port of the cluster's address (GCS), on the head only."""
+        return self.first
+
+    @property
+    def dashboard(self) -> int:
+        """Port of the dashboard, on the head's loopback interface only."""
+        return self.first + 1
+
+    @property
+    def client(self) -> int:
+        """Port of the Ray client server, which Ray always starts on the head."""
+        return self.first + 2
+
+    def of_node(self) -> dict[str, int]:
+        """Return the options of ``ray start`` for the ports of each node."""
+        names = (
+            "node-manager-port",
+            "object-manager-port",
+            "runtime-env-agent-port",
+            "dashboard-agent-grpc-port",
+            "dashboard-agent-listen-port",
+            "metrics-export-port",
+        )
+        return {name: self.first + 3 + index for index, name in enumerate(names)}
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Settings of a cluster.
+
+    Attributes:
+        hosts: the nodes; the first is the head.
+        python: interpreter on the nodes.
+        env: environment variables for all commands on the nodes.
+        ports: ports of the head; further nodes on one machine (loopback addresses) use the following ports.
+        interface: network interface of the nodes' addresses; empty = the interface of the host name.
+        head_address: address of the head; empty = detected.
+        object_store_bytes: shared memory for Ray's objects on each node; None = Ray's default.
+        start_timeout_s: time limit for all nodes to join.
+        grace_s: time for the driver to end by itself after a signal.
+        doctor: whether to run ``megarl doctor`` on every node before the job.
+        log_folder: folder on each node for Ray's logs of a failed run; empty = discard.
+    """
+
+    hosts: tuple[str, ...]
+    python: str
+    env: dict[str, str] = field(default_factory=dict)
+    ports: Ports = field(default_factory=Ports)
+    interface: str = ""
+    head_address: str = ""
+    object_store_bytes: int | None = None
+    start_timeout_s: float = 300.0
+    grace_s: float = 600.0
+    doctor: bool = True
+    log_folder: str = ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is an address of this machine's loopback interface."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is an IP address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def node_ports(settings: ClusterSettings) -> dict[str, Ports]:
+    """Return the ports of each host; nodes on one machine share no port."""
+    shift, ports = 0, {}
+    for host in settings.hosts:
+        ports[host] = Ports(settings.ports.first + shift, settings.ports.workers)
+        shift += PORTS_PER_NODE if is_loopback(host) else 0
+    return ports
+
+
+def ray_start(
+    settings: ClusterSettings, job: JobToRun, host: str, address: str, head: str, ports: Ports, folder: str
+) -> list[str]:
+    """Return the ``ray start --block`` command of a node; it runs as long as the node's Ray.
+
+    Args:
+        settings: settings of the cluster.
+        job: the job, with its number of devices.
+        host: name of the node in the cluster.
+        address: address at which other nodes reach it; empty = Ray detects it.
+        head: ``address:port`` of the cluster; empty on the head.
+        ports: ports of this node.
+        folder: folder for Ray's files.
+    """
+    options = {
+        "node-name": host,
+        "node-ip-address": address,
+        "temp-dir": folder,
+        **ports.of_node(),
+        "min-worker-port": ports.workers[0],
+        "max-worker-port": ports.workers[1],
+    }
+    if head:
+        options["address"] = head
+    else:
+        options |= {"port": ports.gcs, "dashboard-host": "127.0.0.1", "dashboard-port": ports.dashboard}
+        options["ray-client-server-port"] = ports.client
+    if job.device == "cpu":
+        options["num-cpus"] = job.devices  # Ray counts the GPUs that are present
+    if settings.object_store_bytes is not None:
+        options["object-store-memory"] = settings.object_store_bytes
+    flags = [f"--{name}={value}" for name, value in options.items() if value != ""]
+    start = [settings.python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    return [*start, *([] if head else ["--head"]), *flags]
+
+
+def ray_environment(token_file: str, address: str = "", loopback: bool = False) -> dict[str, str]:
+    """Return the environment of Ray and its clients.
+
+    Args:
+        token_file: file with the cluster's token.
+        address: address of the cluster, for clients.
+        loopback: whether the cluster is on one machine and listens on loopback only.
+    """
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file, "PYTHONUNBUFFERED": "1"}
+    if address:
+        variables["RAY_ADDRESS"] = address
+    if loopback:
+        # Otherwise Ray replaces 127.0.0.1 by another address of this machine; see megarl/cluster/session.py.
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return variables

@@ -1,0 +1,114 @@
+"""Command line of ``megarl plan``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from megarl.base.errors import ConfigError, ModelError
+from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
+from megarl.config.compose import ConfigRequest, compose
+from megarl.ops.plan.estimate import Estimate, estimate
+from megarl.ops.plan.hardware import Hardware, hardware_of, known_hardware
+from megarl.ops.plan.lengths import Lengths, lengths_of
+from megarl.ops.plan.report import plan_json, plan_sections, print_report, search_json, search_sections
+from megarl.ops.plan.search import search
+from megarl.ops.plan.suggestion import Suggestion, find_suggestion
+
+JOBS: dict[str, tuple[type[Any], str]] = {
+    "train": (TrainConfig, "ppo"),
+    "sft": (SFTConfig, "sft"),
+    "reward-model": (RewardTrainingConfig, "reward_model"),
+}
+"""Jobs that can be planned: schema and default configuration."""
+EXIT_DOES_NOT_FIT, EXIT_BAD_CONFIG = 1, 2
+DEFAULT_TOP = 10
+"""Default number of layouts that a search lists."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan a configuration or search for layouts, and print the result.
+
+    Args:
+        argv: command-line arguments; None = those of the process.
+
+    Returns:
+        The exit code: 0; 1 if nothing fits; 2 for a wrong configuration or command line.
+    """
+    parser = _parser()
+    options = parser.parse_intermixed_args(argv)
+    if options.top is not None and not options.search:
+        parser.error("--top needs --search")
+    try:
+        config = compose(_request(options))
+        hardware = hardware_of(config, options.hardware)
+        lengths = lengths_of(config, options.lengths)
+        action = _search if options.search else _plan
+        return action(options, config, hardware, lengths)
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+
+
+def _plan(
+    options: argparse.Namespace, config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths
+) -> int:
+    def confirm(suggestion: Suggestion) -> Estimate:
+        changed_config = compose(_request(options, suggestion.overrides()))
+        return estimate(changed_config, hardware, lengths, with_sync=False)
+
+    planned = estimate(config, hardware, lengths)
+    suggestion = None if planned.fits else find_suggestion(config, planned, confirm)
+    if options.json:
+        print(plan_json(planned, suggestion))
+    else:
+        print_report(plan_sections(planned, suggestion), Console())
+    return 0 if planned.fits else EXIT_DOES_NOT_FIT
+
+
+def _search(
+    options: argparse.Namespace, config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths
+) -> int:
+    result = search(config, hardware, lengths, options.top or DEFAULT_TOP)
+    if options.json:
+        print(search_json(result))
+    else:
+        print_report(search_sections(result, hardware.name), Console())
+    return 0 if result.best else EXIT_DOES_NOT_FIT
+
+
+def _request(options: argparse.Namespace, extra: Sequence[str] = ()) -> ConfigRequest[Any]:
+    schema, config_name = JOBS[options.job]
+    name = (options.config_name or config_name).removesuffix(".yaml")
+    return ConfigRequest(schema, name, (*options.overrides, *extra), options.config_dir)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megarl plan",
+        description="Plan a configuration before it starts: memory of each device and phase, seconds of each phase, "
+        "weight sync, bottleneck and, if it does not fit, the smallest change that makes it fit. A model folder needs "
+        "only its config.json. See docs/plan.md.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
+    parser.add_argument("--config-name", "-cn", help="YAML file (default: ppo, sft or reward_model, by job)")
+    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    parser.add_argument("--job", choices=sorted(JOBS), default="train", help="kind of job (default: train)")
+    hardware = ", ".join(known_hardware())
+    parser.add_argument("--hardware", help=f"{hardware}, or a custom file; default: trainer.hardware")
+    parser.add_argument("--lengths", help="response lengths: mean=600,max=4096,sigma=0.8, or a file; see docs/plan.md")
+    parser.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
+    parser.add_argument("--top", type=_positive, metavar="N", help=f"with --search: layouts to list ({DEFAULT_TOP})")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number

@@ -1,0 +1,182 @@
+"""Estimate of a configuration: memory, step time, weight sync, and shortfalls of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from megarl.base.units import GIB
+from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
+from megarl.config.checks import check
+from megarl.config.derived import with_derived
+from megarl.config.keys import with_values
+from megarl.config.problems import InvalidConfigError
+from megarl.ops.plan.hardware import Hardware
+from megarl.ops.plan.job import PlannedJob, planned_job
+from megarl.ops.plan.lengths import Lengths
+from megarl.ops.plan.memory import Component, MemoryPlan, plan_memory
+from megarl.ops.plan.step_times import StepTime, SyncTraffic, plan_sync, rough_sync_s, time_step
+
+Config = TypeVar("Config", bound=TrainConfig | SupervisedConfig)
+
+HOST_SHARE = 0.9
+"""Usable fraction of a node's host memory."""
+LARGEST_FIRST = 3
+"""Number of components listed in a shortfall."""
+
+
+class Shortfall(NamedTuple):
+    """Memory that a run lacks.
+
+    Attributes:
+        phase: name of the phase; ``host`` for host memory.
+        needed: bytes.
+        available: bytes.
+        largest: the largest components, the largest first.
+        text: description of the shortfall.
+    """
+
+    phase: str
+    needed: float
+    available: float
+    largest: tuple[Component, ...]
+    text: str
+
+    @property
+    def missing(self) -> float:
+        """Missing bytes."""
+        return self.needed - self.available
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Plan of a configuration.
+
+    Attributes:
+        job: roles, layouts, batches.
+        hardware: hardware of the job.
+        lengths: prompt and response lengths.
+        memory: memory plan.
+        sync: the weight sync; None without a sync, or if it was not planned.
+        step: time of a training step.
+    """
+
+    job: PlannedJob
+    hardware: Hardware
+    lengths: Lengths
+    memory: MemoryPlan
+    sync: SyncTraffic | None
+    step: StepTime
+
+    @cached_property
+    def shortfalls(self) -> tuple[Shortfall, ...]:
+        """All shortfalls, the largest first; empty if the run fits."""
+        return tuple(sorted(shortfalls(self.job, self.memory, self.hardware), key=lambda shortfall: -shortfall.missing))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run has enough memory."""
+        return not self.shortfalls
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of a device that are usable for tensors."""
+        return usable_bytes(self.job, self.hardware)
+
+
+def estimate(
+    config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths, *, with_sync: bool = True
+) -> Estimate:
+    """Plan a configuration.
+
+    Args:
+        config: complete and checked.
+        hardware: hardware of the job.
+        lengths: prompt and response lengths.
+        with_sync: whether to plan the weight sync in full; otherwise every rank receives all of its weights.
+
+    Raises:
+        InvalidConfigError, ConfigError, ModelError: the configuration cannot run, independent of memory.
+    """
+    job = planned_job(config, device=hardware.device)
+    memory = plan_memory(job, int(usable_bytes(job, hardware)))
+    sync = plan_sync(job, hardware) if with_sync else None
+    seconds = sync.seconds if sync else rough_sync_s(job, hardware)
+    # If not even one response fits, generation is timed with an unlimited KV cache.
+    kv_tokens = memory.kv.tokens if memory.kv and job.rollout and memory.kv.tokens >= job.rollout.longest else None
+    step = time_step(job, hardware, lengths, seconds, kv_tokens)
+    return Estimate(job, hardware, lengths, memory, sync, step)
+
+
+def usable_bytes(job: PlannedJob, hardware: Hardware) -> float:
+    """Return the bytes of a device that are usable for its processes' tensors."""
+    processes = len(job.roles) + (job.rollout is not None and not job.rollout.is_external)
+    return max(0.0, hardware.memory_bytes - processes * hardware.reserved_bytes)
+
+
+def shortfalls(job: PlannedJob, memory: MemoryPlan, hardware: Hardware) -> list[Shortfall]:
+    """Return all shortfalls of memory."""
+    result, usable = [], usable_bytes(job, hardware)
+    for phase in memory.phases:
+        if phase.nbytes > usable:
+            text = f"{phase.phase} needs {phase.nbytes / GIB:.1f} GiB of a device's {usable / GIB:.1f} usable"
+            result.append(Shortfall(phase.phase, phase.nbytes, usable, phase.components[:LARGEST_FIRST], text))
+    rollout, kv = job.rollout, memory.kv
+    if rollout is not None and kv is not None and kv.tokens < rollout.longest:
+        text = (
+            f"gen has room for {kv.tokens:,} tokens of keys and values on a replica ({kv.how}), "
+            f"and one response may need {rollout.longest:,}"
+        )
+        missing = (rollout.longest - kv.tokens) * kv.bytes_per_token
+        gen = next(phase for phase in memory.phases if phase.phase == "gen")
+        result.append(Shortfall("gen", usable + missing, usable, gen.components[:LARGEST_FIRST], text))
+    host = HOST_SHARE * hardware.host_bytes
+    if memory.host_bytes > host:
+        text = f"a node's memory must hold {memory.host_bytes / GIB:,.0f} GiB, of {host / GIB:,.0f} usable"
+        result.append(Shortfall("host", memory.host_bytes, host, memory.host[:LARGEST_FIRST], text))
+    return result
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return a copy of a configuration with changed values; derived values are computed again.
+
+    Args:
+        config: complete.
+        changes: values by dotted path.
+
+    Raises:
+        InvalidConfigError: the values are inconsistent.
+    """
+    result = with_derived(with_values(config, {**_derived_values(config), **changes}))
+    problems = check(result)
+    if problems:
+        raise InvalidConfigError(problems)
+    return result
+
+
+def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
+    """Keys to derive again: sizes that fill the remaining devices, and token budgets equal to the actor's."""
+    devices = config.trainer.num_devices
+    derived: list[str] = []
+    if isinstance(config, SupervisedConfig):
+        layouts: dict[str, MegatronConfig | None] = {"megatron": config.megatron}
+    else:
+        policy, path = config.actor_rollout_ref, "actor_rollout_ref"
+        layouts = {
+            f"{path}.actor.megatron": policy.actor.megatron,
+            f"{path}.ref.megatron": policy.ref.megatron,
+            "critic.megatron": config.critic.megatron,
+            "reward_model.megatron": config.reward_model.megatron,
+        }
+        rollout = policy.rollout
+        if rollout.replicas is not None and rollout.replicas * rollout.devices_per_replica == devices:
+            derived.append(f"{path}.rollout.replicas")
+        for name, keys in (("rollout", rollout), ("ref", policy.ref)):
+            if keys.log_prob_max_token_len_per_gpu == policy.actor.ppo_max_token_len_per_gpu:
+                derived.append(f"{path}.{name}.log_prob_max_token_len_per_gpu")
+    for section, megatron in layouts.items():
+        if megatron and (megatron.data_parallel_size or 0) * megatron.devices_per_replica == devices:
+            derived.append(f"{section}.data_parallel_size")
+    return dict.fromkeys(derived)

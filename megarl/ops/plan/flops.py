@@ -1,0 +1,200 @@
+"""FLOPs of the passes of a training step, by layer and pipeline stage.
+
+FLOPs of a layer come from :mod:`megarl.models.sequence_cost`, which also balances ranks: two per weight and token, plus
+those of half of all token pairs in causal attention. For a dense model with as many key-value heads as query heads,
+this is the usual ``2 N`` per token of a forward pass. With PaLM's attention term (appendix B of
+https://arxiv.org/abs/2204.02311), halved for causality, forward and backward take ``6 N + 6 L H Q T``. A backward pass
+costs two forward passes. Recomputed FLOPs are counted separately, as the difference between MFU and HFU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megarl.models import ModelConfig
+from megarl.models.sequence_cost import SequenceCost, head_cost, layer_cost
+from megarl.ops.plan.hardware import Hardware
+from megarl.ops.plan.job import PlannedRole
+from megarl.ops.plan.lengths import Ints
+
+BACKWARD = 2
+"""Cost of a backward pass, in forward passes."""
+
+
+class SequenceStats(NamedTuple):
+    """Sums over a set of sequences that determine their FLOPs.
+
+    Attributes:
+        sequences: number of sequences.
+        tokens: number of tokens.
+        squares: sum of squared lengths.
+        outputs: response tokens, whose log-probs or values are computed.
+    """
+
+    sequences: float
+    tokens: float
+    squares: float
+    outputs: float
+
+    @classmethod
+    def of(cls, prompts: Ints, responses: Ints) -> SequenceStats:
+        """Return the sums of sequences given by prompt and response lengths."""
+        lengths = (prompts + responses).astype(np.float64)
+        return cls(len(lengths), float(lengths.sum()), float((lengths**2).sum()), float(responses.sum()))
+
+    def part(self, share: float) -> SequenceStats:
+        """Return the sums of a fraction of the sequences."""
+        return SequenceStats(*(share * value for value in self))
+
+
+class FlopCount(NamedTuple):
+    """FLOPs by kind.
+
+    Attributes:
+        products: products with weights that every token uses.
+        experts: grouped products with the weights of routed experts.
+        attention: attention products between tokens.
+    """
+
+    products: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum over all kinds."""
+        return sum(self)
+
+    def plus(self, other: FlopCount) -> FlopCount:
+        """Return the sum of two counts, by kind."""
+        return FlopCount(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> FlopCount:
+        """Return the counts multiplied by a factor."""
+        return FlopCount(*(factor * value for value in self))
+
+    def seconds(self, hardware: Hardware, dtype: str) -> float:
+        """Return the seconds on one device."""
+        return (
+            hardware.products_s(self.products, dtype)
+            + hardware.experts_s(self.experts, dtype)
+            + hardware.attention_s(self.attention, dtype)
+        )
+
+
+def forward_flops(role: PlannedRole, rows: SequenceStats, layers: Sequence[int], *, with_head: bool) -> FlopCount:
+    """Return the FLOPs of a forward pass through some layers, over all devices that share it."""
+    costs = _costs(role.model)
+    linear, quadratic = (sum(column) for column in zip(*(costs[layer] for layer in layers), (0.0, 0.0), strict=True))
+    experts = expert_flops(role.model) * sum(role.model.has_experts(layer) for layer in layers)
+    products = (linear - experts) * rows.tokens
+    if with_head:
+        products += head_cost(role.model, value_head=role.value_head).linear * rows.outputs
+    return FlopCount(products, experts * rows.tokens, quadratic * rows.squares)
+
+
+def expert_flops(model: ModelConfig) -> float:
+    """Return the FLOPs of one token in the routed experts of one layer."""
+    experts = model.experts
+    return 6.0 * experts.per_token * model.hidden_size * experts.ffn_hidden_size if experts else 0.0
+
+
+def model_flops(role: PlannedRole, rows: SequenceStats, *, updates: bool) -> FlopCount:
+    """Return the model FLOPs of sequences, which MFU is computed from; recomputation is not counted."""
+    forward = forward_flops(role, rows, range(role.model.num_layers), with_head=True)
+    return forward.times(1 + BACKWARD if updates else 1)
+
+
+def recomputed_flops(role: PlannedRole, rows: SequenceStats, layers: Sequence[int]) -> FlopCount:
+    """Return the FLOPs that the backward pass recomputes under ``recompute_granularity``."""
+    megatron = role.megatron
+    if megatron.recompute_granularity is None:
+        return FlopCount()
+    if megatron.recompute_granularity == "full":
+        recomputed = list(layers)
+        if megatron.recompute_method == "block":
+            recomputed = recomputed[: megatron.recompute_num_layers or 1]
+        return forward_flops(role, rows, recomputed, with_head=False)
+    return _selective_flops(role.model, rows, layers, megatron.recompute_modules)
+
+
+def _selective_flops(
+    model: ModelConfig, rows: SequenceStats, layers: Sequence[int], modules: Sequence[str]
+) -> FlopCount:
+    flops = FlopCount()
+    for layer in layers:
+        with_experts = model.has_experts(layer)
+        if "core_attn" in modules:
+            flops = flops.plus(FlopCount(attention=layer_cost(model, layer).quadratic * rows.squares))
+        if "mlp" in modules and not with_experts:
+            flops = flops.plus(FlopCount(6.0 * model.hidden_size * model.ffn_hidden_size * rows.tokens))
+        if "moe" in modules and with_experts and model.experts is not None:
+            shared = 6.0 * model.hidden_size * model.experts.shared_ffn_hidden_size
+            flops = flops.plus(FlopCount(shared * rows.tokens, expert_flops(model) * rows.tokens))
+        if "mla_up_proj" in modules and model.latent is not None:
+            latent = model.latent
+            expanded = latent.kv_lora_rank * (latent.nope_dim + latent.v_dim) + latent.q_lora_rank * model.head_dim
+            flops = flops.plus(FlopCount(2.0 * model.num_attention_heads * expanded * rows.tokens))
+    return flops
+
+
+class Elements(NamedTuple):
+    """Weight elements of a rank: dense weights and weights of routed experts."""
+
+    shared: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        """Dense and expert elements."""
+        return self.shared + self.experts
+
+
+def rank_elements(role: PlannedRole, stage: int) -> Elements:
+    """Return the weight elements of each rank of a stage; norms and padding (below 0.1 %) are not counted."""
+    model, layout = role.model, role.layout
+    shared, routed = layers_elements(model, layout.stage_layers(model.num_layers, stage))
+    if stage == 0:
+        shared += model.vocab_size * model.hidden_size
+    if stage == layout.pp - 1 and not role.value_head and not (model.tie_word_embeddings and layout.pp == 1):
+        shared += model.vocab_size * model.hidden_size
+    return Elements(shared / layout.tp, routed / (layout.ep * layout.expert_tp))
+
+
+def optimized_elements(role: PlannedRole, held: Elements) -> float:
+    """Return the elements whose optimizer state a rank holds: all, or its share with the distributed optimizer."""
+    layout = role.layout
+    if not role.megatron.use_distributed_optimizer:
+        return held.total
+    return held.shared / (layout.dp * layout.cp) + held.experts / layout.expert_dp
+
+
+def layers_elements(model: ModelConfig, layers: Iterable[int]) -> tuple[float, float]:
+    """Return the weight elements of whole layers: dense and routed-expert elements."""
+    kinds: dict[bool, list[int]] = {False: [], True: []}  # layers of a kind have equal sizes
+    for layer in layers:
+        kinds[model.has_experts(layer)].append(layer)
+    sizes = [(len(members), *layer_elements(model, members[0])) for members in kinds.values() if members]
+    return sum(count * dense for count, dense, _ in sizes), sum(count * routed for count, _, routed in sizes)
+
+
+def layer_elements(model: ModelConfig, layer: int) -> tuple[float, float]:
+    """Return the weight elements of a whole layer: dense and routed-expert elements."""
+    used, experts = layer_cost(model, layer).linear / 2, model.experts
+    if experts is None or not model.has_experts(layer):
+        return used, 0.0
+    per_expert = 3.0 * model.hidden_size * experts.ffn_hidden_size
+    return used - experts.per_token * per_expert, experts.count * per_expert
+
+
+def _costs(model: ModelConfig) -> list[SequenceCost]:
+    """Return the cost of every layer; layers of the same kind (dense or experts) share one value."""
+    kinds: dict[bool, SequenceCost] = {}
+    flags = [model.has_experts(layer) for layer in range(model.num_layers)]
+    for layer, flag in enumerate(flags):
+        if flag not in kinds:
+            kinds[flag] = layer_cost(model, layer)
+    return [kinds[flag] for flag in flags]

@@ -1,0 +1,286 @@
+"""Hardware of a node and the time of its collectives, read from ``configs/hardware/*.yaml``.
+
+Ranks are numbered in the order tensor, context, data, pipeline parallel, node by node. A ring of ``n`` ranks moves
+``(n - 1) / n`` of the data once for an all-gather or reduce-scatter, twice for an all-reduce. A group with several
+ranks per node uses that many network adapters at once, as NCCL does.
+"""
+
+# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from megarl.base.errors import ConfigError
+from megarl.base.units import GIB
+from megarl.config import SupervisedConfig, TrainConfig
+from megarl.config.build import read
+from megarl.config.compose import HARDWARE, REPOSITORY_CONFIGS
+from megarl.config.keys import REQUIRED, key, section
+from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
+from megarl.models import ParallelLayout
+
+FOLDER = REPOSITORY_CONFIGS / HARDWARE
+
+
+@dataclass
+class PeakConfig:
+    """Peak compute of one device."""
+
+    bfloat16: float = key(REQUIRED, "TFLOP/s of dense bfloat16 matrix products.", above=0)
+    float32: float = key(REQUIRED, "TFLOP/s of float32 matrix products.", above=0)
+
+
+@dataclass
+class LinkConfig:
+    """Links between devices, in GB/s (1e9 bytes per second) per device and direction."""
+
+    intra_node: float = key(REQUIRED, "GB/s between devices of a node.", above=0)
+    network: float = key(REQUIRED, "GB/s between nodes.", above=0)
+    host: float = key(REQUIRED, "GB/s between a device and its node's memory, all devices copying at once.", above=0)
+
+
+@dataclass
+class SharesConfig:
+    """Reached fraction of each peak; the hardware files of megarl give the source of each number."""
+
+    matmul: float = key(REQUIRED, "Of the peak: large matrix products of training and prefill.", above=0, at_most=1)
+    experts: float = key(
+        REQUIRED, "Of the peak: grouped products of a mixture's experts, with their permutations.", above=0, at_most=1
+    )
+    attention: float = key(REQUIRED, "Of the peak: attention's products, on long sequences.", above=0, at_most=1)
+    memory: float = key(REQUIRED, "Of the memory's bandwidth: reading weights and caches.", above=0, at_most=1)
+    collective: float = key(REQUIRED, "Of a link's bandwidth: large collectives.", above=0, at_most=1)
+    host: float = key(REQUIRED, "Of the host link's bandwidth: copies of offloaded states.", above=0, at_most=1)
+
+
+@dataclass
+class LatencyConfig:
+    """Latencies, independent of sizes."""
+
+    collective_us: float = key(REQUIRED, "Microseconds of a small collective inside a node.", at_least=0)
+    network_us: float = key(REQUIRED, "Microseconds of a small collective between nodes.", at_least=0)
+    decode_step_ms: float = key(
+        REQUIRED, "Milliseconds of an engine's step besides compute: scheduler, sampling.", at_least=0
+    )
+    layer_us: float = key(
+        REQUIRED,
+        "Minimum microseconds of a layer's forward: kernel launches.",
+        at_least=0,
+    )
+
+
+@dataclass
+class Hardware:
+    """One kind of node."""
+
+    name: str = key(REQUIRED, "Name in reports.")
+    device: str = key("cuda", "Device type, used for `trainer.device=auto`.", choices=("cuda", "cpu"))
+    devices_per_node: int = key(REQUIRED, "Devices of a node.", at_least=1)
+    memory_gib: float = key(REQUIRED, "GiB of memory of a device, as its driver reports it.", above=0)
+    reserved_gib: float = key(
+        REQUIRED,
+        "GiB of device memory that each process uses before any tensor: context, collective buffers.",
+        at_least=0,
+    )
+    memory_bandwidth: float = key(REQUIRED, "GB/s of the device's memory.", above=0)
+    host_memory_gib: float = key(REQUIRED, "GiB of memory of a node.", above=0)
+    peak: PeakConfig = section(PeakConfig)
+    links: LinkConfig = section(LinkConfig)
+    shares: SharesConfig = section(SharesConfig)
+    latency: LatencyConfig = section(LatencyConfig)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of memory per device."""
+        return self.memory_gib * GIB
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes of device memory that each process reserves."""
+        return self.reserved_gib * GIB
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of host memory per node."""
+        return self.host_memory_gib * GIB
+
+    def peak_flops(self, dtype: str) -> float:
+        """Return the peak FLOP/s of a device.
+
+        Args:
+            dtype: ``bfloat16`` or ``float32``.
+        """
+        return cast(float, getattr(self.peak, dtype)) * 1e12
+
+    def products_s(self, flops: float, dtype: str) -> float:
+        """Return the seconds of large matrix products on one device."""
+        return flops / (self.peak_flops(dtype) * self.shares.matmul)
+
+    def experts_s(self, flops: float, dtype: str) -> float:
+        """Return the seconds of grouped expert products on one device."""
+        return flops / (self.peak_flops(dtype) * self.shares.experts)
+
+    def attention_s(self, flops: float, dtype: str) -> float:
+        """Return the seconds of attention products on one device."""
+        return flops / (self.peak_flops(dtype) * self.shares.attention)
+
+    def reading_s(self, nbytes: float) -> float:
+        """Return the seconds to read or write a number of bytes of device memory."""
+        return nbytes / (self.memory_bandwidth * 1e9 * self.shares.memory)
+
+    def host_copy_s(self, nbytes: float) -> float:
+        """Return the seconds to copy bytes to or from host memory, while all devices of the node copy."""
+        return nbytes / (self.links.host * 1e9 * self.shares.host)
+
+    def transfer_s(self, nbytes: float, *, within_node: bool) -> float:
+        """Return the seconds to send or receive a number of bytes in a large collective."""
+        link = self.links.intra_node if within_node else self.links.network
+        return nbytes / (link * 1e9 * self.shares.collective)
+
+    def latency_s(self, *, within_node: bool) -> float:
+        """Return the seconds of a collective of a few bytes."""
+        return (self.latency.collective_us if within_node else self.latency.network_us) * 1e-6
+
+
+def known_hardware() -> list[str]:
+    """Return the names of the hardware files that megarl ships."""
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def hardware_of(config: TrainConfig | SupervisedConfig, name: str | None = None) -> Hardware:
+    """Return the hardware that a configuration is planned for.
+
+    Args:
+        config: complete.
+        name: as for :func:`read_hardware`; None = ``trainer.hardware``, or the default of ``trainer.device``.
+
+    Raises:
+        ConfigError: as :func:`read_hardware`; or the configuration uses more devices per node than the node has.
+    """
+    trainer, key = config.trainer, "--hardware" if name else "trainer.hardware"
+    hardware = read_hardware(name or trainer.hardware or ("cpu" if trainer.device == "cpu" else "h100"), key)
+    # On a CPU processes may share cores.
+    if hardware.device == "cuda" and trainer.n_gpus_per_node > hardware.devices_per_node:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but a node of {key}={hardware.name} has "
+            f"{hardware.devices_per_node} devices; set {hardware.devices_per_node} at most, and more trainer.nnodes"
+        )
+    return hardware
+
+
+def read_hardware(name: str, key: str = "--hardware") -> Hardware:
+    """Read the hardware file of a node.
+
+    Args:
+        name: name of a shipped file, such as ``h100``, or path of a custom file.
+        key: config key or option of the name, for error messages.
+
+    Raises:
+        ConfigError: the file does not exist or is no YAML; wrong fields raise ``InvalidConfigError`` with all problems.
+    """
+    file = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else FOLDER / f"{name}.yaml"
+    if not file.is_file():
+        names = known_hardware()
+        near = nearest_keys(name.lower(), names)
+        guess = f"; did you mean {near[0]}?" if near else "."
+        raise ConfigError(
+            f"{key}={name}: no such file: {file}{guess} Known: {', '.join(names)}, or the path of a custom file"
+        )
+    try:
+        values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds a {type(values).__name__}, expected the fields of a hardware file")
+    try:
+        return cast(Hardware, read(Hardware, values))
+    except InvalidConfigError as error:
+        raise InvalidConfigError(Problem(f"{file.name}: {p.path}", *p[1:]) for p in error.problems) from None
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Ranks of a collective: ``size`` ranks, every ``stride``-th.
+
+    Attributes:
+        size: number of ranks.
+        stride: distance between neighbors in the rank order.
+        devices_per_node: devices per node of the cluster.
+    """
+
+    size: int
+    stride: int
+    devices_per_node: int
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of the group on each node."""
+        return max(1, min(self.size, self.devices_per_node // self.stride))
+
+    @property
+    def within_node(self) -> bool:
+        """Whether all ranks are on one node."""
+        return self.per_node == self.size
+
+    def gather_s(self, nbytes: float, hardware: Hardware) -> float:
+        """Return the seconds of an all-gather or reduce-scatter; ``nbytes`` is the size of the gathered tensor."""
+        if self.size == 1:
+            return 0.0
+        moved = nbytes * (self.size - 1) / self.size
+        seconds = hardware.transfer_s(moved, within_node=True)
+        if not self.within_node:
+            seconds = max(seconds, hardware.transfer_s(moved / self.per_node, within_node=False))
+        return seconds + hardware.latency_s(within_node=self.within_node)
+
+    def reduce_s(self, nbytes: float, hardware: Hardware) -> float:
+        """Return the seconds of an all-reduce."""
+        return 2 * self.gather_s(nbytes, hardware)
+
+    def exchange_s(self, nbytes: float, hardware: Hardware) -> float:
+        """Return the seconds of an all-to-all; each rank sends ``nbytes``, evenly to all ranks."""
+        if self.size == 1:
+            return 0.0
+        inside = hardware.transfer_s(nbytes * (self.per_node - 1) / self.size, within_node=True)
+        outside = hardware.transfer_s(nbytes * (self.size - self.per_node) / self.size, within_node=False)
+        return max(inside, outside) + hardware.latency_s(within_node=self.within_node)
+
+    def send_s(self, nbytes: float, hardware: Hardware) -> float:
+        """Return the seconds to send ``nbytes`` to the next rank."""
+        if self.size == 1:
+            return 0.0
+        within = self.stride * self.size <= self.devices_per_node
+        return hardware.transfer_s(nbytes, within_node=within) + hardware.latency_s(within_node=within)
+
+
+@dataclass(frozen=True)
+class CollectiveGroups:
+    """The process groups of a layout."""
+
+    tensor: CollectiveGroup
+    context: CollectiveGroup
+    data: CollectiveGroup  # data and context parallel: gradients are summed over it
+    pipeline: CollectiveGroup
+    expert: CollectiveGroup
+    expert_tensor: CollectiveGroup
+    expert_data: CollectiveGroup
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, devices_per_node: int) -> CollectiveGroups:
+        """Return the groups of a layout."""
+
+        def group(size: int, stride: int) -> CollectiveGroup:
+            return CollectiveGroup(size, stride, devices_per_node)
+
+        return cls(
+            tensor=group(layout.tp, 1),
+            context=group(layout.cp, layout.tp),
+            data=group(layout.dp * layout.cp, layout.tp),
+            pipeline=group(layout.pp, layout.ranks_per_stage),
+            expert=group(layout.ep, layout.expert_tp),
+            expert_tensor=group(layout.expert_tp, 1),
+            expert_data=group(layout.expert_dp, layout.expert_tp * layout.ep),
+        )

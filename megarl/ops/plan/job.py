@@ -1,0 +1,384 @@
+"""The planned job: model, devices and layout of each role, and its passes in every phase of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megarl.base.algorithm_names import FULL_KL
+from megarl.config import MegatronConfig, TrainConfig
+from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches
+from megarl.config.schema.jobs import SupervisedConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.models import ModelConfig, ParallelLayout, read_model_config
+from megarl.workers.settings import check_role, layout_of
+
+PHASES = (
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+)
+"""Phases of a training step that use devices, by their timer names; supervised jobs have only ``update``."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class PlannedPass:
+    """A forward pass or update that a role runs in one phase.
+
+    Attributes:
+        phase: one of :data:`PHASES`, or ``update`` in a supervised job.
+        updates: whether the pass includes a backward pass and an optimizer step.
+        tokens: maximum tokens of a micro-batch, over all context-parallel ranks.
+        outputs: maximum response tokens of a micro-batch, each with logits or a value; for a reward model, sequences.
+        micro_batches: maximum micro-batches of a mini-batch per data-parallel rank, padded for the pipeline.
+        optimizer_steps: optimizer steps per training step; 0 for a pass without update.
+        samples: samples that the role computes per training step, over all ranks and epochs.
+        with_entropy: whether entropies are computed.
+        full_kl: whether the exact KL to the reference, over the whole vocabulary, is computed.
+        longest: maximum tokens of a sequence; 0 = same as ``tokens``.
+    """
+
+    phase: str
+    updates: bool
+    tokens: int
+    outputs: int
+    micro_batches: int
+    optimizer_steps: int
+    samples: int
+    with_entropy: bool = False
+    full_kl: bool = False
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedRole:
+    """A model and its Megatron layout.
+
+    Attributes:
+        name: ``actor``, ``critic``, ``reference``, ``reward_model``, or the role of a supervised job.
+        path: config key of the layout's section, such as ``critic.megatron``.
+        model: shape of the model.
+        layout: parallel sizes; rank ``r`` runs on device ``r`` modulo the number of devices.
+        megatron: dtype, recomputation and offloading options.
+        value_head: whether a scalar head replaces the output layer.
+        trains: whether the role has gradients and an optimizer.
+        passes: passes in the order of a training step.
+        holds_reference: whether host memory keeps the reference weights, which are swapped into this role's model for
+            phase ``ref``.
+        reference_head: whether the device keeps a copy of the reference's output layer, for the exact KL.
+    """
+
+    name: str
+    path: str
+    model: ModelConfig
+    layout: ParallelLayout
+    megatron: MegatronConfig
+    value_head: bool
+    trains: bool
+    passes: tuple[PlannedPass, ...]
+    holds_reference: bool = False
+    reference_head: bool = False
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes per element of weights and activations."""
+        return DTYPE_BYTES[self.megatron.dtype]
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensor-parallel ranks split the activations between layers; always true for models with experts."""
+        return self.layout.tp > 1 and (self.megatron.sequence_parallel or self.model.experts is not None)
+
+    def pass_of(self, phase: str) -> PlannedPass | None:
+        """Return the role's pass in a phase, or None."""
+        return next((planned for planned in self.passes if planned.phase == phase), None)
+
+
+@dataclass(frozen=True)
+class PlannedRollout:
+    """The replicas of the rollout engine.
+
+    Attributes:
+        model: the policy.
+        config: engine, sampling and sizes.
+        replicas: number of replicas; replica ``i`` starts at device ``i * tp``.
+        tp: tensor-parallel size of a replica.
+        longest: maximum tokens of a trajectory, prompt included.
+        prompts: prompts per step, over all replicas.
+        samples_per_prompt: trajectories per prompt, including baselines that are not trained on.
+    """
+
+    model: ModelConfig
+    config: RolloutConfig
+    replicas: int
+    tp: int
+    longest: int
+    prompts: int
+    samples_per_prompt: int
+
+    @property
+    def samples(self) -> int:
+        """Trajectories per step, over all replicas."""
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes per element of the engine's weights."""
+        return DTYPE_BYTES[self.config.dtype]
+
+    @property
+    def is_external(self) -> bool:
+        """Whether external servers generate, on devices outside the job."""
+        return bool(self.config.server_urls)
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job with all of its roles.
+
+    Attributes:
+        roles: the models, each once.
+        rollout: the engine; None in a supervised job.
+        batches: batch sizes of a training step.
+        nodes: number of nodes.
+        devices_per_node: devices per node.
+        device: ``cuda`` or ``cpu``; the caller resolves ``auto``.
+        longest_prompt: maximum tokens of a prompt; 0 in a supervised job.
+        longest_response: maximum tokens of a response; in a supervised job, of the whole sequence.
+        bucket_bytes: maximum bytes that a process sends or receives at a time in a weight sync.
+        config: the configuration of the job.
+    """
+
+    roles: tuple[PlannedRole, ...]
+    rollout: PlannedRollout | None
+    batches: BatchPlan
+    nodes: int
+    devices_per_node: int
+    device: str
+    longest_prompt: int
+    longest_response: int
+    bucket_bytes: int
+    config: TrainConfig | SupervisedConfig
+
+    @property
+    def devices(self) -> int:
+        """Number of devices over all nodes."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a sequence."""
+        return self.longest_prompt + self.longest_response
+
+    @cached_property
+    def phases(self) -> tuple[str, ...]:
+        """Phases of the job, in the order of a training step."""
+        if self.rollout is None:
+            return ("update",)
+        role_phases = {planned.phase for role in self.roles for planned in role.passes}
+        return tuple(phase for phase in PHASES if phase in role_phases or phase in ("gen", "update_weights"))
+
+    def role(self, name: str) -> PlannedRole:
+        """Return a role by name.
+
+        Raises:
+            KeyError: the job has no role of that name.
+        """
+        return {role.name: role for role in self.roles}[name]
+
+
+def planned_job(config: TrainConfig | SupervisedConfig, *, device: str = "cuda") -> PlannedJob:
+    """Plan a job from its configuration; reads only each model's ``config.json``.
+
+    Args:
+        config: complete and checked, as ``megarl.config.build`` returns it.
+        device: device to use for ``trainer.device=auto``.
+
+    Raises:
+        InvalidConfigError, ConfigError, ModelError: a batch does not divide, a layout does not fit its model, or a
+            model folder cannot be read; the message names the key.
+    """
+    device = device if config.trainer.device == "auto" else config.trainer.device
+    return _train_job(config, device) if isinstance(config, TrainConfig) else _supervised_job(config, device)
+
+
+def _train_job(config: TrainConfig, device: str) -> PlannedJob:
+    batches, policy, data = plan_batches(config), config.actor_rollout_ref, config.data
+    rollout = policy.rollout
+    model = read_model_config(policy.model.path)
+    roles = [_actor(config, batches, model)]
+    if config.uses_critic:
+        roles.append(_critic(config, batches))
+    if config.uses_reference and policy.ref.megatron is not None:
+        ref = _pass(config, batches.phase("ref_log_prob"), "ref")
+        roles.append(_role("reference", "actor_rollout_ref.ref.megatron", model, policy.ref.megatron, (ref,)))
+    if config.reward_model.enable:
+        roles.append(_reward_model(config, batches))
+    engine = PlannedRollout(
+        model=model,
+        config=rollout,
+        replicas=rollout.replicas or 1,
+        tp=rollout.tensor_model_parallel_size,
+        longest=data.max_prompt_length + data.max_response_length,
+        prompts=batches.prompts_per_step,
+        samples_per_prompt=config.responses_per_prompt,
+    )
+    return PlannedJob(
+        roles=tuple(roles),
+        rollout=engine,
+        batches=batches,
+        nodes=config.trainer.nnodes,
+        devices_per_node=config.trainer.n_gpus_per_node,
+        device=device,
+        longest_prompt=data.max_prompt_length,
+        longest_response=data.max_response_length,
+        bucket_bytes=config.sync.bucket_megabytes * 2**20,
+        config=config,
+    )
+
+
+def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> PlannedRole:
+    policy = config.actor_rollout_ref
+    learns_kl = policy.actor.use_kl_loss and policy.actor.kl_loss_type == FULL_KL
+    swaps_reference = config.uses_reference and policy.ref.megatron is None
+    computes_kl = swaps_reference and config.algorithm.uses_full_kl
+    passes = [_pass(config, batches.phase("old_log_prob"), "old_log_prob", with_entropy=True)]
+    if swaps_reference:
+        passes.append(_pass(config, batches.phase("ref_log_prob"), "ref", full_kl=computes_kl))
+    entropy = policy.actor.entropy_coeff != 0
+    passes.append(_pass(config, batches.phase("actor"), "update_actor", with_entropy=entropy, full_kl=learns_kl))
+    return _role(
+        "actor",
+        "actor_rollout_ref.actor.megatron",
+        model,
+        policy.actor.megatron,
+        tuple(passes),
+        trains=True,
+        holds_reference=swaps_reference,
+        reference_head=learns_kl or computes_kl,
+    )
+
+
+def _critic(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
+    phase, model = batches.phase("critic"), read_model_config(str(config.critic.model.path))
+    values = _pass(config, phase, "values")
+    # Values of the whole step are computed at once, with the token budget of the update.
+    values = replace(values, updates=False, optimizer_steps=0, samples=batches.samples_per_step)
+    update = _pass(config, phase, "update_critic")
+    return _role(
+        "critic", "critic.megatron", model, config.critic.megatron, (values, update), value_head=True, trains=True
+    )
+
+
+def _reward_model(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
+    keys, phase = config.reward_model, batches.phase("reward_model")
+    micro, share, longest = phase.micro, phase.samples_per_rank, keys.max_length
+    assert longest is not None, "filled in"
+    tokens = _tokens(micro, share, longest)
+    planned = PlannedPass(
+        phase="reward",
+        updates=False,
+        tokens=tokens,
+        outputs=max(1, min(share, tokens)),
+        micro_batches=_micro_batches(micro, share, tokens, longest),
+        optimizer_steps=0,
+        samples=phase.samples_per_mini_batch,
+        longest=longest,
+    )
+    model = read_model_config(str(keys.model.path))
+    return _role("reward_model", "reward_model.megatron", model, keys.megatron, (planned,), value_head=True)
+
+
+def _supervised_job(config: SupervisedConfig, device: str) -> PlannedJob:
+    batches, longest = plan_batches(config), config.data.max_length
+    phase, count = batches.phase(config.role), config.sequences_per_row
+    scores = config.role == "reward_model"
+    tokens = _tokens(phase.micro, phase.samples_per_rank, count * longest)
+    planned = PlannedPass(
+        phase="update",
+        updates=True,
+        tokens=tokens,
+        outputs=max(1, min(count * phase.samples_per_rank, tokens)) if scores else tokens,
+        micro_batches=_micro_batches(phase.micro, phase.samples_per_rank, tokens, count * longest),
+        optimizer_steps=phase.optimizer_steps,
+        samples=phase.samples_per_mini_batch * count,
+        longest=longest,
+    )
+    model = read_model_config(config.model.path)
+    role = _role(config.role, "megatron", model, config.megatron, (planned,), value_head=scores, trains=True)
+    return PlannedJob(
+        roles=(role,),
+        rollout=None,
+        batches=batches,
+        nodes=config.trainer.nnodes,
+        devices_per_node=config.trainer.n_gpus_per_node,
+        device=device,
+        longest_prompt=0,
+        longest_response=longest,
+        bucket_bytes=0,
+        config=config,
+    )
+
+
+def _role(
+    name: str,
+    path: str,
+    model: ModelConfig,
+    megatron: MegatronConfig,
+    passes: tuple[PlannedPass, ...],
+    *,
+    value_head: bool = False,
+    trains: bool = False,
+    holds_reference: bool = False,
+    reference_head: bool = False,
+) -> PlannedRole:
+    check_role(model, megatron, path)
+    layout = layout_of(megatron)
+    return PlannedRole(name, path, model, layout, megatron, value_head, trains, passes, holds_reference, reference_head)
+
+
+def _pass(
+    config: TrainConfig, phase: PhasePlan, name: str, *, with_entropy: bool = False, full_kl: bool = False
+) -> PlannedPass:
+    data = config.data
+    longest, share = data.max_prompt_length + data.max_response_length, phase.samples_per_rank
+    tokens = _tokens(phase.micro, share, longest)
+    return PlannedPass(
+        phase=name,
+        updates=phase.updates,
+        tokens=tokens,
+        outputs=_outputs(phase.micro, share, tokens, data.max_response_length),
+        micro_batches=_micro_batches(phase.micro, share, tokens, longest),
+        optimizer_steps=phase.optimizer_steps,
+        samples=phase.samples_per_mini_batch * max(1, phase.optimizer_steps),
+        with_entropy=with_entropy,
+        full_kl=full_kl,
+        longest=longest,
+    )
+
+
+def _tokens(micro: MicroBatches, share: int, longest: int) -> int:
+    """Return the maximum tokens of a micro-batch: its budget or its longest samples, capped by the rank's share."""
+    maximum = micro.max_tokens if micro.samples is None else micro.samples * longest
+    assert maximum is not None, "one of the two is set"
+    return min(maximum, share * longest)
+
+
+def _outputs(micro: MicroBatches, share: int, tokens: int, longest_response: int) -> int:
+    """Return the maximum response tokens of a micro-batch; each sample has at least one prompt token."""
+    samples = share if micro.samples is None else micro.samples
+    return max(1, min(samples * longest_response, tokens - -(-tokens // (longest_response + 1))))
+
+
+def _micro_batches(micro: MicroBatches, share: int, tokens: int, longest: int) -> int:
+    """Return the maximum number of micro-batches; first-fit packing fills all but the last at least half."""
+    each = max(1, tokens // longest) if micro.samples is None else micro.samples
+    count = -(-share // each)
+    return -(-count // micro.multiple) * micro.multiple

@@ -1,0 +1,228 @@
+"""Activation memory of one decoder layer: bytes saved for the backward pass of a micro-batch.
+
+The formulas follow the layers that megarl builds, tensor by tensor; each method lists the storages that autograd saves.
+``fused`` layers run on a GPU (Transformer Engine, or torch with one kernel for packed attention), the others on a CPU.
+They differ in attention, in experts, and in the tensors that sequence parallelism gathers. Dropout is off, so no masks
+are saved. Attention is flash attention, which saves one number per token and head instead of scores; the exception is a
+CPU layer whose values are narrower than its queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megarl.ops.plan.job import PlannedPass, PlannedRole
+
+FLOAT32, INT64 = 4, 8
+NOTHING: frozenset[str] = frozenset()
+
+
+class RankTokens(NamedTuple):
+    """Tokens of a micro-batch on one rank.
+
+    Attributes:
+        padded_total: tokens over all context-parallel ranks, with padding.
+        local: tokens of this rank's part of the sequences.
+        between_layers: tokens of this rank between_layers layers, divided by sequence parallelism.
+        outputs: response tokens whose logits or values this rank computes.
+        attended: tokens of full sequences in attention; larger than ``local`` with shared prompts.
+        longest: tokens of the longest sequence.
+        mixed_lengths: whether sequences differ in length.
+    """
+
+    padded_total: int
+    local: int
+    between_layers: int
+    outputs: int
+    attended: int
+    longest: int
+    mixed_lengths: bool = True
+
+
+def tokens_on_rank(
+    role: PlannedRole, planned: PlannedPass, shared_extra: int = 0, *, mixed_lengths: bool = True
+) -> RankTokens:
+    """Divide the largest micro-batch of a pass over the ranks.
+
+    Args:
+        role: the model and its layout.
+        planned: the pass.
+        shared_extra: additional tokens in attention with shared prompts.
+        mixed_lengths: see :class:`RankTokens`.
+    """
+    layout = role.layout
+    local = -(-planned.tokens // layout.cp)
+    if role.sequence_parallel:
+        local = -(-local // layout.tp) * layout.tp
+    between_layers = local // layout.tp if role.sequence_parallel else local
+    outputs, longest = -(-planned.outputs // layout.cp), planned.longest or planned.tokens
+    return RankTokens(
+        local * layout.cp,
+        local,
+        between_layers,
+        outputs,
+        local + shared_extra,
+        longest,
+        mixed_lengths,
+    )
+
+
+def recomputed_modules(role: PlannedRole) -> frozenset[str]:
+    """Return the modules that the backward recomputes in every layer."""
+    megatron = role.megatron
+    return frozenset(megatron.recompute_modules) if megatron.recompute_granularity == "selective" else NOTHING
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Activation sizes of one decoder layer on one rank.
+
+    Args:
+        role: the model, its layout and its dtype.
+        tokens: tokens of the micro-batch.
+        fused: whether the layer is fused; see the module docstring.
+        recomputed: recomputed modules, by Megatron's names.
+    """
+
+    role: PlannedRole
+    tokens: RankTokens
+    fused: bool
+    recomputed: frozenset[str]
+
+    def of(self, layer: int) -> int:
+        """Return the bytes that a layer saves, by its global number."""
+        model = self.role.model
+        attention = self._attention() if model.latent is None else self._latent_attention()
+        return attention + (self._experts() if model.has_experts(layer) else self._dense())
+
+    @property
+    def width(self) -> int:
+        """Bytes per element."""
+        return self.role.dtype_bytes
+
+    @property
+    def _hidden(self) -> int:
+        return self.tokens.between_layers * self.role.model.hidden_size * self.width
+
+    def _norm(self) -> int:
+        """Return the bytes of a norm over the hidden states: its input, and one number per token unless recomputed."""
+        scale = 0 if "layernorm" in self.recomputed and not self.fused else self.tokens.between_layers * FLOAT32
+        return self._hidden + scale
+
+    def _normed(self) -> int:
+        """Return the bytes of a norm's output, which the next linear layer saves; a fused layer saves it only once."""
+        model = self.role.model
+        if self._gathers:
+            return self.tokens.local * model.hidden_size * self.width
+        return 0 if "layernorm" in self.recomputed and not self.fused else self._hidden
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether linear layers save the tensor gathered over the sequence: CPU layers in float32."""
+        return self.role.sequence_parallel and not self.fused and self.width == FLOAT32
+
+    # ---- attention
+
+    def _attention(self) -> int:
+        """Return the bytes of norm, projection, rotary embedding, core attention and the output projection's input."""
+        model, tp = self.role.model, self.role.layout.tp
+        heads, groups = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
+        local = self.tokens.local * self.width
+        query, key = local * heads * model.head_dim, local * groups * model.head_dim
+        mixed = query + 2 * key  # one tensor; keys and values are views of it
+        total = self._norm() + self._normed() + query
+        if model.qk_norm:
+            # Queries are copied out of the projection's output if several heads share a key.
+            total += (query if heads != groups else 0) + self.tokens.local * FLOAT32 * (heads + groups)
+        if "core_attn" in self.recomputed:
+            # Queries and keys are saved before instead of after the rotary embedding; keys are views unless normed.
+            unrotated = query if heads != groups or model.qk_norm else 0
+            return total + mixed + unrotated + (key if model.qk_norm else 0)
+        if self.fused:
+            return total + mixed + query + key + self.tokens.local * heads * FLOAT32
+        return total + self._cpu_attention(query, key, mixed, heads)
+
+    def _cpu_attention(self, query: int, key: int, mixed: int, heads: int) -> int:
+        """Return the bytes of rotated queries and keys, values, outputs and softmax sums.
+
+        Sequences of mixed lengths, context-parallel halves and shared prompts add copies.
+        """
+        tokens, normed = self.tokens, self.role.model.qk_norm
+        sums = tokens.local * heads * FLOAT32
+        if self.role.layout.cp > 1:
+            # Keys and values of all ranks, in order; only norms save the local ones.
+            gathered = 2 * key * tokens.padded_total // tokens.local
+            return (mixed if normed else 0) + query + gathered + query + sums
+        if tokens.attended > tokens.local:
+            spread = (2 * query + 2 * key) * tokens.attended // tokens.local
+            return (mixed if normed else 0) + spread + tokens.attended * heads * FLOAT32
+        return mixed + query + key + (query if tokens.mixed_lengths else 0) + sums
+
+    def _latent_attention(self) -> int:
+        """Return the bytes of multi-head latent attention: latents, norms, queries, keys, values and outputs."""
+        model, tp, tokens = self.role.model, self.role.layout.tp, self.tokens
+        latent = model.latent
+        assert latent is not None
+        heads = model.num_attention_heads // tp
+        between_layers, local = tokens.between_layers * self.width, tokens.local * self.width
+        # Both kinds of layers use torch's norm for latents; two projections read the output of the layer norm.
+        read = local if self._gathers else between_layers
+        total = self._norm() + (0 if "layernorm" in self.recomputed and not self.fused else self._hidden)
+        if latent.q_lora_rank:
+            total += (between_layers + read) * latent.q_lora_rank + tokens.between_layers * FLOAT32
+        total += between_layers * (latent.kv_lora_rank + latent.rope_dim) + read * latent.kv_lora_rank
+        total += tokens.between_layers * FLOAT32
+        value = local * heads * latent.v_dim
+        total += 2 * local * heads * model.head_dim + value  # queries, keys, values
+        total += value  # attention's output, the last projection's input
+        if "core_attn" in self.recomputed:
+            return total
+        if not self.fused and latent.v_dim != model.head_dim:
+            return total + tokens.attended * min(tokens.longest, tokens.attended) * heads * self.width
+        joined = value if tokens.mixed_lengths and not self.fused else 0
+        return total + joined + tokens.local * heads * FLOAT32
+
+    # ---- MLP and experts
+
+    def _dense(self) -> int:
+        """Return the bytes of norm and gated MLP: norm input and output, both halves before the activation, output."""
+        inner = 0 if "mlp" in self.recomputed else self._gated(self.tokens.local, self.role.model.ffn_hidden_size)
+        if "mlp" in self.recomputed and self._gathers:
+            return self._norm() + (0 if "layernorm" in self.recomputed else self._hidden)
+        return self._norm() + self._normed() + inner
+
+    def _gated(self, tokens: int, ffn: int) -> int:
+        """Return the bytes of both halves before the activation, and of its output."""
+        return tokens * self.width * 3 * (ffn // self.role.layout.tp)
+
+    def _experts(self) -> int:
+        """Return the bytes of norm, router, routed and shared experts, with balanced routing."""
+        experts, tokens = self.role.model.experts, self.tokens
+        assert experts is not None
+        if "moe" in self.recomputed:
+            return self._norm() + self._hidden
+        etp = self.role.layout.expert_tp
+        routed = tokens.between_layers * experts.per_token * (etp if self.role.sequence_parallel else 1)
+        # before and after the activation; unfused layers save one more tensor, weighted by the router
+        tensors = 2 if "moe_act" in self.recomputed else 3 if self.fused else 4
+        inner = tensors * (experts.ffn_hidden_size // etp)
+        total = self._norm() + self._router()
+        total += routed * (self.width * (self.role.model.hidden_size + inner) + FLOAT32 + 2 * INT64)
+        if experts.shared_ffn_hidden_size:
+            return total + self._shared_experts(experts.shared_ffn_hidden_size, experts.shared_gate)
+        return total + (self._hidden if self.width == FLOAT32 else 0)
+
+    def _router(self) -> int:
+        """Return the bytes of float32 copies of router input and weight, of scores and choices."""
+        model, tokens = self.role.model, self.tokens.between_layers
+        experts = model.experts
+        assert experts is not None
+        copies = (tokens + experts.count) * model.hidden_size * FLOAT32 if self.width != FLOAT32 else 0
+        return copies + tokens * (experts.count * (2 * FLOAT32 + 1) + experts.per_token * (INT64 + 2 * FLOAT32))
+
+    def _shared_experts(self, ffn: int, gate: bool) -> int:
+        gated = self._hidden + self.tokens.between_layers * FLOAT32 if gate else 0
+        # Without a float32 copy, the router also reads the norm's output.
+        read = self._normed() + (self._hidden if self._gathers else 0)
+        return read + self._gated(self.tokens.local, ffn) + gated

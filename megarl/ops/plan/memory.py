@@ -1,0 +1,277 @@
+"""Memory plan: bytes on the devices in each phase of a training step, and in host memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
+from megarl.ops.plan.job import PlannedJob, PlannedRole
+from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
+from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
+
+HOST_CHUNK = 2**28
+"""Chunk size, in bytes, in which host memory is allocated for offloaded states."""
+
+
+class Component(NamedTuple):
+    """One use of memory.
+
+    Attributes:
+        owner: a role, ``rollout`` or ``sync``.
+        name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (saved for the backward), ``logits`` or
+            ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``reference head``; in host
+            memory also ``reference copy`` and ``swapped weights``.
+        nbytes: size in bytes.
+    """
+
+    owner: str
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """A role's model on the ranks of one pipeline stage.
+
+    Attributes:
+        stage: index of the stage.
+        rank: the rank of the stage with the most memory.
+        layers: global numbers of its decoder layers.
+        states: weights, gradients and optimizer state of that rank.
+        activations: activations by phase.
+    """
+
+    stage: int
+    rank: int
+    layers: tuple[int, ...]
+    states: RankStates
+    activations: Mapping[str, PassActivations]
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """A role's model, stage by stage."""
+
+    role: PlannedRole
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def largest(self) -> StageMemory:
+        """The stage with the largest states."""
+        return max(self.stages, key=lambda stage: stage.states.total)
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """The device with the highest memory use in a phase.
+
+    Attributes:
+        phase: name of the phase.
+        device: number of the device.
+        components: memory on the device, the largest first, without offloaded states.
+    """
+
+    phase: str
+    device: int
+    components: tuple[Component, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of all components."""
+        return sum(component.nbytes for component in self.components)
+
+    @property
+    def dominant(self) -> Component:
+        """The largest component."""
+        return self.components[0]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of a job.
+
+    Attributes:
+        roles: memory of each role, by name.
+        phases: the fullest device of each phase, in the order of a training step.
+        host: host memory of the fullest node, the largest component first; on a CPU, device bytes are not included.
+        kv: KV cache of one rollout replica; None without a rollout or with an external one.
+    """
+
+    roles: Mapping[str, RoleMemory]
+    phases: tuple[PhaseMemory, ...]
+    host: tuple[Component, ...]
+    kv: KVCacheCapacity | None
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase with the highest device memory."""
+        return max(self.phases, key=lambda phase: phase.nbytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the fullest node."""
+        return sum(component.nbytes for component in self.host)
+
+
+def plan_memory(job: PlannedJob, device_bytes: int | None = None) -> MemoryPlan:
+    """Plan the memory of a job.
+
+    Activations are those of the largest micro-batches that the configuration allows; states are exact.
+
+    Args:
+        job: the job.
+        device_bytes: memory of one device, which sizes the rollout engine's KV cache; None = unknown: the KV cache then
+            has the size given in the configuration, or 0.
+    """
+    roles = {role.name: _role_memory(job, role) for role in job.roles}
+    devices = _Devices(job, roles, device_bytes)
+    phases = tuple(devices.fullest(phase) for phase in job.phases)
+    return MemoryPlan(roles, phases, _host(job, roles), devices.kv)
+
+
+def _role_memory(job: PlannedJob, role: PlannedRole) -> RoleMemory:
+    counter, layout = StateCounter(role), role.layout
+    stages = []
+    for stage in range(layout.pp):
+        rank = layout.rank(pp=stage)
+        activations = {planned.phase: pass_activations(job, role, planned, stage) for planned in role.passes}
+        layers = tuple(layout.stage_layers(role.model.num_layers, stage))
+        stages.append(StageMemory(stage, rank, layers, counter.of(rank), activations))
+    return RoleMemory(role, tuple(stages))
+
+
+class _Devices:
+    """Memory of each device, phase by phase."""
+
+    def __init__(self, job: PlannedJob, roles: Mapping[str, RoleMemory], device_bytes: int | None) -> None:
+        self.job, self.roles = job, roles
+        self.kv: KVCacheCapacity | None = None
+        self._engine = 0
+        rollout = job.rollout
+        if rollout is not None and not rollout.is_external:
+            self._engine = rollout_weight_bytes(rollout.model, rollout.tp, 0, rollout.config.dtype)
+            other_roles = max(
+                sum(c.nbytes for c in self._role_components("gen", device)) for device in range(job.devices)
+            )
+            self.kv = kv_cache_capacity(rollout, self._engine, other_roles, device_bytes, job.device)
+
+    def fullest(self, phase: str) -> PhaseMemory:
+        """Return the device with the highest memory use in a phase."""
+        by_kind: dict[tuple[int, ...], PhaseMemory] = {}
+        for device in range(self.job.devices):
+            key = self._kind(device)
+            if key not in by_kind:
+                parts = [part for part in self._on(phase, device) if part.nbytes]
+                parts.sort(key=lambda part: -part.nbytes)
+                by_kind[key] = PhaseMemory(phase, device, tuple(parts) or (Component("", "nothing", 0),))
+        return max(by_kind.values(), key=lambda memory: memory.nbytes)
+
+    def _kind(self, device: int) -> tuple[int, ...]:
+        """Return the stages of all roles on a device and whether it has an engine.
+
+        Devices of equal kind hold the same memory.
+        """
+        stages = [
+            role.layout.coordinate(rank).pp if rank is not None else -1
+            for role in self.job.roles
+            for rank in [_rank_on(role, device)]
+        ]
+        return (*stages, int(self._has_engine(device)))
+
+    def _on(self, phase: str, device: int) -> Iterator[Component]:
+        yield from self._role_components(phase, device)
+        if self._has_engine(device):
+            yield from self._engine_components(phase)
+        if phase == "update_weights" and self.job.rollout is not None:
+            # Each side holds at most two buckets; both sides may be on one device.
+            sides = int(_rank_on(self.job.role("actor"), device) is not None) + int(self._has_engine(device))
+            largest = max(stage.states.weights for stage in self.roles["actor"].stages)
+            yield Component("sync", "buckets", sides * min(2 * self.job.bucket_bytes, largest))
+
+    def _role_components(self, phase: str, device: int) -> Iterator[Component]:
+        for memory in self.roles.values():
+            rank = _rank_on(memory.role, device)
+            if rank is not None:
+                stage = memory.stages[memory.role.layout.coordinate(rank).pp]
+                yield from _stage_components(memory.role, stage, phase)
+
+    def _engine_components(self, phase: str) -> Iterator[Component]:
+        rollout = self.job.rollout
+        assert rollout is not None
+        stays = not rollout.config.free_cache_engine
+        if phase in ("gen", "update_weights") or stays:
+            yield Component("rollout", "weights", self._engine)
+        if self.kv is not None and (phase == "gen" or stays):
+            yield Component("rollout", "kv_cache", self.kv.nbytes)
+
+    def _has_engine(self, device: int) -> bool:
+        rollout = self.job.rollout
+        return rollout is not None and not rollout.is_external and device < rollout.replicas * rollout.tp
+
+
+def _rank_on(role: PlannedRole, device: int) -> int | None:
+    """Return the role's rank on a device, or None."""
+    return device if device < role.layout.world_size else None
+
+
+def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iterator[Component]:
+    """Yield the memory of a role on a device in a phase: its pass, and states that are not offloaded."""
+    megatron, states = role.megatron, stage.states
+    planned = role.pass_of(phase)
+    sends = role.name == "actor" and phase == "update_weights"
+    updates = planned is not None and planned.updates
+    if planned is not None or sends or not megatron.param_offload:
+        yield Component(role.name, "weights", states.weights)
+    activations = stage.activations[phase] if planned is not None else None
+    # The optimizer of a single step is onloaded after the activations are freed.
+    single_step = planned is not None and megatron.optimizer_offload and planned.optimizer_steps == 1
+    steps = updates and not (single_step and activations is not None and activations.total > states.optimizer)
+    if role.trains:
+        if updates or not megatron.grad_offload:
+            yield Component(role.name, "gradients", states.gradients)
+        if steps or not megatron.optimizer_offload:
+            yield Component(role.name, "optimizer", states.optimizer)
+    if role.reference_head and stage.stage == role.layout.pp - 1:
+        head = padded_vocab(role) // role.layout.tp * role.model.hidden_size * role.dtype_bytes
+        yield Component(role.name, "reference head", head)
+    if activations is not None and not (single_step and steps):
+        if activations.at_logits:
+            yield Component(role.name, "activations", activations.layers + activations.ends)
+            yield Component(role.name, "logits", activations.logits)
+        else:
+            yield Component(role.name, "activations", activations.layers + activations.recomputed)
+            yield Component(role.name, "working", activations.working)
+
+
+def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, ...]:
+    """Return the host memory of the fullest node: offloaded states and two copies of the reference weights.
+
+    While the reference computes, host memory holds its weights and the actor's swapped-out weights.
+    """
+    nodes = []
+    for node in range(job.nodes):
+        totals: dict[tuple[str, str], int] = defaultdict(int)
+        for device in range(node * job.devices_per_node, (node + 1) * job.devices_per_node):
+            for memory in roles.values():
+                role, rank = memory.role, _rank_on(memory.role, device)
+                if rank is None:
+                    continue
+                states = memory.stages[role.layout.coordinate(rank).pp].states
+                if role.megatron.param_offload:
+                    totals[role.name, "weights"] += _in_chunks(states.weights)
+                if role.megatron.optimizer_offload:
+                    totals[role.name, "optimizer"] += _in_chunks(states.optimizer)
+                if role.holds_reference:
+                    totals[role.name, "reference copy"] += states.parameters * role.dtype_bytes
+                    totals[role.name, "swapped weights"] += states.parameters * role.dtype_bytes
+        parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
+        nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
+    return max(nodes, key=lambda parts: sum(part.nbytes for part in parts))
+
+
+def _in_chunks(size: int) -> int:
+    """Return the host memory allocated for a number of offloaded bytes."""
+    return -(-size // HOST_CHUNK) * HOST_CHUNK

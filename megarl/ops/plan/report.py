@@ -1,0 +1,336 @@
+"""Reports of a plan or a layout search: rich tables on a terminal, plain text elsewhere, and JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megarl.base.table import table_lines
+from megarl.base.units import GIB, count_noun, gib, gigabytes, metric_count, seconds_digits
+from megarl.config.batch import render_plan
+from megarl.ops.plan.estimate import HOST_SHARE, Estimate
+from megarl.ops.plan.memory import PhaseMemory
+from megarl.ops.plan.pass_times import TimeBreakdown
+from megarl.ops.plan.search import Candidate, SearchResult
+from megarl.ops.plan.step_times import SyncTraffic, largest_cause
+from megarl.ops.plan.suggestion import Suggestion
+
+CAUSES = {
+    "compute": "matrix products",
+    "memory": "memory bandwidth",
+    "tensor": "tensor-parallel collectives",
+    "context": "context-parallel collectives",
+    "expert": "expert-parallel exchange",
+    "stages": "sends between stages",
+    "bubble": "pipeline bubble",
+    "data": "gradient reduction and weight gathers",
+    "host": "copies to and from host memory",
+    "latency": "kernel launches and scheduling",
+    "network": "weight sync transfers",
+}
+"""Display names of the fields of :class:`TimeBreakdown`."""
+SHOWN_CAUSES, LEAST_SHARE = 3, 0.03
+WIDTH = 120
+"""Line length of plain-text tables; only the last column wraps."""
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A section of a report: title, lines, table."""
+
+    title: str
+    lines: Sequence[str] = ()
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = field(default_factory=list)
+
+
+def plan_sections(plan: Estimate, suggestion: Suggestion | None) -> list[ReportSection]:
+    """Return the report of one configuration."""
+    sections = [_overview(plan), _roles(plan), _memory(plan)]
+    sections += [ReportSection("Batches", render_plan(plan.job.batches).splitlines()), _times(plan)]
+    if plan.sync is not None:
+        sections.append(_sync(plan.sync))
+    return [*sections, _verdict(plan, suggestion)]
+
+
+def _overview(plan: Estimate) -> ReportSection:
+    job, hardware = plan.job, plan.hardware
+    model = job.roles[0].model
+    lines = [
+        f"{job.nodes} x {job.devices_per_node} {hardware.name}, {hardware.memory_gib:g} GiB each, of which "
+        f"{plan.usable_bytes / GIB:.1f} GiB for tensors",
+        f"{model.architecture}, {model.num_layers} layers of width {model.hidden_size}",
+        plan.lengths.describe(),
+    ]
+    if job.device == "cpu" and job.devices_per_node > hardware.devices_per_node:
+        lines.append(
+            f"{job.devices_per_node} processes share {hardware.devices_per_node} cores: times assume one core "
+            "per process"
+        )
+    return ReportSection("Plan", lines)
+
+
+def _roles(plan: Estimate) -> ReportSection:
+    rows = []
+    for name, memory in plan.memory.roles.items():
+        states = memory.largest.states
+        rows.append(
+            [
+                name,
+                memory.role.layout.describe(),
+                metric_count(states.parameters),
+                *(gib(n) for n in (states.weights, states.gradients, states.optimizer)),
+            ]
+        )
+    rollout, kv = plan.job.rollout, plan.memory.kv
+    lines = []
+    if rollout is not None and not rollout.is_external:
+        lines.append(f"rollout: {count_noun(rollout.replicas, 'replica')} of {rollout.config.name}, TP{rollout.tp}")
+        if kv is not None:
+            lines.append(
+                f"each has room for {kv.tokens:,} tokens ({kv.sequences:,} of the longest trajectories): {kv.how}"
+            )
+    head = ["on the fullest rank, GiB", "layout", "parameters", "weights", "gradients", "optimizer"]
+    return ReportSection("Models", lines, head, rows)
+
+
+def _memory(plan: Estimate) -> ReportSection:
+    rows = [_phase_row(phase, plan.usable_bytes) for phase in plan.memory.phases]
+    lines, host = [], plan.memory.host_bytes
+    if host:
+        parts = ", ".join(f"{c.owner} {c.name} {c.nbytes / GIB:,.0f}" for c in plan.memory.host)
+        lines.append(f"host memory of a node: {host / GIB:,.0f} of {plan.hardware.host_memory_gib:,g} GiB")
+        lines += textwrap.wrap(f"of which {parts}", WIDTH - 2)
+    return ReportSection("Memory of the fullest device", lines, ["phase", "GiB", "of usable", "components, GiB"], rows)
+
+
+def _phase_row(phase: PhaseMemory, usable: float) -> list[str]:
+    parts = ", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in phase.components if c.nbytes > 0.005 * usable)
+    return [phase.phase, gib(phase.nbytes), f"{phase.nbytes / max(1.0, usable):.0%}", parts]
+
+
+def _times(plan: Estimate) -> ReportSection:
+    step = plan.step
+    rows = [
+        [
+            phase.phase,
+            seconds_digits(phase.cost.seconds),
+            f"{phase.cost.seconds / step.seconds:.0%}",
+            f"{step.mfu_of(phase):.0%}" if phase.flops.total else "-",
+            causes(phase.cost),
+        ]
+        for phase in step.phases
+    ]
+    total = TimeBreakdown()
+    for phase in step.phases:
+        total = total.plus(phase.cost)
+    rows.append(["step", seconds_digits(step.seconds), "100%", f"{step.mfu:.0%}", causes(total)])
+    lines = [f"{step.throughput:,.1f} tokens per second and device; without rewards, data loading and the driver"]
+    if plan.job.rollout is not None and plan.job.rollout.is_external:
+        lines.append("generation and the weight sync use external servers and are not timed")
+    if step.generated is not None:
+        generated = step.generated
+        lines.append(
+            f"each replica: {seconds_digits(generated.prefill_s)} s of prefill and {generated.steps:,} decode steps "
+            f"of {1000 * generated.decode_s / max(1, generated.steps):.1f} ms, with {generated.mean_running:.0f} "
+            "sequences on average"
+        )
+    return ReportSection("Seconds of a step", lines, ["phase", "s", "share", "MFU", "causes"], rows)
+
+
+def causes(cost: TimeBreakdown) -> str:
+    """Describe the largest causes, with their shares of the time."""
+    parts = sorted(zip(TimeBreakdown._fields, cost, strict=True), key=lambda pair: -pair[1])
+    total = cost.seconds or 1.0
+    shown = [(name, s / total) for name, s in parts[:SHOWN_CAUSES] if s / total >= LEAST_SHARE]
+    return ", ".join(f"{CAUSES[name]} {share:.0%}" for name, share in shown)
+
+
+def _sync(sync: SyncTraffic) -> ReportSection:
+    lines = [
+        f"{gigabytes(sync.total)} in {count_noun(sync.buckets, 'bucket')}: {gigabytes(sync.on_device)} on the same "
+        f"device, {gigabytes(sync.within_nodes)} inside nodes, {gigabytes(sync.between_nodes)} between nodes",
+        f"at most {gigabytes(sync.most_received)} received and {gigabytes(sync.most_sent)} sent by a rank; "
+        f"{seconds_digits(sync.seconds)} s, paced by {sync.limit}",
+    ]
+    return ReportSection("Weight sync", lines)
+
+
+def _verdict(plan: Estimate, suggestion: Suggestion | None) -> ReportSection:
+    phase, cause = plan.step.limit
+    fullest = max(plan.memory.phases, key=lambda memory: memory.nbytes)
+    lines = [
+        f"memory: {fullest.phase} is the fullest, {fullest.nbytes / max(1.0, plan.usable_bytes):.0%} of the "
+        f"usable memory, most of it {fullest.dominant.owner} {fullest.dominant.name}",
+        f"time: {phase} takes longest, mainly for {CAUSES[cause]}",
+    ]
+    if plan.fits:
+        return ReportSection("It fits", lines)
+    return ReportSection("It does not fit", shortfall_lines(plan, suggestion))
+
+
+def shortfall_lines(plan: Estimate, suggestion: Suggestion | None) -> list[str]:
+    """Describe the shortfalls of a plan, and the change that makes it fit."""
+    lines = [shortfall.text + _largest(shortfall.largest) for shortfall in plan.shortfalls]
+    if suggestion is None:
+        lines.append("no known change makes it fit; try --search, other --hardware, or more nodes")
+        rollout = plan.job.rollout
+        if rollout is not None and plan.job.device == "cuda" and rollout.tp == plan.job.devices_per_node:
+            lines.append(
+                "a run starts replicas within one node; a larger replica needs external servers: "
+                "actor_rollout_ref.rollout.engine_kwargs.sglang.urls"
+            )
+    else:
+        changes = "this change" if len(suggestion.changes) == 1 else "these changes, all of them needed"
+        lines.append(f"it would fit with {changes}: {' '.join(suggestion.overrides())}")
+    return lines
+
+
+def _largest(parts: Sequence[Any]) -> str:
+    return ": " + ", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in parts) if parts else ""
+
+
+def search_sections(result: SearchResult, hardware_name: str) -> list[ReportSection]:
+    """Return the report of a layout search."""
+    lines = [
+        f"{result.timed:,} layouts of single roles timed, {result.planned:,} combinations planned on {hardware_name}"
+    ]
+    if not result.best:
+        return [ReportSection("Search", [*lines, "none fits: offload more, recompute, or use more nodes"])]
+    rows = [_candidate_row(number, candidate) for number, candidate in enumerate(result.best, 1)]
+    head = ["", "tok/s/device", "step s", "MFU", "fullest", "layouts"]
+    chosen = [
+        f"{number}: {' '.join(candidate.overrides()) or '(as configured)'}"
+        for number, candidate in enumerate(result.best, 1)
+    ]
+    return [ReportSection("Search", lines, head, rows), ReportSection("Overrides", chosen)]
+
+
+def _candidate_row(number: int, candidate: Candidate) -> list[str]:
+    plan = candidate.estimate
+    layouts = [f"{role.name} {role.layout.describe()}" for role in plan.job.roles if role.trains]
+    layouts += [f"rollout TP{plan.job.rollout.tp}"] if plan.job.rollout else []
+    full = [role.name for role in plan.job.roles if role.trains and role.megatron.recompute_granularity == "full"]
+    layouts += [f"recompute {' and '.join(full)}"] if full else []
+    return [
+        str(number),
+        f"{plan.step.throughput:,.1f}",
+        seconds_digits(plan.step.seconds),
+        f"{plan.step.mfu:.0%}",
+        f"{plan.memory.peak.nbytes / plan.usable_bytes:.0%}",
+        ", ".join(layouts),
+    ]
+
+
+def print_report(sections: Sequence[ReportSection], console: Console) -> None:
+    """Print a report, with rich tables on a terminal and as aligned text elsewhere."""
+    for section in sections:
+        if console.is_terminal:
+            _print_rich(section, console)
+        else:
+            console.file.write(plain_text(section) + "\n")
+
+
+def _print_rich(section: ReportSection, console: Console) -> None:
+    console.print(Text(section.title, style="bold"))
+    for line in section.lines:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    if section.rows:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, name in enumerate(section.head):
+            table.add_column(name, justify="left" if number in (0, len(section.head) - 1) else "right")
+        for row in section.rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        console.print()
+
+
+def plain_text(section: ReportSection) -> str:
+    """Return a section as text: lines unwrapped, so that commands can be pasted; tables within ``WIDTH`` columns."""
+    lines = [section.title, *(f"  {line}" for line in section.lines)]
+    if section.rows:
+        cells = [list(section.head), *map(list, section.rows)]
+        starts = table_lines([row[:-1] for row in cells], indent="  ")
+        width = max(map(len, starts)) + 2
+        for start, row in zip(starts, cells, strict=True):
+            first = f"{start:<{width}}"
+            lines.append(textwrap.fill(row[-1], WIDTH, initial_indent=first, subsequent_indent=" " * width) or first)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def plan_json(plan: Estimate, suggestion: Suggestion | None) -> str:
+    """Return a plan as JSON; sizes in bytes, times in seconds."""
+    step = plan.step
+    values = {
+        "fits": plan.fits,
+        "hardware": plan.hardware.name,
+        "lengths": plan.lengths.describe(),
+        "usable_bytes": plan.usable_bytes,
+        "usable_host_bytes": HOST_SHARE * plan.hardware.host_bytes,
+        "roles": {name: _role_values(memory) for name, memory in plan.memory.roles.items()},
+        "memory": {
+            phase.phase: {"bytes": phase.nbytes, "components": _components(phase.components)}
+            for phase in plan.memory.phases
+        },
+        "host_memory": {"bytes": plan.memory.host_bytes, "components": _components(plan.memory.host)},
+        "kv_cache": plan.memory.kv._asdict() if plan.memory.kv else None,
+        "sync": plan.sync._asdict() if plan.sync else None,
+        "step": {
+            "seconds": step.seconds,
+            "tokens_per_second_per_device": step.throughput,
+            "mfu": step.mfu,
+            "phases": {
+                phase.phase: {
+                    "seconds": phase.cost.seconds,
+                    "mfu": step.mfu_of(phase),
+                    "flops": phase.flops.total,
+                    "by_cause": phase.cost._asdict(),
+                }
+                for phase in step.phases
+            },
+        },
+        "limit": {"phase": step.limit[0], "cause": step.limit[1]},
+        "shortfalls": [{"phase": s.phase, "missing_bytes": s.missing, "text": s.text} for s in plan.shortfalls],
+        "remedy": suggestion.overrides() if suggestion else None,
+    }
+    return json.dumps(values, indent=2)
+
+
+def search_json(result: SearchResult) -> str:
+    """Return the result of a layout search as JSON."""
+    best = [
+        {
+            "overrides": candidate.overrides(),
+            "tokens_per_second_per_device": candidate.estimate.step.throughput,
+            "step_seconds": candidate.estimate.step.seconds,
+            "mfu": candidate.estimate.step.mfu,
+            "peak_bytes": candidate.estimate.memory.peak.nbytes,
+            "limit": largest_cause(max(candidate.estimate.step.phases, key=lambda p: p.cost.seconds).cost),
+        }
+        for candidate in result.best
+    ]
+    return json.dumps({"timed": result.timed, "planned": result.planned, "best": best}, indent=2)
+
+
+def _role_values(memory: Any) -> dict[str, Any]:
+    states = memory.largest.states
+    return {
+        "layout": memory.role.layout._asdict(),
+        "parameters_per_rank": states.parameters,
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer,
+    }
+
+
+def _components(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    return [part._asdict() for part in parts]

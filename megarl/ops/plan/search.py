@@ -1,0 +1,272 @@
+"""Layout search: all layouts that model and cluster allow, pruned by memory and ranked by predicted step time.
+
+The pass times of a role do not depend on the layouts of other roles, and neither does generation. So every layout of
+each role is timed once. Combinations are then planned in full, in the order of their summed times, until enough of them
+fit, including weight sync and KV cache. The checks and the plan are those of a user's configuration.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megarl.base.errors import MegarlError
+from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
+from megarl.config.keys import value_at
+from megarl.config.problems import format_value
+from megarl.models import ModelConfig
+from megarl.ops.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
+from megarl.ops.plan.flops import optimized_elements, rank_elements
+from megarl.ops.plan.hardware import Hardware
+from megarl.ops.plan.job import PlannedJob, PlannedRole, planned_job
+from megarl.ops.plan.lengths import Lengths
+from megarl.ops.plan.memory import plan_memory
+from megarl.ops.plan.pass_activations import pass_activations
+from megarl.ops.plan.pass_times import PassTimer
+from megarl.ops.plan.states import FLOAT32, MOMENTS
+from megarl.ops.plan.step_times import generation_s, micro_batches_of, rough_sync_s
+
+Config = TrainConfig | SupervisedConfig
+
+MAX_CHUNKS = 4
+MIN_CONTEXT = 1024
+"""Minimum tokens of the longest sequence per context-parallel rank."""
+PLANNED_PER_RESULT = 2
+"""Number of combinations planned in full, as a multiple of the requested number."""
+MAX_PLANNED = 400
+_TP, _PP, _CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
+_RECOMPUTE = "recompute_granularity"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class LayoutChoice(NamedTuple):
+    """A layout of one role or of the rollout.
+
+    Attributes:
+        changes: values by key.
+        seconds: seconds of its phases.
+    """
+
+    changes: Mapping[str, Any]
+    seconds: float
+
+
+class Candidate(NamedTuple):
+    """A layout of the whole job that fits.
+
+    Attributes:
+        changes: values by key that differ from the configuration.
+        estimate: the plan with these values.
+    """
+
+    changes: Mapping[str, Any]
+    estimate: Estimate
+
+    def overrides(self) -> list[str]:
+        """Return the changes as command-line overrides."""
+        return [f"{path}={format_value(value)}" for path, value in self.changes.items()]
+
+
+class SearchResult(NamedTuple):
+    """Result of a layout search.
+
+    Attributes:
+        best: layouts that fit, the fastest first.
+        timed: number of timed layouts of single roles.
+        planned: number of combinations planned in full.
+    """
+
+    best: list[Candidate]
+    timed: int
+    planned: int
+
+
+def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) -> SearchResult:
+    """Return the fastest layouts that fit.
+
+    Args:
+        config: complete; the layouts of actor, critic or supervised model, and of the rollout, are replaced.
+        hardware: hardware of the job.
+        lengths: prompt and response lengths.
+        top: number of layouts to return.
+    """
+    job = planned_job(config, device=hardware.device)
+    choices = [role_layouts(config, role, hardware, lengths) for role in job.roles if role.trains]
+    if isinstance(config, TrainConfig) and job.rollout is not None and not job.rollout.is_external:
+        choices.append(rollout_layouts(config, hardware, lengths))
+    planned: dict[tuple[Any, ...], Candidate] = {}
+    planned_count = 0
+    for changes in _best_first(choices):
+        if len(planned) >= PLANNED_PER_RESULT * top or planned_count >= MAX_PLANNED:
+            break
+        sizes = tuple(item for item in changes.items() if not item[0].endswith(_RECOMPUTE))
+        if sizes in planned:
+            continue  # a variant with less recomputation is faster and fits
+        planned_count += 1
+        candidate = _fitting(config, changes, hardware, lengths)
+        if candidate is not None:
+            planned[sizes] = candidate
+    best = sorted(planned.values(), key=lambda candidate: candidate.estimate.step.seconds)[:top]
+    best = [candidate._replace(changes=_differing(config, candidate.changes)) for candidate in best]
+    return SearchResult(best, sum(map(len, choices)), planned_count)
+
+
+def role_layouts(config: Config, role: PlannedRole, hardware: Hardware, lengths: Lengths) -> list[LayoutChoice]:
+    """Return every layout of a role that passes the checks and whose states fit, the fastest first."""
+    choices = []
+    for changes in layouts(role, config.trainer.num_devices, config.trainer.n_gpus_per_node, _longest(config)):
+        for recompute in _recompute_modes(value_at(config, role.path)):
+            combined = {**changes, **{f"{role.path}.{key}": value for key, value in recompute.items()}}
+            timed = _timed(config, combined, role.name, hardware, lengths)
+            if timed is not None:
+                choices.append(timed)
+    return sorted(choices, key=lambda choice: choice.seconds)
+
+
+def layouts(role: PlannedRole, devices: int, per_node: int, longest: int) -> Iterator[dict[str, Any]]:
+    """Yield parallel sizes of a role that divide model and devices; tensor parallelism stays inside a node."""
+    model = role.model
+    for tp in _powers(min(per_node, devices)):
+        if model.num_key_value_heads % tp:
+            continue  # rejected by the checks, independent of the other sizes
+        for pp in range(1, min(devices // tp, model.num_layers) + 1):
+            if devices % (tp * pp):
+                continue
+            for cp in _powers(min(devices // (tp * pp), max(1, longest // MIN_CONTEXT))):
+                if devices % (tp * pp * cp):
+                    continue
+                sizes = {_TP: tp, _PP: pp, _CP: cp}
+                for stages in _stages(model.num_layers, pp):
+                    for experts in _experts(model, devices // pp):
+                        all_sizes = {**sizes, **stages, **experts}
+                        yield {f"{role.path}.{key}": value for key, value in all_sizes.items()}
+
+
+def rollout_layouts(config: TrainConfig, hardware: Hardware, lengths: Lengths) -> list[LayoutChoice]:
+    """Return every size of a replica that passes the checks, the fastest first."""
+    choices = []
+    for tp in _powers(config.trainer.n_gpus_per_node):
+        changes = {f"{ROLLOUT}.tensor_model_parallel_size": tp}
+        try:
+            job = planned_job(changed(config, changes), device=hardware.device)
+        except MegarlError:
+            continue
+        choices.append(LayoutChoice(changes, generation_s(job, hardware, lengths) + rough_sync_s(job, hardware)))
+    return sorted(choices, key=lambda choice: choice.seconds)
+
+
+def _timed(
+    config: Config, changes: Mapping[str, Any], name: str, hardware: Hardware, lengths: Lengths
+) -> LayoutChoice | None:
+    """Return the time of the role's passes, or None if the layout is rejected or too large by itself."""
+    try:
+        job = planned_job(changed(config, changes), device=hardware.device)
+    except MegarlError:
+        return None
+    role = job.role(name)
+    if least_bytes(job, role) > usable_bytes(job, hardware):
+        return None
+    model = PassTimer(role, hardware, lengths, job.devices_per_node)
+    seconds = sum(model.time(planned, micro_batches_of(job, role, planned)).cost.seconds for planned in role.passes)
+    return LayoutChoice(changes, seconds)
+
+
+def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
+    """Return the minimum bytes of a rank in the role's update, without other roles."""
+    largest = 0.0
+    for stage in {0, role.layout.pp - 1}:
+        elements = rank_elements(role, stage)
+        main = 0 if role.megatron.dtype == "float32" else FLOAT32
+        optimizer = optimized_elements(role, elements) * (main + MOMENTS * FLOAT32)
+        states = elements.total * (role.dtype_bytes + FLOAT32) + optimizer
+        updates = [pass_activations(job, role, planned, stage) for planned in role.passes if planned.updates]
+        largest = max(
+            largest, states + max((activations.layers + activations.ends for activations in updates), default=0)
+        )
+    return largest
+
+
+def _recompute_modes(megatron: MegatronConfig) -> list[dict[str, Any]]:
+    """Return the configured recomputation and full recomputation."""
+    if megatron.recompute_granularity == "full":
+        return [{}]
+    return [{}, {_RECOMPUTE: "full"}]
+
+
+def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:
+    """Yield the divisions of the layers into stages; the last stage is shorter if they do not divide evenly."""
+    vpp, last = "virtual_pipeline_model_parallel_size", "num_layers_in_last_pipeline_stage"
+    first = {"num_layers_in_first_pipeline_stage": None}
+    if layers % pp:
+        remaining = layers - -(-layers // pp) * (pp - 1)
+        if remaining > 0:
+            yield {**first, vpp: None, last: remaining}
+        return
+    yield {**first, vpp: None, last: None}
+    if pp > 1:
+        yield from (
+            {**first, vpp: chunks, last: None} for chunks in range(2, MAX_CHUNKS + 1) if layers % (pp * chunks) == 0
+        )
+
+
+def _experts(model: ModelConfig, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield the expert-parallel sizes; each expert stays whole on its rank."""
+    if model.experts is None:
+        yield {}
+        return
+    for ep in _powers(min(model.experts.count, ranks)):
+        if model.experts.count % ep == 0 and ranks % ep == 0:
+            yield {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
+
+
+def _powers(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
+
+
+def _longest(config: Config) -> int:
+    if isinstance(config, SupervisedConfig):
+        return config.data.max_length
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _best_first(choices: Sequence[Sequence[LayoutChoice]]) -> Iterator[dict[str, Any]]:
+    """Yield combinations of one choice per list, in the order of their summed seconds; each list is sorted."""
+    if not all(choices):
+        return
+
+    def seconds(at: tuple[int, ...]) -> float:
+        return sum(options[i].seconds for options, i in zip(choices, at, strict=True))
+
+    start = (0,) * len(choices)
+    heap, seen = [(seconds(start), start)], {start}
+    while heap:
+        _, at = heapq.heappop(heap)
+        merged: dict[str, Any] = {}
+        for options, i in zip(choices, at, strict=True):
+            merged |= options[i].changes
+        yield merged
+        for k, options in enumerate(choices):
+            following = (*at[:k], at[k] + 1, *at[k + 1 :])
+            if at[k] + 1 < len(options) and following not in seen:
+                seen.add(following)
+                heapq.heappush(heap, (seconds(following), following))
+
+
+def _fitting(config: Config, changes: Mapping[str, Any], hardware: Hardware, lengths: Lengths) -> Candidate | None:
+    try:
+        candidate = changed(config, changes)
+        job = planned_job(candidate, device=hardware.device)
+        if shortfalls(job, plan_memory(job, int(usable_bytes(job, hardware))), hardware):
+            return None
+        return Candidate(changes, estimate(candidate, hardware, lengths))
+    except MegarlError:
+        return None
+
+
+def _differing(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that differ from the configuration."""
+    return {path: value for path, value in changes.items() if value_at(config, path) != value}

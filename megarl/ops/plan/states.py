@@ -1,0 +1,206 @@
+"""Bytes of weights, gradients and optimizer state of a rank, exact to the byte.
+
+The weight map gives the parameters of a rank. With the distributed optimizer, Megatron places weights and gradients in
+buffers. Each parameter starts at a multiple of 64 elements. Each bucket is padded so that the data-parallel ranks
+divide it at a multiple of 128. A rank holds the optimizer state of the elements in its share of each bucket. Gradients
+are float32. For bfloat16 weights, the optimizer has float32 copies of its share. Adam's two running means are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
+from megarl.ops.plan.job import DTYPE_BYTES, PlannedRole
+
+FLOAT32 = 4
+MOMENTS = 2
+"""Adam's running means of the gradient and of its square."""
+PARAM_START, BUCKET_END = 64, 128
+"""Megatron's alignment, in elements, of parameter starts and bucket ends."""
+SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
+"""Minimum elements of a Megatron bucket, in total and per data-parallel rank."""
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """Bytes of a role's model on a rank, with everything on the device.
+
+    Attributes:
+        parameters: weight elements, without padding, frozen weights included.
+        weights: weights in their compute dtype, with padding.
+        gradients: gradient buffers.
+        main_weights: the optimizer's float32 copies of its share of the weights.
+        moments: Adam's running means.
+        largest_bucket: largest gradient bucket that data-parallel ranks reduce at a time.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int = 0
+    main_weights: int = 0
+    moments: int = 0
+    largest_bucket: int = 0
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of main weights and moments."""
+        return self.main_weights + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes of weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
+
+
+class _Placed(NamedTuple):
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Megatron's buffer of one kind of parameters of one chunk: ranges of parameters and buckets ``[start, stop)``."""
+
+    placed: tuple[_Placed, ...]
+    buckets: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def numel(self) -> int:
+        return self.buckets[-1][1] if self.buckets else 0
+
+    def share(self, rank: int, ranks: int) -> int:
+        """Return the parameter elements, without padding, in the share of param of ``ranks`` data-parallel ranks."""
+        total = 0
+        for start, stop in self.buckets:
+            size = (stop - start) // ranks
+            first, last = start + rank * size, start + (rank + 1) * size
+            total += sum(max(0, min(param.stop, last) - max(param.start, first)) for param in self.placed)
+        return total
+
+
+class StateCounter:
+    """Counts the states of a role, rank by rank.
+
+    Args:
+        role: the model, its layout and its training options.
+    """
+
+    def __init__(self, role: PlannedRole) -> None:
+        self.role = role
+        self._map = WeightMap(role.model, role.value_head)
+
+    def of(self, rank: int) -> RankStates:
+        """Return the states of a rank."""
+        layout, width = self.role.layout, self.role.dtype_bytes
+        params = self._map.megatron_params(layout, rank)
+        numbers = [math.prod(param.shape) for param in params]
+        exact = sum(n for n, param in zip(numbers, params, strict=True) if self._is_float32(param))
+        if not self.role.trains:
+            return RankStates(sum(numbers), (sum(numbers) - exact) * width + exact * FLOAT32)
+        distributed = self.role.megatron.use_distributed_optimizer
+        numel = share = largest = 0
+        for buffer, among, ranks in self._buffers(params, rank):
+            numel += buffer.numel
+            share += buffer.share(among, ranks) if distributed else buffer.numel
+            largest = max(largest, *(stop - start for start, stop in buffer.buckets))
+        return RankStates(
+            parameters=sum(numbers),
+            weights=numel * width + exact * FLOAT32,
+            gradients=numel * FLOAT32,
+            main_weights=0 if width == FLOAT32 else share * FLOAT32,
+            moments=MOMENTS * share * FLOAT32,
+            largest_bucket=largest * FLOAT32,
+        )
+
+    def _buffers(self, params: Sequence[LocalParam], rank: int) -> list[tuple[_Buffer, int, int]]:
+        """Return the buffers of a rank, each with the rank's index in its data-parallel group and the group's size."""
+        layout, result = self.role.layout, []
+        coordinate, expert_coordinate = layout.coordinate(rank), layout.expert_coordinate(rank)
+        dense_place = (coordinate.dp * layout.cp + coordinate.cp, layout.dp * layout.cp)
+        expert_place = (expert_coordinate.edp, layout.expert_dp)
+        for chunk, chunk_params in enumerate(_by_chunk(params, layout, self.role.model, coordinate.pp)):
+            trained = [param for param in chunk_params if not self._is_float32(param)]
+            for is_expert in (False, True):
+                members = [param for param in trained if self._counts_as_expert(param) is is_expert]
+                if members:
+                    index, ranks = expert_place if is_expert else dense_place
+                    bucketed = coordinate.pp == 0 and chunk == 0
+                    result.append((self._buffer(members, ranks, bucketed), index, ranks))
+        return result
+
+    def _buffer(self, params: Sequence[LocalParam], ranks: int, bucketed: bool) -> _Buffer:
+        """Place parameters in a buffer, the last first, roughly in the order in which gradients are computed."""
+        megatron, layout = self.role.megatron, self.role.layout
+        padded = megatron.use_distributed_optimizer
+        size = math.inf
+        if megatron.overlap_grad_reduce and bucketed:
+            size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.dp * layout.cp)
+        placed: list[_Placed] = []
+        buckets: list[tuple[int, int]] = []
+        at = opened = 0
+
+        def close(end: int) -> int:
+            stop = _pad(end, math.lcm(ranks, BUCKET_END)) if padded else end
+            buckets.append((opened, stop))
+            return stop
+
+        for param in reversed(params):
+            at = _pad(at, PARAM_START) if padded else at
+            alone = padded and self._is_shared_embedding(param)
+            if alone and at > opened:
+                at = opened = close(at)
+            placed.append(_Placed(at, at + math.prod(param.shape)))
+            at = placed[-1].stop
+            if alone or at - opened >= size:
+                at = opened = close(at)
+        if at > opened:
+            close(at)
+        return _Buffer(tuple(placed), tuple(buckets))
+
+    def _is_shared_embedding(self, param: LocalParam) -> bool:
+        """Whether a parameter is one of the two copies of a tied embedding, on the first or last stage."""
+        tied = self.role.model.tie_word_embeddings and not self.role.value_head and self.role.layout.pp > 1
+        return tied and param.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+    def _counts_as_expert(self, param: LocalParam) -> bool:
+        """Whether the gradient is reduced over expert replicas, because experts are divided differently from layers."""
+        layout = self.role.layout
+        return ".mlp.experts." in param.name and (layout.ep > 1 or layout.expert_tp != layout.tp)
+
+    def _is_float32(self, param: LocalParam) -> bool:
+        return any(self._map.is_float32(piece.hf_name) for piece in param.pieces)
+
+
+def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str) -> int:
+    """Return the weight bytes of one rank of the rollout engine, without vocabulary padding on the last rank."""
+    total = 0
+    for pattern in WeightMap(model).patterns(ParallelLayout(), tp):
+        pieces = pattern.targets[rank % len(pattern.targets)]
+        numel = sum(math.prod(piece.local_shape) for piece in pieces)
+        width = FLOAT32 if pattern.float32 else DTYPE_BYTES[dtype]
+        total += numel * len(pattern.layers) * max(1, pattern.experts) * width
+    return total
+
+
+def _by_chunk(
+    params: Sequence[LocalParam], layout: ParallelLayout, model: ModelConfig, stage: int
+) -> list[list[LocalParam]]:
+    """Group a rank's parameters by chunk; the embedding goes to the first chunk, final norm and head to the last."""
+    chunk_of = {layer: chunk for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, stage, chunk)}
+    chunks: list[list[LocalParam]] = [[] for _ in range(layout.vpp)]
+    for param in params:
+        parts = param.name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            chunks[chunk_of[int(parts[2])]].append(param)
+        else:
+            chunks[0 if parts[0] == "embedding" else -1].append(param)
+    return chunks
+
+
+def _pad(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

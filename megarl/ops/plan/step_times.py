@@ -1,0 +1,217 @@
+"""Time of a training step, phase by phase: passes, generation and weight sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megarl.config.batch import MicroBatches
+from megarl.models import WeightMap
+from megarl.ops.plan.flops import FlopCount, layers_elements
+from megarl.ops.plan.generation import EngineTimer, GenerationTime, time_generation
+from megarl.ops.plan.hardware import Hardware
+from megarl.ops.plan.job import PlannedJob, PlannedPass, PlannedRole
+from megarl.ops.plan.lengths import Lengths
+from megarl.ops.plan.pass_times import PassTime, PassTimer, TimeBreakdown, weights_copy_s
+from megarl.sharding.placement import Placement, RolloutLayout
+from megarl.sharding.plan import build_plan
+
+_BATCHES = {
+    "reward": "reward_model",
+    "old_log_prob": "old_log_prob",
+    "ref": "ref_log_prob",
+    "values": "critic",
+    "update_critic": "critic",
+    "update_actor": "actor",
+}
+"""Name of a phase's pass in the batch plan, by phase."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Time of a training step.
+
+    Attributes:
+        phases: times of the phases, in order.
+        tokens: prompt and response tokens.
+        devices: number of devices of the job.
+        peak_flops: peak FLOP/s of one device, in the dtype of the trained role.
+        generated: details of generation; None without a rollout on the job's devices.
+    """
+
+    phases: tuple[PassTime, ...]
+    tokens: float
+    devices: int
+    peak_flops: float
+    generated: GenerationTime | None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return sum(phase.cost.seconds for phase in self.phases)
+
+    @property
+    def throughput(self) -> float:
+        """Prompt and response tokens per second and device: the metric ``perf/throughput``."""
+        return self.tokens / (self.seconds * self.devices)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of the whole step divided by the peak."""
+        return sum(phase.flops.total for phase in self.phases) / (self.seconds * self.devices * self.peak_flops)
+
+    def mfu_of(self, phase: PassTime) -> float:
+        """Return the MFU of a phase."""
+        seconds = phase.cost.seconds
+        return phase.flops.total / (seconds * self.devices * self.peak_flops) if seconds else 0.0
+
+    @property
+    def limit(self) -> tuple[str, str]:
+        """The longest phase and its largest cause."""
+        phase = max(self.phases, key=lambda timed: timed.cost.seconds)
+        return phase.phase, largest_cause(phase.cost)
+
+
+def largest_cause(cost: TimeBreakdown) -> str:
+    """Return the name of the largest cause."""
+    return max(TimeBreakdown._fields, key=lambda name: getattr(cost, name))
+
+
+def time_step(
+    job: PlannedJob, hardware: Hardware, lengths: Lengths, sync_s: float = 0.0, kv_tokens: float | None = None
+) -> StepTime:
+    """Time a training step.
+
+    Args:
+        job: the job.
+        hardware: hardware of the job.
+        lengths: prompt and response lengths.
+        sync_s: seconds of the weight sync's transfers.
+        kv_tokens: tokens in the KV cache of a replica; None = unlimited.
+    """
+    trained = job.roles[0]
+    generated = _generation(job, hardware, lengths, kv_tokens)
+    timed = {"gen": generated.time} if generated else {}
+    for role in job.roles:
+        model = PassTimer(role, hardware, lengths, job.devices_per_node)
+        timed |= {p.phase: model.time(p, micro_batches_of(job, role, p)) for p in role.passes}
+    if job.rollout is not None:
+        timed["update_weights"] = _sync(job, hardware, sync_s)
+    samples = job.batches.samples_per_step
+    return StepTime(
+        phases=tuple(timed[phase] for phase in job.phases if phase in timed),
+        tokens=samples * (lengths.prompts.mean + lengths.responses.mean),
+        devices=job.devices,
+        peak_flops=hardware.peak_flops(trained.megatron.dtype),
+        generated=generated,
+    )
+
+
+def micro_batches_of(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> MicroBatches:
+    """Return the micro-batch sizes of a role's pass."""
+    return job.batches.phase(_BATCHES.get(planned.phase, role.name)).micro
+
+
+def generation_s(job: PlannedJob, hardware: Hardware, lengths: Lengths) -> float:
+    """Return the seconds of generation with an unlimited KV cache."""
+    generated = _generation(job, hardware, lengths, None)
+    return generated.time.cost.seconds if generated else 0.0
+
+
+def _generation(
+    job: PlannedJob, hardware: Hardware, lengths: Lengths, kv_tokens: float | None
+) -> GenerationTime | None:
+    rollout = job.rollout
+    if rollout is None or rollout.is_external:
+        return None
+    timer = EngineTimer(rollout, hardware, job.devices_per_node, on_cpu=job.device == "cpu")
+    return time_generation(rollout, timer, lengths, float("inf") if kv_tokens is None else kv_tokens)
+
+
+def _sync(job: PlannedJob, hardware: Hardware, seconds: float) -> PassTime:
+    """Return the time of the transfers, and of onloading and offloading the actor's weights."""
+    actor = job.role("actor")
+    host = 2 * weights_copy_s(actor, hardware) if actor.megatron.param_offload else 0.0
+    return PassTime("update_weights", "actor", TimeBreakdown(network=seconds, host=host), FlopCount())
+
+
+class SyncTraffic(NamedTuple):
+    """Bytes and seconds of a weight sync.
+
+    Attributes:
+        total: bytes received, over all ranks.
+        on_device: bytes whose sender and receiver share a device.
+        within_nodes: bytes between devices of a node.
+        between_nodes: bytes between nodes.
+        most_received: maximum bytes that a rank receives from other devices.
+        most_sent: maximum bytes that a rank sends to other devices.
+        buckets: number of buckets.
+        seconds: seconds of the busiest link.
+        limit: kind of the busiest link.
+    """
+
+    total: int
+    on_device: int
+    within_nodes: int
+    between_nodes: int
+    most_received: int
+    most_sent: int
+    buckets: int
+    seconds: float
+    limit: str
+
+
+def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
+    """Plan and time the weight sync of a job; None without a rollout or with an external one.
+
+    All devices send and receive at the same time, over the link inside their node and their share of the network. The
+    busiest link sets the pace. On a CPU, processes copy through shared host memory.
+    """
+    rollout = job.rollout
+    if rollout is None or rollout.is_external:
+        return None
+    actor = job.role("actor")
+    target = RolloutLayout(tp=rollout.tp, replicas=rollout.replicas)
+    placement = Placement.of_devices(range(actor.layout.world_size), range(target.world_size), job.devices_per_node)
+    plan = build_plan(WeightMap(actor.model), actor.layout, target, job.bucket_bytes, actor.dtype_bytes, placement)
+    source, destination, nbytes = plan.pair_nbytes()
+    size = job.devices_per_node
+    same, near = source == destination, source // size == destination // size
+    if job.device == "cpu":
+        same = np.zeros_like(same)  # processes have separate memory
+
+    def busiest(ends: np.ndarray, mask: np.ndarray) -> int:
+        return int(np.bincount(ends[mask], nbytes[mask], minlength=1).max()) if mask.any() else 0
+
+    inside, outside = near & ~same, ~near
+    seconds = {
+        "NVLink" if job.device == "cuda" else "shared memory": hardware.transfer_s(
+            max(busiest(source, inside), busiest(destination, inside)), within_node=True
+        ),
+        "network": hardware.transfer_s(max(busiest(source, outside), busiest(destination, outside)), within_node=False),
+        "memory": 2 * hardware.reading_s(busiest(destination, same)),
+    }
+    limit = max(seconds, key=lambda kind: seconds[kind])
+    return SyncTraffic(
+        total=plan.nbytes,
+        on_device=int(nbytes[same].sum()),
+        within_nodes=int(nbytes[inside].sum()),
+        between_nodes=int(nbytes[outside].sum()),
+        most_received=busiest(destination, ~same),
+        most_sent=busiest(source, ~same),
+        buckets=len(plan.buckets),
+        seconds=seconds[limit] + len(plan.buckets) * hardware.latency_s(within_node=job.nodes == 1),
+        limit=limit,
+    )
+
+
+def rough_sync_s(job: PlannedJob, hardware: Hardware) -> float:
+    """Return the seconds of a sync in which every engine rank receives all of its weights from another device."""
+    if job.rollout is None or job.rollout.is_external:
+        return 0.0
+    model = job.rollout.model
+    elements = sum(layers_elements(model, range(model.num_layers))) + 2 * model.vocab_size * model.hidden_size
+    nbytes = elements * job.role("actor").dtype_bytes / job.rollout.tp
+    return hardware.transfer_s(nbytes, within_node=job.nodes == 1)

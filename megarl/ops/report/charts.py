@@ -1,0 +1,316 @@
+"""Charts of the report, as data for the page's script, and downsampled curves of metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megarl.ops.report.balance import balance_charts
+
+MOST_POINTS = 600
+TIMED = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+"""Metrics that add up to the training time: steps, validation, checkpoints."""
+
+Rows = Sequence[Mapping[str, float]]
+
+VALIDATION_PREFIX = "val-core/"
+TIMING_PREFIX = "timing_s/"
+PHASE_ORDER = (
+    "gen", "reward", "old_log_prob", "ref", "repr_align", "values", "adv", "update_critic", "update_actor", "update",
+    "update_weights", "testing", "save_checkpoint",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Definition of one chart.
+
+    Attributes:
+        title: heading.
+        note: sentence below the title: unit and meaning.
+        series: legend label by metric; metrics that the run lacks are skipped.
+        prefix: metrics with this prefix are series too, labelled by the rest of their names.
+        kind: ``line``, ``points`` (lines with markers, for metrics not measured at every step) or ``stack`` (bars).
+        wide: whether it takes the whole width.
+    """
+
+    title: str
+    note: str
+    series: Mapping[str, str] = field(default_factory=dict)
+    prefix: str | None = None
+    kind: str = "line"
+    wide: bool = False
+
+
+LEARNING = (
+    Chart("Reward", "Score of an answer, mean over the step.", {
+        "critic/score/mean": "score", "critic/rewards/mean": "training reward: shaped, minus the KL",
+    }),
+    Chart("Held-out accuracy", "On the validation problems.", prefix=VALIDATION_PREFIX, kind="points"),
+    Chart("Loss", "Cross-entropy per token, in nats.", {"train/loss": "training", "val/loss": "held out"}),
+    Chart("Accuracy", "Of the supervised model.", {"train/accuracy": "training", "val/accuracy": "held out"}),
+    Chart("KL", "Nats per token.", {
+        "actor/reward_kl_penalty": "to the reference (in the reward)",
+        "actor/kl_loss": "to the reference (in the loss)",
+        "actor/ppo_kl": "to the policy before the step",
+    }),
+    Chart("Entropy", "Of the policy, nats per token.", {"actor/entropy": "entropy"}),
+    Chart("Response length", "Tokens.", {
+        "response_length/mean": "mean", "response_length/max": "longest", "response_length/min": "shortest",
+    }),
+    Chart("Cut answers", "Share of answers that reached the length limit.", {
+        "response_length/clip_ratio": "answers", "prompt_length/clip_ratio": "prompts",
+    }),
+    Chart("Tools", "Per conversation.", {
+        "tool_call_counts/mean": "tool calls",
+        "env/number_of_valid_search": "valid searches",
+    }),
+)  # fmt: skip
+
+OPTIMISATION = (
+    Chart("Policy loss", "Clipped surrogate, or the loss that is configured.", {"actor/pg_loss": "policy loss"}),
+    Chart("Value loss", "Of the critic.", {"critic/vf_loss": "value loss"}),
+    Chart("Explained variance", "Share of the returns' variance that the critic explains; 1 is perfect.", {
+        "critic/vf_explained_var": "explained variance",
+    }),
+    Chart("Clipped share", "Share of tokens with a clipped gradient.", {
+        "actor/pg_clipfrac": "policy", "actor/pg_clipfrac_lower": "policy, dual clip", "critic/vf_clipfrac": "critic",
+    }),
+    Chart("Gradient norm", "Before clipping.", {
+        "actor/grad_norm": "actor", "critic/grad_norm": "critic", "train/grad_norm": "model",
+    }),
+    Chart("Learning rate", "At the end of the step.", {
+        "actor/lr": "actor", "critic/lr": "critic", "train/lr": "model",
+    }),
+    Chart("Advantages", "Over the tokens of the loss.", {
+        "critic/advantages/mean": "mean", "critic/advantages/max": "largest", "critic/advantages/min": "smallest",
+    }),
+    Chart("Values and returns", "Predictions of the critic, and observed returns.", {
+        "critic/values/mean": "values", "critic/returns/mean": "returns",
+    }),
+    Chart("Zero-variance groups", "Dynamic sampling, in groups.", {
+        "filter_groups/asked": "requested", "filter_groups/dropped": "dropped", "filter_groups/filled": "filled up",
+    }),
+)  # fmt: skip
+
+TIME = (
+    Chart("Time per phase", "Seconds of each step.", prefix=TIMING_PREFIX, kind="stack", wide=True),
+    Chart("Tokens per second", "Generation and training separately.", {
+        "perf/rollout_tokens_per_s": "generated", "perf/update_tokens_per_s": "trained on",
+    }),
+    Chart("Throughput", "Tokens per second and device, over the whole step.", {"perf/throughput": "throughput"}),
+    Chart("Model FLOPs utilization", "Share of the devices' peak.", prefix="perf/mfu/"),
+    Chart("Rollout replicas", "Share of the generation time in which a replica had work.", {
+        "rollout/replica_utilization/mean": "mean", "rollout/replica_utilization/min": "least busy",
+    }),
+)  # fmt: skip
+
+BALANCE = (
+    Chart("Tokens per rank", "Of the actor's update, by data-parallel rank.", {
+        "global_seqlen/balanced_max": "most", "global_seqlen/mean": "mean", "global_seqlen/balanced_min": "fewest",
+        "global_seqlen/max": "most, unbalanced", "global_seqlen/min": "fewest, unbalanced",
+    }),
+    Chart("Imbalance", "Update time relative to perfect balance; 1 is perfect.", {
+        "global_seqlen/balanced_imbalance": "balanced", "global_seqlen/imbalance": "unbalanced",
+    }),
+)  # fmt: skip
+
+SYNC = (
+    Chart("Weight sync: time", "Seconds until the engine has the new weights.", {
+        "weight_sync/seconds": "sync", "timing_s/update_weights": "phase",
+    }),
+    Chart("Weight sync: bytes", "Sent to all replicas together.", {"weight_sync/bytes": "bytes"}),
+    Chart("Weight sync: rate", "GB per second.", {"weight_sync/gb_per_s": "rate"}),
+    Chart("Weight sync: verified", "1 if the checksums of both sides were compared; a difference ends the run.", {
+        "weight_sync/verified": "compared",
+    }, kind="points"),
+    Chart("Weight sync: verification", "Seconds of the comparison.", {
+        "weight_sync/verify_seconds": "verification",
+    }, kind="points"),
+    Chart("Weight sync: buffers", "Extra memory per process at the peak, without SGLang's staging buffers, in MB.", {
+        "weight_sync/peak_mb": "peak",
+    }),
+)  # fmt: skip
+
+MISMATCH = (
+    Chart("Probabilities, engine against actor", "Absolute difference at the sampled tokens.", {
+        "training/rollout_probs_diff_mean": "mean", "training/rollout_probs_diff_max": "largest",
+        "training/rollout_probs_diff_std": "standard deviation",
+    }),
+    Chart("Log-probs, engine against actor", "Absolute difference at the sampled tokens, in nats.", {
+        "training/rollout_log_probs_diff_mean": "mean", "training/rollout_log_probs_diff_max": "largest",
+    }),
+    Chart("Divergence, engine against actor", "Nats per token.", {
+        "rollout_corr/kl": "KL", "rollout_corr/k3_kl": "KL, k3 estimate",
+    }),
+    Chart("Perplexity", "Of the sampled answers.", {
+        "rollout_corr/training_ppl": "under the actor", "rollout_corr/rollout_ppl": "under the engine",
+    }),
+)  # fmt: skip
+
+MEMORY = (
+    Chart("Device memory", "GB on the rank with the highest use.", {
+        "perf/max_memory_allocated_gb": "allocated", "perf/max_memory_reserved_gb": "reserved",
+    }),
+    Chart("Host memory", "GB.", {"perf/cpu_memory_used_gb": "used"}),
+    Chart("Offloaded", "GB offloaded from the device between phases.", prefix="perf/offloaded_gb/"),
+    Chart("Checkpoints", "Seconds of a save.", {
+        "checkpoint/blocked_s": "training blocked", "checkpoint/write_s": "written in the background",
+    }),
+)  # fmt: skip
+
+GROUPS = (
+    ("Learning", LEARNING),
+    ("Optimisation", OPTIMISATION),
+    ("Time", TIME),
+    ("Balance", BALANCE),
+    ("Weight sync", SYNC),
+    ("Rollout against training", MISMATCH),
+    ("Memory and checkpoints", MEMORY),
+)
+
+FAILURES = {
+    "reward/failed": "answers whose reward failed",
+    "reward/timeouts": "reward calls that timed out",
+    "reward/infrastructure_failures": "failures of the reward's infrastructure",
+    "reward/bad_samples": "answers that the reward function could not read",
+    "reward/retries": "reward calls repeated",
+    "reward/processes_replaced": "reward processes replaced",
+    "reward/rm_truncated": "answers truncated for the reward model",
+    "reward_baselines/failed": "greedy baselines whose reward failed",
+    "agent/failed": "conversations that failed",
+    "rollout/replicas_lost": "rollout replicas lost",
+    "rollout/requests_moved": "requests moved to another replica",
+    "actor/skipped_steps": "actor updates skipped for a non-finite gradient",
+    "critic/skipped_steps": "critic updates skipped for a non-finite gradient",
+    "checkpoint/failed_saves": "saves that failed",
+    "val-aux/failed_rewards": "validation answers whose reward failed",
+    "val-aux/agent/failed": "validation conversations that failed",
+    "val-aux/rollout/replicas_lost": "rollout replicas lost in validation",
+}
+"""Failure counters, with descriptions."""
+
+
+def chart_groups(names: Iterable[str], maps: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Return the groups of charts for runs with these metrics, as JSON values; empty charts are dropped.
+
+    Args:
+        names: names of the metrics.
+        maps: names of the maps of ranks over steps, see :func:`~megarl.ops.report.balance.balance_maps`.
+    """
+    present = sorted(set(names))
+    failures = Chart("Failures", "Counted per step.", FAILURES)
+    groups = []
+    for title, charts in (*GROUPS, ("Failures", (failures,))):
+        described = [_described(chart, present) for chart in charts]
+        kept = [chart for chart in described if chart["series"]]
+        kept += balance_charts(maps) if charts is BALANCE else []
+        if kept:
+            groups.append({"title": title, "charts": kept})
+    return groups
+
+
+def _described(chart: Chart, present: Sequence[str]) -> dict[str, Any]:
+    series = [(metric, label) for metric, label in chart.series.items() if metric in set(present)]
+    if chart.prefix is not None:
+        names = [name for name in present if name.startswith(chart.prefix) and name != "timing_s/step"]
+        if chart.prefix == TIMING_PREFIX:
+            names.sort(key=_phase_rank)
+        series += [(name, name.removeprefix(chart.prefix).replace("/", " ")) for name in names]
+    return {
+        "title": chart.title,
+        "note": chart.note,
+        "kind": chart.kind,
+        "wide": chart.wide,
+        "series": [{"metric": metric, "label": label} for metric, label in series],
+    }
+
+
+def _phase_rank(name: str) -> tuple[int, str]:
+    phase = name.removeprefix(TIMING_PREFIX)
+    return (PHASE_ORDER.index(phase) if phase in PHASE_ORDER else len(PHASE_ORDER), phase)
+
+
+def downsample(steps: np.ndarray[Any, Any], values: np.ndarray[Any, Any], most: int = MOST_POINTS) -> dict[str, Any]:
+    """Downsample a curve to at most ``most`` points.
+
+    A longer curve is split into ``most`` intervals. Mean, minimum and maximum of each are kept: the line shows the
+    means, and the band every outlier.
+
+    Args:
+        steps: ``[n]``, ascending.
+        values: ``[n]``, finite.
+        most: largest number of points.
+
+    Returns:
+        ``x``, ``y`` and ``n`` (number of values before), and for a longer curve ``low`` and ``high``. ``x`` is the last
+        step of an interval.
+    """
+    if len(values) <= most:
+        return {"x": steps.tolist(), "y": _rounded(values), "n": len(values)}
+    begins = np.arange(most) * len(values) // most
+    ends = np.append(begins[1:], len(values))
+    return {
+        "x": steps[ends - 1].tolist(),
+        "y": _rounded(np.add.reduceat(values, begins) / (ends - begins)),
+        "n": len(values),
+        "low": _rounded(np.minimum.reduceat(values, begins)),
+        "high": _rounded(np.maximum.reduceat(values, begins)),
+    }
+
+
+def metric_curves(rows: Rows, most: int = MOST_POINTS) -> tuple[list[list[float]], dict[str, dict[str, Any]]]:
+    """Return all metrics of a run as curves, without non-finite values.
+
+    Returns:
+        Step axes, and the curve of each metric (:func:`downsample`) with ``x`` the index of its axis; most share one.
+    """
+    names = sorted({name for row in rows for name in row} - {"step"})
+    columns = {name: np.full(len(rows), np.nan) for name in names}
+    for number, row in enumerate(rows):
+        for name, value in row.items():
+            if name != "step":
+                columns[name][number] = value
+    steps = np.array([row["step"] for row in rows], dtype=np.int64)
+    axes: list[list[float]] = []
+    numbers: dict[tuple[float, ...], int] = {}
+    curves: dict[str, dict[str, Any]] = {}
+    for name, values in columns.items():
+        finite = np.isfinite(values)
+        curve = downsample(steps[finite], values[finite], most)
+        axis = tuple(curve["x"])
+        if axis not in numbers:
+            numbers[axis] = len(axes)
+            axes.append(list(axis))
+        curves[name] = {**curve, "x": numbers[axis]}
+    return axes, curves
+
+
+def training_seconds(rows: Rows) -> tuple[list[float], list[float]]:
+    """Return steps and cumulative training seconds (steps, validation, saves), downsampled."""
+    steps = np.array([row["step"] for row in rows], dtype=np.int64)
+    spent = np.array([sum(row[name] for name in TIMED if math.isfinite(row.get(name, math.nan))) for row in rows])
+    if not len(steps):
+        return [], []
+    seconds = np.cumsum(spent)
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 2 * MOST_POINTS)).round().astype(np.int64))
+    return steps[kept].tolist(), _rounded(seconds[kept])
+
+
+def non_finite_counts(rows: Rows) -> dict[str, int]:
+    """Count the steps with a non-finite value of each metric; metrics without any are skipped."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        for name, value in row.items():
+            if not math.isfinite(value):
+                counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _rounded(values: np.ndarray[Any, Any]) -> list[float]:
+    """Round to six significant digits: more than a screen shows, and half the bytes."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

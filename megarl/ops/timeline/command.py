@@ -1,0 +1,187 @@
+"""Command line of ``megarl timeline``: busy share and waits of each process, seconds by phase, longest gaps."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.base.errors import ConfigError
+from megarl.base.table import table_lines
+from megarl.tracing.trace_file import read_trace
+from megarl.tracing.tracer import MISSING_EVENTS, PHASE
+
+_SHOWN_GAPS = 5
+
+
+class Gap(NamedTuple):
+    """Idle time of a process, in microseconds of the timeline, and the events before and after it."""
+
+    process: str
+    start: float
+    end: float
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """Use of time of a process.
+
+    Attributes:
+        name: name of the process.
+        busy: share of the time in verbs.
+        communication: share of the time in collectives.
+        copies: share of the time in copies of weights or optimizer state from or to host memory.
+    """
+
+    name: str
+    busy: float
+    communication: float
+    copies: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summary of a timeline; see :func:`summarize`.
+
+    Attributes:
+        seconds: from the first to the last event of the roles' processes.
+        steps: number of recorded steps.
+        processes: use of time of each role's process.
+        phases: seconds by phase, over all steps, without startup; time in an inner phase counts only there.
+        gaps: the longest gaps, the longest first.
+        left_out: missing events and the reason, by process, as lines of text.
+    """
+
+    seconds: float
+    steps: int
+    processes: Sequence[ProcessUse]
+    phases: Mapping[str, float]
+    gaps: Sequence[Gap]
+    left_out: Sequence[str] = ()
+
+    def render(self) -> str:
+        """Return the summary as text tables."""
+        uses = [["process", "busy", "waits in collectives", "copies"]]
+        uses += [
+            [use.name, f"{use.busy:.1%}", f"{use.communication:.1%}", f"{use.copies:.1%}"] for use in self.processes
+        ]
+        total = sum(self.phases.values()) or 1.0
+        phases = [["phase", "s", "share"]]
+        for name, seconds in sorted(self.phases.items(), key=lambda item: -item[1]):
+            phases.append([name, f"{seconds:.3f}", f"{seconds / total:.1%}"])
+        gaps = []
+        for gap in self.gaps:
+            between = f"at {gap.start / 1e6:.3f} s, between {gap.before} and {gap.after}"
+            gaps.append([gap.process, f"{(gap.end - gap.start) / 1e6:.3f} s", between])
+        lines = [f"{self.steps} steps, {len(self.processes)} processes, {self.seconds:.2f} s", ""]
+        lines += [*table_lines(uses, "<>>>"), "", *table_lines(phases, "<>>"), ""]
+        lines += ["longest time without work", *table_lines(gaps, "<>")]
+        if self.left_out:
+            lines += ["", "not in this timeline", *self.left_out]
+        return "\n".join(lines)
+
+
+def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
+    """Summarize the events of a timeline.
+
+    Args:
+        events: as :func:`~megarl.tracing.trace_file.read_trace` returns them.
+    """
+    names: dict[int, str] = {}
+    spans: dict[tuple[int, str], list[tuple[float, float, str]]] = defaultdict(list)
+    missing: list[tuple[int, float, str]] = []
+    steps = 0
+    for event in events:
+        if event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            span = (event["ts"], event["ts"] + event["dur"], event["name"])
+            spans[event["pid"], event.get("cat", "")].append(span)
+        elif event.get("cat") == "step":
+            steps += 1
+        elif event.get("cat") == MISSING_EVENTS:
+            missing.append((event["pid"], event["ts"], event["name"]))
+    verbs = {pid: sorted(members) for (pid, category), members in spans.items() if category == "verb"}
+    start = min((members[0][0] for members in verbs.values()), default=0.0)
+    end = max((stop for members in verbs.values() for _, stop, _ in members), default=0.0)
+    length = (end - start) or 1.0
+    processes = [
+        ProcessUse(
+            names.get(pid, str(pid)),
+            covered(verbs[pid]) / length,
+            covered(spans[pid, "communication"]) / length,
+            covered(spans[pid, "copy"]) / length,
+        )
+        for pid in sorted(verbs)
+    ]
+    gaps = [gap for pid in sorted(verbs) for gap in _gaps(names.get(pid, str(pid)), verbs[pid])]
+    gaps.sort(key=lambda gap: gap.start - gap.end)
+    phases = own_seconds(
+        [one for (_, category), members in spans.items() if category == PHASE for one in members if one[1] > start]
+    )
+    lines = [f"{names.get(pid, str(pid))}, until {at / 1e6:.3f} s: {text}" for pid, at, text in sorted(missing)]
+    return Summary((end - start) / 1e6, steps, processes, phases, gaps[:_SHOWN_GAPS], lines)
+
+
+def covered(spans: Iterable[tuple[float, float, str]]) -> float:
+    """Return the time covered by at least one span."""
+    total, reached = 0.0, float("-inf")
+    for start, end, _ in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def own_seconds(spans: Iterable[tuple[float, float, str]]) -> dict[str, float]:
+    """Return the seconds of nested spans by name, without their inner spans."""
+    seconds: dict[str, float] = defaultdict(float)
+    outer: list[tuple[float, str]] = []
+    for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
+        while outer and outer[-1][0] <= start:
+            outer.pop()
+        if outer:
+            seconds[outer[-1][1]] -= (end - start) / 1e6
+        seconds[name] += (end - start) / 1e6
+        outer.append((end, name))
+    return dict(seconds)
+
+
+def _gaps(process: str, spans: Sequence[tuple[float, float, str]]) -> Iterable[Gap]:
+    """Yield the gaps between spans, which are sorted by start."""
+    reached, before = spans[0][1], spans[0][2]
+    for start, end, name in spans[1:]:
+        if start > reached:
+            yield Gap(process, reached, start, before, name)
+        if end > reached:
+            reached, before = end, name
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the summary of a timeline; return the exit code: 0, or 2 without a timeline."""
+    parser = argparse.ArgumentParser(prog="megarl timeline", description="Summarize the timeline of a run.")
+    parser.add_argument("path", type=Path, help="a run's folder, or a trace file")
+    parser.add_argument(
+        "--out", type=Path, help="also write the events to one complete file, compressed if its name ends in .gz"
+    )
+    options = parser.parse_args(argv)
+    try:
+        events = read_trace(options.path)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(summarize(events).render())
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        opened = gzip.open if options.out.suffix == ".gz" else open
+        with opened(options.out, "wt", encoding="utf-8") as file:
+            lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+            file.write(f"[\n{lines}\n]\n")
+    return 0

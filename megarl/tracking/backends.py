@@ -1,0 +1,321 @@
+"""The trackers that megarl includes: console, jsonl, tensorboard, wandb, swanlab, mlflow; importing registers them.
+
+wandb, swanlab and mlflow log asynchronously, in a background process or thread. But their login, initialization and
+finish block the calling process, and may hang or raise. So they run in a subprocess with a bounded queue and retries.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.base.errors import ConfigError
+from megarl.tracking.console import Console
+from megarl.tracking.jsonl_files import METRICS_FILE, MetricsFile
+from megarl.tracking.tracker import RunInfo, Tracker, register_tracker
+
+WANDB_STEP_METRIC = "training/global_step"
+MLFLOW_RUN_TAG = "megarl.run_id"
+MLFLOW_METRICS_PER_CALL, MLFLOW_PARAMS_PER_CALL = 1000, 100  # limits of an MLflow server
+MLFLOW_PARAM_CHARACTERS = 6000
+_NOT_IN_MLFLOW_NAMES = re.compile(r"[^/\w.\- :]")
+
+
+@register_tracker("console")
+class ConsoleTracker(Tracker):
+    """Prints a table row per step on the run's console, or on a new console."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._is_new_console = run.console is None
+        self.console = run.console or Console()
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Print the row."""
+        self.console.log(metrics, step)
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Print the samples."""
+        self.console.samples(samples, step)
+
+    def finish(self) -> None:
+        """Close a console that this tracker created."""
+        if self._is_new_console:
+            self.console.close()
+
+
+@register_tracker("jsonl")
+class JsonlTracker(Tracker):
+    """``metrics.jsonl`` in the run's folder; see :mod:`megarl.tracking.jsonl_files`."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self.file = MetricsFile(run.folder / METRICS_FILE, run.resumed_step)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Append a row."""
+        self.file.append(step, metrics)
+
+    def finish(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+@register_tracker("tensorboard")
+class TensorboardTracker(Tracker):
+    """Writes event files in ``<run folder>/tensorboard``."""
+
+    package = "tensorboard"
+
+    def __init__(self, run: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resumed_step is None else run.resumed_step + 1
+        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Write one scalar per metric."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Write each sample as text."""
+        for number, sample in enumerate(samples):
+            lines = (f"**{name}**\n\n    " + str(value).replace("\n", "\n    ") for name, value in sample.items())
+            self.writer.add_text(f"samples/{number}", "\n\n".join(lines), step)
+
+    def finish(self) -> None:
+        """Flush and close the event file."""
+        self.writer.close()
+
+
+@register_tracker("wandb")
+class WandbTracker(Tracker):
+    """A Weights & Biases run; ``WANDB_MODE=offline`` keeps it in ``<run folder>/wandb`` and needs no network.
+
+    A resumed run continues the same curves. The x axis is the metric ``training/global_step``, not wandb's step: wandb
+    drops steps below the last one, and a resumed run logs such steps.
+    """
+
+    in_subprocess = True
+    package = "wandb"
+
+    @classmethod
+    def check(cls) -> None:
+        """Check for a login in online mode.
+
+        Raises:
+            ConfigError: there is no login.
+        """
+        import wandb
+
+        settings = wandb.setup().settings
+        if settings.mode == "online" and wandb.api.api_key is None:
+            raise ConfigError(
+                f"trainer.logger='wandb': there is no login for {settings.base_url}; log in with `wandb login`, "
+                "or set WANDB_API_KEY, or WANDB_MODE=offline"
+            )
+
+    def __init__(self, run: RunInfo) -> None:
+        import wandb
+
+        run.folder.mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(
+            console="off",  # this process has no output of the run
+            init_timeout=0.8 * run.timeout_s,
+            x_stats_pid=os.getppid(),  # the resources of the driver, not of this process
+        )
+        self.run = wandb.init(
+            project=run.project,
+            name=run.name,
+            dir=str(run.folder),
+            config=dict(run.config),
+            id=run.run_id or None,
+            resume="allow",
+            settings=settings,
+        )
+        self.run.define_metric("*", step_metric=WANDB_STEP_METRIC)
+        self._wandb = wandb
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Send the metrics with their step."""
+        self.run.log({**metrics, WANDB_STEP_METRIC: step})
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Send the samples as a table."""
+        if samples:
+            columns = list(samples[0])
+            rows = [[str(sample.get(column)) for column in columns] for sample in samples]
+            self.run.log({"samples": self._wandb.Table(columns=columns, data=rows), WANDB_STEP_METRIC: step})
+
+    def leftover(self) -> str:
+        """Name the command that sends the records later; the package keeps them in files."""
+        return f"send the missing records by: wandb sync {os.path.dirname(self.run.dir)}"
+
+    def finish(self) -> None:
+        """Send all records, end the run, and wait for the exit of wandb's service process."""
+        self.run.finish()
+        self._wandb.teardown()
+
+
+@register_tracker("swanlab")
+class SwanlabTracker(Tracker):
+    """A SwanLab experiment; ``SWANLAB_MODE=offline`` or ``local`` keep it in ``<run folder>/swanlog``.
+
+    A resumed run continues the same experiment in cloud mode, from SwanLab 0.6.13 on. Otherwise a new experiment of
+    the same name begins.
+    """
+
+    in_subprocess = True
+    package = "swanlab"
+
+    @classmethod
+    def check(cls) -> None:
+        """Check for a login in cloud mode; without it the package prompts at the terminal.
+
+        Raises:
+            ConfigError: there is no login, or the mode is unknown.
+        """
+        import swanlab.package
+        from swanlab.data.utils import SwanLabMode
+
+        mode, modes = os.environ.get("SWANLAB_MODE", "cloud"), [mode.value for mode in SwanLabMode]
+        if mode not in modes:
+            raise ConfigError(f"trainer.logger='swanlab': SWANLAB_MODE={mode!r} must be one of {', '.join(modes)}")
+        try:
+            if mode == "cloud":
+                swanlab.package.get_key()
+        except swanlab.error.KeyFileError:
+            raise ConfigError(
+                "trainer.logger='swanlab': there is no login; log in with `swanlab login`, or set SWANLAB_API_KEY, "
+                "or SWANLAB_MODE=offline or local"
+            ) from None
+
+    def __init__(self, run: RunInfo) -> None:
+        import swanlab
+
+        run.folder.mkdir(parents=True, exist_ok=True)
+        parameters = inspect.signature(swanlab.init).parameters
+        continued = {"id": run.run_id, "resume": "allow"} if "resume" in parameters and run.run_id else {}
+        cloud = os.environ.get("SWANLAB_MODE", "cloud") == "cloud"
+        self.run = swanlab.init(
+            project=run.project,
+            experiment_name=run.name,
+            config=dict(run.config),
+            logdir=str(run.folder / "swanlog"),
+            settings=swanlab.Settings(log_proxy_type="none"),  # this process has no output of the run
+            **(continued if cloud else {}),
+        )
+        self._swanlab = swanlab
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Log the metrics."""
+        self.run.log(dict(metrics), step)
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Log the samples as a table."""
+        if samples:
+            columns = list(samples[0])
+            rows = [[str(sample.get(column)) for column in columns] for sample in samples]
+            self.run.log({"samples": self._swanlab.echarts.Table().add(columns, rows)}, step)
+
+    def leftover(self) -> str:
+        """Name the command that sends the records later; the package keeps them in files."""
+        return f"send the missing records by: swanlab sync {self.run.public.swanlog_dir}/run-*"
+
+    def finish(self) -> None:
+        """Send all records and end the experiment."""
+        self._swanlab.finish()
+
+
+@register_tracker("mlflow")
+class MlflowTracker(Tracker):
+    """An MLflow run, at ``MLFLOW_TRACKING_URI``: a server, or a database such as ``sqlite:///mlflow.db`` (the default).
+
+    A resumed run continues the same run, found by its tag ``megarl.run_id``. Metric names have ``_at_`` instead of
+    ``@``, which MLflow rejects. The config is logged as parameters with dotted names and as the artifact
+    ``config.json``. Sample tables are the artifacts ``samples/step_<step>.json``.
+    """
+
+    in_subprocess = True
+    package = "mlflow"
+
+    @classmethod
+    def check(cls) -> None:
+        """Check that the installed packages support the tracking URI.
+
+        Raises:
+            ConfigError: it is a database whose packages are missing, or a folder.
+        """
+        import mlflow
+
+        uri = mlflow.get_tracking_uri()
+        try:
+            mlflow.MlflowClient()  # it opens local stores only
+        except (ImportError, mlflow.exceptions.MlflowException) as error:
+            raise ConfigError(
+                f"trainer.logger='mlflow': MLFLOW_TRACKING_URI={uri!r} cannot be used: {error}"
+            ) from error
+
+    def __init__(self, run: RunInfo) -> None:
+        # This process is retried by the driver; the package's retries last minutes and look like a hang.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(max(1, round(run.timeout_s / 3))))
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        self.client = mlflow.MlflowClient()
+        experiment = self.client.get_experiment_by_name(run.project)
+        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(run.project)
+        runs = self.client.search_runs([experiment_id], f"tags.`{MLFLOW_RUN_TAG}` = '{run.run_id}'", max_results=1)
+        if runs:
+            self.id = runs[0].info.run_id
+            self.client.update_run(self.id, status="RUNNING")
+        else:
+            self.id = self.client.create_run(
+                experiment_id, run_name=run.name, tags={MLFLOW_RUN_TAG: run.run_id}
+            ).info.run_id
+        # MLflow parameters are immutable: a resumed run's changed values are in config.json only.
+        logged = self.client.get_run(self.id).data.params
+        params = [Param(name, text) for name, text in _flat(run.config) if name not in logged]
+        for at in range(0, len(params), MLFLOW_PARAMS_PER_CALL):
+            self.client.log_batch(self.id, params=params[at : at + MLFLOW_PARAMS_PER_CALL])
+        self.client.log_text(self.id, json.dumps(run.config, indent=2, default=str), "config.json")
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Send the metrics with one timestamp."""
+        now = int(time.time() * 1000)
+        points = [self._metric(mlflow_name(name), float(value), now, step) for name, value in metrics.items()]
+        for at in range(0, len(points), MLFLOW_METRICS_PER_CALL):
+            self.client.log_batch(self.id, metrics=points[at : at + MLFLOW_METRICS_PER_CALL])
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Store the samples as a table: ``{"columns": [...], "data": [[...], ...]}``."""
+        if samples:
+            columns = list(samples[0])
+            table = {"columns": columns, "data": [[str(sample.get(name)) for name in columns] for sample in samples]}
+            text = json.dumps(table, ensure_ascii=False)
+            self.client.log_text(self.id, text, f"samples/step_{step}.json")
+
+    def finish(self) -> None:
+        """Mark the run as finished."""
+        self.client.set_terminated(self.id)
+
+
+def mlflow_name(name: str) -> str:
+    """Convert a metric name for MLflow: ``mean@1`` to ``mean_at_1``, other rejected characters to ``_``."""
+    return _NOT_IN_MLFLOW_NAMES.sub("_", name.replace("@", "_at_"))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted names and texts of nested values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield mlflow_name(f"{prefix}{name}"), str(value)[:MLFLOW_PARAM_CHARACTERS]

@@ -1,0 +1,261 @@
+"""Tables of the console: a row of metrics per step, and a row per data source for validations.
+
+Nothing here prints. The step table is as wide as its columns, at most the given width. Phases that did not happen have
+no column. On a narrow terminal all phase columns are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+Metrics = Mapping[str, float]
+_PROMPTS = re.compile(r"val-aux/(.+)/num_prompts")
+
+
+def number_cell(value: float, width: int) -> str:
+    """Format a number with about four significant digits within ``width``; tiny and huge numbers are scientific."""
+    if not math.isfinite(value):
+        return str(value)[:width]
+    most = 4 if abs(value) < 0.1 else 3 if abs(value) < 100 else 1
+    for digits in range(most, -1, -1):
+        cell = f"{value:.{digits}f}"
+        if len(cell) <= width and (value == 0 or abs(value) >= 10 ** min(0, 1 - digits)):
+            return cell
+    for digits in (1, 0):
+        cell = f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+        if len(cell) <= width:
+            break
+    return cell
+
+
+def seconds_cell(value: float, width: int = 4) -> str:
+    """Format seconds as ``0.05``, ``9.87``, ``65.4``, ``654``; from 1000 on as minutes, then hours."""
+    if value >= 1000:
+        return f"{value / 60:.0f}m" if value / 60 < 999.5 else f"{value / 3600:.0f}h"
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def length_cell(value: float, width: int = 5) -> str:
+    """Format a number of tokens as ``7.3``, ``512.0``, ``12345``, ``131k``."""
+    return rate_cell(value) if value >= 99999.5 else f"{value:.{1 if value < 999.95 else 0}f}"
+
+
+def rate_cell(value: float, width: int = 5) -> str:
+    """Format a number as ``987``, ``9.8k``, ``123k``, ``1.2M``, ``4.5G``."""
+    power = next((power for power in range(3) if value < 1000 ** (power + 1)), 3)
+    unit, scaled = ("", "k", "M", "G")[power], value / 1000**power
+    return f"{scaled:.{1 if unit and scaled < 99.95 else 0}f}{unit}"
+
+
+@dataclass(frozen=True)
+class MetricColumn:
+    """A column of the step table.
+
+    Attributes:
+        header: its heading.
+        read: returns its value from a step's metrics; None = the step has no value.
+        width: characters of a cell.
+        show: formats a value within a width.
+        style: rich style of a cell.
+        is_spare: the live view drops it first if the figures do not fit.
+        phase: description of the phase, for columns with the seconds of a phase, which appear once the phase happened.
+    """
+
+    header: str
+    read: Callable[[Metrics], float | None]
+    width: int
+    show: Callable[[float, int], str] = number_cell
+    style: str = ""
+    phase: str = ""
+    is_spare: bool = False
+
+
+def first_of(*names: str) -> Callable[[Metrics], float | None]:
+    """Return a reader of the first of these metrics that a step has."""
+    return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
+
+
+def tokens_per_second(metrics: Metrics) -> float | None:
+    """Tokens per second of a step, summed over devices."""
+    tokens, seconds = metrics.get("perf/total_num_tokens"), metrics.get("timing_s/step")
+    return tokens / seconds if tokens is not None and seconds else metrics.get("perf/throughput")
+
+
+def _phase(header: str, name: str, meaning: str) -> MetricColumn:
+    return MetricColumn(header, first_of(f"timing_s/{name}"), 4, seconds_cell, "dim", phase=meaning)
+
+
+_TOTALS = (
+    MetricColumn("sec", first_of("timing_s/step"), 4, seconds_cell),
+    MetricColumn("tok/s", tokens_per_second, 5, rate_cell),
+)
+RL_COLUMNS = (
+    MetricColumn("reward", first_of("critic/score/mean"), 6, style="bold green"),
+    MetricColumn("KL", first_of("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), 6, style="magenta"),
+    MetricColumn("entropy", first_of("actor/entropy"), 7, style="cyan", is_spare=True),
+    MetricColumn("len", first_of("response_length/mean"), 5, length_cell, is_spare=True),
+    _phase("gen", "gen", "generation"),
+    _phase("rew", "reward", "reward"),
+    _phase("old", "old_log_prob", "old log-probs"),
+    _phase("ref", "ref", "reference"),
+    _phase("repr", "repr_align", "alignment"),
+    _phase("val", "values", "values"),
+    _phase("adv", "adv", "advantages"),
+    _phase("crit", "update_critic", "critic update"),
+    _phase("act", "update_actor", "actor update"),
+    _phase("sync", "update_weights", "weight sync"),
+    *_TOTALS,
+)
+SFT_COLUMNS = (
+    MetricColumn("loss", first_of("train/loss"), 7, style="bold green"),
+    MetricColumn("accuracy", first_of("train/accuracy"), 8, style="cyan"),
+    MetricColumn("grad norm", first_of("train/grad_norm"), 9, is_spare=True),
+    MetricColumn("lr", first_of("train/lr"), 7, style="dim", is_spare=True),
+    *_TOTALS,
+)
+PAIR_COLUMNS = (
+    *SFT_COLUMNS[:2],
+    MetricColumn("margin", first_of("train/margin"), 7, style="magenta"),
+    *SFT_COLUMNS[2:4],
+    MetricColumn("val acc", first_of("val/accuracy"), 7, style="bold cyan"),
+    *_TOTALS,
+)
+
+
+class StepTable:
+    """Layout of the step table: header and rows.
+
+    Args:
+        columns: columns besides the step.
+        width: largest number of characters of a line.
+        total_steps: steps of the run; None = unknown.
+        is_ascii: use ASCII characters only.
+    """
+
+    def __init__(
+        self, columns: Sequence[MetricColumn], width: int, total_steps: int | None = None, is_ascii: bool = False
+    ) -> None:
+        self.columns = tuple(columns)
+        self.width = width
+        self.total_steps = total_steps
+        self.rule, self.nothing, self.dot = ("|", "-", "/") if is_ascii else ("│", "·", "·")
+        self.shown: tuple[MetricColumn, ...] = tuple(column for column in columns if not column.phase)
+
+    @property
+    def _step_width(self) -> int:
+        return max(4, 2 * len(str(self.total_steps)) + 1 if self.total_steps else 6)
+
+    def fit(self, metrics: Metrics) -> bool:
+        """Choose the columns for a step; returns whether they changed, which calls for a new header.
+
+        A phase that happened once keeps its column.
+        """
+        columns = tuple(
+            column
+            for column in self.columns
+            if not column.phase or column in self.shown or column.read(metrics) is not None
+        )
+        if self._line_width(columns) > self.width:
+            columns = tuple(column for column in columns if not column.phase)
+        changed, self.shown = columns != self.shown, columns
+        return changed
+
+    def _line_width(self, columns: Sequence[MetricColumn]) -> int:
+        return len(self._line(" " * self._step_width, [(" " * column.width, "") for column in columns], columns).plain)
+
+    def _line(
+        self, step: str, cells: Sequence[tuple[str, str]], columns: Sequence[MetricColumn], style: str = ""
+    ) -> Text:
+        line = Text()
+        line.append(step.rjust(self._step_width), style=style or "bold")
+        was_phase: bool | None = None
+        for (cell, cell_style), column in zip(cells, columns, strict=True):
+            line.append(f" {self.rule} " if bool(column.phase) != was_phase else " ", style="dim")
+            line.append(cell.rjust(column.width), style=style or cell_style)
+            was_phase = bool(column.phase)
+        return line
+
+    def legend(self) -> Text:
+        """Explain the phase headers in one line; empty if no phase is shown."""
+        names = f" {self.dot} ".join(f"{column.header} {column.phase}" for column in self.shown if column.phase)
+        return Text(f"seconds per phase: {names}" if names else "", style="dim")
+
+    def header(self) -> Text:
+        """Format the header; phases are in seconds."""
+        return self._line("step", [(column.header, "") for column in self.shown], self.shown, style="bold blue")
+
+    def row(self, step: int, metrics: Metrics) -> Text:
+        """Format the row of a step; the slowest phase is highlighted."""
+        name = f"{step}/{self.total_steps}" if self.total_steps else str(step)
+        values = [column.read(metrics) for column in self.shown]
+        slowest = max((v for v, column in zip(values, self.shown, strict=True) if column.phase and v), default=None)
+        cells = [
+            (self.nothing, "dim") if value is None
+            else (column.show(value, column.width), "yellow" if column.phase and value == slowest else column.style)
+            for value, column in zip(values, self.shown, strict=True)
+        ]  # fmt: skip
+        return self._line(name, cells, self.shown)
+
+    def plain_row(self, step: int, metrics: Metrics) -> str:
+        """Format a step as one self-contained line of ``name=value`` for logs, with phases as ``name 0.12``."""
+        name = f"{step}/{self.total_steps}" if self.total_steps else str(step)
+        parts, phases = [f"step {name}"], []
+        for column in self.columns:
+            value = column.read(metrics)
+            if value is None:
+                continue
+            cell = column.show(value, max(column.width, 8))
+            if column.phase:
+                phases.append(f"{column.header} {cell}")
+            else:
+                parts.append(f"{column.header.replace(' ', '_')}={cell}")
+        return "  ".join(parts) + (f"  [{', '.join(phases)}]" if phases else "")
+
+
+def validation_table(metrics: Mapping[str, float], samples: int) -> Table:
+    """Tabulate a validation: a row per data source.
+
+    The columns are the number of prompts; mean, best and majority over N responses; response length in tokens; failed
+    rewards.
+
+    Args:
+        metrics: ``val-core/...`` and ``val-aux/...`` of a validation; a missing metric is a dash.
+        samples: N, responses per prompt.
+    """
+    of_n = [f"mean@{samples}", *([f"best@{samples}", f"maj@{samples}"] if samples > 1 else [])]
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table.add_column("data source", overflow="fold")
+    table.add_column("variable", overflow="fold")
+    for title in ("prompts", *of_n, "length", "failed"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for source in [match[1] for match in map(_PROMPTS.fullmatch, metrics) if match]:
+        variable = _variable(metrics, source, of_n[0])
+        core = f"val-core/{source}/{variable}"
+        names = [f"{core}/{of_n[0]}", *(f"{core}/{name}/mean" for name in of_n[1:])]
+        table.add_row(
+            source,
+            variable,
+            _cell(metrics, f"val-aux/{source}/num_prompts", "g"),
+            *(_cell(metrics, name, ".3f") for name in names),
+            _cell(metrics, f"val-aux/{source}/response_length/mean", ".1f"),
+            _cell(metrics, f"val-aux/{source}/failed_rewards", "g"),
+        )
+    return table
+
+
+def _variable(metrics: Mapping[str, float], source: str, mean: str) -> str:
+    """Name of the variable that ``val-core`` has for a data source."""
+    begin, end = f"val-core/{source}/", f"/{mean}"
+    variables = (name[len(begin) : -len(end)] for name in metrics if name.startswith(begin) and name.endswith(end))
+    return next((name for name in variables if "/" not in name), "-")
+
+
+def _cell(metrics: Mapping[str, float], name: str, form: str) -> str:
+    return format(metrics[name], form) if name in metrics else "-"

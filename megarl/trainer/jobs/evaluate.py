@@ -1,0 +1,188 @@
+"""Evaluation job: generate, score and report metrics of a policy with fixed weights, on held-out prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents.endpoint import build_endpoint
+from megarl.algorithms.selection import best_of_groups
+from megarl.base.atomic_write import atomic_write
+from megarl.base.errors import DataError
+from megarl.config.schema.jobs import BestAnswersConfig, EvaluateConfig
+from megarl.data import DataProto, sequence_lengths
+from megarl.tracking import check_trackers, validation_table
+from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
+from megarl.trainer.jobs.preflight import check_answers
+from megarl.trainer.jobs.session import open_job
+from megarl.trainer.jobs.worker_groups import ready_reward_model
+from megarl.trainer.phases.data_loading import validation_loader
+from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
+from megarl.trainer.phases.validation import Validator
+from megarl.trainer.records.metrics import Metrics, counted_rows, generated_tokens
+from megarl.trainer.records.reporting import RunReporter
+from megarl.trainer.records.samples import Sample, dump_samples, evenly_spaced
+
+METRICS_FILE = "metrics.json"
+ANSWERS = "answers"
+SAMPLES_IN_REPORT = 256
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+COLUMNS = pa.schema(
+    [("prompt", MESSAGES), ("response", MESSAGES), ("data_source", pa.string()), ("score", pa.float64())]
+)
+ASSISTANT, ENVIRONMENT = "assistant", "tool"
+
+
+def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
+    """Evaluate a policy.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        output_dir: folder of the run's files, which exists. A converted checkpoint lies next to it.
+
+    Returns:
+        The metrics, as in ``metrics.json``.
+
+    Raises:
+        MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
+    """
+    check_trackers(config.trainer.logger)
+    policy = FrozenPolicy(config, output_dir)
+    check_answers(config, policy.model.config)
+    tokenizer, step = policy.tokenizer, policy.model.step
+    loader = validation_loader(config, tokenizer)
+    reader = SequenceReader(config.reward_model, tokenizer) if config.reward_model.enable else None
+    with open_job(config, output_dir) as session:
+        functions = reward_manager(config, tokenizer, session.logs)
+        session.config = config = policy.convert(session.console)
+        # The table below replaces the console's tracker.
+        trackers = [name for name in config.trainer.logger if name != "console"]
+        logged = dataclasses.replace(config.trainer, logger=trackers)
+        reporter = RunReporter(logged, dataclasses.asdict(config), output_dir, session.console)
+        endpoint = build_endpoint(config, tokenizer)
+        pool = session.start(functions, endpoint)
+        with session.starting_workers():
+            replicas = FrozenReplicas(config, pool)
+            scorer = RewardModelScorer(ready_reward_model(config, pool), reader) if reader else None
+        session.tracing.begin_step(0)
+        best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)
+        with reporter.phase("testing"):
+            rollout = replicas.rollout_phase(tokenizer, endpoint)
+            rewards = RewardPhase(functions, tokenizer, config.reward_model, scorer)
+            metrics, samples = Validator(rollout, rewards, loader, tokenizer).run(step, STREAM, best.add)
+        _record(config, step, metrics, samples, reporter)
+        if config.best_answers.file:
+            session.console.message(best.write())
+        return metrics
+
+
+def _record(config: EvaluateConfig, step: int, metrics: Metrics, samples: list[Sample], reporter: RunReporter) -> None:
+    """Write samples, metrics and summary, and show the table."""
+    trainer = config.trainer
+    answers = Path(trainer.validation_data_dir or reporter.folder / ANSWERS)
+    dump_samples(answers, step, samples)
+    (reporter.folder / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n")
+    reporter.keep_samples(step, evenly_spaced(samples, SAMPLES_IN_REPORT), "validation")
+    reporter.log_samples(step, evenly_spaced(samples, trainer.log_val_generations))
+    reporter.log_validation(step, metrics)
+    reporter.console.show(validation_table(metrics, config.actor_rollout_ref.rollout.val_kwargs.n))
+    reporter.console.message(f"answers: {answers / f'{step}.jsonl'}")
+    reporter.close(
+        {
+            "val_accuracy_after": reporter.accuracy,
+            "wall_seconds": reporter.wall_seconds,
+            "hf_dir": config.actor_rollout_ref.model.path,
+        }
+    )
+
+
+class BestAnswers:
+    """Collects the best samples of each prompt as SFT data (rejection sampling).
+
+    Only samples that the policy ended itself are kept; a truncated one would teach to end anywhere. A conversation is
+    split into turns, and SFT does not train on the turns of tools and searches.
+
+    Args:
+        config: the section ``best_answers``.
+        tokenizer: decodes samples.
+        max_length: tokens at which a sample was truncated.
+
+    Attributes:
+        prompts: number of prompts so far.
+    """
+
+    def __init__(self, config: BestAnswersConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.prompts = 0
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, batch: DataProto) -> None:
+        """Add a scored batch of complete groups; ignored without ``best_answers.file``."""
+        if self.config.file is None:
+            return
+        scores = batch.tensors["token_level_scores"].sum(-1).double().numpy()
+        uids = batch.non_tensor_batch["uid"]
+        usable = counted_rows(batch) & self._complete(batch)
+        self.prompts += len(set(uids.tolist()))
+        for row in best_of_groups(scores, uids, usable, self.config.keep):
+            if usable[row] and (self.config.min_score is None or scores[row] >= self.config.min_score):
+                self._rows.append(
+                    {
+                        "prompt": [_message(message) for message in batch.non_tensor_batch["raw_prompt"][row]],
+                        "response": self._turns(batch, row),
+                        "data_source": str(batch.non_tensor_batch["data_source"][row]),
+                        "score": float(scores[row]),
+                    }
+                )
+
+    def write(self) -> str:
+        """Write the file atomically; return a line for the user.
+
+        Raises:
+            DataError: no sample is good enough.
+        """
+        path = Path(str(self.config.file))
+        if not self._rows:
+            raise DataError(
+                f"best_answers.file={path}: none of the answers to {self.prompts} prompts was ended by the policy and "
+                f"has at least best_answers.min_score={self.config.min_score}; lower it, or sample more answers "
+                "(actor_rollout_ref.rollout.val_kwargs.n)"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as unfinished:
+            pq.write_table(pa.Table.from_pylist(self._rows, schema=COLUMNS), unfinished)
+        return f"best answers: {path}, {len(self._rows)} answers to {self.prompts} prompts"
+
+    def _complete(self, batch: DataProto) -> np.ndarray:
+        """Mark rows that were not truncated, ``[b]`` bool."""
+        _, lengths = sequence_lengths(batch)
+        last = batch.tensors["responses"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+        complete: np.ndarray = ((last == self.tokenizer.eos_token_id) | (lengths < self.max_length)).numpy()
+        return complete
+
+    def _turns(self, batch: DataProto, row: int) -> list[dict[str, str]]:
+        """Split a response into turns of the policy and of its environment."""
+        length = int(sequence_lengths(batch)[1][row])
+        ids = batch.tensors["responses"][row, :length].tolist()
+        generated = generated_tokens(batch)[row, :length].tolist()
+        borders = [index for index in range(1, length) if generated[index] != generated[index - 1]]
+        return [
+            {
+                "role": ASSISTANT if generated[begin] else ENVIRONMENT,
+                "content": self.tokenizer.decode(ids[begin:end], skip_special_tokens=end == length),
+            }
+            for begin, end in zip([0, *borders], [*borders, length], strict=True)
+        ]
+
+
+def _message(message: Any) -> dict[str, str]:
+    return {"role": str(message["role"]), "content": str(message["content"])}

@@ -1,0 +1,225 @@
+"""A policy with fixed weights for evaluation and generation: found, converted to Hugging Face format, and served."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents.endpoint import Endpoint
+from megarl.base.errors import CheckpointError, MegarlError
+from megarl.cluster import PlacedPool, wait_ready
+from megarl.cluster.role_groups import RolloutGroup
+from megarl.config.keys import with_values
+from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig
+from megarl.convert.conversion import ConversionOptions, convert
+from megarl.convert.open import open_source
+from megarl.convert.source import HUGGING_FACE, CheckpointSource
+from megarl.models import ModelConfig
+from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from megarl.tracking import Console
+from megarl.trainer.jobs.worker_groups import restart_replicas, rollout_group, router_replicas
+from megarl.trainer.phases.data_loading import load_tokenizer
+from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
+from megarl.trainer.state.checkpoint_saver import HF_FOLDER
+from megarl.trainer.state.checkpoint_store import POINTER
+
+KEY = "actor_rollout_ref.model.path"
+LATEST = "latest"
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run's folder."""
+CONVERTED = "converted"
+"""Folder of the converted checkpoints, next to the run's folder."""
+STREAM = 0
+"""Seed stream of the draws: equal weights give equal samples, whatever checkpoint they are in."""
+_STEP = re.compile(r"(?:global_step|iter)_(\d+)")
+_Config = TypeVar("_Config", bound=EvaluateConfig | GenerateConfig)
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model of which only headers have been read.
+
+    Attributes:
+        source: folder of its weights.
+        step: training step, by the name of the checkpoint folder; 0 without one.
+    """
+
+    source: CheckpointSource
+    step: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the model."""
+        return self.source.config
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder of its tokenizer."""
+        return self.source.companions
+
+    def as_hugging_face(self, folder: Path, message: Callable[[str], None]) -> Path:
+        """Return a Hugging Face folder of the weights, converted bit for bit if needed.
+
+        Args:
+            folder: folder of converted checkpoints; an earlier conversion of the same files is reused.
+            message: prints a line for the user.
+
+        Raises:
+            CheckpointError: the conversion failed; the next one resumes it.
+        """
+        if self.source.kind == HUGGING_FACE:
+            return self.source.path
+        target = folder / f"{self.source.path.parent.name}-{_digest(self.source)}"
+        if target.is_dir():
+            message(f"{self.source.path} was converted to {target} before")
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        result = convert(self.source, target, HUGGING_FACE, ConversionOptions(show_progress=False))
+        message(f"{self.source.path} was converted to {target}: {result.tensors} tensors, {result.nbytes / 1e9:.3f} GB")
+        return target
+
+
+def find_model(path: str) -> EvaluatedModel:
+    """Find the model of a path.
+
+    Args:
+        path: a Hugging Face folder; a checkpoint of a role or a ``global_step_<N>``, in any format that
+            ``megarl convert`` reads; a folder of checkpoints with a pointer to the latest; or a run's folder that
+            contains such a folder. The last two may end in ``/latest``.
+
+    Raises:
+        CheckpointError: there is no model, it is not complete, or it is a critic.
+    """
+    try:
+        source = open_source(_resolve_pointer(Path(path)))
+        _check_complete(source.path)
+        exported = source.path / HF_FOLDER
+        if any((exported / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+            source = open_source(exported)
+    except MegarlError as error:
+        raise CheckpointError(f"{KEY}={path}: {error}") from error
+    if source.has_value_head or source.config.is_value_model:
+        raise CheckpointError(f"{KEY}={path}: {source.path} is a critic, which generates no text; name an actor")
+    steps = _STEP.findall("/".join(source.path.absolute().parts[-4:]))
+    return EvaluatedModel(source, int(steps[-1]) if steps else 0)
+
+
+def _resolve_pointer(path: Path) -> Path:
+    """The folder of checkpoints of a run's folder or of a path with ``/latest``; any other path unchanged."""
+    latest = path.name == LATEST and not path.exists()
+    root = path.parent if latest else path
+    for folder in (root, root / CHECKPOINTS):
+        if (folder / POINTER).is_file():
+            return folder
+    if latest:
+        raise CheckpointError(f"there is no {POINTER} in {root} or {root / CHECKPOINTS}")
+    return path
+
+
+def _check_complete(role: Path) -> None:
+    """Check the files of a run's checkpoint against its manifest, by size."""
+    for folder in (role, role.parent, role.parent.parent):
+        if (folder / MANIFEST).is_file() and not is_whole(folder):
+            raise CheckpointError(f"checkpoint {folder} is not whole: its files are not those of its {MANIFEST}")
+
+
+def _digest(source: CheckpointSource) -> str:
+    """Digest of paths, sizes and times, to distinguish checkpoints with the same name."""
+    stats = [(str(file.absolute()), file.stat()) for file in source.files()]
+    text = "\n".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+class FrozenPolicy(Generic[_Config]):
+    """The policy of an evaluation or a generation.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        output_dir: folder of the run's files.
+
+    Attributes:
+        model: folder of the weights; they are not read before :meth:`convert`.
+
+    Raises:
+        CheckpointError: the configuration names no model, or a critic.
+    """
+
+    def __init__(self, config: _Config, output_dir: Path) -> None:
+        self.config = config
+        self.output_dir = output_dir
+        self.model = find_model(config.actor_rollout_ref.model.path)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The configured tokenizer, by default the model's.
+
+        Raises:
+            ModelError: it cannot be loaded, or lacks a chat template or an end-of-sequence token.
+        """
+        keys = self.config.actor_rollout_ref.model
+        from_model = keys.tokenizer_path == keys.path
+        return load_tokenizer(str(self.model.tokenizer_folder if from_model else keys.tokenizer_path))
+
+    def describe(self) -> str:
+        """Describe model and sampling in one line."""
+        sampling = self.config.actor_rollout_ref.rollout.val_kwargs
+        how = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}" if sampling.temperature else "greedy"
+        if sampling.temperature and sampling.top_k != -1:
+            how += f", top_k {sampling.top_k}"
+        answers = "1 answer" if sampling.n == 1 else f"{sampling.n} answers"
+        return f"{self.model.source.path}, step {self.model.step}: {answers} per prompt, {how}"
+
+    def convert(self, console: Console) -> _Config:
+        """Convert the weights to Hugging Face format if needed.
+
+        Returns:
+            The configuration with the path of the Hugging Face folder. A converted checkpoint lies next to the run's
+            folder.
+
+        Raises:
+            CheckpointError: the conversion failed.
+        """
+        console.message(self.describe())
+        with console.phase("model"):
+            folder = self.model.as_hugging_face(self.output_dir.parent / CONVERTED, console.message)
+        return with_values(self.config, {KEY: str(folder)})
+
+
+class FrozenReplicas:
+    """Rollout replicas that are started and hold the weights of a Hugging Face folder.
+
+    Args:
+        config: complete; its model path is a Hugging Face folder.
+        pool: devices of the replicas.
+
+    Raises:
+        WorkerError: a process failed.
+    """
+
+    def __init__(self, config: EvaluateConfig | GenerateConfig, pool: PlacedPool) -> None:
+        self.config = config
+        self.group: RolloutGroup = rollout_group(config.actor_rollout_ref, pool)
+        wait_ready([self.group])
+        self.group.init_model()
+        self.group.load_hf()
+
+    def rollout_phase(self, tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint | None) -> RolloutPhase:
+        """Build the rollout phase over the replicas; lost ones are replaced with the same weights."""
+        replicas = router_replicas(self.group)
+        return RolloutPhase(replicas, self.config, tokenizer, on_lost=self.replace, endpoint=endpoint)
+
+    def replace(self, lost: Collection[int]) -> None:
+        """Replace lost replicas by new processes with the same weights.
+
+        Raises:
+            WorkerError: a new process failed.
+        """
+        self.group.submit_on(restart_replicas(self.group, lost), "load_hf").result()

@@ -1,0 +1,137 @@
+"""Generation job: responses of a policy with fixed weights to prompts, without a reward."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents.endpoint import build_endpoint
+from megarl.base.atomic_write import atomic_write
+from megarl.base.errors import DataError
+from megarl.config import GenerateConfig
+from megarl.config.schema.jobs import STANDARD_INPUT
+from megarl.data import DataProto, sequence_lengths
+from megarl.tracing import PHASE, span
+from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
+from megarl.trainer.jobs.preflight import check_generation
+from megarl.trainer.jobs.session import open_job
+from megarl.trainer.phases.data_loading import generation_loader
+
+MESSAGES = "raw_prompt"
+PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
+RESPONSES = "responses"
+"""Column of the samples of a prompt, a list of texts, as in verl's generation."""
+SHOWN = 8
+"""Number of prompts whose samples are printed."""
+
+
+def run(config: GenerateConfig, output_dir: Path) -> Path:
+    """Generate responses to prompts.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        output_dir: folder of the run's files, which exists. A converted checkpoint lies next to it.
+
+    Returns:
+        The output file: one row per prompt, with its columns and ``responses``, the texts of all samples. The text of a
+        failed conversation is null.
+
+    Raises:
+        MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
+    """
+    policy = FrozenPolicy(config, output_dir)
+    check_generation(config, policy.model.config)
+    files = [*config.data.val_files, *prompt_files(config.data.prompts, output_dir / PROMPTS_FILE)]
+    loader = generation_loader(config, files, policy.tokenizer)
+    target = Path(config.data.output_path or output_dir / ANSWERS_FILE)
+    samples = config.actor_rollout_ref.rollout.val_kwargs.n
+    with open_job(config, output_dir) as session:
+        console = session.console
+        session.config = config = policy.convert(console)
+        endpoint = build_endpoint(config, policy.tokenizer)
+        pool = session.start(endpoint)
+        with session.starting_workers():
+            replicas = FrozenReplicas(config, pool)
+        session.tracing.begin_step(0)
+        rollout = replicas.rollout_phase(policy.tokenizer, endpoint)
+        rows: list[dict[str, Any]] = []
+        with console.phase("gen"), span("gen", PHASE):
+            for number, prompts in enumerate(loader):
+                batch = rollout.validate(prompts, STREAM, number)
+                rows += answer_rows(prompts, batch, samples, policy.tokenizer)
+        write_answers(target, rows)
+        for row in rows[:SHOWN]:
+            console.message(answers_line(row))
+        failed = sum(text is None for row in rows for text in row[RESPONSES])
+        console.message(f"answers: {target}" + (f" ({failed} conversations failed)" if failed else ""))
+    return target
+
+
+def answers_line(row: Mapping[str, Any]) -> str:
+    """Format the last message of a prompt and its samples as one line."""
+    question, *answers = (" ".join(str(text).split()) for text in (row["prompt"][-1]["content"], *row[RESPONSES]))
+    return f"{question}  ->  {' | '.join(answers)}"
+
+
+def prompt_files(prompts: list[str], target: Path) -> list[str]:
+    """Write the texts of ``data.prompts``, or the lines of the standard input, to a JSONL file of prompts.
+
+    Returns:
+        The file; an empty list without prompts.
+
+    Raises:
+        DataError: the standard input has no line.
+    """
+    texts = list(prompts)
+    if texts == [STANDARD_INPUT]:
+        texts = [line.strip() for line in sys.stdin if line.strip()]
+        if not texts:
+            raise DataError("data.prompts=[-]: the standard input has no line")
+    if not texts:
+        return []
+    rows = [json.dumps({"prompt": [{"role": "user", "content": text}]}, ensure_ascii=False) for text in texts]
+    target.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return [str(target)]
+
+
+def answer_rows(
+    prompts: DataProto, batch: DataProto, samples: int, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Decode the samples of a batch into one output row per prompt.
+
+    Args:
+        prompts: the prompts.
+        batch: ``samples`` adjacent rows per prompt.
+        samples: number of samples per prompt.
+        tokenizer: of the policy.
+    """
+    lengths = sequence_lengths(batch)[1].tolist()
+    errors = batch.non_tensor_batch.get("agent_error", [None] * len(batch))
+    texts = [
+        None if error is not None else tokenizer.decode(ids[:length].tolist(), skip_special_tokens=True)
+        for ids, length, error in zip(batch.tensors["responses"], lengths, errors, strict=True)
+    ]
+    columns = {name: values for name, values in prompts.non_tensor_batch.items() if name not in (MESSAGES, "index")}
+    rows = []
+    for row, messages in enumerate(prompts.non_tensor_batch[MESSAGES]):
+        fields = {name: values[row] for name, values in columns.items() if values[row] not in (None, {})}
+        rows.append({"prompt": messages, **fields, RESPONSES: texts[row * samples : (row + 1) * samples]})
+    return rows
+
+
+def write_answers(target: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows atomically as Parquet (suffix ``.parquet``) or JSON lines."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(target) as unfinished:
+        if target.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), unfinished)
+        else:
+            lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
+            unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")

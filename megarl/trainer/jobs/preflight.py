@@ -1,0 +1,265 @@
+"""Preflight: checks of models, layouts, data, algorithm and rewards before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl.agents import check_agent_loops
+from megarl.algorithms import load_advantage, load_policy_loss, load_schedule, warmup_steps
+from megarl.base.errors import ConfigError, ModelError
+from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, OptimConfig, TrainConfig
+from megarl.config.batch import BatchPlan
+from megarl.config.problems import InvalidConfigError, Problem
+from megarl.config.schema.algorithm import ScheduledWeightConfig
+from megarl.config.schema.data import DataSourceConfig
+from megarl.config.schema.jobs import SupervisedConfig
+from megarl.data import check_files
+from megarl.models import ModelConfig, ParallelLayout, check_layout, check_model_folder, read_model_config
+from megarl.models.hf_folder import all_eos_token_ids
+from megarl.rollout import check_engine_model
+from megarl.rollout.settings import engine_options
+from megarl.tracking import check_trackers
+from megarl.trainer.callbacks import load_callbacks
+from megarl.trainer.jobs.roles import run_updates
+from megarl.trainer.phases.data_loading import dataset_class, mixture_weights, user_sampler
+from megarl.trainer.phases.reward_functions import check_rewards
+from megarl.workers.settings import check_role, schedule_steps
+
+
+def check_train(config: TrainConfig) -> None:
+    """Check models, layouts, files, algorithm, callbacks, reward functions and agents of a training job.
+
+    Raises:
+        ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
+    """
+    check_trackers(config.trainer.logger)
+    load_callbacks(config.trainer.callbacks)
+    check_learners(config)
+    check_data(config)
+    check_algorithm(config)
+    check_answers(config, check_model_folder(config.actor_rollout_ref.model.path).config)
+
+
+def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = True) -> None:
+    """Check the models of the training roles and the reference, and their layouts.
+
+    Args:
+        config: complete.
+        weights: require weights; if False, a ``config.json`` is enough.
+
+    Raises:
+        ModelError, ConfigError: names the key, its value, and the remedy.
+    """
+    if isinstance(config, SupervisedConfig):
+        _check_model(config.model.path, config.megatron, "megatron", weights=weights)
+        check_export(config.trainer.hf_export_dir, [config.model.path])
+        return
+    policy = config.actor_rollout_ref
+    _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
+    if config.uses_reference and policy.ref.megatron is not None:
+        _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
+    if config.uses_critic:
+        _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron", weights=weights)
+    others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
+    check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
+
+
+def check_data(config: TrainConfig) -> None:
+    """Check the training files, and the user's dataset and sampler classes.
+
+    Raises:
+        DataError, ConfigError: names the key, the file, and the remedy.
+    """
+    data = config.data
+    check_training_rows(data, (data.reward_fn_key, "reward_model"), (), data.prompt_key, data.reward_fn_key)
+    user_sampler(data.sampler)
+    dataset_class(data.custom_cls)
+
+
+def check_algorithm(config: TrainConfig) -> None:
+    """Check that estimator and loss can be loaded, and that the model has an EOS token if a missing one is penalized.
+
+    Raises:
+        ConfigError, ModelError: names the key, its value, and the remedy.
+    """
+    load_advantage(config.algorithm.adv_estimator)
+    load_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    model = config.actor_rollout_ref.model.path
+    if config.algorithm.missing_eos_penalty is not None and not all_eos_token_ids(model):
+        raise ConfigError(
+            f"algorithm.missing_eos_penalty={config.algorithm.missing_eos_penalty:g}: generation_config.json and "
+            f"config.json of {model} name no eos_token_id"
+        )
+
+
+def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:
+    """Check layout, held-out files, reward functions and agents of a job that generates and scores.
+
+    Args:
+        config: complete.
+        model: the policy.
+
+    Raises:
+        ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
+    """
+    if config.reward_model.enable:
+        check_reward_model(config)
+    check_generation(config, model)
+    if config.data.val_files:
+        data = config.data
+        columns = (data.reward_fn_key, "reward_model")
+        check_files(data.val_files, columns, "data.val_files", data.prompt_key, source_key=data.reward_fn_key)
+    check_rewards(config)
+
+
+def check_generation(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
+    """Check layout, engine and agents of a job that generates.
+
+    Args:
+        config: complete.
+        model: the policy.
+
+    Raises:
+        ModelError, ConfigError: names the key, its value, and the remedy.
+    """
+    check_engine(config, model)
+    check_agent_loops(config)
+
+
+def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
+    """Check that the rollout engine supports the model in its layout.
+
+    Raises:
+        ModelError, ConfigError: names the key, its value, and the remedy.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
+    check_engine_model(rollout.name, model, engine_options(rollout, config.trainer.device))
+
+
+def check_training_rows(
+    data: DataSourceConfig,
+    columns: Sequence[str],
+    texts: Sequence[str],
+    prompt: str | None,
+    source_key: str = "data_source",
+) -> None:
+    """Check the training files, or the files and weights of a mixture.
+
+    Args:
+        data: the section ``data``.
+        columns: required columns.
+        texts: columns of strings or messages.
+        prompt: column of chat messages; None without one.
+        source_key: column with the name of the data source.
+
+    Raises:
+        DataError: names the key, the file, and the remedy.
+    """
+    mixture_weights(data)
+    named = {f"data.mixture.{name}.files": entry["files"] for name, entry in data.mixture.items()}
+    for field, files in (named or {"data.train_files": data.train_files}).items():
+        check_files(files, columns, field, prompt, texts, source_key)
+
+
+def check_schedules(config: TrainConfig | SupervisedConfig, batches: BatchPlan, total_steps: int) -> None:
+    """Check that the schedules of learning rates and reward weights fit into the run.
+
+    Args:
+        config: complete.
+        batches: batch plan of ``config``.
+        total_steps: training steps of the whole run.
+
+    Raises:
+        InvalidConfigError: lists every schedule that does not fit, by key.
+    """
+    if isinstance(config, SupervisedConfig):
+        schedules = [(config.role, config.optim, "optim")]
+    elif config.trainer.val_only:
+        schedules = []
+    else:
+        schedules = [("actor", config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")]
+        if config.uses_critic:
+            schedules.append(("critic", config.critic.optim, "critic.optim"))
+    problems: list[Problem] = []
+    for phase, optim, path in schedules:
+        problems += _schedule(optim, path, run_updates(config, batches, phase, total_steps))
+    if isinstance(config, TrainConfig) and not config.trainer.val_only:
+        algorithm = config.algorithm
+        problems += _weight(algorithm.ref_quality_score, "algorithm.ref_quality_score", total_steps)
+        problems += _weight(algorithm.repr_align.ref_alignment, "algorithm.repr_align.ref_alignment", total_steps)
+    if problems:
+        raise InvalidConfigError(problems)
+
+
+def _schedule(optim: OptimConfig, path: str, updates: int) -> Iterator[Problem]:
+    total, warmup, decay, warmup_key, decay_key = schedule_steps(optim, updates)
+    if total > updates:
+        text = f"must be at most the run's {updates} optimizer steps; null = as many"
+        yield Problem(f"{path}.total_training_steps", total, text)
+    elif warmup > total:
+        yield Problem(
+            f"{path}.{warmup_key}",
+            getattr(optim, warmup_key),
+            f"must be at most the schedule's {total} optimizer steps",
+        )
+    elif optim.lr_decay_style != "constant" and warmup == total:
+        text = f"the warm-up of {warmup} optimizer steps leaves none of the schedule's {total} to lr_decay_style"
+        yield Problem(f"{path}.{warmup_key}", getattr(optim, warmup_key), f"{text}={optim.lr_decay_style}; lower it")
+    elif optim.lr_decay_style == "wsd" and warmup + decay > total:
+        text = (
+            f"a decay of {decay} optimizer steps does not fit behind a warm-up of {warmup} into {total}; "
+            f"at most {total - warmup}"
+        )
+        yield Problem(f"{path}.{decay_key}", getattr(optim, decay_key), text)
+
+
+def _weight(weight: ScheduledWeightConfig, path: str, total_steps: int) -> Iterator[Problem]:
+    if not weight.enable:
+        return
+    warmup = warmup_steps(weight.warmup_ratio, total_steps)
+    if weight.schedule == "step" and 0 < warmup < weight.steps:
+        text = f"{warmup} of the run's {total_steps} training steps have no room for so many stairs; at most {warmup}"
+        yield Problem(f"{path}.steps", weight.steps, text)
+    try:
+        load_schedule(weight.schedule)
+    except ConfigError as error:
+        yield Problem(f"{path}.schedule", weight.schedule, str(error))
+
+
+def check_export(folder: str | None, models: Sequence[str]) -> None:
+    """Check that the export replaces none of the models that the run starts from.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if folder is not None and Path(folder).resolve() in {Path(path).resolve() for path in models}:
+        raise ConfigError(
+            f"trainer.hf_export_dir={folder} is the model that the run starts from, which the export would replace; "
+            "choose another folder"
+        )
+
+
+def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = True) -> None:
+    """Check that the reward model has a scalar head and fits its layout.
+
+    Args:
+        config: complete.
+        weights: require weights; if False, a ``config.json`` is enough.
+
+    Raises:
+        ModelError, ConfigError: names the key, its value, and the remedy.
+    """
+    path = str(config.reward_model.model.path)
+    if not read_model_config(path).is_value_model:
+        raise ModelError(
+            f"reward_model.model.path={path} is a language model and has no scalar head; name a model of sequence "
+            "classification with one label, such as megarl.reward_model writes"
+        )
+    _check_model(path, config.reward_model.megatron, "reward_model.megatron", weights=weights)
+
+
+def _check_model(path: str, megatron: MegatronConfig, field: str, *, weights: bool = True) -> None:
+    model = check_model_folder(path).config if weights else read_model_config(path)
+    check_role(model, megatron, field)

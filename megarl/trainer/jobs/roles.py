@@ -1,0 +1,309 @@
+"""Worker groups of a training job, and their construction from the configuration."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from megarl.base.errors import WeightSyncError, WorkerError
+from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerSilent, wait_all, wait_ready
+from megarl.cluster.adapters import GroupReplica, GroupSource, GroupTarget
+from megarl.cluster.role_groups import (
+    ActorGroup,
+    CriticGroup,
+    MegatronGroup,
+    ReferenceGroup,
+    RewardModelGroup,
+    RolloutGroup,
+)
+from megarl.config import MegatronConfig, OptimConfig, TrainConfig
+from megarl.config.batch import BatchPlan
+from megarl.config.schema.jobs import SupervisedConfig
+from megarl.models import ParallelLayout, WeightMap, read_model_config
+from megarl.models.sequence_cost import SequenceCost, sequence_cost
+from megarl.sharding import (
+    RolloutLayout,
+    Routes,
+    ShardingManager,
+    SyncOptions,
+    build_plan,
+    replica_plans,
+    sender_plans,
+)
+from megarl.trainer.jobs.worker_groups import (
+    budget,
+    restart_replicas,
+    reward_model_group,
+    rollout_group,
+    router_replicas,
+    update_plan,
+)
+from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan, layout_of
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_Group = TypeVar("_Group", bound=MegatronGroup)
+
+REFERENCE_VERBS = ("compute_ref_log_prob", "compute_ref_representations")
+"""Verbs of the reference, which share one token budget."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass
+class Roles:
+    """Worker groups of a training job; a role that the algorithm does not need is None.
+
+    Attributes:
+        actor: trains the policy.
+        critic: trains the value model.
+        reference: computes log-probs and representations; the actor's group if the actor holds the reference's weights.
+        reward_model: scores samples.
+        rollout: rollout replicas.
+        sharding_manager: sends the actor's weights to the replicas.
+        connect: builds a sharding manager for the current processes.
+    """
+
+    actor: ActorGroup
+    critic: CriticGroup | None
+    reference: ReferenceGroup | None
+    reward_model: RewardModelGroup | None
+    rollout: RolloutGroup
+    sharding_manager: ShardingManager
+    connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
+
+    def replicas(self) -> list[GroupReplica]:
+        """List the rollout replicas for the router."""
+        return router_replicas(self.rollout)
+
+    def sync_weights(self) -> dict[str, float]:
+        """Send the actor's weights to the rollout replicas; see :meth:`ShardingManager.sync_weights`."""
+        return self._retry_with_new_replicas(lambda: self.sharding_manager.sync_weights())
+
+    def free_engines(self) -> None:
+        """Free the engines' device memory for training."""
+        self._retry_with_new_replicas(lambda: self.sharding_manager.free_engines())
+
+    def ready_engines(self) -> None:
+        """Restore the engines before another rollout with the same weights, if their memory was freed."""
+        if not self.sharding_manager.in_sync:
+            self.sync_weights()
+
+    def _retry_with_new_replicas(self, action: Callable[[], _Result]) -> _Result:
+        """Run an action on all replicas; replace dead replicas and retry, at most once per replica."""
+        for _ in range(self.rollout.world_size):
+            try:
+                return action()
+            except (WeightSyncError, WorkerError) as error:
+                lost = _lost_ranks(error, self.rollout.role)
+                if not lost:
+                    raise
+                numbers = ", ".join(map(str, lost))
+                logger.warning("rollout replica %s is lost and is replaced: %s", numbers, error)
+                self.replace_replicas(lost)
+        return action()
+
+    def replace_replicas(self, lost: Collection[int]) -> None:
+        """Replace lost replicas by new processes; they get the weights with the next sync.
+
+        Raises:
+            WorkerError: a new process failed.
+        """
+        restart_replicas(self.rollout, lost)
+        version = self.sharding_manager.version
+        self.sharding_manager = self.connect(self.actor, self.rollout)
+        self.sharding_manager.version = version
+
+    def describe(self) -> str:
+        """Describe layout and kernels of each group of Megatron workers, one line each."""
+        groups: dict[str, MegatronGroup | None] = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "reference": None if self.reference is self.actor else self.reference,
+            "reward_model": self.reward_model,
+        }
+        return "\n".join(f"{name}: {group.describe()}" for name, group in groups.items() if group)
+
+    def learners(self) -> Iterator[ActorGroup | CriticGroup]:
+        """Yield the groups that train, whose state a checkpoint holds."""
+        yield self.actor
+        if self.critic:
+            yield self.critic
+
+
+def _lost_ranks(error: BaseException | None, role: str) -> list[int]:
+    """Ranks of a role whose death or silence alone caused an error."""
+    while error is not None:
+        if isinstance(error, WorkerFailed) and error.died and error.role == role:
+            return [error.rank]
+        if isinstance(error, WorkerSilent) and {late_role for late_role, _ in error.late} == {role}:
+            return sorted(rank for _, rank in error.late)
+        error = error.__cause__
+    return []
+
+
+def run_updates(config: TrainConfig | SupervisedConfig, batches: BatchPlan, phase: str, total_steps: int) -> int:
+    """Count the optimizer steps of a role in the whole run, at least those of one training step.
+
+    Args:
+        config: complete.
+        batches: batch plan of ``config``.
+        phase: update of the role: ``actor``, ``critic``, or the role of a supervised job.
+        total_steps: training steps of the whole run.
+    """
+    # During the critic's warm-up the actor is not updated.
+    skipped = config.trainer.critic_warmup if phase == "actor" and isinstance(config, TrainConfig) else 0
+    return batches.phase(phase).optimizer_steps * max(1, total_steps - skipped)
+
+
+class RoleBuilder:
+    """Builds the worker groups of a training job.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        batches: batch plan of ``config``.
+        total_steps: training steps of the whole run.
+        pool: devices that all roles share.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        batches: BatchPlan,
+        total_steps: int,
+        pool: PlacedPool,
+    ) -> None:
+        self.config = config
+        self.policy = config.actor_rollout_ref
+        self.batches = batches
+        self.total_steps = total_steps
+        self.pool = pool
+
+    def build(self) -> Roles:
+        """Start all groups in parallel, build their models, and connect the weight sync.
+
+        Raises:
+            WorkerError: a process failed; names role and rank.
+        """
+        actor, rollout = self._actor(), rollout_group(self.policy, self.pool)
+        critic = self._critic() if self._has_critic() else None
+        reference_group = self._reference() if self._reference_has_workers() else None
+        reward_model = reward_model_group(self.config, self.pool) if self.config.reward_model.enable else None
+        groups = [group for group in (actor, rollout, critic, reference_group, reward_model) if group]
+        wait_ready(groups)
+        wait_all([group.submit("init_model") for group in groups])
+        reference = reference_group or (actor if self._has_reference() else None)
+        sync = self._connect(actor, rollout)
+        return Roles(actor, critic, reference, reward_model, rollout, sync, self._connect)
+
+    def _actor(self) -> ActorGroup:
+        reference = None
+        if self._has_reference() and not self._reference_has_workers():
+            reference = replace(self._log_prob("ref_log_prob"), full_kl=self.config.algorithm.uses_full_kl)
+        actor = self.policy.actor
+        kwargs: dict[str, Any] = {
+            "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor"),
+            "config": actor,
+            "plan": self._update_plan("actor", str(actor.loss_agg_mode), actor.loss_scale_factor),
+            "log_prob": self._log_prob("old_log_prob"),
+            "reference": reference,
+        }
+        budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
+        if reference is not None:
+            budgets |= dict.fromkeys(REFERENCE_VERBS, reference.budget)
+        worker = "megarl.workers.actor:ActorWorker"
+        return self._group(ActorGroup, "actor", worker, kwargs, layout_of(actor.megatron), budgets)
+
+    def _critic(self) -> CriticGroup:
+        critic = self.config.critic
+        kwargs: dict[str, Any] = {
+            "settings": self._settings(str(critic.model.path), critic.megatron, critic.optim, "critic"),
+            "config": critic,
+            "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
+        }
+        budgets = dict.fromkeys(("compute_values", "update_critic"), kwargs["plan"].budget)
+        worker = "megarl.workers.critic:CriticWorker"
+        return self._group(CriticGroup, "critic", worker, kwargs, layout_of(critic.megatron), budgets)
+
+    def _reference(self) -> ReferenceGroup:
+        megatron = self.policy.ref.megatron
+        assert megatron is not None
+        kwargs: dict[str, Any] = {
+            "settings": self._settings(self.policy.model.path, megatron, None, None),
+            "log_prob": self._log_prob("ref_log_prob"),
+        }
+        budgets = dict.fromkeys(REFERENCE_VERBS, kwargs["log_prob"].budget)
+        worker = "megarl.workers.reference:ReferenceWorker"
+        return self._group(ReferenceGroup, "reference", worker, kwargs, layout_of(megatron), budgets)
+
+    def _has_critic(self) -> bool:
+        """Whether the job has a critic; ``val_only`` needs neither critic nor reference."""
+        return self.config.uses_critic and not self.config.trainer.val_only
+
+    def _has_reference(self) -> bool:
+        return self.config.uses_reference and not self.config.trainer.val_only
+
+    def _reference_has_workers(self) -> bool:
+        return self._has_reference() and self.policy.ref.megatron is not None
+
+    def _connect(self, actor: ActorGroup, rollout: RolloutGroup) -> ShardingManager:
+        sync, config, tp = self.config.sync, self.policy, self.policy.rollout.tensor_model_parallel_size
+        train, engines = wait_all([actor.submit("sync_place"), rollout.submit("sync_places")])
+        routes = Routes(tuple(train), tuple(itertools.chain(*engines)), sync.transport)
+        plan = build_plan(
+            WeightMap(read_model_config(config.model.path)),
+            actor.layout,
+            RolloutLayout(tp=tp, replicas=rollout.world_size),
+            sync.bucket_megabytes * 2**20,
+            ELEMENT_BYTES[config.rollout.dtype],
+            routes.placement(),
+        )
+        address = actor.host_sync()[0] if routes.needs_rendezvous() else None
+        if address is not None:
+            address = address._replace(timeout_s=sync.timeout_s)
+        shared = (routes, address, config.rollout.dtype)
+        parts = ((actor, sender_plans(plan, actor.world_size)), (rollout, replica_plans(plan)))
+        wait_all([group.submit("connect_sync", PerRank(plans), *shared) for group, plans in parts])
+        options = SyncOptions(sync.verify_freq, config.rollout.free_cache_engine, tp, sync.timeout_s)
+        return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), GroupTarget(rollout), options)
+
+    def _group(
+        self,
+        group_cls: type[_Group],
+        role: str,
+        worker: str,
+        kwargs: dict[str, Any],
+        layout: ParallelLayout,
+        budgets: dict[str, MicroBatchBudget] | None = None,
+    ) -> _Group:
+        return group_cls(role, worker, kwargs, layout, self.pool, budgets=budgets)
+
+    def _settings(
+        self, model_path: str, megatron: MegatronConfig, optim: OptimConfig | None, phase: str | None
+    ) -> RoleSettings:
+        updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
+        return RoleSettings(
+            model_path=model_path,
+            layout=layout_of(megatron),
+            megatron=megatron,
+            optim=optim,
+            total_updates=updates,
+            device=self.pool.pool.device,
+            seed=self.config.trainer.seed,
+            external_lib=self.policy.model.user_modules,
+        )
+
+    def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:
+        horizon = horizon or self.config.data.max_response_length
+        return update_plan(self.batches.phase(phase), self._cost(phase), loss_agg_mode, horizon)
+
+    def _log_prob(self, phase: str) -> LogProbSettings:
+        micro = budget(self.batches.phase(phase).micro, self._cost(phase))
+        return LogProbSettings(micro, self.policy.rollout.temperature)
+
+    def _cost(self, phase: str) -> SequenceCost:
+        if phase == "critic":
+            return sequence_cost(read_model_config(str(self.config.critic.model.path)), value_head=True)
+        return sequence_cost(read_model_config(self.policy.model.path))

@@ -1,0 +1,131 @@
+"""Job session: opens and closes console, devices, tracing, endpoint, stop handling and resume of all five jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Generic, Literal
+
+from megarl.base.errors import ResourceError
+from megarl.base.logs import LOGS_FOLDER, ProcessLogs
+from megarl.cluster import PlacedPool, RaySession, ResourcePool
+from megarl.cluster.resources import cluster_nodes
+from megarl.config.keys import with_values
+from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig
+from megarl.config.schema.run import RunConfig
+from megarl.tracing import PHASE, span
+from megarl.tracking import Console
+from megarl.trainer.records.tracing import RunTracing, role_profiles
+from megarl.trainer.state.run_state import Resume, find_resume
+from megarl.trainer.state.stopping import StopCondition, ends_on_sigterm, process_deadlines
+
+
+@contextmanager
+def open_job(config: JobT, output_dir: Path, **console: Any) -> Iterator[JobSession[JobT]]:
+    """Open the console of a job and the checkpoint to resume from; close everything at the end of the block.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        output_dir: folder of the run's files, which exists.
+        **console: further arguments of :class:`~megarl.tracking.Console`.
+
+    Raises:
+        ConfigError: a deadline in the environment is malformed.
+        CheckpointError: the checkpoint to resume from is missing, corrupt or of another model.
+    """
+    run = config.trainer
+    with ExitStack() as stack:
+        view = stack.enter_context(Console(quiet=run.quiet, title=run.experiment_name, **console))
+        yield JobSession(config, output_dir, view, stack)
+
+
+class JobSession(Generic[JobT]):
+    """Resources of a job; :func:`open_job` opens it.
+
+    Before :meth:`start` only this process works: a job checks its inputs and loads its data. Then :meth:`start` starts
+    the processes, and :meth:`starting_workers` encloses the start of the worker groups.
+
+    Attributes:
+        config: of the job; after :meth:`start` with the resolved ``trainer.device``.
+        output_dir: folder of the run's files.
+        console: of the job.
+        logs: log files of its processes.
+        stop: decides when a training job ends early.
+        resume: checkpoint that a training job resumes from; None = start at step 0.
+        tracing: timeline, profilers and watchdog; set by :meth:`start`.
+    """
+
+    tracing: RunTracing
+
+    def __init__(self, config: JobT, output_dir: Path, console: Console, stack: ExitStack) -> None:
+        self.config = config
+        self.output_dir = output_dir
+        self.console = console
+        self.logs = ProcessLogs(output_dir.resolve() / LOGS_FOLDER, config.trainer.log_level)
+        self.stop = StopCondition()
+        self.resume: Resume | None = None
+        self._stack = stack
+        self._saves = False
+        if isinstance(config, TrainConfig | SupervisedConfig):
+            run = config.trainer
+            self.stop = StopCondition(process_deadlines(run.max_wall_seconds), run.esi_redundant_time)
+            self.resume = find_resume(config)
+            self._saves = run.save_freq > 0
+
+    def start(self, *resources: AbstractContextManager[object] | None) -> PlacedPool:
+        """Open the job's other resources, a Ray session with the devices, and tracing.
+
+        Args:
+            *resources: chat endpoint, reward processes; None is skipped.
+
+        Returns:
+            The devices.
+
+        Raises:
+            ResourceError: the cluster lacks the devices.
+            ConfigError: a profiler needs CUDA, and the run is on CPU.
+        """
+        for resource in resources:
+            if resource is not None:
+                self._stack.enter_context(resource)
+        ray = self._stack.enter_context(RaySession(logs=self.logs))
+        pool = _reserve_devices(ray, self.config.trainer)
+        self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
+        profiles, profiler = {}, None
+        if isinstance(config, TrainConfig):
+            profiles = role_profiles(config, self.output_dir, pool.pool.device)
+            profiler = config.global_profiler
+        tracing = RunTracing(config.trainer, self.output_dir, self.console.warn, pool, profiles, profiler)
+        self.tracing = self._stack.enter_context(tracing)
+        return pool
+
+    @contextmanager
+    def starting_workers(self) -> Iterator[None]:
+        """Show and time the start of the workers; from then on a first SIGTERM ends training after the current step."""
+        with self.console.phase("start workers", announce=True), span("start_workers", PHASE):
+            yield
+        if self._saves:
+            self._stack.enter_context(ends_on_sigterm(self.stop))
+
+
+def _reserve_devices(session: RaySession, run: RunConfig) -> PlacedPool:
+    device = resolve_device(run.device)
+    pool = ResourcePool("devices", device, [run.n_gpus_per_node] * run.nnodes)
+    try:
+        return session.place([pool])["devices"]
+    except ResourceError as error:
+        keys = f"trainer.nnodes={run.nnodes}, trainer.n_gpus_per_node={run.n_gpus_per_node}"
+        cluster = (
+            f"The cluster is that of RAY_ADDRESS={session.address}."
+            if session.address
+            else "Ray was started on this machine alone: `megarl launch` starts it on several, RAY_ADDRESS names one."
+        )
+        raise ResourceError(f"{keys}, trainer.device={device}: {error} {cluster}") from error
+
+
+def resolve_device(device: str) -> Literal["cpu", "cuda"]:
+    """Resolve ``auto`` to CUDA if the connected cluster has a GPU, else to the CPU."""
+    if device == "auto":
+        device = "cuda" if any(node.get("GPU", 0) > 0 for node in cluster_nodes()) else "cpu"
+    return "cuda" if device == "cuda" else "cpu"

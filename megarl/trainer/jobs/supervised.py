@@ -1,0 +1,226 @@
+"""Supervised jobs: the loop of SFT and reward-model training, through the same workers as reinforcement learning."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.cluster import PlacedPool, wait_ready
+from megarl.cluster.role_groups import MegatronGroup
+from megarl.config.batch import PhasePlan, plan_batches, render_plan
+from megarl.config.schema.jobs import SupervisedConfig
+from megarl.data import PairDataset, SFTDataset, StatefulLoader
+from megarl.data.loader import PromptQueue
+from megarl.models import read_model_config
+from megarl.models.sequence_cost import SequenceCost, sequence_cost
+from megarl.tracking import SFT_COLUMNS, MetricColumn, check_trackers, read_metrics
+from megarl.trainer.jobs.preflight import check_learners, check_schedules
+from megarl.trainer.jobs.session import open_job
+from megarl.trainer.jobs.worker_groups import budget
+from megarl.trainer.phases.data_loading import load_tokenizer, training_files, training_order
+from megarl.trainer.records.metrics import Metrics, phase_tokens, rank_balance
+from megarl.trainer.records.reporting import RunReporter, RunSummary
+from megarl.trainer.records.tracing import RunTracing
+from megarl.trainer.state.run_state import RunState, inexact_checkpoints
+from megarl.workers.settings import RoleSettings, layout_of
+
+TARGET_WINDOW = 10
+"""Steps over which accuracy is averaged before it is compared with the target."""
+
+
+class SupervisedJob(ABC):
+    """Base class of supervised jobs: data, worker class and validation of one kind of job.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+    """
+
+    worker: ClassVar[str]
+    """Worker class, as ``module:class``."""
+    value_head: ClassVar[bool] = False
+    """Whether the model ends in a scalar head."""
+    columns: ClassVar[Sequence[MetricColumn]] = SFT_COLUMNS
+    """Columns of the console's table."""
+    rows: ClassVar[str] = "samples"
+    """Name of a row of the data, in the plural."""
+
+    def __init__(self, config: SupervisedConfig) -> None:
+        self.config = config
+
+    @property
+    def update(self) -> str:
+        """Verb that makes one optimizer step from a batch and returns metrics, including ``train/accuracy``."""
+        return f"update_{self.config.role}"
+
+    def check(self) -> None:
+        """Check model and data, including held-out rows, before any process starts.
+
+        Raises:
+            ModelError, ConfigError, DataError: names the key, its value, and the remedy.
+        """
+        check_trackers(self.config.trainer.logger)
+        check_learners(self.config)
+        self.check_data()
+        _ = self.held_out
+
+    @abstractmethod
+    def check_data(self) -> None:
+        """Check the columns of the data files.
+
+        Raises:
+            DataError: names the key, the file, and the remedy.
+        """
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer of the model."""
+        return load_tokenizer(str(self.config.model.tokenizer_path))
+
+    @cached_property
+    def held_out(self) -> StatefulLoader | None:
+        """Held-out rows for validation, in file order; None without validation."""
+        return None
+
+    def training_loader(self) -> StatefulLoader:
+        """Build the loader of training rows, in batches of ``data.train_batch_size``."""
+        data = self.config.data
+        dataset = self.dataset(training_files(data))
+        return StatefulLoader(dataset, data.train_batch_size, dataset.collate, order=training_order(data, dataset))
+
+    @abstractmethod
+    def dataset(self, files: Sequence[str]) -> SFTDataset | PairDataset:
+        """Build the dataset of some files."""
+
+    @abstractmethod
+    def worker_arguments(self, phase: PhasePlan, cost: SequenceCost) -> dict[str, Any]:
+        """Return the arguments of the worker besides its settings."""
+
+    def validate(self, workers: MegatronGroup) -> Metrics:
+        """Compute the metrics of the held-out rows."""
+        return {}
+
+    def is_validation_due(self, state: RunState) -> bool:
+        """Whether :meth:`validate` runs after the finished step."""
+        return False
+
+
+def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
+    """Train, resuming from a checkpoint if there is one, and export a Hugging Face folder.
+
+    Args:
+        job: kind of job with its configuration.
+        output_dir: folder of the run's files, which exists.
+
+    Raises:
+        MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
+    """
+    job.check()
+    with open_job(job.config, output_dir, columns=job.columns) as session:
+        config, console = session.config, session.console
+        batches = plan_batches(config)
+        rows = PromptQueue(job.training_loader())
+        if session.resume is not None:
+            rows.load_state_dict(session.resume.state.dataloader)
+        total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(rows)
+        check_schedules(config, batches, total_steps)
+        console.set_total_steps(total_steps)
+        console.message("\n".join([render_plan(batches), *inexact_checkpoints(config)]))
+        pool = session.start()
+        config = session.config
+        state = RunState(config, rows, None, total_steps, session.resume, session.stop, console.message)
+        resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
+        reporter = RunReporter(
+            config.trainer,
+            dataclasses.asdict(config),
+            output_dir,
+            console,
+            resumed_from,
+            on_phase_end=state.saver.advance,
+        )
+        with session.starting_workers():
+            workers = _start_workers(job, batches.phase(config.role), total_steps, pool)
+        console.message(workers.describe())
+        _fit(job, workers, state, reporter, session.tracing)
+        return _close(config, workers, state, reporter)
+
+
+def _fit(
+    job: SupervisedJob, workers: MegatronGroup, state: RunState, reporter: RunReporter, tracing: RunTracing
+) -> None:
+    """Train until the last step, the target accuracy, or a stop condition."""
+    tracing.begin_step(0)
+    state.restore([workers])
+    target = job.config.trainer.target_accuracy
+    recent = deque(_past_accuracies(reporter.metrics_file), TARGET_WINDOW)
+    rows = job.config.data.train_batch_size
+    for batch in state.remaining_prompts(rows) if not _reached(recent, target) else ():
+        tracing.begin_step(state.step)
+        with reporter.phase("step"), reporter.phase("update"):
+            metrics: Metrics = workers.submit(job.update, batch).result()
+        recent.append(metrics["train/accuracy"])
+        reached = _reached(recent, target)
+        if reached:
+            state.end_here()
+        tokens = phase_tokens(batch, reporter.seconds)
+        if job.is_validation_due(state):
+            with reporter.phase("testing"):
+                metrics |= job.validate(workers)
+        metrics |= state.prompts.metrics() | state.saver.take_metrics()
+        reporter.keep_balance(state.step, rank_balance(batch, [workers], {job.update}))
+        reporter.log_step(state.step, metrics, tokens)
+        if reached:
+            reporter.console.message(f"stopped at step {state.step}: trainer.target_accuracy={target} is reached")
+        if state.must_save():
+            with reporter.phase("save_checkpoint"):
+                state.save([workers], reporter.lasting_files)
+
+
+def _close(config: SupervisedConfig, workers: MegatronGroup, state: RunState, reporter: RunReporter) -> RunSummary:
+    """Complete the last save, and export the model unless the run ended early."""
+    stop_message = state.finish()
+    folder = None if stop_message else str(config.trainer.hf_export_dir)
+    if stop_message:
+        reporter.console.warn(stop_message)
+    if folder:
+        with reporter.console.phase("export", announce=True):
+            workers.export_hf(folder)
+    summary = reporter.finish(folder)
+    state.check_last_save()
+    return summary
+
+
+def _past_accuracies(metrics_file: Path) -> list[float]:
+    """Accuracies of the steps before a resume."""
+    return [row["train/accuracy"] for row in read_metrics(metrics_file) if "train/accuracy" in row]
+
+
+def _reached(recent: Collection[float], target: float | None) -> bool:
+    return target is not None and len(recent) == TARGET_WINDOW and sum(recent) / TARGET_WINDOW >= target
+
+
+def _start_workers(job: SupervisedJob, phase: PhasePlan, total_steps: int, pool: PlacedPool) -> MegatronGroup:
+    config = job.config
+    settings = RoleSettings(
+        model_path=config.model.path,
+        layout=layout_of(config.megatron),
+        megatron=config.megatron,
+        optim=config.optim,
+        total_updates=total_steps,
+        device=pool.pool.device,
+        seed=config.trainer.seed,
+        external_lib=config.model.user_modules,
+    )
+    cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)
+    kwargs = {"settings": settings, **job.worker_arguments(phase, cost)}
+    budgets = {job.update: budget(phase.micro, cost)}
+    workers = MegatronGroup(config.role, job.worker, kwargs, settings.layout, pool, budgets=budgets)
+    wait_ready([workers])
+    workers.init_model()
+    return workers

@@ -1,0 +1,169 @@
+"""Training job: reinforcement learning from the configuration to the summary of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megarl.agents.endpoint import build_endpoint
+from megarl.cluster import PlacedPool
+from megarl.config.batch import plan_batches, render_plan
+from megarl.config.schema.jobs import TrainConfig
+from megarl.data.loader import PromptQueue
+from megarl.models.hf_folder import all_eos_token_ids
+from megarl.trainer.callbacks import load_callbacks
+from megarl.trainer.jobs.preflight import check_schedules, check_train
+from megarl.trainer.jobs.roles import RoleBuilder, Roles
+from megarl.trainer.jobs.session import JobSession, open_job
+from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
+from megarl.trainer.phases.correction_phase import PreferencePhase, RolloutCorrectionPhase
+from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase, ReferenceLogProbPhase
+from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
+from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.phases.validation import Validator
+from megarl.trainer.ppo_trainer import PPOTrainer, StepPhases
+from megarl.trainer.records.recorders import build_recorders
+from megarl.trainer.records.reporting import RunReporter, RunSummary
+from megarl.trainer.state.run_state import RunState, inexact_checkpoints
+
+
+def run(config: TrainConfig, output_dir: Path) -> RunSummary:
+    """Train with reinforcement learning.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        output_dir: folder of the run's files, which exists.
+
+    Raises:
+        MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
+    """
+    check_train(config)
+    with open_job(config, output_dir) as session:
+        builder = TrainerBuilder(session)
+        session.console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
+        pool = session.start(builder.endpoint, builder.reward_functions)
+        with session.starting_workers():
+            trainer = builder.build(pool)
+        return trainer.fit()
+
+
+class TrainerBuilder:
+    """Builds the trainer, and selects its phases, roles and engines from the configuration.
+
+    The constructor does everything that needs no worker (tokenizer, data, callbacks), so that invalid input fails
+    before any process starts.
+
+    Args:
+        session: of the job.
+    """
+
+    def __init__(self, session: JobSession[TrainConfig]) -> None:
+        self.session = session
+        config = session.config
+        self.batches = plan_batches(config)
+        self.tokenizer = load_tokenizer(str(config.actor_rollout_ref.model.tokenizer_path))
+        self.reward_functions = reward_manager(config, self.tokenizer, session.logs)
+        self.reader = SequenceReader(config.reward_model, self.tokenizer) if config.reward_model.enable else None
+        self.callbacks = load_callbacks(config.trainer.callbacks)
+        self.prompts = PromptQueue(prompt_loader(config, self.tokenizer))
+        if session.resume is not None:
+            self.prompts.load_state_dict(session.resume.state.dataloader)
+        self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
+        self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.prompts)
+        check_schedules(config, self.batches, self.total_steps)
+        self.endpoint = build_endpoint(config, self.tokenizer)
+
+    def build(self, pool: PlacedPool) -> PPOTrainer:
+        """Start the workers on the devices of the pool, and build the trainer.
+
+        Raises:
+            WorkerError: a worker failed to start.
+        """
+        session, config, console = self.session, self.session.config, self.session.console
+        console.set_total_steps(self.total_steps)
+        advantage = AdvantagePhase(config.algorithm, all_eos_token_ids(config.actor_rollout_ref.model.path))
+        state = RunState(
+            config,
+            self.prompts,
+            advantage.kl_controller,
+            self.total_steps,
+            session.resume,
+            session.stop,
+            console.message,
+        )
+        resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
+        reporter = RunReporter(
+            config.trainer,
+            dataclasses.asdict(config),
+            session.output_dir,
+            console,
+            resumed_from,
+            on_phase_end=state.saver.advance,
+        )
+        roles = RoleBuilder(config, self.batches, self.total_steps, pool).build()
+        console.message(roles.describe())
+        if self.endpoint:
+            console.message(self.endpoint.describe())
+        phases = self._phases(roles, advantage)
+        validator = None
+        if self.val_loader is not None:
+            validator = Validator(phases.rollout, phases.rewards, self.val_loader, self.tokenizer)
+        recorders = build_recorders(
+            config,
+            roles.actor,
+            list(roles.learners()),
+            validator,
+            self.tokenizer,
+            state,
+            reporter,
+            self.callbacks,
+        )
+        return PPOTrainer(config, roles, phases, recorders, state, reporter, session.tracing)
+
+    def _phases(self, roles: Roles, advantage: AdvantagePhase) -> StepPhases:
+        config = self.session.config
+        algorithm = config.algorithm
+        scorer = None
+        if roles.reward_model and self.reader:
+            scorer = RewardModelScorer(roles.reward_model, self.reader)
+        rollout = RolloutPhase(
+            roles.replicas(),
+            config,
+            self.tokenizer,
+            self._batch_info(),
+            on_lost=roles.replace_replicas,
+            state_masking=config.actor_rollout_ref.actor.state_masking,
+            endpoint=self.endpoint,
+        )
+        shaping = RewardShaping(algorithm, self.total_steps)
+        reference: list[BatchPhase] = []
+        if roles.reference and config.uses_ref_log_prob:
+            reference.append(ReferenceLogProbPhase(roles.reference))
+        if roles.reference and shaping.alignment:
+            threshold = algorithm.repr_align.ref_alignment.entropy_high_threshold
+            length = config.data.max_response_length
+            reference.append(AlignmentPhase(roles.reference, shaping.alignment, threshold, self.tokenizer, length))
+        correction = RolloutCorrectionPhase(algorithm.rollout_correction)
+        update: list[BatchPhase] = [correction]
+        if algorithm.use_pf_ppo:
+            update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed))
+        return StepPhases(
+            rollout=rollout,
+            rewards=RewardPhase(self.reward_functions, self.tokenizer, config.reward_model, scorer),
+            old_log_probs=correction.rollout_log_probs if correction.bypass else roles.actor.compute_log_prob,
+            reference=reference,
+            shaping=shaping,
+            advantage=advantage,
+            correction=update,
+        )
+
+    def _batch_info(self) -> dict[str, Any]:
+        """``meta_info`` of a training batch for dispatch: mini-batch rows of each update, and whether to balance."""
+        rows = {
+            f"{phase.name}_mini_batch_rows": phase.samples_per_mini_batch
+            for phase in self.batches.phases
+            if phase.updates
+        }
+        return {**rows, "balance_batch": self.session.config.trainer.balance_batch}

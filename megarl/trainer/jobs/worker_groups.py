@@ -1,0 +1,97 @@
+"""Worker groups that several jobs share: rollout replicas, the scoring reward model, and their micro-batch budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megarl.cluster import PlacedPool, wait_ready
+from megarl.cluster.adapters import GroupReplica
+from megarl.cluster.role_groups import RewardModelGroup, RolloutGroup
+from megarl.config.batch import MicroBatches, PhasePlan, reward_micro_batches
+from megarl.config.schema.jobs import EvaluateConfig, PolicyConfig, TrainConfig
+from megarl.models import ParallelLayout, read_model_config
+from megarl.models.sequence_cost import SequenceCost, sequence_cost
+from megarl.workers.settings import MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan, layout_of
+
+
+def budget(micro: MicroBatches, cost: SequenceCost) -> MicroBatchBudget:
+    """Build a worker's micro-batch budget from the batch plan and the cost of a sequence."""
+    return MicroBatchBudget(micro.max_tokens, micro.samples, micro.multiple, cost, micro.share_prompts)
+
+
+def update_plan(phase: PhasePlan, cost: SequenceCost, loss_agg_mode: str, horizon: int) -> UpdatePlan:
+    """Build a worker's plan of an update from the batch plan and the cost of a sequence."""
+    return UpdatePlan(
+        mini_batch_rows=phase.samples_per_mini_batch,
+        epochs=phase.epochs,
+        budget=budget(phase.micro, cost),
+        loss_agg_mode=loss_agg_mode,
+        horizon=horizon,
+    )
+
+
+def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
+    """Start one process per rollout replica; the verb ``init_model`` builds its engine.
+
+    Args:
+        policy: complete section ``actor_rollout_ref``.
+        pool: devices of the replicas.
+
+    Raises:
+        ResourceError: the replicas need more devices than the pool has.
+    """
+    rollout = policy.rollout
+    settings = RolloutSettings(policy.model.path, pool.pool.device, rollout, policy.model.user_modules)
+    worker, kwargs = "megarl.workers.rollout:RolloutWorker", {"settings": settings}
+    layout = ParallelLayout(dp=rollout.replicas or 1)
+    return RolloutGroup("rollout", worker, kwargs, layout, pool, devices_per_process=rollout.devices_per_replica)
+
+
+def router_replicas(group: RolloutGroup) -> list[GroupReplica]:
+    """List the replicas of a group for the router."""
+    return [GroupReplica(group, replica) for replica in range(group.world_size)]
+
+
+def restart_replicas(group: RolloutGroup, lost: Collection[int]) -> list[int]:
+    """Replace lost replicas by new processes, whose engines have no weights yet.
+
+    Returns:
+        Their numbers, sorted.
+
+    Raises:
+        WorkerError: a new process failed.
+    """
+    replicas = sorted(lost)
+    group.restart(replicas)
+    group.submit_on(replicas, "init_model").result()
+    return replicas
+
+
+def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -> RewardModelGroup:
+    """Start the processes of the reward model; the verb ``init_model`` builds the model."""
+    keys, path = config.reward_model, str(config.reward_model.model.path)
+    settings = RoleSettings(
+        model_path=path,
+        layout=layout_of(keys.megatron),
+        megatron=keys.megatron,
+        optim=None,
+        total_updates=0,
+        device=pool.pool.device,
+        seed=config.trainer.seed,
+        external_lib=config.actor_rollout_ref.model.user_modules,
+    )
+    micro = budget(reward_micro_batches(config), sequence_cost(read_model_config(path), value_head=True))
+    worker, kwargs = "megarl.workers.reward_model:RewardModelWorker", {"settings": settings, "budget": micro}
+    return RewardModelGroup("reward_model", worker, kwargs, settings.layout, pool, budgets={"compute_rm_score": micro})
+
+
+def ready_reward_model(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -> RewardModelGroup:
+    """Start the reward model alone, and wait until it is ready to score.
+
+    Raises:
+        WorkerError: a process failed.
+    """
+    workers = reward_model_group(config, pool)
+    wait_ready([workers])
+    workers.init_model()
+    return workers

@@ -1,0 +1,1 @@
+"""Phases of a training step: rollout, dynamic sampling, rewards, advantages, rollout correction, validation."""

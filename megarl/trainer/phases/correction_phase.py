@@ -1,0 +1,125 @@
+"""Rows, weights and mask that the updates train on: rollout correction, and the reweighting of PF-PPO."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.algorithms import Rejection, Truncation, importance_weights, log_ratios, rejected_tokens
+from megarl.algorithms.selection import policy_filtration_rows
+from megarl.base.errors import DataError
+from megarl.config.correction_bounds import rejection_rules, weight_bounds
+from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
+from megarl.data import DataProto
+from megarl.trainer.records.metrics import Metrics, compared_tokens
+
+LOG_PROB_COLUMNS = ("rollout_log_probs", "old_log_probs")
+
+
+class RolloutCorrectionPhase:
+    """Weights and rejects tokens by the ratio of the actor's probability to the engine's (importance sampling).
+
+    It runs after the advantages. A rejected response still counts in the baseline of its group, and a reward at a
+    rejected token still belongs to the tokens before it. Only the updates see the rejection, and their means skip
+    rejected tokens. Scores and lengths are reported of all samples.
+
+    Args:
+        config: complete section ``algorithm.rollout_correction``.
+    """
+
+    name = "rollout_correction"
+
+    def __init__(self, config: RolloutCorrectionConfig) -> None:
+        self.bypass = config.bypass_mode
+        self.level = config.rollout_is
+        self.normalize = config.rollout_is_batch_normalize
+        bounds = weight_bounds(config)
+        self.truncation = Truncation(bounds.upper, bounds.lower)
+        self.rules = [Rejection(rule.option, rule.upper, rule.lower) for rule in rejection_rules(config)]
+
+    def rollout_log_probs(self, batch: DataProto) -> DataProto:
+        """Use the engine's log-probs as ``old_log_probs`` (bypass mode), without a pass of the actor.
+
+        Raises:
+            DataError: a log-prob of the engine is not finite.
+        """
+        _check_finite(batch)
+        return DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()})
+
+    def is_active(self, batch: DataProto, step: int) -> bool:
+        """Whether importance weights or rejection rules are configured."""
+        return self.level is not None or bool(self.rules)
+
+    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Add ``rollout_is_weights`` to the batch, and remove rejected tokens from ``response_mask``.
+
+        Raises:
+            DataError: a log-prob of the engine or the actor is not finite.
+        """
+        _check_finite(batch)
+        tensors, compared = batch.tensors, compared_tokens(batch)
+        trained = tensors["response_mask"]
+        ratios = log_ratios(tensors["old_log_probs"], tensors["rollout_log_probs"], compared)
+        columns: dict[str, torch.Tensor] = {}
+        statistics: Metrics = {}
+        if self.level is not None:
+            columns["rollout_is_weights"], statistics = importance_weights(
+                ratios,
+                compared,
+                trained,
+                level=self.level,
+                truncation=self.truncation,
+                normalize=self.normalize,
+            )
+        if self.rules:
+            rejected, rejection_statistics = rejected_tokens(ratios, compared, trained, self.rules)
+            columns["response_mask"] = trained.masked_fill(rejected, 0)
+            statistics |= rejection_statistics
+        metrics |= {f"rollout_corr/{name}": value for name, value in statistics.items()}
+        return batch.with_columns(columns, {})
+
+
+class PreferencePhase:
+    """Redraws the rows of the batch by their scores (PF-PPO).
+
+    Args:
+        config: section ``algorithm.pf_ppo``.
+        seed: of the run; the draw depends on it and on the step.
+    """
+
+    name = "pf_ppo"
+
+    def __init__(self, config: PFPPOConfig, seed: int) -> None:
+        self.config = config
+        self.seed = seed
+
+    def is_active(self, batch: DataProto, step: int) -> bool:
+        """Return True: PF-PPO redraws the rows in every step."""
+        return True
+
+    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Draw as many rows as the batch has; ``metrics`` gets the share of different rows.
+
+        Args:
+            batch: with advantages.
+            step: global step.
+            metrics: gets ``pf_ppo/rows_fraction``.
+        """
+        scores = batch.tensors["token_level_scores"].sum(-1).numpy()
+        counted = batch.tensors["response_mask"].bool().any(-1).numpy()
+        method, power = self.config.reweight_method, self.config.weight_pow
+        rows = policy_filtration_rows(scores, counted, method, power, (self.seed, step))
+        metrics["pf_ppo/rows_fraction"] = len(set(rows.tolist())) / len(rows)
+        return batch[rows]
+
+
+def _check_finite(batch: DataProto) -> None:
+    compared = compared_tokens(batch)
+    for name in LOG_PROB_COLUMNS:
+        if name in batch.tensors:
+            invalid = (compared & ~torch.isfinite(batch.tensors[name])).nonzero()
+            if len(invalid):
+                row, token = invalid[0].tolist()
+                value = batch.tensors[name][row, token].item()
+                raise DataError(
+                    f"{name}={value} of row {row}, token {token}: algorithm.rollout_correction needs finite log-probs"
+                )

@@ -1,0 +1,187 @@
+"""Passes over the reference policy: its log-probs, and the similarity of responses to the ground truth (ReprAlign)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algorithms import WeightSchedule, masked_mean, row_cosine_similarity
+from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
+from megarl.models import ParallelLayout
+from megarl.trainer.records.metrics import Metrics, summary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COMPARED_COLUMNS = ("prompts", "responses", "attention_mask", "response_mask")
+
+
+class BatchPhase(Protocol):
+    """An optional phase of a training step, selected when the trainer is built."""
+
+    @property
+    def name(self) -> str:
+        """Name of the phase in ``timing_s/<name>``."""
+
+    def is_active(self, batch: DataProto, step: int) -> bool:
+        """Whether the phase runs in this step."""
+
+    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Return the batch with the columns of the phase; add its statistics to ``metrics``."""
+
+
+class ReferenceWorkers(Protocol):
+    """The part of the reference's worker group that these phases use."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Parallel sizes."""
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Compute ``ref_log_prob [b, R]`` of the response tokens."""
+
+    def compute_ref_representations(self, batch: DataProto) -> DataProto:
+        """Compute ``representations [b, hidden]`` of the tokens with a set ``response_mask``."""
+
+
+class ReferenceLogProbPhase:
+    """Adds the reference's log-probs, for a KL penalty, a KL loss or the reference quality.
+
+    Args:
+        reference: worker group of the reference, or the actor's with a reference copy.
+    """
+
+    name = "ref"
+
+    def __init__(self, reference: ReferenceWorkers) -> None:
+        self.reference = reference
+
+    def is_active(self, batch: DataProto, step: int) -> bool:
+        """Return True: every step needs the log-probs."""
+        return True
+
+    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Add ``ref_log_prob [b, R]`` to the batch."""
+        return batch.union(self.reference.compute_ref_log_prob(batch))
+
+
+class GroundTruths(NamedTuple):
+    """Ground truths as responses to their prompts, each pair once.
+
+    Attributes:
+        batch: one row per ground truth, with :data:`COMPARED_COLUMNS`; None if there is none.
+        of_row: ``[b]``, for each row of the step its row in ``batch``; -1 for an empty ground truth.
+        num_truncated: ground truths that were truncated to the maximum response length.
+    """
+
+    batch: DataProto | None
+    of_row: np.ndarray
+    num_truncated: int
+
+
+class AlignmentPhase:
+    """Adds the cosine similarity of each response and its ground truth in the reference's representation space.
+
+    Args:
+        reference: worker group of the reference.
+        schedule: weight of the bonus by step; a step with weight 0 skips the phase.
+        entropy_threshold: mean entropy, in nats, above which the phase runs.
+        tokenizer: of the policy, for the ground truths.
+        max_response_length: tokens to which ground truths are truncated.
+    """
+
+    name = "repr_align"
+
+    def __init__(
+        self,
+        reference: ReferenceWorkers,
+        schedule: WeightSchedule,
+        entropy_threshold: float,
+        tokenizer: PreTrainedTokenizerBase,
+        max_response_length: int,
+    ) -> None:
+        self.reference = reference
+        self.schedule = schedule
+        self.entropy_threshold = entropy_threshold
+        self.tokenizer = tokenizer
+        self.max_response_length = max_response_length
+
+    def is_active(self, batch: DataProto, step: int) -> bool:
+        """Whether the bonus has a weight in this step and the policy's mean entropy is above the threshold."""
+        if self.schedule.weight(step) == 0:
+            return False
+        entropy = masked_mean(batch.tensors["entropys"], batch.tensors["response_mask"]).item()
+        return entropy > self.entropy_threshold
+
+    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Add ``ref_similarity [b]``: cosine of the representations of the response and of the ground truth.
+
+        Both are means of the reference's final hidden states after the same prompt: over the trained tokens of the
+        response, and over all tokens of the ground truth.
+        """
+        trained = batch.tensors["response_mask"].bool().any(-1)
+        truths = self._ground_truths(batch)
+        similarity = torch.zeros(len(batch))
+        compared = trained & torch.from_numpy(truths.of_row >= 0)
+        if truths.batch is not None and compared.any():
+            responses = batch.select(COMPARED_COLUMNS, ())
+            vectors = self._representations(DataProto.concat([responses, truths.batch]))
+            partners = vectors[len(batch) :][torch.from_numpy(truths.of_row)[compared]]
+            similarity[compared] = row_cosine_similarity(vectors[: len(batch)][compared], partners).float()
+        metrics |= summary("repr_align/similarity", similarity[compared])
+        metrics["repr_align/empty_ground_truths"] = float((trained & ~compared).sum())
+        metrics["repr_align/cut_ground_truths"] = float(truths.num_truncated)
+        return batch.with_columns({"ref_similarity": similarity}, {})
+
+    def _representations(self, batch: DataProto) -> Tensor:
+        """Compute ``[b, hidden]`` of all rows, padded to a multiple of the reference's data-parallel ranks."""
+        layout = self.reference.layout
+        padded, added = batch.pad_to_divisor(layout.dp * (layout.pp if layout.vpp > 1 else 1))
+        return self.reference.compute_ref_representations(padded).unpad(added).tensors["representations"]
+
+    def _ground_truths(self, batch: DataProto) -> GroundTruths:
+        prompts, models = batch.tensors["prompts"], batch.non_tensor_batch["reward_model"]
+        prompt_lengths = sequence_lengths(batch)[0].tolist()
+        numbers: dict[tuple[bytes, str], int] = {}
+        of_row, first, tokens, num_truncated = np.full(len(batch), -1), [], [], 0
+        for row, model in enumerate(models):
+            text = ground_truth_text(model["ground_truth"])
+            ids = self.tokenizer.encode(text, add_special_tokens=False) if text else []
+            if not ids:
+                continue
+            key = (prompts[row].numpy().tobytes(), text)
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                first.append(row)
+                tokens.append(ids[: self.max_response_length])
+                num_truncated += len(ids) > self.max_response_length
+            of_row[row] = numbers[key]
+        if not tokens:
+            return GroundTruths(None, of_row, num_truncated)
+        lengths, widest = [len(ids) for ids in tokens], max(map(len, tokens))
+        mask = attention_mask_of([prompt_lengths[row] for row in first], lengths, prompts.shape[1], widest)
+        columns = {
+            "prompts": prompts[first],
+            "responses": pad_right(tokens),
+            "attention_mask": mask.to(batch.tensors["attention_mask"].dtype),
+            "response_mask": mask[:, prompts.shape[1] :].to(batch.tensors["response_mask"].dtype),
+        }
+        return GroundTruths(DataProto.from_dict(columns), of_row, num_truncated)
+
+
+def ground_truth_text(truth: Any) -> str:
+    """Convert a ground truth to text: ``target`` of a mapping, the first entry of a list, else ``str``.
+
+    Returns:
+        The text; empty for None, an empty list, or white space only.
+    """
+    if isinstance(truth, Mapping) and "target" in truth:
+        truth = truth["target"]
+    if isinstance(truth, list | tuple | np.ndarray):
+        return ground_truth_text(truth[0]) if len(truth) else ""
+    text = "" if truth is None else str(truth)
+    return text if text.strip() else ""

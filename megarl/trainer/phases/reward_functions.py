@@ -1,0 +1,218 @@
+"""Reward functions from the configuration: which functions score, their limits, and their reward manager."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.base.errors import RewardError
+from megarl.base.logs import ProcessLogs
+from megarl.config.schema.jobs import ScoredJobConfig
+from megarl.config.schema.rewards import CUSTOM_REWARD, RewardModelConfig
+from megarl.rewards import FunctionSpec, RewardManager, Scorer, ScoreTerm, custom_reward_spec
+from megarl.rewards.calling import LoadedFunction
+from megarl.rewards.manager import FailurePolicy, LengthShaping
+from megarl.rewards.pool import InDriverRunner, RewardPool, Runner
+from megarl.rewards.registry import ISOLATED, FunctionTraits, SourceMap, check_signature, load_reward_function
+from megarl.rewards.sandbox import isolation_problem
+from megarl.rewards.shaping import OverlongPenalty
+
+AUTO = "auto"
+MAX_PROCESSES = 32
+_CASES_WITHOUT_LIMIT = 100
+_MARGIN_S = 30.0
+"""Time added to the limit of a function with internal limits."""
+
+
+class RewardPlan(NamedTuple):
+    """Reward functions of a job.
+
+    Attributes:
+        terms: weighted terms of the score.
+        functions: indexed by the numbers in ``terms``.
+        first: numbers of the functions that every batch calls.
+    """
+
+    terms: list[ScoreTerm]
+    functions: list[FunctionSpec]
+    first: list[int]
+
+
+def function_manager(
+    config: ScoredJobConfig, tokenizer: PreTrainedTokenizerBase, logs: ProcessLogs | None = None
+) -> RewardManager:
+    """Build the reward manager of the configuration; starts no process.
+
+    Args:
+        config: complete.
+        tokenizer: of the policy.
+        logs: of the reward processes; None = output of the driver.
+
+    Raises:
+        RewardError: a function cannot be imported, or has another signature than a reward function.
+    """
+    keys, plan = config.reward_model, reward_plan(config)
+    shaping, overlong = keys.reward_kwargs, keys.reward_kwargs.overlong_buffer_cfg
+    max_length = shaping.max_resp_len or config.data.max_response_length
+    penalty = None
+    if overlong.enable:
+        penalty = OverlongPenalty(max_length, overlong.len, overlong.penalty_factor, overlong.log)
+    return RewardManager(
+        Scorer(plan.terms, _runner(plan, keys, logs)),
+        tokenizer,
+        FailurePolicy(keys.on_error, keys.max_failure_ratio),
+        LengthShaping(penalty, shaping.length_reward_weight),
+    )
+
+
+def check_rewards(config: ScoredJobConfig) -> None:
+    """Check the rewards before any process starts.
+
+    Raises:
+        RewardError: a function cannot be imported or called, this machine has no sandbox, or an API key is missing.
+    """
+    keys = config.reward_model
+    if keys.function_weight == 0:
+        return  # no function is called
+    plan = reward_plan(config)
+    for number, spec in enumerate(plan.functions):
+        traits = _traits(spec)
+        if number not in plan.first:
+            continue
+        _check_manager(keys, spec, traits)
+        if spec.spec in ISOLATED and keys.num_workers == 0:
+            raise RewardError(
+                f"reward function {spec.spec!r} executes text of the policy, and reward_model.num_workers=0 would "
+                "execute it in the driver; set at least 1"
+            )
+        if spec.spec == "code" and keys.sandbox_fusion.url is None and (problem := isolation_problem()):
+            raise RewardError(f"reward function 'code': {problem}")
+        if spec.spec == "judge" and keys.judge.api_key_env and keys.judge.api_key_env not in os.environ:
+            raise RewardError(
+                f"reward_model.judge.api_key_env={keys.judge.api_key_env}: the environment variable is not set"
+            )
+
+
+def reward_plan(config: ScoredJobConfig) -> RewardPlan:
+    """List the configured functions without loading them."""
+    keys, custom = config.reward_model, config.custom_reward_function
+    weights: Mapping[str, float] = keys.functions or {CUSTOM_REWARD if custom.path else keys.name: 1.0}
+    plan = RewardPlan([], [], [])
+    numbers: dict[str, int] = {}
+
+    def number_of(name: str) -> int:
+        if name not in numbers:
+            numbers[name] = len(plan.functions)
+            plan.functions.append(_spec(config, name))
+        return numbers[name]
+
+    for name, weight in weights.items():
+        label = _label(name)
+        if label in {term.label for term in plan.terms}:
+            raise RewardError(f"reward_model.functions has two functions named {label!r}; rename one")
+        if name == AUTO:
+            sources = SourceMap(keys.data_sources)
+            for spec in sources.specs():
+                number_of(spec)
+            plan.terms.append(ScoreTerm(label, float(weight), _by_source(sources, numbers)))
+        else:
+            plan.first.append(number_of(name))
+            plan.terms.append(ScoreTerm(label, float(weight), _always(numbers[name])))
+    return plan
+
+
+def _by_source(sources: SourceMap, numbers: Mapping[str, int]) -> Callable[[str], int]:
+    return lambda data_source: numbers[sources.find(data_source)]
+
+
+def _always(number: int) -> Callable[[str], int]:
+    return lambda data_source: number
+
+
+def _label(name: str) -> str:
+    """Name of a function without its file or module."""
+    if ":" in name:
+        return name.rpartition(":")[2]
+    return name.rpartition(".")[2] if "." in name else name
+
+
+def _spec(config: ScoredJobConfig, name: str) -> FunctionSpec:
+    keys, custom = config.reward_model, config.custom_reward_function
+    user_arguments = dict(keys.function_kwargs.get(name, {}))
+    workers = max(1, num_processes(keys))
+    if name == CUSTOM_REWARD:
+        spec = custom_reward_spec(str(custom.path), custom.name)
+        return FunctionSpec(spec, dict(custom.reward_kwargs), keys.timeout_s, keys.max_concurrency)
+    if name == "judge":
+        limit, share = keys.judge.timeout_s + _MARGIN_S, -(-keys.judge.max_concurrent // workers)
+        return FunctionSpec(name, _judge_arguments(keys) | user_arguments, limit, share)
+    if name == "code":
+        sandbox, remote = keys.sandbox, keys.sandbox_fusion
+        arguments: dict[str, Any] = {
+            "url": remote.url,
+            "memory_limit_mb": remote.memory_limit_mb,
+            "timeout_s": sandbox.timeout_s,
+            "max_processes": sandbox.max_processes,
+            "disk_mb": sandbox.disk_mb,
+            "max_cases": sandbox.max_cases,
+            "continuous": sandbox.continuous,
+        }
+        limit = (sandbox.max_cases or _CASES_WITHOUT_LIMIT) * 2 * sandbox.timeout_s + _MARGIN_S
+        share = -(-remote.max_concurrent // workers) if remote.url else 1
+        return FunctionSpec(name, arguments | user_arguments, limit, share)
+    return FunctionSpec(name, user_arguments, keys.timeout_s, keys.max_concurrency)
+
+
+def _judge_arguments(keys: RewardModelConfig) -> dict[str, Any]:
+    judge = keys.judge
+    template = judge.template
+    if judge.template_path is not None:
+        template = Path(judge.template_path).expanduser().read_text(encoding="utf-8")
+    arguments = {
+        "base_url": judge.base_url,
+        "model": judge.model,
+        "score_pattern": judge.score_pattern,
+        "score_range": list(judge.score_range),
+        "max_tokens": judge.max_tokens,
+        "temperature": judge.temperature,
+        "timeout_s": judge.timeout_s,
+        "api_key_env": judge.api_key_env,
+    }
+    return arguments if template is None else arguments | {"template": template}
+
+
+def num_processes(keys: RewardModelConfig) -> int:
+    """Number of reward processes; 0 = the driver calls the functions."""
+    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES) if keys.num_workers is None else keys.num_workers
+
+
+def _runner(plan: RewardPlan, keys: RewardModelConfig, logs: ProcessLogs | None) -> Runner:
+    count = num_processes(keys)
+    if count == 0:
+        return InDriverRunner(
+            [LoadedFunction(load_reward_function(spec.spec, spec.kwargs), spec) for spec in plan.functions],
+            keys.max_retries,
+        )
+    traits = [_traits(spec) for spec in plan.functions]
+    return RewardPool(plan.functions, traits, count, keys.max_retries, plan.first, logs)
+
+
+def _traits(spec: FunctionSpec) -> FunctionTraits:
+    """Load a function and read its signature; a function that fails here would fail in a reward process too."""
+    return check_signature(load_reward_function(spec.spec, spec.kwargs), spec.spec, spec.kwargs)
+
+
+def _check_manager(keys: RewardModelConfig, spec: FunctionSpec, traits: FunctionTraits) -> None:
+    """Check that the configured verl reward manager fits the signature of the function."""
+    manager = keys.reward_manager
+    if manager is not None and (manager == "batch") != traits.batch:
+        takes = "a batch (data_sources, ...)" if traits.batch else "a sample (data_source, ...)"
+        right = "batch" if traits.batch else "naive"
+        raise RewardError(
+            f"reward_model.reward_manager={manager}, but reward function {spec.spec!r} takes {takes}; set {right} or "
+            "null"
+        )

@@ -1,0 +1,260 @@
+"""Reward phase: scores of reward functions, of a reward model, or their weighted sum."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megarl.base.errors import ConfigError, RewardError
+from megarl.base.logs import ProcessLogs
+from megarl.cluster.role_groups import RewardModelGroup
+from megarl.config.schema.jobs import ScoredJobConfig
+from megarl.config.schema.rewards import RewardModelConfig
+from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
+from megarl.data.tokenization import Prompt, PromptEncoder
+from megarl.rewards.manager import NullReward, Scored
+from megarl.trainer.phases.data_loading import load_tokenizer
+from megarl.trainer.phases.reward_functions import function_manager
+from megarl.trainer.records.metrics import summary
+
+logger = logging.getLogger(__name__)
+
+RM_SCORE, FUNCTION_SCORE = "rm_score", "function_score"
+EXTRA = "reward_extra_"
+"""Prefix of the columns with extra numbers of the reward, which dumps and validation report."""
+SEQUENCES = ["prompts", "responses", "attention_mask"]
+
+
+class BatchScorer(Protocol):
+    """A reward manager: a context manager that scores batches."""
+
+    def score(self, batch: DataProto) -> Scored[DataProto]:
+        """Score a batch; rows whose reward failed are masked."""
+
+    def __enter__(self) -> Self:
+        """Start the reward processes."""
+
+    def __exit__(self, *_: object) -> None:
+        """End the reward processes."""
+
+
+def reward_manager(
+    config: ScoredJobConfig, tokenizer: PreTrainedTokenizerBase, logs: ProcessLogs | None = None
+) -> BatchScorer:
+    """Build the manager of the configured reward functions; a null reward if their weight is 0.
+
+    Raises:
+        RewardError: a function cannot be imported, or has another signature than a reward function.
+    """
+    if config.reward_model.function_weight == 0:
+        return NullReward()
+    return function_manager(config, tokenizer, logs)
+
+
+class ModelScores(NamedTuple):
+    """Scores of a reward model.
+
+    Attributes:
+        scores: ``[b]`` float32.
+        truncated: number of sequences that were too long and lost tokens at their left.
+    """
+
+    scores: Tensor
+    truncated: int
+
+
+class RewardModel(Protocol):
+    """A reward model as the reward phase uses it."""
+
+    def score(self, batch: DataProto) -> ModelScores:
+        """Score all rows of a batch."""
+
+
+class RewardPhase:
+    """Scores batches of samples, in training and in validation.
+
+    ``score = function_weight * function's score + model_weight * reward model's score``, at the last response token.
+    Scores that a function manager gives to other tokens stay there, weighted. A row whose function failed stays masked,
+    whatever the reward model's score.
+
+    Args:
+        functions: manager of the reward functions; its processes are started.
+        tokenizer: of the policy.
+        keys: the section ``reward_model``.
+        model: the reward model; None = functions only.
+    """
+
+    def __init__(
+        self,
+        functions: BatchScorer,
+        tokenizer: PreTrainedTokenizerBase,
+        keys: RewardModelConfig,
+        model: RewardModel | None = None,
+    ) -> None:
+        self.functions = functions
+        self.tokenizer = tokenizer
+        self.keys = keys
+        self.model = model
+
+    def score(self, batch: DataProto) -> Scored[DataProto]:
+        """Add ``token_level_scores``, ``response_mask`` and extra columns to the batch; see :class:`Scored`.
+
+        With a reward model, also adds the column ``reward_extra_rm_score``, ``reward_extra_function_score`` if a
+        function scores too, and metrics of both over the rows that count.
+
+        Raises:
+            RewardError: see the reward manager; or the reward model's score of a row is not finite.
+        """
+        scored = self.functions.score(batch)
+        return scored if self.model is None else self._combine(scored, self.model.score(scored.batch))
+
+    def _combine(self, scored: Scored[DataProto], model: ModelScores) -> Scored[DataProto]:
+        failed = torch.tensor(scored.extra_columns["reward_failed"].astype(bool))
+        invalid = ~failed & ~model.scores.isfinite()
+        if invalid.any():
+            failed = self._mask_invalid(invalid, failed, model.scores)
+        tensors, weight = scored.batch.tensors, self.keys.function_weight or 0.0
+        functions = tensors["token_level_scores"].masked_fill(failed[:, None], 0.0)
+        total, kept = weight * functions, ~failed
+        last = tensors["attention_mask"][:, -total.shape[1] :].sum(-1)[kept] - 1
+        total[kept, last] += self.keys.model_weight * model.scores[kept]
+        columns = {"token_level_scores": total}
+        columns["response_mask"] = tensors["response_mask"] * kept[:, None].to(tensors["response_mask"].dtype)
+        parts = {RM_SCORE: model.scores} | ({FUNCTION_SCORE: functions.sum(-1)} if weight else {})
+        extras = {f"{EXTRA}{name}": _object_column(values, kept) for name, values in parts.items()}
+        extras["reward_failed"] = failed.numpy().astype(object)
+        metrics = {"reward/failed": float(failed.sum()), "reward/rm_truncated": float(model.truncated)}
+        for name, values in parts.items():
+            metrics |= summary(f"reward/{name}", values[kept])
+        batch = scored.batch.with_columns(columns, extras)
+        return Scored(batch, scored.metrics | metrics, scored.extra_columns | extras)
+
+    def _mask_invalid(self, invalid: Tensor, failed: Tensor, scores: Tensor) -> Tensor:
+        """Add the rows with a non-finite score to the failed rows, or raise if ``on_error`` is ``raise``."""
+        row = int(invalid.nonzero()[0])
+        message = (
+            f"the reward model's score of row {row} is {scores[row].item()} ({int(invalid.sum())} rows are not finite)"
+        )
+        if self.keys.on_error == "raise":
+            raise RewardError(f"{message}; reward_model.on_error=mask masks such rows")
+        if (failed | invalid).all():
+            raise RewardError(f"none of {len(invalid)} rows could be scored: {message}")
+        logger.warning("masked: %s", message)
+        return failed | invalid
+
+
+def _object_column(values: Tensor, kept: Tensor) -> np.ndarray:
+    """Numbers as a column ``[b]`` of objects; None for a failed row."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = [value if keep else None for value, keep in zip(values.tolist(), kept.tolist(), strict=True)]
+    return column
+
+
+class SequenceReader:
+    """Builds the sequences that a reward model reads from the policy's samples.
+
+    If the reward model has another tokenizer, the reader decodes the response and encodes the conversation
+    (``raw_prompt`` plus the response as the assistant's message) with the reward model's chat template.
+
+    Args:
+        keys: the section ``reward_model``.
+        policy_tokenizer: tokenizer of the samples.
+
+    Raises:
+        ConfigError: the vocabularies of the two tokenizers do not fit the configuration.
+        ModelError: a tokenizer cannot be loaded.
+    """
+
+    def __init__(self, keys: RewardModelConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+        assert keys.max_length is not None, "filled in"
+        self.max_length = keys.max_length
+        self._decoder: PreTrainedTokenizerBase | None = None
+        model_tokenizer = load_tokenizer(str(keys.model.path))
+        if keys.model.input_tokenizer is None:
+            _check_same_vocabulary(model_tokenizer, policy_tokenizer, keys)
+            return
+        self._decoder = load_tokenizer(keys.model.input_tokenizer)
+        if self._decoder.get_vocab() != policy_tokenizer.get_vocab():
+            raise ConfigError(
+                f"reward_model.model.input_tokenizer={keys.model.input_tokenizer} has other tokens than the policy's "
+                f"tokenizer {policy_tokenizer.name_or_path}, whose responses it has to decode; name that one"
+            )
+        self._encoder = PromptEncoder(model_tokenizer, generation_prompt=False)
+
+    def read(self, batch: DataProto) -> tuple[DataProto, int]:
+        """Build the reward model's batch, one row per sample; also return the number of truncated sequences.
+
+        Raises:
+            RewardError: the batch has no column ``raw_prompt`` to encode.
+        """
+        sequences = None if self._decoder is None else self._encode(batch, self._decoder)
+        if sequences is None:
+            prompts, responses = sequence_lengths(batch)
+            if int((prompts + responses).max()) <= self.max_length:
+                return batch.select(SEQUENCES, []), 0
+            ids = torch.cat([batch.tensors[name] for name in SEQUENCES[:2]], dim=1)
+            mask = batch.tensors["attention_mask"]
+            sequences = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+        too_long = sum(len(ids) > self.max_length for ids in sequences)
+        return _sequence_batch([ids[-self.max_length :] for ids in sequences]), too_long
+
+    def _encode(self, batch: DataProto, decoder: PreTrainedTokenizerBase) -> list[list[int]]:
+        prompts = batch.non_tensor_batch.get("raw_prompt")
+        if prompts is None:
+            raise RewardError("the reward model has its own tokenizer and needs the column 'raw_prompt'")
+        _, lengths = sequence_lengths(batch)
+        sequences = []
+        for row, (messages, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
+            response = decoder.decode(batch.tensors["responses"][row, :length].tolist(), skip_special_tokens=True)
+            conversation = [*messages, {"role": "assistant", "content": response}]
+            sequences.append(self._encoder.encode(Prompt(conversation), f"row {row} for the reward model"))
+        return sequences
+
+
+class RewardModelScorer:
+    """Scores batches with the workers of the reward model.
+
+    Args:
+        workers: initialised worker group of the role.
+        reader: builds the sequences.
+    """
+
+    def __init__(self, workers: RewardModelGroup, reader: SequenceReader) -> None:
+        self.workers = workers
+        self.reader = reader
+        # Each data-parallel rank gets equally many rows, enough for its micro-batches.
+        self.multiple = workers.layout.dp * workers.budgets["compute_rm_score"].multiple
+
+    def score(self, batch: DataProto) -> ModelScores:
+        """Score all rows, including failed ones."""
+        sequences, truncated = self.reader.read(batch)
+        padded, added = sequences.pad_to_divisor(self.multiple)
+        return ModelScores(self.workers.compute_rm_score(padded).unpad(added).tensors["rm_scores"], truncated)
+
+
+def _sequence_batch(sequences: Sequence[list[int]]) -> DataProto:
+    """Whole sequences as rows: the last token is the response, the rest the prompt."""
+    tensors = {
+        "prompts": pad_left([ids[:-1] for ids in sequences]),
+        "responses": pad_right([ids[-1:] for ids in sequences]),
+    }
+    lengths = [len(ids) - 1 for ids in sequences]
+    tensors["attention_mask"] = attention_mask_of(lengths, [1] * len(sequences), tensors["prompts"].shape[1], 1)
+    return DataProto.from_dict(tensors)
+
+
+def _check_same_vocabulary(
+    model: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, keys: RewardModelConfig
+) -> None:
+    if model.get_vocab() != policy.get_vocab():
+        raise ConfigError(
+            f"reward_model.model.path={keys.model.path}: its tokenizer has other tokens than the policy's, "
+            f"{policy.name_or_path}, so it cannot read the policy's token ids; set "
+            f"reward_model.model.input_tokenizer={policy.name_or_path}"
+        )

@@ -1,0 +1,208 @@
+"""Rollout phase: agent loops turn a batch of prompts into a batch of samples, on the rollout replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents.build import build_agent_loops, conversation_limits, default_agent_loop
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.loop import AgentLoop
+from megarl.agents.runner import run_all, trajectories_to_batch, trajectory_metrics
+from megarl.agents.types import Conversation, Trajectory
+from megarl.base.errors import WeightSyncError, WorkerError
+from megarl.base.seeds import derive_seed
+from megarl.config.schema.jobs import GenerationJobConfig
+from megarl.config.schema.rollout import RolloutConfig, ValSamplingConfig
+from megarl.data import DataProto, sequence_lengths
+from megarl.rollout.interface import Completion, RolloutError, SamplingParams
+from megarl.rollout.router import Replica, Router, RouterStats
+from megarl.trainer.records.metrics import Metrics
+
+TRAINING, VALIDATION = 0, 1
+"""Seed streams of training and validation."""
+AGENT_NAME = "agent_name"
+"""Column with the name of a row's agent loop."""
+ROLLOUT_METRICS = "rollout_metrics"
+"""Key in the ``meta_info`` of a validation batch: metrics of its conversations."""
+FATAL = (RolloutError, WorkerError, WeightSyncError)
+"""Errors that end the whole rollout; any other error ends one conversation."""
+
+
+class RolloutPhase:
+    """Generates samples with the rollout replicas, one conversation per sample.
+
+    The random draws of a sample depend only on the seed, the step, the index of the prompt in the batch and the index
+    of the sample. They do not depend on the replicas or on batching.
+
+    Args:
+        replicas: rollout replicas.
+        config: complete.
+        tokenizer: of the policy.
+        batch_info: ``meta_info`` of training batches, such as the rows of a mini-batch.
+        on_lost: receives the numbers of lost replicas, after the other replicas have finished.
+        state_masking: exclude tokens of tools and searches from training.
+        endpoint: chat endpoint that serves the policy while it generates; None = no external requests.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        config: GenerationJobConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_info: Mapping[str, Any] = MappingProxyType({}),
+        on_lost: Callable[[Collection[int]], None] = lambda lost: None,
+        state_masking: bool = True,
+        endpoint: Endpoint | None = None,
+    ) -> None:
+        self.replicas = replicas
+        self.config = config
+        self.rollout = config.actor_rollout_ref.rollout
+        self.tokenizer = tokenizer
+        self.batch_info = batch_info
+        self.state_masking = state_masking
+        self._on_lost = on_lost
+        self._endpoint = endpoint
+        self._limits, self._default_loop = conversation_limits(config), default_agent_loop(config)
+        self._loops: dict[str, AgentLoop] = {}
+        self._lengths = LengthPredictor()
+
+    def generate_sequences(
+        self, prompts: DataProto, step: int, metrics: Metrics, generation_round: int = 0, *, with_baseline: bool = False
+    ) -> DataProto:
+        """Generate ``n`` samples per prompt as adjacent rows; the column ``uid`` names the prompt.
+
+        Args:
+            prompts: of the step, or of one round of dynamic sampling.
+            step: global step.
+            metrics: gets the metrics of the conversations.
+            generation_round: number of the round in the step.
+            with_baseline: add a greedy sample after the others of a prompt, with ``is_baseline`` True (ReMax).
+        """
+        stream = (TRAINING, step, generation_round) if generation_round else (TRAINING, step)
+        batch, conversation_metrics = self._generate(prompts, self.rollout, self.rollout.n, stream, with_baseline)
+        if with_baseline:
+            rows = np.arange(len(batch)) % (self.rollout.n + 1)
+            batch = batch.with_columns({}, {"is_baseline": (rows == self.rollout.n).tolist()})
+        metrics |= conversation_metrics
+        if self._endpoint:
+            metrics |= self._endpoint.take_metrics()
+        batch.meta_info |= self.batch_info
+        return batch
+
+    def validate(self, prompts: DataProto, step: int, batch: int = 0) -> DataProto:
+        """Generate samples with the sampling parameters of validation.
+
+        Args:
+            prompts: held-out prompts.
+            step: seeds the draws.
+            batch: number of the validation batch in the step.
+
+        Returns:
+            Samples; ``meta_info[ROLLOUT_METRICS]`` holds the metrics of the conversations.
+        """
+        sampling = self.rollout.val_kwargs
+        samples, conversation_metrics = self._generate(prompts, sampling, sampling.n, (VALIDATION, step, batch))
+        samples.meta_info[ROLLOUT_METRICS] = conversation_metrics
+        return samples
+
+    def _generate(
+        self,
+        prompts: DataProto,
+        sampling: RolloutConfig | ValSamplingConfig,
+        samples: int,
+        stream: tuple[int, ...],
+        with_baseline: bool = False,
+    ) -> tuple[DataProto, Metrics]:
+        params = SamplingParams(
+            max_new_tokens=self.config.data.max_response_length,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        seeds = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, len(prompts)).tolist()
+        params_per_sample = [params] * samples + [dataclasses.replace(params, temperature=0.0)] * with_baseline
+        conversations = self._conversations(prompts, params_per_sample, seeds)
+        run = self._endpoint.run if self._endpoint else asyncio.run
+        trajectories, traffic = run(self._lead(conversations))
+        if traffic.lost:
+            self._on_lost(traffic.lost)
+        batch = trajectories_to_batch(trajectories, self.tokenizer.pad_token_id or 0, state_masking=self.state_masking)
+        columns = DataProto.from_dict(
+            {}, {**prompts.non_tensor_batch, "uid": [f"{'-'.join(map(str, stream))}-{i}" for i in range(len(prompts))]}
+        )
+        return batch.union(columns.repeat(len(params_per_sample))), trajectory_metrics(trajectories) | traffic.metrics()
+
+    async def _lead(self, conversations: Sequence[Conversation]) -> tuple[list[Trajectory], RouterStats]:
+        # An eighth more requests than slots, so that a freed slot is refilled without waiting.
+        capacity = self.rollout.max_num_seqs + self.rollout.max_num_seqs // 8
+        queues = len(conversations) > capacity * len(self.replicas)
+        # If all requests start at once, their assignment depends on the batch alone, and a run repeats bit for bit.
+        expected = {c.key: self._lengths.expected(c.prompt_ids) for c in conversations} if queues else {}
+        async with Router(self.replicas, capacity, self.rollout.health.timeout_s) as router:
+
+            async def generate(prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
+                return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=expected.get(key))
+
+            max_concurrency = self.rollout.agent.max_concurrency
+            async with self._endpoint.serving(generate) if self._endpoint else nullcontext():
+                trajectories = await run_all(conversations, self._loops, generate, max_concurrency, FATAL)
+        self._lengths.update(trajectories)
+        return trajectories, router.stats
+
+    def _conversations(
+        self, prompts: DataProto, params: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Conversation]:
+        """One conversation per prompt and entry of ``params``, adjacent."""
+        rectangle, (lengths, _) = prompts.tensors["prompts"], sequence_lengths(prompts)
+        ids = [row[len(row) - length :].tolist() for row, length in zip(rectangle, lengths.tolist(), strict=True)]
+        rows = [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]
+        names = [str(row.get(AGENT_NAME) or self._default_loop) for row in rows]
+        missing = sorted(set(names) - self._loops.keys())
+        self._loops |= build_agent_loops(self.config, self.tokenizer, missing, self._endpoint)
+        return [
+            Conversation(
+                messages=rows[row].get("raw_prompt", ()),
+                prompt_ids=ids[row],
+                params=sampling,
+                seed=derive_seed(seeds[row], sample),
+                key=str(row),
+                agent_name=names[row],
+                facts=rows[row],
+                limits=self._limits,
+            )
+            for row in range(len(prompts))
+            for sample, sampling in enumerate(params)
+        ]
+
+
+class LengthPredictor:
+    """Predicts response lengths from the last samples of the same prompt, so that the longest start first.
+
+    Predictions change only the order of requests, not the samples. A resumed run may start with an empty predictor.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}
+
+    def expected(self, prompt_ids: Sequence[int]) -> float | None:
+        """Predict the generated tokens per turn; None for a new prompt."""
+        return self._means.get(hash(tuple(prompt_ids)))
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record the lengths of finished trajectories."""
+        tokens, turns = defaultdict[int, int](int), defaultdict[int, int](int)
+        for trajectory in trajectories:
+            if trajectory.error is None:
+                prompt, mask = hash(tuple(trajectory.prompt_ids)), bytes(trajectory.response_mask)
+                tokens[prompt] += sum(mask)
+                turns[prompt] += mask.startswith(b"\1") + mask.count(b"\0\1")
+        self._means.update({prompt: tokens[prompt] / turns[prompt] for prompt in tokens if turns[prompt]})

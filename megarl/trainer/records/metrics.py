@@ -1,0 +1,139 @@
+"""Step metrics that the driver computes from a batch, under verl's names."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+
+import numpy as np
+import torch
+
+from megarl.algorithms import log_prob_differences, off_policy_statistics
+from megarl.cluster import WorkerGroup, rank_loads
+from megarl.data import DataProto, sequence_lengths
+from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
+
+Metrics = dict[str, float]
+GENERATED_TOKENS = "generated_tokens"
+"""Key in a batch's ``meta_info``: number of tokens generated for the step, including dropped samples."""
+
+
+def summary(prefix: str, values: torch.Tensor) -> Metrics:
+    """Compute ``{prefix}/{mean,max,min}`` of a tensor of any shape; empty for an empty tensor."""
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    return {
+        f"{prefix}/mean": values.mean().item(),
+        f"{prefix}/max": values.max().item(),
+        f"{prefix}/min": values.min().item(),
+    }
+
+
+def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:
+    """Summarize scores, rewards, advantages, returns, values and lengths of a step's batch.
+
+    ``critic/score`` and ``critic/rewards`` are sums over a response. The token-level metrics cover trained tokens.
+    """
+    tensors = batch.tensors
+    mask = tensors["response_mask"].bool()
+    kept = mask.any(-1)
+    metrics = summary("critic/score", tensors["token_level_scores"].sum(-1)[kept])
+    metrics |= summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[kept])
+    for name in ("advantages", "returns", "values"):
+        if name in tensors:
+            metrics |= summary(f"critic/{name}", tensors[name][mask])
+    prompt_lengths, response_lengths = sequence_lengths(batch)
+    for name, lengths, limit in (
+        ("prompt_length", prompt_lengths, max_prompt_length),
+        ("response_length", response_lengths, max_response_length),
+    ):
+        metrics |= summary(name, lengths)
+        metrics[f"{name}/clip_ratio"] = (lengths >= limit).double().mean().item()
+    return metrics
+
+
+def counted_rows(batch: DataProto) -> np.ndarray:
+    """Mark rows that have a score and a trained token, ``[b]`` bool."""
+    return batch.tensors["response_mask"].bool().any(-1).numpy()
+
+
+def generated_tokens(batch: DataProto) -> torch.Tensor:
+    """Mark response tokens that the policy generated, not a tool or a search, ``[b, R]`` bool."""
+    tensors = batch.tensors
+    if "generated_mask" in tensors:
+        return tensors["generated_mask"].bool()
+    return tensors["attention_mask"][:, -tensors["responses"].shape[1] :].bool()
+
+
+def compared_tokens(batch: DataProto) -> torch.Tensor:
+    """Mark trained tokens that have a log-prob of both engine and actor, ``[b, R]`` bool."""
+    return batch.tensors["response_mask"].bool() & generated_tokens(batch)
+
+
+def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
+    """Measure the mismatch of the engine's and the actor's log-probs: ``training/rollout_*``, ``rollout_corr/*``."""
+    tensors = batch.tensors
+    if "rollout_log_probs" not in tensors:
+        return {}
+    mask, rollout, old = compared_tokens(batch), tensors["rollout_log_probs"], tensors["old_log_probs"]
+    differences = log_prob_differences(old[mask], rollout[mask])
+    distances = off_policy_statistics(old, rollout, mask)
+    return {f"training/{name}": value for name, value in differences.items()} | {
+        f"rollout_corr/{name}": value for name, value in distances.items()
+    }
+
+
+def throughput_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> Metrics:
+    """Compute tokens per second of the step, the rollout and the updates.
+
+    ``perf/throughput`` counts prompt and response tokens per second and device. ``perf/rollout_tokens_per_s`` counts
+    generated tokens, ``perf/update_tokens_per_s`` all tokens of the updates; both are totals over all devices.
+
+    Args:
+        batch: of the step.
+        seconds: wall seconds per phase, including ``step``.
+        num_devices: devices that the roles share.
+    """
+    tokens = phase_tokens(batch, seconds)
+    total = tokens["step"]
+    metrics = {"perf/total_num_tokens": float(total), "perf/time_per_step": seconds["step"]}
+    metrics["perf/throughput"] = total / (seconds["step"] * num_devices)
+    metrics["perf/rollout_tokens_per_s"] = tokens["gen"] / seconds["gen"]
+    update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
+    if update:
+        metrics["perf/update_tokens_per_s"] = total / update
+    return metrics
+
+
+def phase_tokens(batch: DataProto, phases: Iterable[str]) -> dict[str, int]:
+    """Count the tokens that each phase processed: generated tokens for ``gen``, else prompts and responses.
+
+    Generated tokens include samples that dynamic sampling dropped.
+    """
+    prompt_lengths, response_lengths = sequence_lengths(batch)
+    total = int(response_lengths.sum()) + int(prompt_lengths.sum())
+    tokens = dict.fromkeys(phases, total)
+    if "gen" in tokens:
+        tokens["gen"] = batch.meta_info.get(GENERATED_TOKENS) or int(generated_tokens(batch).sum())
+    return tokens
+
+
+def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Container[str]) -> RankLists:
+    """List the tokens, work and busy seconds of each data-parallel rank, for the balance file.
+
+    Args:
+        batch: of the step.
+        learners: worker groups that train; resets their busy seconds, see :meth:`WorkerGroup.take_busy`.
+        verbs: verbs of the step. A role without an update in the step, such as the actor during critic warm-up, has no
+            load.
+    """
+    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+    lists: RankLists = {}
+    for group in learners:
+        role, update = group.role, f"update_{group.role}"
+        if update in verbs:
+            costs = group.budgets[update].cost.of(lengths)
+            tokens, work = rank_loads(lengths, costs, group.plan(update, batch))
+            lists |= {f"{role}/{TOKENS}": tokens, f"{role}/{WORK}": work}
+        lists |= {f"{role}/{verb}{SECONDS_SUFFIX}": seconds for verb, seconds in group.take_busy().items()}
+    return lists

@@ -1,0 +1,238 @@
+"""Run reporter: phase timings, trackers, sample files, balance file and the summary of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from megarl.base.atomic_write import atomic_write_text
+from megarl.base.logs import LOGS_FOLDER
+from megarl.config.schema.run import RunConfig
+from megarl.tracing import PHASE, span
+from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers
+from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
+from megarl.tracking.run_summary import REPORT_FILE
+from megarl.tracking.sample_files import SampleFiles, begin_samples
+from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.records.samples import Sample
+
+ACCURACY_PREFIX = "val-core/"
+ID_FILE, ID_LETTERS = "run_id", 20
+RUN_FILES = (METRICS_FILE, BALANCE_FILE, ID_FILE)
+UPDATE_PHASES = ("update_actor", "update_critic", "update")  # update: supervised jobs
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Key numbers of a run, as in ``summary.json``; None if a number does not apply.
+
+    Attributes:
+        val_accuracy_before: mean reward over the data sources at the first validation, normally before training.
+        val_accuracy_after: mean reward over the data sources at the last validation.
+        steps: training steps of this run.
+        train_seconds: wall seconds in training steps.
+        wall_seconds: wall seconds of the run, including start-up and validation.
+        rollout_tokens_per_s: generated tokens per second of rollout, over all replicas.
+        update_tokens_per_s: tokens (prompts and responses) per second of updates, actor and critic together.
+        hf_dir: folder of the exported policy in Hugging Face format.
+        report: path of the HTML report.
+    """
+
+    val_accuracy_before: float | None
+    val_accuracy_after: float | None
+    steps: int
+    train_seconds: float
+    wall_seconds: float
+    rollout_tokens_per_s: float | None
+    update_tokens_per_s: float | None
+    hf_dir: str | None
+    report: str
+
+
+class RunReporter:
+    """Times phases, logs to trackers and console, and writes the summary of the run.
+
+    Args:
+        config: the section ``trainer``.
+        resolved: the whole configuration as nested dicts.
+        folder: folder of the run's files.
+        console: of the run.
+        resumed_from: folder and step of the checkpoint whose metrics the run continues; None for a new run.
+        on_phase_end: called after each successful phase.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resolved: Mapping[str, Any],
+        folder: Path,
+        console: Console,
+        resumed_from: tuple[Path, int] | None = None,
+        on_phase_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.resolved = resolved
+        self.folder = folder
+        self.console = console
+        self.timer = PhaseTimer()
+        self._on_phase_end = on_phase_end
+        self.started = time.perf_counter()
+        self.metrics_file = folder / METRICS_FILE
+        self._accuracies: list[float] = []
+        self._totals: dict[str, float] = {
+            "steps": 0,
+            "train": 0.0,
+            "gen": 0.0,
+            "generated": 0.0,
+            "update": 0.0,
+            "updated": 0.0,
+        }
+        resumed_step = None if resumed_from is None else resumed_from[1]
+        (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder
+        begin_samples(folder / "samples", resumed_step)
+        self.samples = {kind: SampleFiles(folder / "samples" / kind) for kind in ("train", "validation")}
+        if resumed_from is not None:
+            self._copy_run_files(resumed_from[0])
+        self._balance = BalanceFile(folder / BALANCE_FILE, resumed_step)
+        self.trackers = self._open_trackers(resumed_step)
+
+    def _copy_run_files(self, checkpoint: Path) -> None:
+        for name in RUN_FILES:
+            if (checkpoint / name).exists():
+                shutil.copyfile(checkpoint / name, self.folder / name)
+
+    def _open_trackers(self, resumed_step: int | None) -> Trackers:
+        id_file = self.folder / ID_FILE
+        if resumed_step is None or not id_file.exists():
+            id_file.write_text(uuid4().hex[:ID_LETTERS])
+        run = RunInfo(
+            self.config.project_name,
+            self.config.experiment_name,
+            self.folder,
+            self.resolved,
+            resumed_step,
+            self.console,
+            run_id=id_file.read_text(),
+            timeout_s=self.config.tracker_timeout_s,
+            logs=self.folder / LOGS_FOLDER,
+        )
+        # The report reads the metrics file, so it is always written.
+        names = [*self.config.logger, *(["jsonl"] if "jsonl" not in self.config.logger else [])]
+        return open_trackers(names, run)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase, show it in the console and record it in the timeline."""
+        with self.timer.phase(name), self.console.phase(name), span(name, PHASE):
+            yield
+        self._on_phase_end()
+
+    @property
+    def lasting_files(self) -> list[Path]:
+        """Files of the run that a checkpoint keeps, for the run that resumes from it."""
+        return [path for path in (self.folder / name for name in RUN_FILES) if path.exists()]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase of the current step."""
+        return self.timer.seconds
+
+    def log_step(self, step: int, metrics: Metrics, tokens: Mapping[str, int]) -> None:
+        """Log the metrics of a step with its timings.
+
+        Args:
+            step: global step.
+            metrics: without timings.
+            tokens: number of tokens that each phase processed.
+        """
+        seconds = self.seconds
+        self._totals["steps"] += 1
+        self._totals["train"] += seconds.get("step", 0.0)
+        self._totals["gen"] += seconds.get("gen", 0.0)
+        self._totals["generated"] += tokens.get("gen", 0)
+        updates = [phase for phase in UPDATE_PHASES if phase in seconds]
+        self._totals["update"] += sum(seconds[phase] for phase in updates)
+        # Actor and critic train on the same tokens, which count once.
+        self._totals["updated"] += max((tokens.get(phase, 0) for phase in updates), default=0)
+        self._note_accuracy(metrics)
+        self.trackers.log({**metrics, **self.timer.metrics(tokens)}, step)
+        self.timer.reset()
+
+    def log_validation(self, step: int, metrics: Metrics) -> None:
+        """Log the metrics of a validation outside a training step."""
+        self._note_accuracy(metrics)
+        self.trackers.log({**metrics, **self.timer.metrics()}, step)
+        self.timer.reset()
+
+    def log_samples(self, step: int, shown: Sequence[Sample]) -> None:
+        """Log samples to the trackers."""
+        if shown:
+            self.trackers.log_samples(shown, step)
+
+    def keep_samples(self, step: int, samples: Sequence[Sample], kind: str) -> None:
+        """Write samples for the report; ``kind`` is ``train`` or ``validation``."""
+        self.samples[kind].add(step, samples)
+
+    def keep_balance(self, step: int, lists: RankLists) -> None:
+        """Append the work of each data-parallel rank to the balance file."""
+        self._balance.add(step, lists)
+
+    def finish(self, hf_dir: str | None) -> RunSummary:
+        """Close the trackers, and write and print the summary."""
+        summary = self._summary(hf_dir)
+        self.close(dataclasses.asdict(summary))
+        return summary
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Close the trackers, and write and print a custom summary.
+
+        Args:
+            summary: numbers by the names of :class:`RunSummary`.
+        """
+        self.trackers.finish()
+        values = {**summary, "report": str(self.report)}
+        for folder in (self.folder, self.folder.parent):
+            atomic_write_text(folder / "summary.json", json.dumps(values, indent=2) + "\n")
+        self.console.summary(values, self.config.experiment_name)
+
+    @property
+    def report(self) -> Path:
+        """Path of the HTML report, which the command line writes after the run."""
+        return self.folder / REPORT_FILE
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean reward over the data sources at the last validation; None before the first."""
+        return self._accuracies[-1] if self._accuracies else None
+
+    @property
+    def wall_seconds(self) -> float:
+        """Wall seconds since the start of the run."""
+        return time.perf_counter() - self.started
+
+    def _note_accuracy(self, metrics: Metrics) -> None:
+        rewards = [value for name, value in metrics.items() if name.startswith(ACCURACY_PREFIX) and "/mean@" in name]
+        if rewards:
+            self._accuracies.append(sum(rewards) / len(rewards))
+
+    def _summary(self, hf_dir: str | None) -> RunSummary:
+        totals = self._totals
+        return RunSummary(
+            val_accuracy_before=self._accuracies[0] if self._accuracies else None,
+            val_accuracy_after=self.accuracy,
+            steps=int(totals["steps"]),
+            train_seconds=totals["train"],
+            wall_seconds=self.wall_seconds,
+            rollout_tokens_per_s=totals["generated"] / totals["gen"] if totals["gen"] else None,
+            update_tokens_per_s=totals["updated"] / totals["update"] if totals["update"] else None,
+            hf_dir=hf_dir,
+            report=str(self.report),
+        )

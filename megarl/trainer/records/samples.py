@@ -1,0 +1,133 @@
+"""Samples as readable records: JSONL dumps, log-prob dumps, and per-token values for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config.schema.jobs import ActorRolloutRefConfig
+from megarl.data import DataProto, sequence_lengths
+from megarl.data.rollout_dump import DumpMetadata, RolloutDump
+from megarl.data.tokenization import characters_per_token
+from megarl.tracking.sample_files import write_samples
+from megarl.tracking.token_columns import TokenValues
+
+Sample = dict[str, Any]
+Item = TypeVar("Item")
+
+_TOKEN_COLUMNS: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
+    "advantage": (("advantages",), lambda advantages: advantages),
+    "difference": (("old_log_probs", "rollout_log_probs"), lambda actor, engine: actor.float() - engine.float()),
+    "mask": (("response_mask",), lambda mask: mask),
+    "log_prob": (("old_log_probs",), lambda log_probs: log_probs),
+    "entropy": (("entropys",), lambda entropy: entropy),
+    "kl": (("old_log_probs", "ref_log_prob"), lambda actor, reference: actor.float() - reference.float()),
+    "value": (("values",), lambda values: values),
+    "reward": (("token_level_rewards",), lambda rewards: rewards),
+}
+"""Token columns of the report (:data:`megarl.tracking.token_columns.TOKEN_COLUMNS`): source tensors and function."""
+
+
+def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
+    """Decode each scored row to a record with the fields ``input, output, gts, score, step``.
+
+    A record also has the extra numbers of the reward function, ``data_source`` if the row has one, and
+    ``response_length`` in tokens. ``score`` is None if the reward failed. ``masked`` lists the characters of ``output``
+    that a tool or a search wrote, as ``[begin, end]`` pairs. A failed conversation has ``agent_error``.
+    """
+    prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
+    prompts, responses = batch.tensors["prompts"], batch.tensors["responses"]
+    scores = batch.tensors["token_level_scores"].sum(-1).tolist()
+    failed = batch.non_tensor_batch["reward_failed"]
+    extras = [name for name in batch.non_tensor_batch if name.startswith("reward_extra_")]
+    sources = batch.non_tensor_batch.get("data_source")
+    samples = []
+    for row, (prompt, response) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):
+        samples.append(
+            {
+                "input": tokenizer.decode(prompts[row, prompts.shape[1] - prompt :].tolist(), skip_special_tokens=True),
+                "output": tokenizer.decode(responses[row, :response].tolist(), skip_special_tokens=True),
+                "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
+                "score": None if failed[row] else scores[row],
+                "step": step,
+                **({"data_source": str(sources[row])} if sources is not None else {}),
+                "response_length": response,
+                **{name.removeprefix("reward_extra_"): batch.non_tensor_batch[name][row] for name in extras},
+                **_conversation_fields(batch, tokenizer, row, response),
+            }
+        )
+    return samples
+
+
+def _conversation_fields(batch: DataProto, tokenizer: PreTrainedTokenizerBase, row: int, length: int) -> Sample:
+    """Fields that only conversations with tools or searches, and failed ones, have."""
+    fields: Sample = {}
+    generated = batch.tensors["generated_mask"][row, :length].tolist() if "generated_mask" in batch.tensors else []
+    error = batch.non_tensor_batch["agent_error"][row] if "agent_error" in batch.non_tensor_batch else None
+    if error is not None:
+        fields["agent_error"] = error
+    elif not all(generated):
+        fields["masked"] = _masked_spans(batch.tensors["responses"][row, :length].tolist(), generated, tokenizer)
+    return fields
+
+
+def _masked_spans(ids: list[int], generated: list[int], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Character spans of the decoded ids where ``generated`` is 0."""
+    borders = [index for index in range(1, len(ids)) if generated[index] != generated[index - 1]]
+    begins, ends = [0, *borders], [*borders, len(ids)]
+    runs = [(begin, end) for begin, end in zip(begins, ends, strict=True) if not generated[begin]]
+
+    def characters(count: int) -> int:
+        return len(tokenizer.decode(ids[:count], skip_special_tokens=True))
+
+    return [[characters(begin), characters(end)] for begin, end in runs]
+
+
+def samples_with_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
+    """Extend :func:`describe_samples` with ``tokens``: the per-token values that the batch has.
+
+    A sample whose tokens cannot be mapped to its text has no ``tokens``.
+    """
+    samples = describe_samples(batch, tokenizer, step)
+    lengths = sequence_lengths(batch)[1].tolist()
+    tensors = batch.tensors
+    columns = {
+        name: compute(*(tensors[source] for source in sources))
+        for name, (sources, compute) in _TOKEN_COLUMNS.items()
+        if all(source in tensors for source in sources)
+    }
+    if "difference" in columns and "generated_mask" in tensors:
+        # The engine has no log-prob of tokens that a tool or a search wrote.
+        columns["difference"] = columns["difference"] * tensors["generated_mask"]
+    for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        characters = characters_per_token(tensors["responses"][row, :length].tolist(), tokenizer)
+        if characters is None:
+            continue
+        values = {name: column[row, :length].float().numpy() for name, column in columns.items()}
+        encoded = TokenValues.of(characters, values).encoded()
+        if encoded is not None:
+            sample["tokens"] = encoded
+    return samples
+
+
+def dump_samples(folder: str | Path, step: int, samples: Iterable[Sample]) -> None:
+    """Write ``<folder>/<step>.jsonl``, one sample per line; values that are not JSON are written as text."""
+    write_samples(Path(folder) / f"{step}.jsonl", samples)
+
+
+def dump_log_probs(folder: str | Path, step: int, batch: DataProto, config: ActorRolloutRefConfig) -> None:
+    """Write ``<folder>/<step>.npz``: tokens and log-probs of engine and actor, for ``megarl doctor logprobs``."""
+    rollout, actor = config.rollout, config.actor
+    facts = DumpMetadata(step, rollout.temperature, rollout.name, rollout.dtype, actor.megatron.dtype)
+    RolloutDump.of(batch, facts).save(Path(folder) / f"{step}.npz")
+
+
+def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
+    """Pick at most ``count`` items, evenly spaced over the sequence."""
+    if len(items) <= count:
+        return list(items)
+    return [items[index * len(items) // count] for index in range(count)]

@@ -1,0 +1,295 @@
+"""Manifest of a checkpoint: its files with sizes and checksums; and the retention rule over manifests.
+
+``manifest.json`` lists every file with its size and BLAKE2b digest, and has a digest of itself. A missing, truncated,
+altered or foreign file is named before anything of it is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.base.errors import CheckpointError, ConfigError
+from megarl.base.files import DIGEST_BYTES, FileEntry, flush_file, flush_path, read_entry
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+HASH_THREADS = 8  # hashing and fsync release the interpreter lock
+NO_ENTRIES: Mapping[str, FileEntry] = {}
+
+
+class Score(NamedTuple):
+    """Validation metric of the weights in a checkpoint."""
+
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of one complete checkpoint."""
+
+    step: int
+    """Global step after which it was saved."""
+    sequence: int
+    """Position among the saves into the same root, from 1: orders the saves of runs that share a folder."""
+    files: dict[str, FileEntry]
+    """By path relative to the folder, with ``/`` as separator."""
+    score: Score | None = None
+    """Selects the best checkpoint; None without a validation."""
+
+
+def write_manifest(
+    folder: Path,
+    step: int,
+    sequence: int,
+    known: Mapping[str, FileEntry] = NO_ENTRIES,
+    score: Score | None = None,
+) -> Manifest:
+    """Flush every file below the folder to disk, and write and flush its manifest.
+
+    Args:
+        folder: of the checkpoint.
+        step: see :class:`Manifest`.
+        sequence: see :class:`Manifest`.
+        known: entries of files that their writers have already flushed and hashed; only their sizes are checked.
+        score: see :class:`Manifest`.
+
+    Raises:
+        OSError: reading, flushing or writing failed.
+        CheckpointError: the folder holds a link or a device, or a known file is missing or has another size.
+    """
+    manifest = Manifest(step, sequence, {**known, **_read_entries(folder, flush=True, but=known)}, score)
+    if known:
+        problems = list(_layout_problems(folder, manifest))
+        if problems:
+            raise CheckpointError(
+                f"checkpoint {folder} differs from the files that were written: {'; '.join(problems)}"
+            )
+    return write_document(folder, manifest)
+
+
+def write_document(folder: Path, manifest: Manifest) -> Manifest:
+    """Write ``manifest.json`` for existing files, and flush it and all folders.
+
+    Raises:
+        OSError: writing failed.
+    """
+    document = _document(manifest)
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({**document, "digest": _document_digest(document)}, file, indent=1)
+        file.flush()
+        flush_file(file.fileno())
+    for parent, _, _ in os.walk(folder):
+        flush_path(Path(parent))
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a folder without checking its files.
+
+    Raises:
+        CheckpointError: the manifest is missing, malformed, of another format, or fails its own checksum.
+    """
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: not a checkpoint folder, or one that was never finished") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    try:
+        if document["format"] != FORMAT:
+            raise CheckpointError(f"{path}: format={document['format']!r}, this megarl reads {FORMAT}")
+        digest = document.pop("digest")
+        files = {str(name): FileEntry(int(size), str(digest)) for name, (size, digest) in document["files"].items()}
+        score = document.get("score")
+        score = None if score is None else Score(str(score[0]), float(score[1]))
+        manifest = Manifest(int(document["step"]), int(document["sequence"]), files, score)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is malformed: {error!r}") from None
+    if digest != _document_digest(document):
+        raise CheckpointError(f"{path} fails its own checksum: it was altered or is damaged")
+    return manifest
+
+
+def verify_files(folder: Path) -> Manifest:
+    """Compare every file below the folder with the manifest, including contents.
+
+    Raises:
+        CheckpointError: names each file that is missing, has another size or content, or is not in the manifest.
+    """
+    manifest = read_manifest(folder)
+    try:
+        problems = list(_layout_problems(folder, manifest))
+        # Contents are read only if the list of files is right, so a truncated shard is reported at once.
+        if not problems:
+            entries = _read_entries(folder, flush=False)
+            problems = [
+                f"{name}: content differs from its checksum"
+                for name, entry in manifest.files.items()
+                if entries.get(name) != entry
+            ]
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise CheckpointError(f"checkpoint {folder} is corrupt: {shown}")
+    return manifest
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether all files exist with their sizes; does not read contents."""
+    try:
+        return not list(_layout_problems(folder, read_manifest(folder)))
+    except (CheckpointError, OSError):
+        return False
+
+
+def _document(manifest: Manifest) -> dict[str, Any]:
+    files = {name: list(manifest.files[name]) for name in sorted(manifest.files)}
+    score = {} if manifest.score is None else {"score": list(manifest.score)}
+    return {"format": FORMAT, "step": manifest.step, "sequence": manifest.sequence, **score, "files": files}
+
+
+def _document_digest(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _layout_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    sizes = {name: os.lstat(folder / name).st_size for name in _file_names(folder)}
+    for name, entry in manifest.files.items():
+        if name not in sizes:
+            yield f"{name} is missing"
+        elif sizes[name] != entry.size:
+            yield f"{name} has {sizes[name]} bytes, {entry.size} were saved"
+    for name in sorted(sizes.keys() - manifest.files.keys()):
+        yield f"{name} is not part of the checkpoint"
+
+
+def _file_names(folder: Path) -> list[str]:
+    """Sorted names of all files below a folder, without the manifest."""
+    names = []
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in files + folders):
+            mode = os.lstat(path).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise CheckpointError(
+                    f"checkpoint {folder}: {path.relative_to(folder)} is a link or device, not a file"
+                )
+            if stat.S_ISREG(mode):
+                names.append(path.relative_to(folder).as_posix())
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def _read_entries(folder: Path, flush: bool, but: Mapping[str, FileEntry] = NO_ENTRIES) -> dict[str, FileEntry]:
+    names = [name for name in _file_names(folder) if name not in but]
+    with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:
+        entries = pool.map(lambda name: read_entry(folder / name, flush), names)
+        return dict(zip(names, entries, strict=True))
+
+
+class BestBy(NamedTuple):
+    """Metric that selects the best checkpoint.
+
+    Attributes:
+        metric: a validation metric.
+        mode: ``max`` or ``min``.
+    """
+
+    metric: str
+    mode: str = "max"
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Whether a value beats another value, or None; NaN beats nothing."""
+        if math.isnan(value):
+            return False
+        return than is None or (value > than if self.mode == "max" else value < than)
+
+
+class Removal(NamedTuple):
+    """Parts of a checkpoint to remove.
+
+    Attributes:
+        step: of the checkpoint.
+        roles: folders to remove; None = the whole checkpoint.
+    """
+
+    step: int
+    roles: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints to keep.
+
+    A checkpoint loses each role that has enough newer checkpoints, and is removed without any role. The best checkpoint
+    keeps all roles.
+
+    Args:
+        limits: number of the newest checkpoints to keep, by role; None = all.
+        best: selects the best checkpoint, which is kept at any age; None = no best checkpoint.
+
+    Raises:
+        ConfigError: a limit is below 1.
+    """
+
+    limits: Mapping[str, int | None] = field(default_factory=dict)
+    best: BestBy | None = None
+
+    def __post_init__(self) -> None:
+        for role, limit in self.limits.items():
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{limit_key(role)}={limit}, expected at least 1, or null to keep all")
+
+    def best_of(self, manifests: Iterable[Manifest]) -> Manifest | None:
+        """Select the best checkpoint, the newest of equal ones; None if none has a score."""
+        best: Manifest | None = None
+        for manifest in sorted(manifests, key=lambda manifest: manifest.sequence, reverse=True):
+            score = self._score(manifest)
+            if score is not None and self.best is not None:
+                best_score = None if best is None else self._score(best)
+                if self.best.is_better(score.value, None if best_score is None else best_score.value):
+                    best = manifest
+        return best
+
+    def removals(self, manifests: Sequence[Manifest]) -> list[Removal]:
+        """List the parts to remove from complete checkpoints, the oldest first."""
+        best = self.best_of(manifests)
+        removals = []
+        kept = dict.fromkeys(self.limits, 0)
+        for manifest in sorted(manifests, key=lambda manifest: manifest.sequence, reverse=True):
+            present = [role for role in self.limits if role in roles_in(manifest)]
+            surplus = []
+            for role in present:
+                limit = self.limits[role]
+                kept[role] += 1
+                if limit is not None and kept[role] > limit:
+                    surplus.append(role)
+            if surplus and manifest is not best:
+                removals.append(Removal(manifest.step, None if surplus == present else tuple(surplus)))
+        return removals[::-1]
+
+    def _score(self, manifest: Manifest) -> Score | None:
+        if self.best is None or manifest.score is None or manifest.score.metric != self.best.metric:
+            return None
+        return None if math.isnan(manifest.score.value) else manifest.score
+
+
+def limit_key(role: str) -> str:
+    """Name the configuration key that limits the checkpoints of a role."""
+    return "trainer.max_ckpt_to_keep" if role in ("sft", "reward_model") else f"trainer.max_{role}_ckpt_to_keep"
+
+
+def roles_in(manifest: Manifest) -> set[str]:
+    """List the roles of a checkpoint: its folders."""
+    return {name.split("/")[0] for name in manifest.files if "/" in name}

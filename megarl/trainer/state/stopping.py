@@ -1,0 +1,163 @@
+"""Stop conditions of a run: a time limit, a scheduler's deadline, a SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+from megarl.base.errors import ConfigError
+
+EXPIRY_VARIABLES = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",  # elastic instances of Volcengine
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",  # capacity blocks of AWS
+    "SLURM_JOB_END_TIME",
+)
+"""Environment variables with the UNIX time, in seconds, at which the machine or job ends."""
+
+FIRST_SAVE_S = 60.0
+"""Assumed seconds of a save before the first."""
+STEPS_REMEMBERED = 10
+
+logger = logging.getLogger(__name__)
+
+
+class Deadline(NamedTuple):
+    """A time by which the run must be saved.
+
+    Attributes:
+        at: UNIX time in seconds.
+        name: source of the deadline.
+    """
+
+    at: float
+    name: str
+
+
+def find_deadlines(max_wall_seconds: float | None, now: float, environment: Mapping[str, str]) -> list[Deadline]:
+    """List the deadlines of a run that starts now.
+
+    Args:
+        max_wall_seconds: ``trainer.max_wall_seconds``.
+        now: UNIX time in seconds.
+        environment: environment variables.
+
+    Raises:
+        ConfigError: one of :data:`EXPIRY_VARIABLES` is not a time.
+    """
+    deadlines = []
+    if max_wall_seconds is not None:
+        deadlines.append(Deadline(now + max_wall_seconds, f"trainer.max_wall_seconds={max_wall_seconds:g}"))
+    for name in EXPIRY_VARIABLES:
+        text = environment.get(name, "").strip()
+        if not text:
+            continue
+        try:
+            at = float(text)
+        except ValueError:
+            at = math.nan
+        if not math.isfinite(at):
+            raise ConfigError(
+                f"environment variable {name}={text!r} is not a UNIX time in seconds; correct or unset it"
+            )
+        if at <= now:
+            logger.warning("%s=%s is in the past and has no effect", name, text)
+        else:
+            deadlines.append(Deadline(at, name))
+    return deadlines
+
+
+class StopCondition:
+    """Decides after each step whether the run must end: by a deadline, a signal or a request.
+
+    Args:
+        deadlines: times by which the last save must be complete.
+        spare_s: margin before a deadline, in seconds.
+        clock: UNIX time in seconds.
+
+    Attributes:
+        reason: reason to end; None to continue.
+    """
+
+    def __init__(
+        self, deadlines: Sequence[Deadline] = (), spare_s: float = 0.0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.reason: str | None = None
+        self._deadline = min(deadlines, default=None)
+        self._spare_s = spare_s
+        self._clock = clock
+        self._requested: str | None = None
+        self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._last = clock()
+
+    @property
+    def requested(self) -> str | None:
+        """Source of a request to end after the current step; None without one."""
+        return self._requested
+
+    def request(self, reason: str) -> None:
+        """Request the end of the run after the current step."""
+        self._requested = reason
+
+    def begin(self) -> None:
+        """Start the timing of steps."""
+        self._last = self._clock()
+        self.reason = self._requested
+
+    def step_done(self, save_s: float | None) -> str | None:
+        """Decide whether another step and a save after it fit before the deadline.
+
+        Args:
+            save_s: seconds of the slowest save; None before the first save.
+
+        Returns:
+            :attr:`reason`.
+        """
+        now = self._clock()
+        self._step_seconds.append(now - self._last)
+        self._last = now
+        self.reason = self._requested
+        if self.reason is None and self._deadline is not None:
+            left = self._deadline.at - now
+            needed = max(self._step_seconds) + (FIRST_SAVE_S if save_s is None else save_s) + self._spare_s
+            if left < needed:
+                self.reason = (
+                    f"{self._deadline.name}: {max(left, 0):.0f} s are left, another step could take {needed:.0f}"
+                )
+        return self.reason
+
+
+@contextmanager
+def ends_on_sigterm(stop: StopCondition) -> Iterator[None]:
+    """Handle the first SIGTERM as a request to end after the current step; a second one has its earlier effect.
+
+    Has no effect outside the main thread, since Python handles no signals there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous: Any = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.request("SIGTERM")
+        signal.signal(signal.SIGTERM, previous)
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def process_deadlines(max_wall_seconds: float | None) -> list[Deadline]:
+    """List the deadlines of this process from now on; see :func:`find_deadlines`."""
+    return find_deadlines(max_wall_seconds, time.time(), os.environ)

@@ -1,0 +1,209 @@
+"""Building agent loops from a configuration, and refused configurations."""
+
+import asyncio
+import json
+
+import pytest
+from agent_cases import merging_tokenizer
+
+from megarl.agents import (
+    ConversationLimits,
+    build_agent_loops,
+    check_agent_loops,
+    check_agent_names,
+    conversation_limits,
+    default_agent_loop,
+)
+from megarl.agents.search_agent import SearchLoop
+from megarl.agents.single_turn import SingleTurnLoop
+from megarl.agents.tool_agent import ToolLoop, ToolOptions
+from megarl.base.errors import ConfigError
+from megarl.config import TrainConfig
+from megarl.config.build import build
+from megarl.config.problems import InvalidConfigError
+
+SCHEMA = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+USER_CODE = """
+from megarl.agents import AgentLoop
+from megarl.agents.tools import Tool
+
+class Mine(AgentLoop):
+    def __init__(self, factor):
+        self.factor = factor
+
+    async def run(self, conversation, generate):
+        raise NotImplementedError
+
+class Look(Tool):
+    async def call(self, arguments, conversation):
+        return "nothing"
+"""
+
+
+def configured(**sections):
+    values = {
+        "data": {"train_files": "a.parquet", "max_response_length": 600, **sections.pop("data", {})},
+        "actor_rollout_ref": {"model": {"path": "model"}, "rollout": sections.pop("rollout", {})},
+        "trainer": {"device": "cpu", "n_gpus_per_node": 1, "experiment_name": "agents"},
+        **sections,
+    }
+    return build(TrainConfig, values)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return merging_tokenizer()
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A module with a custom loop and tool, and the YAML files that name them."""
+    (tmp_path / "custom.py").write_text(USER_CODE)
+    tools = {"tools": [{"class_name": f"{tmp_path}/custom.py:Look", "tool_schema": SCHEMA}]}
+    (tmp_path / "tools.yaml").write_text(json.dumps(tools))
+    loops = [{"name": "mine", "_target_": f"{tmp_path}/custom.py:Mine", "factor": 3}]
+    (tmp_path / "loops.yaml").write_text(json.dumps(loops))
+    return tmp_path
+
+
+def test_default_agent_loop(files):
+    assert default_agent_loop(configured()) == "single_turn_agent"
+    tools = {"enable": True, "tool_config_path": str(files / "tools.yaml")}
+    assert default_agent_loop(configured(rollout={"multi_turn": tools})) == "tool_agent"
+    searching = {"do_search": True, "retriever": {"url": "http://127.0.0.1:1/retrieve"}}
+    assert default_agent_loop(configured(**searching)) == "search_agent"
+    external = {"agent": {"external_agent": "a.py:b"}}
+    assert default_agent_loop(configured(rollout=external)) == "external_agent"
+    chosen = {"agent": {"default_agent_loop": "mine"}}
+    assert default_agent_loop(configured(rollout=chosen, **searching)) == "mine"
+
+
+def test_all_keys_reach_their_loop(files, tokenizer):
+    config = configured(
+        do_search=True,
+        max_turns=5,
+        data={"max_obs_length": 77},
+        retriever={"url": "http://host:1/retrieve", "topk": 4, "timeout_s": 9, "retries": 1},
+        rollout={
+            "multi_turn": {
+                "max_assistant_turns": 6,
+                "max_user_turns": 7,
+                "max_parallel_calls": 8,
+                "max_tool_response_length": 99,
+                "tool_response_truncate_side": "left",
+                "tool_config_path": str(files / "tools.yaml"),
+                "format": "llama3_json",
+            },
+            "agent": {"agent_loop_config_path": str(files / "loops.yaml"), "timeout_s": 30},
+        },
+    )
+    names = ["single_turn_agent", "tool_agent", "search_agent", "mine", f"{files}/custom.py:Mine"]
+    with pytest.raises(ConfigError, match="missing 1 required positional argument: 'factor'"):
+        build_agent_loops(config, tokenizer, names)
+    loops = build_agent_loops(config, tokenizer, names[:-1])
+    assert isinstance(loops["single_turn_agent"], SingleTurnLoop) and loops["mine"].factor == 3
+    tool, search = loops["tool_agent"], loops["search_agent"]
+    assert isinstance(tool, ToolLoop) and tool.options == ToolOptions("llama3_json", 8, 99, "left")
+    assert list(tool.tools) == ["look"]
+    assert isinstance(search, SearchLoop) and (search.max_turns, search.max_obs_length) == (5, 77)
+    options = search.client.options
+    assert (options.url, options.topk, options.timeout_s, options.retries) == ("http://host:1/retrieve", 4, 9, 1)
+    assert conversation_limits(config) == ConversationLimits(600, 6, 7, 30, 512)
+    assert asyncio.run(tool.tools["look"].tool.call({}, None)) == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"do_search": True}, "retriever.url"),
+        ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "retriever.url"),
+        ({"rollout": {"agent": {"default_agent_loop": "external_agent"}}}, "needs a function, path.py:function"),
+        (
+            {"rollout": {"agent": {"external_agent": "a.py:b"}}, "do_search": True, "retriever": {"url": "http://h/r"}},
+            "and do_search both lead",
+        ),
+        ({"rollout": {"endpoint": {"port": 65536}}}, "endpoint.port"),
+        ({"rollout": {"endpoint": {"host": ""}}}, "endpoint.host"),
+        ({"retriever": {"url": "127.0.0.1:8000"}}, "must begin with http"),
+        ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.tool_config_path"),
+        ({"rollout": {"multi_turn": {"tool_config_path": "none.yaml"}}}, "no such file"),
+        ({"rollout": {"agent": {"agent_loop_config_path": "none.yaml"}}}, "agent.agent_loop_config_path"),
+        (
+            {"do_search": True, "retriever": {"url": "http://h/r"}, "data": {"max_obs_length": 600}},
+            "data.max_obs_length",
+        ),
+    ],
+)
+def test_invalid_configuration_is_refused(sections, message):
+    with pytest.raises(InvalidConfigError, match=message):
+        configured(**sections)
+
+
+def test_custom_classes_are_checked_before_the_start(files):
+    config = configured(rollout={"agent": {"agent_loop_config_path": str(files / "loops.yaml")}})
+    check_agent_loops(config)
+    (files / "loops.yaml").write_text(json.dumps([{"name": "mine", "_target_": f"{files}/custom.py:Yours"}]))
+    with pytest.raises(ConfigError, match="no AgentLoop called 'Yours'"):
+        check_agent_loops(config)
+    with pytest.raises(ConfigError, match=r"multi_turn\.format='xml' is unknown; known ones: hermes, llama3_json"):
+        check_agent_loops(configured(rollout={"multi_turn": {"format": "xml"}}))
+    tools = {"enable": True, "tool_config_path": str(files / "tools.yaml")}
+    (files / "tools.yaml").write_text("tools: []")
+    with pytest.raises(ConfigError, match="at least one entry"):
+        check_agent_loops(configured(rollout={"multi_turn": tools}))
+    with pytest.raises(ConfigError, match="agent_loop='serch_agent' is unknown; did you mean 'search_agent'"):
+        check_agent_loops(configured(rollout={"agent": {"default_agent_loop": "serch_agent"}}))
+
+
+def test_malformed_loop_file_is_named(files, tokenizer):
+    config = configured(rollout={"agent": {"agent_loop_config_path": str(files / "loops.yaml")}})
+    for content, message in (
+        ({"name": "mine"}, "must be a list"),
+        ([{"name": "mine"}], "entry 0 must have 'name' and '_target_'"),
+        ([{"name": "mine", "_target_": "a.B"}] * 2, "two loops called 'mine'"),
+    ):
+        (files / "loops.yaml").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=message):
+            build_agent_loops(config, tokenizer, ["mine"])
+
+
+def test_loops_named_by_rows_are_checked_before_the_start(files):
+    config = configured(rollout={"agent": {"agent_loop_config_path": str(files / "loops.yaml")}})
+
+    def check(*names):
+        check_agent_names(config, {name: names.index(name) for name in names}, lambda row: f"a.parquet, row {row}")
+
+    check(None, "mine", "", "single_turn_agent", f"{files}/custom.py:Mine")
+    for name, message in (
+        ("mein", r"a\.parquet, row 2: agent_name='mein': .*known ones: external_agent, .*path are mine"),
+        ("tool_agent", r"row 2: agent_name='tool_agent': .*tool_config_path is null"),
+        ("search_agent", r"row 2: agent_name='search_agent': retriever\.url is null"),
+        (
+            "external_agent",
+            r"row 2: agent_name='external_agent': .*set actor_rollout_ref\.rollout\.endpoint\.enable=true",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check(None, "mine", name, name)
+
+
+def test_several_external_agents(files, tokenizer):
+    (files / "agents.py").write_text("def first(task): ...\ndef second(task): ...\n")
+    entries = [
+        {"name": name, "_target_": "external_agent", "function": f"{files}/agents.py:{name}"}
+        for name in ("first", "second")
+    ]
+    (files / "loops.yaml").write_text(json.dumps(entries))
+    agent = {"agent_loop_config_path": str(files / "loops.yaml")}
+    config = configured(rollout={"agent": agent, "endpoint": {"enable": True}})
+    check_agent_names(config, {"first": 0, "second": 1}, str)
+    loops = build_agent_loops(config, tokenizer, ["first", "second"])
+    assert [loops[name]._agent.__name__ for name in ("first", "second")] == ["first", "second"]
+    with pytest.raises(ConfigError, match=r"endpoint\.enable=true"):
+        check_agent_loops(configured(rollout={"agent": agent}))
+    (files / "loops.yaml").write_text(json.dumps([{**entries[0], "function": f"{files}/agents.py:third"}]))
+    with pytest.raises(ConfigError, match="no function called 'third'"):
+        check_agent_loops(config)
+    (files / "loops.yaml").write_text(json.dumps([{**entries[0], "funktion": "x"}]))
+    with pytest.raises(ConfigError, match=r"agent loop 'first' cannot be built with the options .*'funktion'"):
+        check_agent_loops(config)

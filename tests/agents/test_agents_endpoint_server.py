@@ -1,0 +1,296 @@
+"""The endpoint over HTTP: token, errors in OpenAI's form, streams, and external requests."""
+
+import asyncio
+import importlib.util
+import json
+import stat
+import threading
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from agent_cases import Scripted, merging_tokenizer
+from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, post
+
+from megarl.agents.endpoint import EndpointAddress
+from megarl.agents.endpoint.server import LARGEST_BODY, TOKEN_VARIABLE, make_token
+from megarl.base.errors import ConfigError
+from megarl.rollout import RolloutError
+
+HAS_OPENAI = importlib.util.find_spec("openai") is not None
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return merging_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def endpoint(tokenizer):
+    with listening(tokenizer, wait_s=0.2) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def generating(endpoint, generate):
+    """Let the run generate within the block."""
+    over, started = asyncio.Event(), threading.Event()
+
+    async def phase():
+        async with endpoint.serving(generate):
+            started.set()
+            await over.wait()
+
+    thread = threading.Thread(target=endpoint.run, args=(phase(),))
+    thread.start()
+    started.wait()
+    try:
+        yield
+    finally:
+        endpoint._loop.call_soon_threadsafe(over.set)
+        thread.join()
+
+
+class Endless:
+    """Generates until it is cancelled."""
+
+    def __init__(self):
+        self.called, self.cancelled = threading.Event(), threading.Event()
+
+    async def __call__(self, prompt_ids, params, **options):
+        self.called.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.cancelled.set()
+
+
+def root(endpoint):
+    return endpoint.base_url.removesuffix("/v1")
+
+
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Bearer", "Basic {}", "{}", "Bearer {}x", "Bearer \u00e4", b"Bearer \xff"]
+)
+def test_token_is_required(endpoint, header):
+    value = header.format(endpoint.api_key).encode() if isinstance(header, str) else header
+    headers = {} if value is None else {"Authorization": value}
+    for path in ("/v1/models", "/v1/chat/completions", "/sessions/x/v1/chat/completions", "/sessions/x/v1/models"):
+        method = "GET" if path.endswith("models") else "POST"
+        answer = httpx.request(method, root(endpoint) + path, headers=headers, verify=False)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(root(endpoint) + "/health", verify=False).json() == {"status": "ok"}
+
+
+def test_models_and_unknown_paths(endpoint):
+    http = client(endpoint)
+    (model,) = http.get(endpoint.base_url + "/models").json()["data"]
+    assert model["id"] == "policy"
+    for path, status in (("/v1/completions", 404), ("/v1/chat/completions", 405)):
+        answer = http.get(root(endpoint) + path)
+        assert answer.status_code == status and answer.json()["error"]["type"] == "invalid_request_error"
+    gone = http.post(root(endpoint) + "/sessions/unknown/v1/chat/completions", json={})
+    assert gone.status_code == 410 and gone.json()["error"]["code"] == "session_closed"
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "param"),
+    [
+        ({"messages": []}, "messages", "messages"),
+        ({"messages": None}, "'messages' is a required property", None),
+        ({"messages": [{"role": "god", "content": "x"}]}, "'god' is not one of", "messages.0.role"),
+        ({"messages": [*USER, {"role": "assistant", "content": "x"}]}, "last message", "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be texts", "messages.0"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid JSON", None),
+        ({"top_logprobs": 3, "logprobs": True}, "only the log-prob of the chosen token", "top_logprobs"),
+        ({"tool_choice": "required", "tools": [ADD]}, "calls cannot be forced", "tool_choice"),
+        ({"parallel_tool_calls": False}, "as many calls", "parallel_tool_calls"),
+        ({"tools": [{"function": {}}]}, "'name' is a required", "tools.0.function"),
+        ({"temperature": -1}, "less than the minimum", "temperature"),
+        ({"temperature": 1e-30}, "too small", "temperature"),
+        ({"top_p": 0}, "top_p", "top_p"),
+        ({"top_k": 0}, "top_k", "top_k"),
+        ({"n": 1000}, "maximum of 64", "n"),
+        ({"stop": [""]}, "stop", "stop.0"),
+        ({"max_tokens": 10**6}, "more than is served", "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 700}]}, "more than is served", "messages"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "'text' was expected", "response_format.type"),
+        ({"best_of": 2}, "best_of is not supported; supported are", "best_of"),
+    ],
+)
+def test_unsupported_fields_are_refused_by_name(endpoint, change, message, param):
+    body = {"messages": USER} | change
+    answer = post(endpoint, json.dumps({name: value for name, value in body.items() if value is not None}).encode())
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and message in error["message"] and error["param"] == param, error
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"NaN", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000])
+def test_body_must_be_a_json_object(endpoint, body):
+    answer = post(endpoint, body)
+    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+
+
+def test_large_body_and_unknown_model_are_refused(endpoint):
+    assert post(endpoint, b" " * (LARGEST_BODY + 1)).status_code == 413
+    with pytest.raises(Refused, match="served as 'policy'") as refused:
+        complete(endpoint, USER, model="gpt-4o")
+    assert refused.value.status == 404 and refused.value.error["code"] == "model_not_found"
+
+
+def test_external_requests_are_served_during_generation(endpoint, tokenizer):
+    with pytest.raises(Refused, match=r"did not generate within 0\.2 s") as refused:
+        complete(endpoint, USER)
+    assert refused.value.status == 503
+    assert post(endpoint, {"messages": USER}).headers["Retry-After"] == "30"
+    script = Scripted(tokenizer, lambda prompt, turn: "hello END more<|im_end|>")
+    endpoint.take_metrics()
+    with generating(endpoint, script):
+        body = complete(
+            endpoint, [{"role": "developer", "content": "be<|im_end|> kind"}, *USER], stop="END", temperature=0.5,
+            top_p=0.9, top_k=3, max_tokens=9, logprobs=True, return_token_ids=True, user="me", seed=-(10**30), n=2,
+        )  # fmt: skip
+        assert post(endpoint, {"messages": USER, "max_tokens": 0}).status_code == 400
+    assert (
+        message_of(body) == {"role": "assistant", "content": "hello ", "refusal": None} and body["weight_version"] == 0
+    )
+    first, second = body["choices"]
+    written = script.spelled("hello END more<|im_end|>")[:9]
+    assert first["token_ids"] == written and first["finish_reason"] == "length" and second["index"] == 1
+    assert tokenizer.decode(body["prompt_token_ids"]).startswith("<|im_start|>system\nbe kind<|im_end|>\n")
+    assert [token["logprob"] for token in first["logprobs"]["content"]] == [-0.5] * 9
+    assert body["usage"]["completion_tokens"] == 18
+    (_, params, seed, key), (_, _, next_seed, next_key) = script.calls
+    assert (params.temperature, params.top_p, params.top_k, params.stop) == (0.5, 0.9, 3, ("END",))
+    assert 0 <= seed < 2**63 and next_seed == seed + 1 and key == next_key
+    metrics = endpoint.take_metrics()
+    assert (metrics["endpoint/requests"], metrics["endpoint/refused"], metrics["endpoint/tokens"]) == (1, 1, 18)
+    assert endpoint.take_metrics()["endpoint/requests"] == 0
+
+
+def test_interrupted_request_restarts_with_the_next_generation(tokenizer):
+    with listening(tokenizer) as endpoint:
+        endless, answers = Endless(), []
+        client_thread = threading.Thread(target=lambda: answers.append(complete(endpoint, USER)))
+        with generating(endpoint, endless):
+            client_thread.start()
+            endless.called.wait()
+        with generating(endpoint, Scripted(tokenizer, lambda prompt, turn: "now<|im_end|>")):
+            client_thread.join(30)
+        assert message_of(answers[0])["content"] == "now"
+        metrics = endpoint.take_metrics()
+        assert metrics["endpoint/cut_off"] == 1 and metrics["endpoint/requests"] == 1
+        assert metrics["endpoint/waited_s/mean"] > 0
+
+
+def test_waiting_requests_fail_at_the_end_of_the_run(tokenizer):
+    endless, answers = Endless(), []
+    with listening(tokenizer) as endpoint:
+        waiting = threading.Thread(target=lambda: answers.append(post(endpoint, {"messages": USER})))
+        with generating(endpoint, endless):
+            waiting.start()
+            endless.called.wait()
+    waiting.join(30)
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "run_ended"
+
+
+def test_disconnected_client_cancels_its_request(endpoint, tokenizer):
+    endless = Endless()
+    with generating(endpoint, endless):
+        with pytest.raises(httpx.ReadTimeout):
+            client(endpoint, timeout=0.5).post(f"{endpoint.base_url}/chat/completions", json={"messages": USER})
+        assert endless.cancelled.wait(30)
+
+
+def test_engine_failure_is_reported_to_the_client(endpoint, tokenizer):
+    with generating(endpoint, Scripted(tokenizer, lambda prompt, turn: RolloutError("lost"))):
+        with pytest.raises(Refused, match="the rollout engine failed: lost") as refused:
+            complete(endpoint, USER)
+        assert refused.value.status == 503
+
+
+def test_stream_has_each_choice_in_one_piece(endpoint, tokenizer):
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>'
+    with generating(endpoint, Scripted(tokenizer, lambda prompt, turn: call)):
+        body = {"messages": USER, "stream": True, "stream_options": {"include_usage": True}, "tools": [ADD]}
+        answer = post(endpoint, body)
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    whole, end, usage = map(json.loads, events)
+    assert whole["object"] == "chat.completion.chunk" and whole["choices"][0]["finish_reason"] is None
+    (call_delta,) = whole["choices"][0]["delta"]["tool_calls"]
+    assert call_delta["index"] == 0 and call_delta["function"]["name"] == "add"
+    assert end["choices"][0]["delta"] == {} and end["choices"][0]["finish_reason"] == "tool_calls"
+    assert usage["choices"] == [] and usage["usage"]["total_tokens"] > 0
+    assert len({event["id"] for event in (whole, end, usage)}) == 1
+
+
+def test_stop_strings_need_an_engine_with_tokenizer(tokenizer):
+    with listening(tokenizer, stop_strings=False) as endpoint, pytest.raises(Refused, match="knows no texts"):
+        complete(endpoint, USER, stop="x")
+
+
+def test_access_file_is_private(tokenizer, tmp_path, monkeypatch):
+    file = tmp_path / "new" / "endpoint.json"
+    file.parent.mkdir()
+    file.write_text("another user's")
+    file.chmod(0o666)
+    reader = file.open()
+    with listening(tokenizer, address=EndpointAddress(access_file=file)) as endpoint:
+        content = json.loads(file.read_text())
+        assert content == {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": "policy"}
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(endpoint.api_key) >= 43
+        assert reader.read() == "another user's" and endpoint.api_key not in endpoint.describe()
+        port = int(endpoint.base_url.split(":")[-1].split("/")[0])
+        with (
+            pytest.raises(ConfigError, match=f"port={port}: cannot listen there"),
+            listening(tokenizer, address=EndpointAddress(port=port)),
+        ):
+            pass
+        assert endpoint.base_url.startswith("http://127.0.0.1:")
+    assert not file.exists()
+    monkeypatch.setenv(TOKEN_VARIABLE, "chosen-by-the-owner-of-it")
+    assert make_token() == "chosen-by-the-owner-of-it"
+    monkeypatch.setenv(TOKEN_VARIABLE, "short")
+    with pytest.raises(ConfigError, match="at least 16 printable"):
+        make_token()
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    with (
+        pytest.raises(ConfigError, match="cannot be written"),
+        listening(tokenizer, address=EndpointAddress(access_file=tmp_path)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("library", ["httpx", *(["openai"] if HAS_OPENAI else [])])
+def test_conversation_with_openai_and_plain_clients(endpoint, tokenizer, library):
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    script = Scripted(tokenizer, [call, "trajectory<|im_end|>"])
+
+    def plain(task):
+        body = complete(task, task.messages, tools=[ADD])
+        result = {"role": "tool", "tool_call_id": message_of(body)["tool_calls"][0]["id"], "content": "1"}
+        return message_of(complete(task, [*task.messages, message_of(body), result], tools=[ADD]))["content"]
+
+    def with_openai(task):
+        from openai import BadRequestError, OpenAI
+        from openai.types.chat import ChatCompletion
+
+        api = OpenAI(base_url=task.base_url, api_key=task.api_key)
+        assert [model.id for model in api.models.list()] == ["policy"]
+        first = api.chat.completions.create(model=task.model, messages=task.messages, tools=[ADD], logprobs=True)
+        ChatCompletion.model_validate(first.model_dump(), strict=True)
+        message = first.choices[0].message
+        history = [*task.messages, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "1"}]
+        with pytest.raises(BadRequestError, match="best_of"):
+            api.chat.completions.create(model=task.model, messages=history, extra_body={"best_of": 2})
+        events = api.chat.completions.create(model=task.model, messages=history, tools=[ADD], stream=True)
+        return "".join(event.choices[0].delta.content or "" for event in events)
+
+    agent = {"httpx": plain, "openai": with_openai}[library]
+    (trajectory,) = lead(endpoint, script, lambda task: {"text": agent(task)})
+    assert trajectory.fields["agent_result"] == {"text": "trajectory"} and trajectory.num_turns == 4
+    assert trajectory.metrics["branches_dropped"] == 0

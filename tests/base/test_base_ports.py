@@ -1,0 +1,29 @@
+"""Free ports, and ports that a socket reserves."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from megarl.base import ports
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "::1"])
+def test_free_port_can_be_bound_and_reserved_port_cannot(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as mine:
+        mine.bind((host, ports.free_port(host)))
+    with ports.reserve_port(host) as reserved, socket.socket(family) as mine, pytest.raises(OSError, match="in use"):
+        mine.bind((host, reserved.getsockname()[1]))
+
+
+def test_ports_in_use_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = ports.free_port()
+    with ports.reserve_port("") as taken:
+        number = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "_PORTS", [number] * 49 + [free])
+        assert ports.free_port() == free
+        monkeypatch.setattr(ports, "_PORTS", [number] * 50)
+        with pytest.raises(OSError, match="none of 50 ports"):
+            ports.free_port()

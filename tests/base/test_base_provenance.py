@@ -1,0 +1,52 @@
+"""Software, machine and source of a run."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megarl.base import provenance
+from megarl.base.provenance import git_state, run_facts
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_checkout_has_commit_and_changed_files(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q", "-b", "work")
+    assert git_state(tmp_path) is None, "no commit yet"
+    (tmp_path / "a b.py").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert git_state(tmp_path) == {"commit": head, "branch": "work", "changed": []}
+    (tmp_path / "a b.py").write_text("2")
+    (tmp_path / "new.py").write_text("not known to git")
+    state = git_state(tmp_path)
+    assert state is not None and state["changed"] == ['"a b.py"']
+    installed = tmp_path / "venv" / "megarl"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").touch()
+    assert git_state(installed) is None, "a package installed inside somebody's checkout is not of that checkout"
+
+
+def test_missing_git_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_state(tmp_path) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(Path(provenance.__file__).parent) is None
+
+
+def test_run_facts_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "-q", "-b", "custom")
+    (tmp_path / "reward.py").touch()
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "mine")
+    monkeypatch.chdir(tmp_path)
+    facts = run_facts()
+    assert facts["versions"]["torch"] and facts["machine"]["cpus"] and facts["started"].endswith("+00:00")
+    assert facts["git"]["working folder"]["branch"] == "custom", "custom reward functions have a source, too"

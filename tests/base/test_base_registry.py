@@ -1,0 +1,75 @@
+import sys
+import types
+
+import pytest
+
+from megarl.base.errors import ConfigError, RewardError
+from megarl.base.registry import Registry
+from megarl.base.user_code import load_user_function
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry: Registry = Registry("some.key")
+    registry.register("one", "eins")(len)
+    registry.register("two")(max)
+    return registry
+
+
+def test_entry_is_registered_under_each_name(registry):
+    assert registry["one"] is len and registry["eins"] is len and registry["two"] is max
+    assert set(registry) == {"one", "eins", "two"} and len(registry) == 3
+    assert "one" in registry and "three" not in registry
+    assert registry.get("one") is len and registry.get("three") is None and registry.find("one") is len
+
+
+def test_unknown_name_lists_known_and_nearest_names(registry):
+    with pytest.raises(ConfigError, match=r"^some\.key='three' is unknown; known ones: eins, one, two$"):
+        registry["three"]
+    with pytest.raises(ConfigError, match=r"'eine' is unknown; did you mean 'eins'\? known ones: eins, one, two$"):
+        registry.find("eine")
+
+
+def test_duplicate_name_is_an_error(registry):
+    registry.register("one")(len)
+    with pytest.raises(ConfigError, match=r"some\.key='one' is registered already, by builtins; choose another name"):
+        registry.register("one")(max)
+    assert registry["one"] is len
+    reimported = types.FunctionType(max_of_two.__code__, globals(), "max_of_two")
+    registry.register("three")(max_of_two)
+    registry.register("three")(reimported)
+    assert registry["three"] is reimported
+
+
+def max_of_two(a, b):
+    return max(a, b)
+
+
+def test_entries_are_imported_lazily(monkeypatch, tmp_path):
+    (tmp_path / "lazy_entries.py").write_text("from test_base_registry import LAZY\nLAZY['late'] = abs\n")
+    (tmp_path / "default_entries.py").write_text("from test_base_registry import LAZY\nLAZY['default'] = all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = Registry("key", lazy={"late": "lazy_entries"}, defaults="default_entries")
+    monkeypatch.setattr(sys.modules[__name__], "LAZY", registry, raising=False)
+    assert "default_entries" not in sys.modules
+    assert sorted(registry) == ["default", "late"] and "lazy_entries" not in sys.modules
+    assert registry["late"] is abs and registry["default"] is all
+
+
+def test_specs_of_user_code_are_loaded(tmp_path):
+    file = tmp_path / "custom.py"
+    file.write_text("def double(x):\n    return 2 * x\nnumber = 3\n")
+    registry = Registry("some.key", loader=load_user_function)
+    assert registry.find(f"{file}:double")(4) == 8
+    with pytest.raises(ConfigError, match=r"some\.key '.*custom\.py:triple': it has no 'triple'; .*\['double'\]"):
+        registry.find(f"{file}:triple")
+    with pytest.raises(ConfigError, match=r"some\.key '.*custom\.py:number' is a int; it must be a function"):
+        registry.find(f"{file}:number")
+    with pytest.raises(ConfigError, match=r"'double' is unknown; known ones: none; or write path\.py:name"):
+        registry.find("double")
+
+
+def test_error_class_and_hint():
+    registry = Registry("reward", error=RewardError, hint="see the docs")
+    with pytest.raises(RewardError, match=r"reward='a' is unknown; known ones: none; see the docs"):
+        registry["a"]

@@ -1,0 +1,43 @@
+"""Numbers as users read them."""
+
+from __future__ import annotations
+
+from megarl.base.units import (
+    GIB,
+    MIB,
+    clock_duration,
+    count_noun,
+    duration,
+    gib,
+    gigabytes,
+    metric_count,
+    seconds_digits,
+)
+
+
+def test_count_noun() -> None:
+    assert [count_noun(count, "node") for count in (0, 1, 2, 1024)] == ["0 nodes", "1 node", "2 nodes", "1,024 nodes"]
+
+
+def test_gib_keeps_three_decimals_of_small_sizes() -> None:
+    assert [gib(n) for n in (0, 3 * MIB, 51 * MIB, 52 * MIB, 1.25 * GIB, 2048 * GIB)] == [
+        *("0.000", "0.003", "0.050", "0.1", "1.2", "2,048.0")
+    ]
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (8.26, 59.9, 192.2, 3599.9, 7500)] == [
+        "8.3 s", "59.9 s", "3 min 12 s", "1 h 00 min", "2 h 05 min",
+    ]  # fmt: skip
+    assert [clock_duration(seconds) for seconds in (0, 61.4, 3725, 200_000)] == [
+        "0:00",
+        "1:01",
+        "1:02:05",
+        "2 days 7 h",
+    ]
+
+
+def test_sizes_counts_and_seconds() -> None:
+    assert [gigabytes(nbytes) for nbytes in (3.1e6, 12.44e9)] == ["3.1 MB", "12.4 GB"]
+    assert [metric_count(number) for number in (12, 1500, 494e6, 2.27e9)] == ["12", "1.5 K", "494 M", "2.27 B"]
+    assert [seconds_digits(seconds) for seconds in (1.234, 12.34, 1234.5)] == ["1.23", "12.3", "1,234"]

@@ -1,0 +1,98 @@
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.base.errors import WeightSyncError
+from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent
+from megarl.cluster.adapters import GroupSource, GroupTarget
+from megarl.models.layout import ParallelLayout
+from megarl.sharding import ShardingManager, SyncOptions
+from megarl.trainer.jobs.roles import _lost_ranks
+
+PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12)
+
+
+@pytest.fixture(scope="module")
+def peers():
+    with RaySession(num_cpus=1) as session:
+        pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
+
+        def trainer(**kwargs):
+            name = "tests.cluster.light_workers.Trainer"
+            return WorkerGroup("actor", name, {"destinations": 2, **kwargs}, ParallelLayout(tp=2), pool)
+
+        engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {}, ParallelLayout(dp=2), pool)
+        yield trainer, engines
+
+
+def test_every_message_reaches_its_rank_in_order(peers):
+    trainer, engines = peers
+    actor = trainer()
+    options = SyncOptions(verify_freq=1, free_engine=True)
+    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines), options)
+    for version in (1, 2):
+        metrics = manager.sync_weights()
+        assert (metrics["weight_sync/buckets"], metrics["weight_sync/peak_mb"]) == (3, 1)
+        manager.free_engines()
+        first = [("wake", "weights"), ("begin", version), ("open", 0)]
+        last = [("close", True), ("wake", "kv_cache"), ("end", version), ("sleep", "weights", "kv_cache")]
+        assert engines.seen() == [
+            [*first, (0, [0]), (1, [100]), (2, [200]), *last],
+            [*first, (0, [1, 11]), (1, [101, 111]), (2, [201, 211]), *last],
+        ]
+    assert actor.still_packed() == [[], []]
+    actor.shutdown()
+
+
+def test_process_receives_the_messages_of_all_its_ranks(peers):
+    """Two processes of two ranks each, so four destinations; a process returns one result per rank."""
+    trainer, engines = peers
+    actor, pool = trainer(destinations=4), engines._pool
+    replicas = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {"ranks": 2}, ParallelLayout(dp=2), pool)
+    target = GroupTarget(replicas)
+    target.import_bucket(1, GroupSource(actor, 4).export_bucket(1)).result()
+    assert replicas.seen() == [[(1, [100, 101, 111])], [(1, [102, 103, 112, 113])]]
+    assert len(target.checksums().result()) == 4
+    for group in (actor, replicas):
+        group.shutdown()
+
+
+def test_failed_source_is_named_and_the_update_is_not_ended(peers):
+    trainer, engines = peers
+    actor = trainer(fail_at=(1, 1))
+    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines))
+    with pytest.raises(WeightSyncError, match=r"bucket 2 of 3.*actor rank 1 failed in export_bucket: MemoryError"):
+        manager.sync_weights()
+    assert manager.version == 0
+    assert all(("end", 1) not in events for events in engines.seen()), "and the engines still answer"
+    actor.shutdown()
+
+
+def test_stopped_process_is_named_and_can_be_replaced(peers):
+    trainer, _ = peers
+    actor, pool = trainer(destinations=2), peers[1]._pool
+    engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {}, ParallelLayout(dp=2), pool)
+    options = SyncOptions(timeout_s=1.0, free_engine=True)
+    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines), options)
+    os.kill(engines.pid()[1], signal.SIGSTOP)
+    with pytest.raises(WorkerSilent, match="no answer within 1 s in sleep from: rollout rank 1") as told:
+        manager.free_engines()
+    assert told.value.late == (("rollout", 1),)
+    with pytest.raises(WeightSyncError, match=r"failed at wake weights.* from: rollout rank 1$") as failed:
+        manager.sync_weights()
+    assert _lost_ranks(failed.value, "rollout") == [1] and _lost_ranks(failed.value, "actor") == []
+    engines.restart([1])
+    manager.sync_weights()
+    assert ("end", 1) in engines.seen()[1]
+    for group in (actor, engines):
+        group.shutdown()
+
+
+def test_payload_for_an_unknown_destination_raises(peers):
+    trainer, _ = peers
+    actor = trainer()
+    with pytest.raises(WorkerFailed, match=r"payloads for \[2\], there are 2 destinations"):
+        actor.submit_scatter("export_nowhere", 2).result()
+    actor.shutdown()

@@ -1,0 +1,118 @@
+"""Fork server: workers of a local CPU run are forked from one process that has imported their modules."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import fork_client
+from megarl.cluster.fork_server import ENVIRONMENT, ForkServer, fork_options, fork_server, ray_settings
+
+SCRIPT = """
+import json, os, sys
+import colorsys
+values = {"argv": sys.argv[1:], "cwd": os.getcwd(), "value": os.environ["VALUE"], "parent": os.getppid(),
+          "loaded": "imaginary_module" in sys.modules, "path": sys.path[0], "home": "HOME" in os.environ}
+print(json.dumps(values), flush=True)
+print("to standard error", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "imaginary_module.py").write_text("")
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    try:
+        running = ForkServer(["imaginary_module"])
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    yield running
+    running.close()
+
+
+def run_client(address: str, script: Path, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the client as Ray does, and read until its standard streams are closed by the fork."""
+    command = [sys.executable, "-I", "-S", fork_client.__file__, address, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=script.parent, timeout=60)
+
+
+def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: ForkServer, tmp_path: Path) -> None:
+
+    script = tmp_path / "worker.py"
+    script.write_text(SCRIPT)
+    done = run_client(server.address, script, "--rank", "3", env={"VALUE": "of the client"})
+    values = json.loads(done.stdout)
+    assert values["argv"] == ["--rank", "3"]
+    assert values["cwd"] == values["path"] == str(tmp_path)
+    assert values["value"] == "of the client" and not values["home"], "the environment of the client, nothing else"
+    assert values["loaded"], "a fork finds the modules of the server loaded"
+    assert values["parent"] == server._process.pid
+    assert done.stderr == "to standard error\n"
+
+
+def test_exception_in_a_fork_leaves_the_server_running(server: ForkServer, tmp_path: Path) -> None:
+    failing, fine = tmp_path / "failing.py", tmp_path / "fine.py"
+    failing.write_text("raise ValueError('of the script')")
+    fine.write_text("print('fine')")
+    assert "of the script" in run_client(server.address, failing, env={}).stderr
+    assert run_client(server.address, fine, env={}).stdout == "fine\n"
+
+
+def test_client_that_is_killed_leaves_the_server_running(server: ForkServer, tmp_path: Path) -> None:
+    for message in (b"", (10**6).to_bytes(fork_client.HEADER_BYTES, "big"), b"x"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(server.address)
+            socket.send_fds(connection, [message], [0, 1, 2]) if message else None
+    script = tmp_path / "fine.py"
+    script.write_text("print('fine')")
+    assert run_client(server.address, script, env={}).stdout == "fine\n"
+
+
+def test_client_starts_python_without_a_server(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    done = run_client(str(tmp_path / "no-socket"), script, "a b", env={})
+    assert done.stdout == "['a b']\n" and done.returncode == 0
+
+
+def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    server = ForkServer(["no_such_module"])
+    server._process.wait(60)
+    server.close()
+    assert "No module named 'no_such_module'" in caplog.text
+    assert not server.folder.exists()
+
+
+def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    code = "from megarl.cluster.fork_server import ForkServer; s = ForkServer([]); print(s._process.pid, s.folder)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    pid, folder = done.stdout.split()
+    for _ in range(600):
+        if not Path(f"/proc/{pid}").exists():
+            assert not Path(folder).exists()
+            return
+        time.sleep(0.1)
+    pytest.fail("the server goes on without its parent")
+
+
+@pytest.mark.parametrize(("variable", "value"), [(ENVIRONMENT, "0"), ("RAY_ADDRESS", "auto")])
+def test_fork_server_is_off_if_disabled_or_ray_runs_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.setenv(variable, value)
+    with fork_server():
+        assert fork_options() == {} and ray_settings() is None

@@ -1,0 +1,208 @@
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.base.errors import DataError
+from megarl.data import (
+    COLUMNS,
+    Column,
+    DataProto,
+    attention_mask_of,
+    declare_column,
+    pad_left,
+    pad_right,
+    sequence_lengths,
+)
+
+QUICK = settings(max_examples=25)
+
+
+def assert_equal(first: DataProto, second: DataProto) -> None:
+    assert len(first) == len(second)
+    assert set(first.batch.keys()) == set(second.batch.keys())
+    for name in first.batch.keys():  # noqa: SIM118
+        mine, theirs = first.batch[name], second.batch[name]
+        assert mine.dtype == theirs.dtype, name
+        assert mine.shape == theirs.shape, name
+        assert torch.equal(mine, theirs), name
+    assert {k: v.tolist() for k, v in first.non_tensor_batch.items()} == {
+        k: v.tolist() for k, v in second.non_tensor_batch.items()
+    }
+    assert first.meta_info == second.meta_info
+
+
+def sent(batch: DataProto) -> DataProto:
+    return pickle.loads(pickle.dumps(batch, protocol=5))
+
+
+def batch_of(prompt_lengths, response_lengths, pad=0, spare=0, seed=0) -> DataProto:
+    """Random tokens and log-probs of the given lengths, with ``spare`` additional padding columns."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(prompt_lengths)
+    widths = [max(lengths) + spare for lengths in (prompt_lengths, response_lengths)]
+    mask = attention_mask_of(prompt_lengths, response_lengths, *widths)
+    real = mask.bool()
+    ids = torch.randint(1, 1000, (rows, sum(widths)), generator=generator).masked_fill(~real, pad)
+    log_probs = -torch.rand(rows, widths[1], generator=generator)
+    response_mask = mask[:, widths[0] :].clone()
+    response_mask[:, 1:2] = 0  # not trained on, but a real token
+    return DataProto.from_dict(
+        {
+            "prompts": ids[:, : widths[0]],
+            "responses": ids[:, widths[0] :],
+            "attention_mask": mask,
+            "response_mask": response_mask,
+            "old_log_probs": log_probs.masked_fill(~real[:, widths[0] :], 0.0),
+            "ref_log_prob": log_probs.masked_fill(~real[:, widths[0] :], 0.0).bfloat16(),
+        },
+        {"raw_prompt": [[{"role": "user", "content": str(row)}] for row in range(rows)]},
+        {"step": 1},
+    )
+
+
+lengths = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5)
+
+
+@QUICK
+@given(lengths, st.sampled_from([0, 151643]), st.integers(0, 3))
+def test_round_trip_restores_the_rectangles(rows, pad, spare):
+    batch = batch_of(*zip(*rows, strict=True), pad=pad, spare=spare)
+    assert_equal(sent(batch), batch)
+    prompt, response = sequence_lengths(sent(batch))
+    assert list(zip(prompt.tolist(), response.tolist(), strict=True)) == rows
+
+
+def test_payload_size_depends_on_tokens_not_on_padding():
+    short = len(pickle.dumps(batch_of([100] * 8, [100] * 8)))
+    padded = len(pickle.dumps(batch_of([100] * 8, [100] * 8, spare=5000)))
+    assert padded < short + 200
+    tokens, more = batch_of([100] * 8, [500] * 8), batch_of([100] * 8, [1500] * 8)
+    per_token = (len(pickle.dumps(more)) - len(pickle.dumps(tokens))) / (8 * 1000)
+    assert per_token == pytest.approx(8 + 8 + 4 + 2, rel=0.01)  # responses, response_mask, old_log_probs, ref_log_prob
+
+
+def test_pickled_chunk_does_not_send_the_complete_storage():
+    batch = DataProto.from_dict({"anything": torch.zeros(64, 1000)})
+    assert len(pickle.dumps(batch.chunk(64)[3])) < 6000
+
+
+def test_columns_without_attention_mask_are_trimmed():
+    values = pad_right([[0.5, 0.0, -1.0], [0.0], []], dtype=torch.float32)
+    wide = torch.nn.functional.pad(values, (0, 4000))
+    batch = DataProto.from_dict(
+        {"old_log_probs": wide, "prompts": torch.nn.functional.pad(torch.ones(3, 2).long(), (4000, 0))}
+    )
+    assert_equal(sent(batch), batch)
+    assert len(pickle.dumps(batch)) < 2000
+    nothing = DataProto.from_dict({"values": torch.zeros(2, 0)})
+    assert_equal(sent(nothing), nothing)
+
+
+def test_prompts_alone():
+    tensors = {"prompts": pad_left([[1, 2, 3], [4]], 9), "attention_mask": attention_mask_of([3, 1], [0, 0], 3, 0)}
+    batch = DataProto.from_dict(tensors)
+    assert_equal(sent(batch), batch)
+    assert [part.tolist() for part in sequence_lengths(batch)] == [[3, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"x": torch.arange(6).reshape(2, 3)},
+        {"x": torch.zeros(2, 2, 2, dtype=torch.bool)},
+        {"x": torch.ones(2, dtype=torch.float16), "attention_mask": torch.tensor([[1, 0, 1], [0, 0, 0]])},
+        {"x": torch.zeros(0, 3), "values": torch.zeros(0, 5)},
+        {"x": torch.zeros(2, 0)},
+    ],
+)
+def test_undeclared_columns_keep_their_padding(tensors):
+    batch = DataProto.from_dict(tensors)
+    assert_equal(sent(batch), batch)
+
+
+def test_batches_without_tensors():
+    assert_equal(
+        sent(DataProto.from_dict({"a": torch.zeros(2)}, {"x": [1, 2]})),
+        DataProto.from_dict({"a": torch.zeros(2)}, {"x": [1, 2]}),
+    )
+    only_objects = sent(DataProto.from_dict(None, {"x": [1, None]}, {"a": 1}))
+    assert only_objects.batch is None
+    assert only_objects.non_tensor_batch["x"].tolist() == [1, None]
+
+
+def test_attention_mask_values_other_than_one_survive():
+    batch = batch_of([2], [2])
+    batch.batch["attention_mask"] = torch.tensor([[2, 1, 1, 3]])
+    assert_equal(sent(batch), batch)
+
+
+def test_empty_batch_keeps_its_columns():
+    batch = batch_of([2, 3], [2, 1])[:0]
+    assert_equal(sent(batch), batch)
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1, 1, 0], [0, 1, 1, 0, 1], [1, 1, 0, 1, 0]])
+def test_mask_with_holes_is_rejected(mask):
+    batch = batch_of([3, 3], [2, 2])
+    batch.batch["attention_mask"] = torch.tensor([[1] * 5, mask])
+    with pytest.raises(DataError, match="'attention_mask', row 1: real tokens are not contiguous"):
+        pickle.dumps(batch)
+
+
+def test_values_in_the_padding_are_an_error():
+    batch = batch_of([3, 3], [2, 4])
+    batch.batch["old_log_probs"][0, 3] = -1.0
+    with pytest.raises(DataError, match="'old_log_probs', row 0: entries outside attention_mask"):
+        pickle.dumps(batch)
+
+
+def test_sequence_lengths_names_required_columns():
+    with pytest.raises(DataError, match=r"need 'attention_mask' .* there are \['responses'\]"):
+        sequence_lengths(DataProto.from_dict({"responses": torch.ones(2, 2, dtype=torch.int64)}))
+
+
+def test_custom_column():
+    column = Column("test_wire_top_log_probs", "response", torch.float32, 0, "Three log-probs of each token.")
+    batch = batch_of([1, 1], [1, 4], spare=1000)
+    values = torch.rand(2, 1004, 3)
+    values[0, 1:], values[1, 4:] = 0, 0
+    whole = len(pickle.dumps(batch))
+    batch = batch.with_columns({column.name: values})
+    declare_column(column)
+    payload = pickle.dumps(batch)
+    del COLUMNS[column.name]  # the receiver need not know it
+    assert len(payload) < whole + 400
+    assert torch.equal(pickle.loads(payload).batch[column.name], values)
+    with pytest.raises(DataError, match="'prompts' is declared already"):
+        declare_column(Column("prompts", "row", torch.int64, 0, ""))
+
+
+def test_read_only_buffers_are_copied():
+    buffers = []
+    batch = DataProto.from_dict({"x": torch.arange(4.0)})
+    payload = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    restored = pickle.loads(payload, buffers=[bytes(buffer) for buffer in buffers])
+    restored.batch["x"] += 1
+    assert restored.batch["x"].tolist() == [1, 2, 3, 4]
+
+
+@QUICK
+@given(st.lists(st.lists(st.integers(1, 9), max_size=4), max_size=4))
+def test_padded_rectangles(rows):
+    width = max(map(len, rows), default=0)
+    assert pad_left(rows, 7).tolist() == [[7] * (width - len(row)) + row for row in rows]
+    assert pad_right(rows, 7).tolist() == [row + [7] * (width - len(row)) for row in rows]
+    lengths = [len(row) for row in rows]
+    mask = attention_mask_of(lengths, lengths, width, width)
+    assert mask.shape == (len(rows), 2 * width)
+    assert mask.tolist() == [[0] * (width - n) + [1] * (2 * n) + [0] * (width - n) for n in lengths]
+
+
+def test_attention_mask_of_checks_lengths():
+    with pytest.raises(DataError, match="response lengths must be between 0 and 2, got 1 to 3"):
+        attention_mask_of([1, 1], [1, 3], 1, 2)
+    with pytest.raises(DataError, match="1 prompt lengths for 2"):
+        attention_mask_of([1], [1, 3], 1, 3)

@@ -1,0 +1,90 @@
+"""A flat range of a local parameter, cut into rectangles of Hugging Face tensors, against element-wise bookkeeping."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.megatron.checkpoint_format import blocks_of_range
+from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, parse_model_config
+
+SHAPE = (7, 5)
+
+
+def model_map() -> WeightMap:
+    raw = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 37,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }
+    return WeightMap(parse_model_config(raw))
+
+
+def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Hugging Face tensors whose elements are numbered from 1, without repetition."""
+    full, first = {}, 1
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        full[name] = np.arange(first, first + size).reshape(shape)
+        first += size
+    return full
+
+
+def local_of(param: LocalParam, full: dict[str, np.ndarray]) -> np.ndarray:
+    local = np.zeros(param.shape, dtype=int)
+    for piece in param.pieces:
+        stop = [at + size for at, size in zip(piece.at, piece.shape, strict=True)]
+        local[tuple(map(slice, piece.at, stop))] = full[piece.hf_name][tuple(map(slice, piece.start, piece.stop))]
+    return local
+
+
+@given(st.data())
+def test_blocks_cover_the_elements_of_the_range(data: st.DataObject) -> None:
+    weight_map = model_map()
+    layout = data.draw(st.sampled_from([ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(tp=2, pp=2)]))
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    param = data.draw(st.sampled_from(weight_map.megatron_params(layout, rank)))
+    full = numbered(weight_map.hf_shapes())
+    flat = local_of(param, full).reshape(-1)
+    start = data.draw(st.integers(0, flat.size))
+    stop = data.draw(st.integers(start, flat.size))
+    actual = np.zeros(stop - start, dtype=int)
+    blocks = list(blocks_of_range(param, start, stop))
+    for block in blocks:
+        assert block.numel > 0
+        corner = tuple(slice(a, a + n) for a, n in zip(block.start, block.shape, strict=True))
+        assert not actual[block.at : block.at + block.numel].any(), "an element is in two blocks"
+        actual[block.at : block.at + block.numel] = full[block.hf_name][corner].reshape(-1)
+    assert (actual == flat[start:stop]).all()
+    assert len(blocks) <= 3 * len(param.pieces)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 35])
+def test_data_parallel_cuts_cover_each_element_once(parts: int) -> None:
+    param = LocalParam("p", SHAPE, (Piece("hf", (2, 0), (9, 5), (0, 0)),))
+    count = np.zeros((9, 5), dtype=int)
+    cuts = np.linspace(0, 35, parts + 1).astype(int)
+    for start, stop in pairwise(cuts):
+        for block in blocks_of_range(param, int(start), int(stop)):
+            count[tuple(slice(a, a + n) for a, n in zip(block.start, block.shape, strict=True))] += 1
+    assert (count[2:] == 1).all()
+    assert (count[:2] == 0).all()
+
+
+def test_piece_that_does_not_span_its_rows_raises() -> None:
+    param = LocalParam("p", SHAPE, (Piece("hf", (0, 0), (7, 4), (0, 1)),))
+    with pytest.raises(ValueError, match=r"'p' of shape .* does not span its rows"):
+        list(blocks_of_range(param, 0, 35))

@@ -1,0 +1,33 @@
+"""The exact KL against torch's softmax over the whole vocabulary, value and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.megatron.logprobs import vocab_parallel_kl
+
+VOCABULARY, PADDED = 11, 16
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_value_and_gradient(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, ref = (4 * torch.randn(7, PADDED, generator=generator) for _ in range(2))
+    logits[0] = ref[0]
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    kl = vocab_parallel_kl(ours, ref, vocab_size=VOCABULARY, temperature=temperature)
+    log_p, log_q = ((x[:, :VOCABULARY] / temperature).log_softmax(-1) for x in (theirs, ref))
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    torch.testing.assert_close(kl, expected, rtol=1e-5, atol=1e-6)
+    assert kl[0].abs() < 1e-6 and (kl[1:] > 0.1).all()
+    weights = torch.linspace(-1, 2, 7)
+    (weights * kl).sum().backward()
+    (weights * expected).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=5e-6)
+    assert (ours.grad[:, VOCABULARY:] == 0).all()
+
+
+def test_nonpositive_temperature_raises() -> None:
+    with pytest.raises(ValueError, match="temperature=0"):
+        vocab_parallel_kl(torch.zeros(1, 4), torch.zeros(1, 4), vocab_size=4, temperature=0)

@@ -1,0 +1,132 @@
+"""Checks of GPUs on recorded output of nvidia-smi; the tests run without a GPU."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from megarl.ops.doctor.node import Needs, Status
+from megarl.ops.doctor.node.collective import Bandwidth, bandwidth_result, slowest
+from megarl.ops.doctor.node.gpus import (
+    check_count,
+    check_driver,
+    check_gpus,
+    check_health,
+    check_links,
+    parse_inventory,
+    parse_links,
+)
+
+HEALTHY = (Path(__file__).parent / "nvidia_smi.xml").read_text()
+TOPOLOGY = """\
+	\x1b[4mGPU0	GPU1	GPU2	NIC0	CPU Affinity	NUMA Affinity	GPU NUMA ID\x1b[0m
+GPU0	 X 	NV18	SYS	PIX	0-47	0		N/A
+GPU1	NV18	 X 	NODE	SYS	0-47	0		N/A
+GPU2	SYS	NODE	 X 	SYS	48-95	1		N/A
+NIC0	PIX	SYS	SYS	 X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+"""
+
+
+def health_of(text: str) -> dict[str, tuple[Status, str]]:
+    return {result.check: (result.status, result.found) for result in check_health(parse_inventory(text))}
+
+
+def test_healthy_machine() -> None:
+    inventory = parse_inventory(HEALTHY)
+    assert (inventory.driver, inventory.cuda, len(inventory.gpus)) == ("570.86.15", "12.8", 2)
+    gpu = inventory.gpus[0]
+    assert gpu.name == "NVIDIA H100 80GB HBM3" and gpu.total_bytes == 81559 * 2**20 and gpu.celsius == 41
+    assert {status for status, _ in health_of(HEALTHY).values()} == {Status.PASS}
+    assert check_count(inventory, Needs(devices=2)).found == "2 x NVIDIA H100 80GB HBM3, 80 GiB each"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "check", "status", "found"),
+    [
+        ("<dram_uncorrectable>0", "<dram_uncorrectable>2", "GPU memory", Status.FAIL, "GPU 0: 2 uncorrectable errors"),
+        ("row_failure>No", "row_failure>Yes", "GPU memory", Status.FAIL, "GPU 0: row remapping failure"),
+        ("row_pending>No", "row_pending>Yes", "GPU memory", Status.WARN, "GPU 0: row remapping pending"),
+        ("hw_slowdown>Not Active", "hw_slowdown>Active", "GPU clocks", Status.WARN, "GPU 0: hw_slowdown at 41 C"),
+        ("mode>Enabled", "mode>Disabled", "GPU modes", Status.WARN, "GPU 0: persistence mode is off"),
+        ("_mig>Disabled", "_mig>Enabled", "GPU modes", Status.FAIL, "GPU 0: MIG is on"),
+        ("Default", "Exclusive_Process", "GPU modes", Status.FAIL, "GPU 0: only one process may use it"),
+        ("<used>1 MiB", "<used>20480 MiB", "GPU memory used by others", Status.FAIL, "GPU 0: 20.0 GiB"),
+    ],
+)
+def test_each_fault_is_reported_with_its_gpu(before: str, after: str, check: str, status: Status, found: str) -> None:
+    assert before in HEALTHY
+    assert health_of(HEALTHY.replace(before, after, 1))[check] == (status, found)
+
+
+def test_process_on_a_gpu_is_named() -> None:
+    users = "<processes><process_info><pid>77</pid><process_name>python</process_name></process_info></processes>"
+    busy = HEALTHY.replace("<used>5 MiB", "<used>4096 MiB")
+    at = busy.rindex("<processes>")
+    results = health_of(busy[:at] + users + busy[busy.rindex("</processes>") + len("</processes>") :])
+    assert results["GPU memory used by others"] == (Status.FAIL, "GPU 1: 4.0 GiB by 77 python")
+
+
+def test_throttle_reasons_of_older_drivers() -> None:
+    older = HEALTHY.replace("clocks_event_reason", "clocks_throttle_reason")
+    assert health_of(older)["GPU clocks"][0] is Status.PASS
+    hot = older.replace("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", 1)
+    assert health_of(hot)["GPU clocks"] == (Status.WARN, "GPU 0: hw_thermal_slowdown at 41 C")
+
+
+def test_missing_or_mixed_gpus() -> None:
+    inventory = parse_inventory(HEALTHY)
+    lost = check_count(inventory, Needs(devices=8))
+    assert lost.status is Status.FAIL and "the run needs 8 per node" in lost.found
+    mixed = check_count(parse_inventory(HEALTHY.replace("H100 80GB HBM3", "A100-SXM4-80GB", 1)), Needs())
+    assert mixed.status is Status.WARN
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "status"), [("12.8", Status.PASS), ("12.9", Status.WARN), ("13.0", Status.FAIL), (None, Status.FAIL)]
+)
+def test_driver_supports_torch_cuda(torch_cuda: str | None, status: Status) -> None:
+    assert check_driver(parse_inventory(HEALTHY), torch_cuda).status is status
+
+
+def test_nvlink_between_gpus() -> None:
+    links = parse_links(TOPOLOGY)
+    assert links[0, 1] == links[1, 0] == "NV18" and links[0, 2] == "SYS" and len(links) == 6
+    result = check_links(links)
+    assert result.status is Status.WARN and result.found == "no NVLink: 0-2 SYS, 1-2 NODE"
+    complete = check_links({(0, 1): "NV18", (1, 0): "NV18"})
+    assert complete.status is Status.PASS and complete.found == "NVLink between all (NV18)"
+
+
+def test_without_gpus() -> None:
+    (result,), inventory = check_gpus(Needs(device="cpu"))
+    assert result.status is Status.PASS and inventory is None
+
+
+def test_driver_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch' >&2\nexit 18\n")
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (result,), _ = check_gpus(Needs())
+    assert result.status is Status.FAIL and "ended with 18: Failed to initialize NVML" in result.found
+    monkeypatch.setenv("PATH", "")
+    (result,), _ = check_gpus(Needs(device="cuda"))
+    assert result.status is Status.FAIL and "no nvidia-smi" in result.found
+
+
+def test_bus_bandwidth_of_a_ring() -> None:
+    measured = Bandwidth(4, 1000, 0.5, True)
+    assert measured.bus == 3000  # each of four links carries 2 * 3 / 4 of the tensor
+    worst = slowest([measured, measured._replace(seconds=2.0), measured._replace(correct=False)])
+    assert worst.seconds == 2.0 and not worst.correct
+    assert bandwidth_result(worst, "gloo", "here").status is Status.FAIL
+    assert bandwidth_result(measured, "gloo", "here").status is Status.WARN
+    assert bandwidth_result(measured._replace(size=10**9), "gloo", "here").status is Status.PASS

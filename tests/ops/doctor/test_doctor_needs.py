@@ -1,0 +1,85 @@
+"""Requirements of a configuration for a machine, against hand-computed numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.config import RewardTrainingConfig, TrainConfig
+from megarl.config.compose import ConfigRequest, compose
+from megarl.config.schema.jobs import SFTConfig
+from megarl.ops.doctor.node import Needs, needs_of
+
+GIB, MIB = 2**30, 2**20
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 3,
+    "vocab_size": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+# Embedding and output; per layer q with bias, k and v with bias, o, three matrices, two norms; and the last norm.
+LAYER = (64 + 8) + 2 * (32 + 4) + 64 + 3 * 128 + 2 * 8
+POLICY = 2 * 32 * 8 + 3 * LAYER + 8
+CRITIC = 32 * 8 + 3 * LAYER + 8 + 8  # a value head of one row instead of the output layer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN))
+    return str(tmp_path / "model")
+
+
+def needs(*overrides: str) -> Needs:
+    return needs_of(compose(ConfigRequest(TrainConfig, "quickstart", overrides)))
+
+
+def test_sizes_of_actor_and_critic(model: str) -> None:
+    needed = needs(f"actor_rollout_ref.model.path={model}", "trainer.save_freq=1", "trainer.nnodes=2")
+    assert needed.checkpoint_bytes == 16 * (POLICY + CRITIC)
+    assert needed.checkpoint_dir == "outputs/quickstart/checkpoints" and needed.models == (model,)
+    assert (needed.device, needed.devices, needed.nodes) == ("cpu", 2, 2)
+    assert needed.shared_memory_bytes == (2 * 4 * 2 + 200) * MIB and needed.host_bytes == 2 * GIB
+
+
+def test_without_a_critic_or_checkpoints(model: str) -> None:
+    needed = needs(f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo", "trainer.save_freq=3")
+    assert needed.checkpoint_bytes == 16 * POLICY
+    needed = needs(f"actor_rollout_ref.model.path={model}", "trainer.save_freq=-1")
+    assert needed.checkpoint_bytes is None and needed.checkpoint_dir is None
+
+
+def test_offloaded_states_are_in_host_memory(model: str) -> None:
+    megatron = "actor_rollout_ref.actor.megatron"
+    needed = needs(
+        f"actor_rollout_ref.model.path={model}", f"{megatron}.param_offload=true", f"{megatron}.optimizer_offload=true"
+    )
+    assert needed.host_bytes == 2 * GIB + 14 * POLICY
+
+
+def test_sizes_are_unknown_without_the_model(tmp_path: Path) -> None:
+    needed = needs(f"actor_rollout_ref.model.path={tmp_path}/none", "trainer.save_freq=1")
+    assert needed.checkpoint_bytes is None and needed.models == (f"{tmp_path}/none",)
+
+
+def test_glob_patterns_are_not_files() -> None:
+    needed = needs("data.train_files=[a.parquet,'b-*.parquet','~/c.parquet']")
+    assert needed.readable == ("a.parquet", "outputs/quickstart/task/data/test.parquet")
+
+
+def test_supervised_jobs(model: str) -> None:
+    config = compose(ConfigRequest(SFTConfig, "quickstart_sft", (f"model.path={model}", "trainer.save_freq=1")))
+    assert needs_of(config).checkpoint_bytes == 16 * POLICY and needs_of(config).models == (model,)
+    overrides = (f"model.path={model}", "data.train_files=none", "trainer.save_freq=1")
+    reward_model = compose(ConfigRequest(RewardTrainingConfig, "reward_model", overrides))
+    assert needs_of(reward_model).checkpoint_bytes == 16 * CRITIC

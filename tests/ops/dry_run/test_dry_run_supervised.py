@@ -1,0 +1,188 @@
+"""``trainer.dry_run`` of supervised jobs: their parts, and an error in each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+from transformers import AutoTokenizer
+
+from megarl.base.errors import ConfigError
+from megarl.cli import main as megarl
+from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig
+from megarl.config.compose import ConfigRequest, compose
+from megarl.ops.dry_run import run
+from megarl.ops.dry_run.jobs import SupervisedDryRun
+from megarl.ops.dry_run.parts import check_parts
+from megarl.trainer.jobs.sft import FineTuning
+from megarl.trainer.jobs.train_reward_model import RewardTraining
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = ROOT / "tests" / "ops" / "plan" / "models"
+PARTS = ["batches", "models and layouts", "tokenizer", "data", "algorithm", "memory", "checkpoints", "trackers"]
+MakeConfig = Callable[..., SupervisedConfig]
+
+
+def dry_run_of(config: SupervisedConfig) -> SupervisedDryRun:
+    job = RewardTraining if isinstance(config, RewardTrainingConfig) else FineTuning
+    return SupervisedDryRun(job(config))
+
+
+def report(config: SupervisedConfig) -> list[str]:
+    lines: list[str] = []
+    check_parts(dry_run_of(config), lines.append)
+    return lines
+
+
+def failures(config: SupervisedConfig) -> list[str]:
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match=f"dry run: .* of {len(PARTS)} parts failed"):
+        check_parts(dry_run_of(config), lines.append)
+    return [line for line in lines if line.startswith("fail")]
+
+
+def first_rows(arithmetic: Path, file: str, answers: Sequence[str]) -> str:
+    """Describe the token counts of a file's first eight rows, computed by transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+
+    def count(row: dict[str, Any], answer: str) -> int:
+        text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        return len(tokenizer(text + row[answer] + tokenizer.eos_token, add_special_tokens=False).input_ids)
+
+    rows = pq.read_table(arithmetic / "data" / file).to_pylist()[:8]
+    counts = [sum(count(row, answer) for answer in answers) for row in rows]
+    return f"{min(counts)} to {max(counts)} tokens, {sum(counts) / 8:.0f} on average"
+
+
+def test_dry_run_of_fine_tuning(sft_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
+    config = sft_config({"trainer.dry_run": True, "trainer.save_freq": 2, "data.shuffle": False})
+    before = sorted(tmp_path.rglob("*"))
+    lines = report(config)
+    assert [line[6:].split(" (")[0] for line in lines if line.startswith("ok")] == PARTS
+    text = "\n".join(lines)
+    assert "15 batches per epoch; the run has 15 steps" in text  # 120 lessons by 8
+    assert f"first batch: 8 samples of {first_rows(arithmetic, 'sft.parquet', ['response'])}" in text
+    assert "no validation" in text and "starts at step 0" in text and "has complete weights" in text
+    assert re.search(r"sft: Qwen2ForCausalLM of .*, TP1 PP1 DP1", text) and "update: 0." in text
+    run(config)  # the entry point of the command
+    assert sorted(tmp_path.rglob("*")) == before and not ray.is_initialized()
+
+
+def test_dry_run_of_reward_model_training(pair_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
+    config = pair_config({"trainer.dry_run": True, "trainer.test_freq": 2, "data.shuffle": False})
+    lines = report(config)
+    assert [line[6:].split(" (")[0] for line in lines if line.startswith("ok")] == PARTS
+    text, both = "\n".join(lines), ["chosen", "rejected"]
+    assert "5 batches per epoch; the run has 5 steps" in text  # 40 pairs by 8
+    assert f"first batch: 8 pairs of {first_rows(arithmetic, 'pairs.parquet', both)}" in text
+    assert f"first held-out batch: 8 pairs of {first_rows(arithmetic, 'pairs_test.parquet', both)}" in text
+    assert "no checkpoints" in text and re.search(r"reward_model: Qwen2ForCausalLM of .*, TP1 PP1 DP1", text)
+    run(config)
+    assert not ray.is_initialized()
+    assert "no validation" in "\n".join(report(pair_config()))
+
+
+def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
+    """A model of real size, without weights and with another tokenizer."""
+    model = tmp_path / "model"
+    shutil.copytree(arithmetic / "model", model, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    shutil.copy(MODELS / "Llama-3-70B" / "config.json", model)
+    sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
+    machines = {"trainer.nnodes": 4, "trainer.n_gpus_per_node": 8, "trainer.device": "cuda", "model.path": str(model)}
+    config = sft_config(machines | {f"megatron.{name}": value for name, value in sizes.items()})
+    text = "\n".join(report(config))
+    assert "has no weights: not checked" in text and "fits h100" in text
+    assert "sft: LlamaForCausalLM of" in text and "TP8 PP2 DP2" in text
+
+
+def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text()
+    small.write_text(text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 32"))
+
+    def memory(schema: type[SupervisedConfig], name: str, *overrides: str) -> list[str]:
+        model = (f"model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none", "trainer.device=cuda")
+        parts = dry_run_of(compose(ConfigRequest(schema, name, (*model, *overrides))))
+        list(parts.models())
+        return list(parts.memory())
+
+    for schema, name in ((SFTConfig, "sft"), (RewardTrainingConfig, "reward_model")):
+        changes = ["megatron.recompute_granularity=full", "data.max_token_len_per_gpu=8192"]
+        assert any(line.startswith("fits h100") for line in memory(schema, name, *changes))
+        with pytest.raises(ConfigError, match=r"on small \(trainer.hardware\) it does not fit: update") as error:
+            memory(schema, name, *changes, f"trainer.hardware={small}")
+        suggestion = re.search(r"it would fit with .*?: (.*?)\. `megarl plan`", str(error.value))
+        assert suggestion is not None, error.value
+        changes += [*suggestion[1].split(), f"trainer.hardware={small}"]
+        assert any("fits small" in line for line in memory(schema, name, *changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.path": "/nowhere"}, "models and layouts: .*/nowhere"),
+        (
+            {"megatron.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 3},
+            "models and layouts: megatron.tensor_model_parallel_size",
+        ),
+        ({"model.tokenizer_path": "/nowhere"}, "tokenizer: no tokenizer can be loaded from /nowhere"),
+        ({"data.train_files": ["/no.parquet"]}, "data: data.train_files: /no.parquet"),
+        ({"data.prompt_key": "question"}, "data: .*'question'"),
+        ({"data.max_length": 3}, "data: .*raise data.max_length"),
+        ({"optim.lr_warmup_steps": 99}, "algorithm: .*optim.lr_warmup_steps"),
+        ({"trainer.hardware": "h10"}, "memory: trainer.hardware=h10: no such file"),
+        ({"trainer.save_freq": 1, "trainer.default_local_dir": "/proc/none"}, "checkpoints: trainer.default_local_dir"),
+        ({"trainer.resume_mode": "must"}, "checkpoints: trainer.resume_mode=must"),
+        ({"trainer.logger": ["no.such:Tracker"]}, "trackers: .*no.such"),
+    ],
+)
+def test_an_error_in_each_part(
+    changes: dict[str, Any], message: str, sft_config: MakeConfig, pair_config: MakeConfig
+) -> None:
+    for make in (sft_config, pair_config):
+        lines = failures(make(changes))
+        assert any(re.match(f"fail  {message}", line, re.DOTALL) for line in lines), lines
+
+
+def test_columns_of_each_job(sft_config: MakeConfig, pair_config: MakeConfig, arithmetic: Path) -> None:
+    sft, pairs = ([str(arithmetic / "data" / f"{name}.parquet")] for name in ("sft", "pairs"))
+    assert "'response'" in failures(sft_config({"data.train_files": pairs}))[0]
+    assert "'chosen'" in failures(pair_config({"data.train_files": sft}))[0]
+    assert "data.val_files" in failures(pair_config({"data.val_files": sft}))[0]
+
+
+def test_all_errors_are_reported_at_once(sft_config: MakeConfig) -> None:
+    wrong = {"data.train_files": ["/no.parquet"], "trainer.resume_mode": "must", "model.tokenizer_path": "/nowhere"}
+    failed = [line.split(": ")[0] for line in failures(sft_config(wrong))]
+    assert failed == ["fail  tokenizer", "fail  data", "fail  algorithm", "fail  checkpoints"]
+
+
+@pytest.mark.parametrize(("name", "file", "job"), [("sft", "sft", "sft"), ("reward_model", "pairs", "reward-model")])
+def test_exit_codes(
+    name: str,
+    file: str,
+    job: str,
+    arithmetic: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = [f"model.path={arithmetic}/model", "data.train_batch_size=8", "trainer.n_gpus_per_node=1"]
+    keys += [f"data.train_files={arithmetic}/data/{file}.parquet", "trainer.device=cpu", "trainer.dry_run=true"]
+    assert megarl([job, "--config-name", name, *keys]) == 0
+    assert "dry run: every part is fine" in capsys.readouterr().out
+    (folder,) = (tmp_path / "outputs" / name).iterdir()
+    written = {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and ".hydra" not in path.parts
+    }
+    assert written == {"config.yaml", "run.json", "logs/driver.log"}
+    assert megarl([job, "--config-name", name, *keys, "trainer.resume_mode=must"]) == 2
+    assert "1 of 8 parts failed: checkpoints" in capsys.readouterr().err
+    assert megarl([job, "--config-name", name, *keys, "data.train_batch_size=0"]) == 2

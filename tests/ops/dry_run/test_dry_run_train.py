@@ -1,0 +1,188 @@
+"""``trainer.dry_run`` of reinforcement learning: its parts, and an error in each."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.base.errors import ConfigError
+from megarl.config import TrainConfig
+from megarl.config.compose import ConfigRequest, compose
+from megarl.ops.dry_run import run
+from megarl.ops.dry_run.jobs import TrainDryRun
+from megarl.ops.dry_run.parts import check_parts
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = ROOT / "tests" / "ops" / "plan" / "models"
+POLICY = "actor_rollout_ref"
+ROLES = (f"{POLICY}.actor", "critic")
+SCRIPTS = ["ppo", "grpo", *sorted(path.stem for path in (ROOT / "configs").glob("run_*.yaml"))]
+SIZES = {"70b": "Llama-3-70B", "30b_a3b": "Qwen3-30B-A3B", "671b": "DeepSeek-V3"}
+"""Model by the size in a script's name; all other scripts use a 7B model."""
+
+
+def report(config: TrainConfig) -> list[str]:
+    lines: list[str] = []
+    check_parts(TrainDryRun(config), lines.append)
+    return lines
+
+
+@pytest.fixture
+def real_model(arithmetic: Path, tmp_path: Path) -> Callable[[str], str]:
+    """Make a folder with a real model's ``config.json`` and a small tokenizer."""
+
+    def make(name: str) -> str:
+        folder = tmp_path / name
+        shutil.copytree(arithmetic / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+        shutil.copy(MODELS / name / "config.json", folder)
+        return str(folder)
+
+    return make
+
+
+def test_dry_run_of_the_quickstart(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    config = train_config({"reward_model.name": "arithmetic", "trainer.dry_run": True, "trainer.save_freq": 2})
+    lines = report(config)
+    assert [line.split(" (")[0] for line in lines if line.startswith("ok")] == [
+        f"ok    {name}" for name in TrainDryRun(config).parts()
+    ]
+    text = "\n".join(lines)
+    assert "11 batches per epoch; the run has 11 steps" in text  # 90 problems by 8
+    assert "first batch: 8 prompts of" in text and "first held-out batch: 10 prompts of" in text
+    assert "arithmetic called on a row of 'arithmetic' answered by" in text and ": 1\n" in text
+    assert "TP1 PP1 DP1 to 1 x TP1: " in text and "exactly once" in text and "starts at step 0" in text
+    assert "has complete weights" in text and lines[-1].startswith("dry run: every part is fine")
+    run(config)  # the entry point of the command
+    assert not (tmp_path / "files").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
+    script: str, real_model: Callable[[str], str], arithmetic: Path, tmp_path: Path
+) -> None:
+    model = next((model for size, model in SIZES.items() if size in script), "Qwen2.5-7B")
+    overrides = (
+        f"{POLICY}.model.path={real_model(model)}",
+        f"data.train_files={arithmetic}/data/train.parquet",
+        f"data.val_files={arithmetic}/data/test.parquet",
+        "data.train_batch_size=64",
+        f"{POLICY}.actor.ppo_mini_batch_size=64",
+        "reward_model.name=arithmetic",
+        "retriever.url=http://retriever.invalid/retrieve",
+        "trainer.total_training_steps=100",
+        f"trainer.default_local_dir={tmp_path}/checkpoints",
+        "trainer.save_freq=-1",
+    )
+    if not script.startswith("run_"):
+        overrides += (f"{POLICY}.rollout.name=sglang", "trainer.nnodes=2", "trainer.device=cuda")
+        overrides += tuple(f"{role}.megatron.{kind}_offload=true" for role in ROLES for kind in ("grad", "optimizer"))
+        overrides += ("critic.megatron.param_offload=true", f"{POLICY}.actor.ppo_max_token_len_per_gpu=4096")
+    if "671b" in script:  # its rollout uses external servers
+        servers = ",".join(f"http://node-{number}.invalid:30000" for number in range(8))
+        overrides += (f"{POLICY}.rollout.engine_kwargs.sglang.urls=[{servers}]",)
+    lines: list[str] = []
+    check_parts(TrainDryRun(compose(ConfigRequest(TrainConfig, script, overrides))), lines.append)
+    text = "\n".join(lines)
+    assert "has no weights: not checked" in text and "exactly once" in text
+
+
+def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text()
+    small.write_text(text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 24"))
+    model = (f"{POLICY}.model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none")
+
+    def memory(*overrides: str) -> list[str]:
+        dry_run = TrainDryRun(compose(ConfigRequest(TrainConfig, "run_8b_grpo", (*model, *overrides))))
+        list(dry_run.models())
+        return list(dry_run.memory())
+
+    assert any(line.startswith("fits h100: 77.1 GiB of each device are usable") for line in memory())
+    with pytest.raises(ConfigError, match=r"on small \(trainer.hardware\) it does not fit: .* needs .* GiB") as error:
+        memory(f"trainer.hardware={small}")
+    suggestion = str(error.value).partition("all of them needed: ")[2].partition(". `megarl plan`")[0].split()
+    assert suggestion and any("fits small" in line for line in memory(f"trainer.hardware={small}", *suggestion))
+    with pytest.raises(ConfigError, match=r"trainer.hardware=h10: no such file: .*; did you mean h100"):
+        memory("trainer.hardware=h10")
+
+
+def test_all_errors_are_reported_at_once(train_config: Callable[..., TrainConfig]) -> None:
+    wrong = {"data.train_files": ["/no.parquet"], "algorithm.adv_estimator": "/no.py:mine"}
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="3 of 12 parts failed: data, algorithm, rewards"):
+        check_parts(TrainDryRun(train_config(wrong | {"custom_reward_function.path": "/no.py"})), lines.append)
+    failed = [line for line in lines if line.startswith("fail")]
+    assert failed[0].startswith("fail  data: data.train_files: /no.parquet") and "/no.py" in failed[1]
+
+
+ALONE = {"critic.megatron.data_parallel_size": 1}
+
+
+@pytest.fixture
+def failing_reward(tmp_path: Path) -> str:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    raise KeyError('gold')\n"
+    )
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{POLICY}.model.path": "/nowhere"}, "models and layouts: .*/nowhere"),
+        (
+            {f"{POLICY}.actor.megatron.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 3} | ALONE,
+            f"models and layouts: {POLICY}.actor.megatron",
+        ),
+        ({f"{POLICY}.model.tokenizer_path": "/nowhere"}, "tokenizer: no tokenizer can be loaded from /nowhere"),
+        ({"data.prompt_key": "question"}, "data: .*'question'"),
+        ({"data.max_prompt_length": 1}, "data: "),
+        ({f"{POLICY}.actor.policy_loss.loss_mode": "no.such.loss"}, "algorithm: .*loss_mode.*no.such"),
+        ({f"{POLICY}.actor.optim.lr_warmup_steps": 99}, "algorithm: .*lr_warmup_steps"),
+        ({"reward_model.name": "code", "reward_model.num_workers": 0}, "rewards: .*num_workers=0"),
+        ({f"{POLICY}.rollout.agent.default_agent_loop": "/no.py:Loop"}, "conversations: .*/no.py"),
+        ({"trainer.save_freq": 1, "trainer.default_local_dir": "/proc/none"}, "checkpoints: trainer.default_local_dir"),
+        ({"trainer.resume_mode": "must"}, "checkpoints: trainer.resume_mode=must"),
+    ],
+)
+def test_an_error_in_each_part(changes: dict[str, Any], message: str, train_config: Callable[..., TrainConfig]) -> None:
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="dry run: "):
+        check_parts(TrainDryRun(train_config(changes)), lines.append)
+    assert any(re.match(f"fail  {message}", line, re.DOTALL) for line in lines), lines
+
+
+def test_a_failing_reward_function_is_found_by_a_call(
+    train_config: Callable[..., TrainConfig], failing_reward: str
+) -> None:
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="parts failed: rewards"):
+        check_parts(TrainDryRun(train_config({"custom_reward_function.path": failing_reward})), lines.append)
+    (failed,) = (line for line in lines if line.startswith("fail"))
+    assert "KeyError" in failed and "gold" in failed
+
+
+def test_services_are_listed_but_not_called(train_config: Callable[..., TrainConfig]) -> None:
+    judge = {"reward_model.name": "judge", "reward_model.judge.base_url": "http://judge.invalid/v1"}
+    text = "\n".join(report(train_config(judge | {"reward_model.judge.model": "m"})))
+    assert "would call judge, which uses http://judge.invalid/v1: not called here" in text
+
+
+def test_a_tokenizer_of_another_model_is_rejected(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "small"
+    shutil.copytree(arithmetic / "model", other, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    lines: list[str] = []
+    with pytest.raises(ConfigError):
+        check_parts(TrainDryRun(train_config({f"{POLICY}.model.path": str(other)})), lines.append)
+    assert any("the model's vocabulary 7: name the model's own tokenizer" in line for line in lines)

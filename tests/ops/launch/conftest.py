@@ -1,0 +1,116 @@
+"""Fake commands (ssh, srun, sbatch, scontrol, kubectl), and the launcher as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.base.ports import free_port
+from megarl.ops.launch.settings import PORTS_PER_NODE
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+class FakeCommands:
+    """Folder with the fake commands, and a log of their calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls_file = folder / "bin", folder / "calls.jsonl"
+        self.folder.mkdir()
+        for name in ("ssh", "srun", "sbatch", "scontrol", "kubectl"):
+            shutil.copy(HERE / "fake_command.py", self.folder / name)
+
+    def environment(self) -> dict[str, str]:
+        path = f"{self.folder}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return {"PATH": path, "FAKE_CALLS": str(self.calls_file)}
+
+    def calls(self, name: str) -> list[dict]:
+        lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+        return [call for call in map(json.loads, lines) if call["name"] == name]
+
+
+@pytest.fixture
+def fake_commands(tmp_path):
+    return FakeCommands(tmp_path)
+
+
+@pytest.fixture
+def first_port() -> int:
+    """First of a range of free ports, large enough for two nodes on one machine."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + 2 * PORTS_PER_NODE):
+                held.enter_context(socket.socket()).bind(("", port))
+            return first
+
+
+@pytest.fixture
+def start_launcher(tmp_path, fake_commands):
+    """Start ``megarl launch`` in a temporary folder; surviving processes fail the test."""
+    started = []
+
+    def start(*arguments: str, **environment: str) -> Launched:
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **fake_commands.environment(),
+            **environment,
+        }
+        launched = Launched([sys.executable, "-m", "megarl.ops.launch", *arguments], env, tmp_path)
+        started.append(launched)
+        return launched
+
+    yield start
+    for launched in started:
+        launched.process.terminate()
+        launched.process.wait(90)
+        survivors = launched.survivors()
+        for process in survivors:
+            process.kill()
+        assert not survivors
+
+
+class Launched:
+    """A running launcher."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], folder: Path) -> None:
+        self.output = folder / "output.txt"
+        self.mark = f"{folder}"
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(argv, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def until(self, text: str) -> None:
+        """Wait until the output contains a text."""
+        while text not in self.text():
+            assert self.process.poll() is None, self.text()
+            time.sleep(0.1)
+
+    def code(self) -> int:
+        """Wait for its end and return the exit code."""
+        return self.process.wait(300)
+
+    def survivors(self) -> list[psutil.Process]:
+        """Return surviving processes, found by their environment, whatever their parent is."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("FAKE_CALLS", "").startswith(self.mark)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False

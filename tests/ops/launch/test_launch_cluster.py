@@ -1,0 +1,128 @@
+"""Clusters of several Ray nodes on this machine, at separate loopback addresses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import ray
+
+HERE = Path(__file__).parent
+TWO = ("--no-doctor", "--nodes=2", "--devices-per-node=1", "--device=cpu")
+DRIVER = (sys.executable, str(HERE / "two_nodes.py"))
+
+
+def runs_of(folder):
+    return [json.loads(line) for line in (folder / "runs.json").read_text().splitlines()]
+
+
+def test_worker_group_over_two_nodes_by_ssh(start_launcher, fake_commands, first_port, tmp_path):
+    """The Ray cluster of another user on the machine keeps running."""
+    foreign = subprocess.Popen(
+        [sys.executable, str(HERE / "foreign_ray.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert foreign.stdout.readline() == "up\n"
+    launched = start_launcher(
+        *TWO,
+        f"--port={first_port}",
+        "--hosts=127.0.0.2,127.0.0.3",
+        "--env=MEGARL_TEST=a value; of two words",
+        "--",
+        *DRIVER,
+        str(tmp_path),
+        "hang",
+    )
+    assert launched.code() == 0, launched.text()
+    (run,) = runs_of(tmp_path)
+    assert run["address"] == f"127.0.0.2:{first_port}"
+    assert run["total"] == [3.0, 3.0]
+    assert sorted(run["hosts"]) == ["127.0.0.2", "127.0.0.3"]
+    assert run["given"] == "a value; of two words"
+    assert not os.path.exists(run["token"])
+    assert launched.survivors() == []
+    assert "the driver is at work" in launched.text()
+    calls = fake_commands.calls("ssh")
+    assert sorted(call["arguments"][-2] for call in calls) == ["127.0.0.2", "127.0.0.3"]  # in parallel
+    assert all("BatchMode=yes" in call["arguments"] for call in calls)
+    assert not any("MEGARL_TEST" in word for call in calls for word in call["arguments"])
+    foreign.stdin.write("\n")
+    foreign.stdin.flush()
+    assert foreign.stdout.readline() == "3\n", "the other Ray cluster still works"
+    assert foreign.wait(60) == 0
+    check_stall_on_the_other_node(run["hang"], tmp_path)
+
+
+def check_stall_on_the_other_node(hang, folder):
+    """The driver's folder has the stacks of both nodes, and the hung process was killed on its node."""
+    driver, far = hang["driver"], hang["far"]
+    pids = {host: pid for _, _, pid, host in hang["members"]}
+    assert pids.keys() == {"127.0.0.2", "127.0.0.3"}
+    assert hang["inspected"] == {host: [host, [pid]] for host, pid in pids.items()}, "one task per node"
+    # Both nodes share this machine's clock, so the measured offset is within the reported error.
+    (remote,) = pids.keys() - {driver}
+    assert hang["offsets"][driver] == [0, 0]
+    ahead_ns, error_ns = hang["offsets"][remote]
+    assert error_ns > 0 and abs(ahead_ns) <= error_ns
+    line = hang["stall"].splitlines()[1]
+    assert re.match(rf"  actor rank {far} is in update .*, at hang \(tests/cluster/hanging_workers\.py:\d+\); ", line)
+    assert f"actor rank {1 - far} waits for it in all_reduce #3 of all ranks [0, 1]" in line
+    (stall,) = (folder / "stalls").iterdir()
+    stack = (stall / f"actor-{far}.txt").read_text()
+    assert stack.startswith(f"actor rank {far}, pid {pids[remote]} on {remote}: ") and "in hang" in stack
+    assert "all_reduce #3 of all ranks [0, 1]" in (stall / f"actor-{1 - far}.txt").read_text()
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+
+
+def test_lost_node_is_named_and_the_job_restarts_by_srun(start_launcher, fake_commands, first_port, tmp_path):
+    launched = start_launcher(
+        *TWO,
+        f"--port={first_port}",
+        *("--on=slurm", "--max-restarts=1", "--restart-delay=0.1", "--", *DRIVER, str(tmp_path), "lose"),
+        SLURM_JOB_NODELIST="local[2-3]",
+        SLURM_CPUS_ON_NODE="2",
+    )
+    launched.until("the driver is at work")
+    (raylet,) = [
+        p for p in launched.survivors() if p.name() == "raylet" and "--node_ip_address=127.0.0.3" in p.cmdline()
+    ]
+    raylet.kill()
+    assert launched.code() == 0, launched.text()
+    text = launched.text()
+    assert "node 127.0.0.3 is lost: its Ray ended with code 1" in text
+    assert "Restart 1 of 1 in 0.1 s" in text
+    assert "driver: sleeper rank" in text and "127.0.0.3) died in sleep" in text
+    assert len(runs_of(tmp_path)) == 2
+    assert launched.survivors() == []
+    calls = [call["arguments"] for call in fake_commands.calls("srun")]
+    assert len(calls) == 4
+    assert all("--cpus-per-task=2" in call and "--overlap" in call for call in calls)
+    nodes = {part for call in calls[:2] for part in call if part.startswith("--nodelist=")}  # started in parallel
+    assert nodes == {"--nodelist=127.0.0.2", "--nodelist=127.0.0.3"}
+
+
+def test_local_cluster_refuses_clients_without_token_and_ends_on_sigterm(start_launcher, first_port):
+    driver = (
+        "import os, time; address, token = os.environ['RAY_ADDRESS'], os.environ['RAY_AUTH_TOKEN_PATH']; "
+        "print(f'{address} {token}', flush=True); time.sleep(600)"
+    )
+    options = ("--on=local", "--no-doctor", "--nodes=1", "--devices-per-node=1", "--device=cpu")
+    launched = start_launcher(*options, f"--port={first_port}", "--max-restarts=3", "--", sys.executable, "-c", driver)
+    launched.until(f"127.0.0.1:{first_port} /tmp/megarl-")
+    assert os.stat(launched.text().split()[-1]).st_mode & 0o077 == 0
+    listening = {
+        c.laddr.ip for p in launched.survivors() for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
+    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    client = f"import ray; ray.init(address='127.0.0.1:{first_port}', logging_level='ERROR')"
+    env = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "1"}
+    process = subprocess.run([sys.executable, "-c", client], env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode != 0 and "AuthenticationError" in process.stderr + process.stdout, process.stderr
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.code() == 128 + signal.SIGTERM
+    assert launched.survivors() == []
+    assert "Restart" not in launched.text()
+    assert not ray.is_initialized()

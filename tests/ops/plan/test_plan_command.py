@@ -1,0 +1,139 @@
+"""The command line of ``megarl plan``: reports, exit codes, error messages."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from planned_jobs import MODELS
+
+from megarl.cli import main
+
+LLAMA = [
+    "--config-name=grpo",
+    f"actor_rollout_ref.model.path={MODELS / 'Llama-3-70B'}",
+    "data.train_files=none",
+    "actor_rollout_ref.rollout.name=sglang",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
+    "trainer.nnodes=4",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=8",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4",
+]
+FULL = "actor_rollout_ref.actor.megatron.recompute_granularity=full"
+
+
+def run(capsys, *arguments):
+    code = main(["plan", *arguments])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_report_of_a_plan_that_fits(capsys):
+    code, text, _ = run(capsys, *LLAMA, FULL, "--hardware", "h200", "--lengths", "mean=300,sigma=0.5")
+    assert code == 0
+    parts = ["4 x 8 h200", "TP8 PP4 DP1", "answers of 300 tokens on average", "update_actor", "host memory of a node"]
+    parts += ["One training step: 1024 prompts x 8 samples", "tokens per second and device", "between nodes", "It fits"]
+    for part in parts:
+        assert part in text
+
+
+def test_a_plan_that_does_not_fit_suggests_a_change(capsys):
+    code, text, _ = run(capsys, *LLAMA, "--hardware=a100")
+    assert code == 1 and "It does not fit" in text
+    line = next(line for line in text.splitlines() if "it would fit with" in line)
+    code, text, _ = run(capsys, *LLAMA, *line.rpartition(": ")[2].split(), "--hardware=a100")
+    assert code == 0 and "It fits" in text
+
+
+def test_json_report(capsys):
+    code, text, _ = run(capsys, *LLAMA, FULL, "--hardware", "h200", "--json")
+    plan = json.loads(text)
+    assert code == 0 and plan["fits"] is True and plan["remedy"] is None
+    assert (
+        set(plan["step"]["phases"])
+        == {"gen", "old_log_prob", "ref", "update_actor", "update_weights"}
+        == set(plan["memory"])
+    )
+    for phase in plan["step"]["phases"].values():
+        assert sum(phase["by_cause"].values()) == pytest.approx(phase["seconds"])
+    for phase in plan["memory"].values():
+        assert sum(part["nbytes"] for part in phase["components"]) == phase["bytes"] <= plan["usable_bytes"]
+    assert plan["sync"]["total"] == 4 * 2 * (70_553_706_496 + 7 * 161 * 8192), "norms are on each rank"
+
+
+def test_layout_search(capsys):
+    code, text, _ = run(capsys, *LLAMA, FULL, "--hardware=h200", "--search", "--top=2", "--json")
+    best = json.loads(text)["best"]
+    assert code == 0 and len(best) == 2
+    assert best[0]["tokens_per_second_per_device"] >= best[1]["tokens_per_second_per_device"]
+    code, text, _ = run(capsys, *LLAMA, FULL, "--hardware=h200", "--search", "--top=2")
+    assert code == 0 and f"1: {' '.join(best[0]['overrides'])}" in text
+
+
+@pytest.mark.parametrize("job", ["sft", "reward-model"])
+def test_supervised_jobs(capsys, job):
+    code, text, _ = run(
+        capsys, "--job", job, f"model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none", "--json",
+        "megatron.tensor_model_parallel_size=2", "megatron.recompute_granularity=full",
+    )  # fmt: skip
+    plan = json.loads(text)
+    assert code == 0 and list(plan["memory"]) == ["update"] == list(plan["step"]["phases"])
+    assert plan["sync"] is None and plan["kv_cache"] is None
+    assert plan["lengths"].startswith("sequences of 1,024 tokens each"), "rows have no separate prompt"
+
+
+def test_a_cpu_job_is_planned_for_the_cpu(capsys):
+    code, text, _ = run(
+        capsys, "--config-name=quickstart", f"actor_rollout_ref.model.path={MODELS / 'Qwen2.5-7B'}", "--json"
+    )
+    plan = json.loads(text)
+    assert plan["hardware"] == "cpu" and code == 1, "7B in float32 with Adam do not fit a laptop"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hardware=h10"], "did you mean"),
+        (["trainer.hardware=H200"], "did you mean h200?"),
+        (["--hardware=my/node.yaml"], "--hardware=my/node.yaml: no such file: my/node.yaml. Known: a100"),
+        (["--lengths=mean=9999"], "mean=9999 must be between 1 and the longest"),
+        (["trainer.n_gpus_per_node=16"], "a node of trainer.hardware=h100 has 8 devices"),
+        (["trainer.nodes=2"], "did you mean trainer.nnodes"),
+        (["actor_rollout_ref.model.path=/nowhere"], "/nowhere does not exist"),
+        (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3"], "pipeline_model_parallel_size=3"),
+    ],
+)
+def test_errors_have_exit_code_two(capsys, arguments, message):
+    code, _, error = run(capsys, *LLAMA, *arguments)
+    assert code == 2 and message in error
+
+
+def test_top_needs_search(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *LLAMA, "--top=3"])
+    assert stopped.value.code == 2 and "--top needs --search" in capsys.readouterr().err
+
+
+def test_tables_wrap_without_losing_components(capsys):
+    """A 70B model on one node, which has many components in every phase."""
+    large = ["--config-name=ppo", *LLAMA[1:3], "--hardware=h100"]
+    _, text, _ = run(capsys, *large)
+    _, values, _ = run(capsys, *large, "--json")
+    table = text[text.index("Memory of the fullest") : text.index("Batches")].splitlines()
+    assert max(map(len, table)) <= 120
+    words = " ".join(" ".join(table).split())
+    for part in json.loads(values)["memory"]["update_critic"]["components"]:
+        if part["nbytes"] > 2**30:
+            assert f"{part['owner']} {part['name']} {part['nbytes'] / 2**30:.1f}" in words
+
+
+def test_the_planner_imports_no_torch():
+    """The planner starts in seconds, since it imports nothing heavy."""
+    script = (
+        "import sys; from megarl.cli import main\n"
+        f"code = main(['plan', '--hardware=h200', {FULL!r}, *{LLAMA!r}])\n"
+        "assert code == 0\n"
+        "print(*({'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == ""

@@ -1,0 +1,61 @@
+"""Planned bytes against the real engine on a CPU: states equal to the byte, activations within ten percent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from distributed import ProcessPool
+from engine_memory import Measured, measure, peaks
+from memory_cases import CASES, MODELS, ROWS, expected, planned_pass, planned_role
+from tiny_models import save_model
+
+from megarl.ops.plan.pass_activations import role_activations
+
+ACTIVATIONS, EVERYTHING = 0.1, 0.2
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {}
+    for name, settings in MODELS.items():
+        paths[name] = tmp_path_factory.mktemp(name)
+        save_model(paths[name], **settings)
+    return paths
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_bytes_equal_the_engines(pool: ProcessPool, models: dict[str, Path], name: str) -> None:
+    case = CASES[name]
+    path = models[case.model]
+    measured: list[Measured] = pool.run(measure, case.setup.layout.world_size, path, case.setup, ROWS)
+    for rank, real in enumerate(measured):
+        plan = expected(path, case.setup, ROWS, rank)
+        assert plan[:5] == real[:5], f"rank {rank}: {plan._fields[:5]}"
+        assert plan.saved == pytest.approx(real.saved, rel=ACTIVATIONS), f"rank {rank}: {real.at_peak}"
+
+
+@pytest.mark.parametrize("name", ["one_bfloat16", "pp2_tied", "full_uniform_two", "experts_bfloat16"])
+def test_peak_memory_is_close_to_the_engines(pool: ProcessPool, models: dict[str, Path], name: str) -> None:
+    case = CASES[name]
+    setup, path = case.setup, models[case.model]
+    role = planned_role(path, setup)
+    for rank, real in enumerate(pool.run(peaks, setup.layout.world_size, path, setup, ROWS)):
+        stage = setup.layout.coordinate(rank).pp
+        for updates, most in zip((False, True), real, strict=True):
+            plan = role_activations(role, planned_pass(setup, ROWS, updates), stage, fused=False)
+            assert plan.total == pytest.approx(most, rel=EVERYTHING), f"rank {rank}, updates {updates}: {plan}"
+
+
+@pytest.mark.parametrize("name", ["one_bfloat16", "tp2_sequence_parallel", "pp2_tied"])
+def test_a_forward_pass_holds_the_logits_of_one_micro_batch(pool: ProcessPool, tmp_path: Path, name: str) -> None:
+    """Four micro-batches, with a vocabulary so large that the logits dominate."""
+    case = CASES[name]
+    setup = case.setup
+    save_model(tmp_path, **{**MODELS[case.model], "vocab_size": 8192})
+    role = planned_role(tmp_path, setup)
+    for rank, (most, _) in enumerate(pool.run(peaks, setup.layout.world_size, tmp_path, setup, ROWS)):
+        stage = setup.layout.coordinate(rank).pp
+        plan = role_activations(role, planned_pass(setup, ROWS, updates=False), stage, fused=False)
+        if stage == setup.layout.pp - 1:
+            assert plan.logits == pytest.approx(most, rel=0.02), f"rank {rank}"

@@ -1,0 +1,106 @@
+"""FLOPs against torch's counter, PaLM's formula, and counts by hand."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from planned_jobs import megatron, train_job
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.config import MegatronConfig
+from megarl.models import ParallelLayout, parse_model_config
+from megarl.ops.plan.flops import (
+    SequenceStats,
+    forward_flops,
+    layer_elements,
+    model_flops,
+    rank_elements,
+    recomputed_flops,
+)
+from megarl.ops.plan.job import PlannedRole
+
+TINY = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+}
+
+
+def role(model, layout=None, value_head=False, **megatron_keys):
+    keys = MegatronConfig(**megatron_keys)
+    return PlannedRole("actor", "x", model, layout or ParallelLayout(), keys, value_head, True, ())
+
+
+def rows(*lengths, outputs=None):
+    total = np.array(lengths)
+    return SequenceStats(len(lengths), float(total.sum()), float((total**2).sum()), outputs or float(total.sum()))
+
+
+def test_flops_equal_torchs_counter():
+    config = transformers.LlamaConfig(**TINY, attn_implementation="eager")
+    model = transformers.LlamaForCausalLM(config)
+    with FlopCounterMode(display=False) as counter:
+        # Embedded before the model: torch counts the first layer's input gradient only if it is needed.
+        hidden = torch.randn(1, 128, 64, requires_grad=True)
+        model(inputs_embeds=hidden, use_cache=False).logits.sum().backward()
+    parsed = parse_model_config({**config.to_dict(), "architectures": ["LlamaForCausalLM"]})
+    ours = model_flops(role(parsed), rows(128), updates=True)
+    # torch counts all pairs of tokens, including masked ones
+    assert ours.products + 2 * ours.attention == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def test_flops_of_a_dense_model_equal_palms_formula():
+    """6 N + 12 L H Q T per token (https://arxiv.org/abs/2204.02311, appendix B), with attention halved by causality."""
+    layers, hidden, heads, vocab, tokens = 24, 1024, 16, 50000, 512
+    raw = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers, "hidden_size": hidden,
+           "intermediate_size": 2048, "num_attention_heads": heads, "vocab_size": vocab,
+           "max_position_embeddings": 512}  # fmt: skip
+    weights = layers * (4 * hidden**2 + 3 * hidden * 2048) + hidden * vocab
+    per_token = 6 * weights + 12 * layers * heads * (hidden / heads) * tokens / 2
+    assert model_flops(role(parse_model_config(raw)), rows(tokens), updates=True).total == tokens * per_token
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-30B-A3B"])
+def test_flops_per_token_follow_the_active_parameters(name):
+    """37B of DeepSeek-V3's 671B and 3.3B of Qwen3's 30.5B are active, by their reports, with embeddings."""
+    total, active = {"DeepSeek-V3": (671e9, 37e9), "Qwen3-30B-A3B": (30.5e9, 3.3e9)}[name]
+    actor = train_job(name, megatron()).role("actor")
+    model = actor.model
+    flops = forward_flops(actor, rows(1), range(model.num_layers), with_head=True)
+    embedding = model.vocab_size * model.hidden_size
+    assert (flops.products + flops.experts) / 2 + embedding == pytest.approx(active, rel=0.03)
+    elements = sum(sum(layer_elements(model, layer)) for layer in range(model.num_layers)) + 2 * embedding
+    assert elements == pytest.approx(total, rel=0.01)
+
+
+def test_stages_sum_to_the_model():
+    actor = train_job("Llama-3-70B", megatron(8, 4), nodes=16).role("actor")
+    stages = [actor.layout.stage_layers(80, stage) for stage in range(4)]
+    flops = [forward_flops(actor, rows(100, 50), part, with_head=part is stages[-1]).total for part in stages]
+    assert sum(flops) == pytest.approx(model_flops(actor, rows(100, 50), updates=False).total)
+    assert sum(rank_elements(actor, stage).total for stage in range(4)) * 8 == pytest.approx(70.55e9, rel=1e-3)
+
+
+def test_only_response_tokens_need_logits():
+    actor = train_job("Llama-3-70B", megatron(8, 4), nodes=16).role("actor")
+    few, many = (forward_flops(actor, rows(1000, outputs=n), range(80), with_head=True).products for n in (100, 1000))
+    assert many - few == 900 * 2 * 8192 * 128256
+
+
+def test_recomputed_flops():
+    model = train_job("Llama-3-70B", megatron(8, 4), nodes=16).role("actor").model
+    batch = rows(2048)
+    forward = forward_flops(role(model), batch, range(80), with_head=False)
+    assert recomputed_flops(role(model), batch, range(80)).total == 0
+    full = role(model, recompute_granularity="full")
+    assert recomputed_flops(full, batch, range(80)) == forward
+    first = role(model, recompute_granularity="full", recompute_method="block", recompute_num_layers=8)
+    assert recomputed_flops(first, batch, range(80)).total == pytest.approx(forward.total / 10)
+    attention = recomputed_flops(role(model, recompute_granularity="selective"), batch, range(80))
+    assert attention.products == 0 and attention.attention == pytest.approx(forward.attention)
+    mlp = recomputed_flops(role(model, recompute_granularity="selective", recompute_modules=["mlp"]), batch, range(80))
+    assert mlp.products == 80 * 2 * 3 * 8192 * 28672 * 2048 and mlp.attention == 0

@@ -1,0 +1,63 @@
+"""Hardware files: the shipped ones, custom ones, and invalid ones."""
+
+import pytest
+
+from megarl.base.errors import ConfigError
+from megarl.ops.plan.hardware import FOLDER, known_hardware, read_hardware
+
+
+def custom_file(tmp_path, change):
+    text = (FOLDER / "h100.yaml").read_text()
+    file = tmp_path / "custom.yaml"
+    file.write_text(change(text))
+    return str(file)
+
+
+def test_shipped_files_are_valid_and_named_by_their_file():
+    assert {"a100", "h100", "h200", "b200", "cpu"} <= set(known_hardware())
+    for name in known_hardware():
+        hardware = read_hardware(name)
+        assert hardware.name == name and hardware.device == ("cpu" if name == "cpu" else "cuda")
+
+
+def test_peaks_equal_the_data_sheets():
+    a100, h100, h200 = (read_hardware(name) for name in ("a100", "h100", "h200"))
+    assert (a100.peak_flops("bfloat16"), h100.peak_flops("bfloat16")) == (312e12, 989e12)
+    assert h200.peak == h100.peak and h200.memory_bandwidth == 4800
+
+
+def test_times_are_bytes_over_effective_bandwidth():
+    h100 = read_hardware("h100")
+    assert h100.transfer_s(50e9 * 0.75, within_node=False) == pytest.approx(1.0)
+    assert h100.transfer_s(450e9 * 0.75, within_node=True) == pytest.approx(1.0)
+    assert h100.products_s(989e12 * 0.70, "bfloat16") == pytest.approx(1.0)
+
+
+def test_custom_file(tmp_path):
+    assert read_hardware(custom_file(tmp_path, lambda t: t.replace("name: h100", "name: mine"))).name == "mine"
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    message = r"--hardware=h1000: no such file: .*h1000.yaml; did you mean h100\? Known: a100"
+    with pytest.raises(ConfigError, match=message):
+        read_hardware("h1000")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.replace("matmul:", "matmull:"), r"custom.yaml: shares.matmull.*did you mean shares.matmul"),
+        (lambda t: t.replace("  network: 50 ", "  network: -1 "), r"custom.yaml: links.network=-1"),
+        (lambda t: t.replace("  bfloat16: 989", "  bfloat16: fast"), r"peak.bfloat16=fast"),
+        (lambda t: "- 1\n", "holds a list"),
+        (lambda t: "a: [", "not valid YAML"),
+    ],
+)
+def test_invalid_files_are_rejected(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        read_hardware(custom_file(tmp_path, change))
+
+
+def test_a_missing_field_is_reported(tmp_path):
+    with pytest.raises(ConfigError, match="memory_bandwidth"):
+        read_hardware(custom_file(tmp_path, lambda t: t.replace("memory_bandwidth: 3352\n", "")))

@@ -1,0 +1,55 @@
+"""Planned against measured peak memory of log-probs, entropies and exact KL from logits, with and without backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from alive import Alive
+from planned_jobs import megatron, train_job
+
+from megarl.megatron.logprobs import vocab_parallel_kl, vocab_parallel_log_probs
+from megarl.ops.plan.job import PlannedPass, PlannedRole
+from megarl.ops.plan.layer_activations import tokens_on_rank
+from megarl.ops.plan.pass_activations import logits_bytes, padded_vocab
+
+TOKENS, HIDDEN = 16, 4
+
+
+def role(dtype: str) -> PlannedRole:
+    actor = train_job("Qwen2.5-7B", megatron(dtype=dtype), devices=1).role("actor")
+    return replace(actor, model=replace(actor.model, vocab_size=4096, hidden_size=HIDDEN))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("with_entropy", "full_kl"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("updates", [False, True])
+def test_planned_logits_memory_equals_the_measured_peak(
+    dtype: str, with_entropy: bool, full_kl: bool, updates: bool
+) -> None:
+    model = role(dtype)
+    planned = PlannedPass("update", updates, TOKENS, TOKENS, 1, 1, 0, with_entropy, full_kl)
+    plan = logits_bytes(model, planned, tokens_on_rank(model, planned))
+    vocab, torch_dtype = model.model.vocab_size, getattr(torch, dtype)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch_dtype)
+    weight = torch.randn(padded_vocab(model), HIDDEN, dtype=torch_dtype, requires_grad=updates)
+    targets = torch.zeros(TOKENS, dtype=torch.int64)
+    with Alive([hidden, weight, targets]) as alive, torch.set_grad_enabled(updates):
+        loss = _loss(hidden, weight, targets, vocab, with_entropy, full_kl)
+        if updates:
+            loss.backward()
+    assert plan == pytest.approx(alive.peak, rel=0.01)
+
+
+def _loss(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab: int, with_entropy: bool, full_kl: bool
+) -> torch.Tensor:
+    logits = hidden @ weight.T
+    log_probs, entropy, _ = vocab_parallel_log_probs(logits, targets, vocab_size=vocab, with_entropy=with_entropy)
+    loss = log_probs.sum()
+    if entropy is not None:
+        loss = loss + entropy.sum()
+    if full_kl:
+        loss = loss + vocab_parallel_kl(logits, hidden @ weight.detach().T, vocab_size=vocab).sum()
+    return loss

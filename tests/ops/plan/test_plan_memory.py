@@ -1,0 +1,106 @@
+"""Device memory in each phase, host memory, and KV cache."""
+
+from __future__ import annotations
+
+import pytest
+from planned_jobs import OFFLOAD, megatron, train_job
+
+from megarl.ops.plan import plan_memory
+from megarl.ops.plan.generation import default_fraction
+from megarl.ops.plan.memory import MemoryPlan
+
+GIB = 2**30
+TP8PP4 = megatron(8, 4, recompute_granularity="full")
+ENGINES = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 8}
+
+
+def names(plan: MemoryPlan, phase: str) -> set[tuple[str, str]]:
+    (memory,) = (candidate for candidate in plan.phases if candidate.phase == phase)
+    return {(component.owner, component.name) for component in memory.components}
+
+
+def test_offloaded_states_are_on_the_device_only_in_their_phases() -> None:
+    offloaded = plan_memory(train_job("Llama-3-70B", TP8PP4 | OFFLOAD, TP8PP4 | OFFLOAD, nodes=4, **ENGINES), 80 * GIB)
+    assert names(offloaded, "gen") == {("rollout", "weights"), ("rollout", "kv_cache")}
+    assert {owner for owner, _ in names(offloaded, "update_critic")} == {"critic"}
+    assert {owner for owner, _ in names(offloaded, "update_actor")} == {"actor"}
+    assert names(offloaded, "update_weights") == {("rollout", "weights"), ("actor", "weights"), ("sync", "buckets")}
+
+    resident = plan_memory(train_job("Llama-3-70B", TP8PP4, TP8PP4, nodes=4, **ENGINES), 80 * GIB)
+    assert {("critic", "optimizer"), ("actor", "gradients"), ("actor", "weights")} <= names(resident, "gen")
+    assert resident.peak.nbytes > offloaded.peak.nbytes and resident.host_bytes < offloaded.host_bytes
+
+
+def test_a_swapped_reference_uses_host_memory_twice() -> None:
+    with_kl = {"actor_rollout_ref__actor__use_kl_loss": True}
+    job = train_job("Qwen2.5-7B", megatron(4), **with_kl)
+    plan = plan_memory(job, 80 * GIB)
+    assert job.phases == ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
+    weights = sum(2 * plan.roles["actor"].stages[0].states.parameters for _ in range(8))
+    assert {c.name: c.nbytes for c in plan.host} == {"reference copy": weights, "swapped weights": weights}
+
+    separate = train_job("Qwen2.5-7B", megatron(4), actor_rollout_ref__ref__megatron=megatron(2), **with_kl)
+    plan = plan_memory(separate, 80 * GIB)
+    assert ("reference", "weights") in names(plan, "gen") and not plan.host
+
+
+def test_kv_cache_takes_the_static_fraction_without_weights() -> None:
+    job = train_job(
+        "Qwen2.5-7B",
+        megatron(4) | OFFLOAD,
+        actor_rollout_ref__rollout__engine_kwargs={"sglang": {"server_args": {"mem_fraction_static": 0.8}}},
+    )
+    kv = plan_memory(job, 80 * GIB).kv
+    assert kv is not None
+    # keys and values of 4 heads of 128 elements in 28 layers, 2 bytes each
+    assert kv.bytes_per_token == 28 * 2 * 4 * 128 * 2
+    assert kv.tokens == int((0.8 * 80 * GIB - 2 * 7615616512) / kv.bytes_per_token)
+    assert plan_memory(job).kv is None
+
+
+def test_micro_batch_tokens_follow_the_budget_or_the_sample_count() -> None:
+    fixed = {"actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 2}
+    passes = {planned.phase: planned for planned in train_job("Qwen2.5-7B", megatron(4), **fixed).role("actor").passes}
+    assert (passes["update_actor"].tokens, passes["update_actor"].outputs) == (2 * 2048, 2 * 1024)
+    assert passes["update_actor"].micro_batches == 2 * 32 // 2 // 2
+    budget = train_job("Qwen2.5-7B", megatron(4)).role("actor").pass_of("update_actor")
+    assert budget is not None and budget.tokens == 16384
+    # each sample has a prompt of at least one token
+    assert budget.outputs == 16384 - 16
+
+
+# By hand from SGLang's rule: 512 MiB, 1.5 MiB per prefill token, 2 MiB per sequence in graphs, 128 MiB per rank.
+@pytest.mark.parametrize(
+    ("gib", "tp", "reserved_mib"),
+    [
+        (24, 1, 512 + 1.5 * 2048 + 2 * 24 + 128),
+        (40, 8, 512 + 1.5 * 4096 + 2 * 160 + 1024),
+        (80, 8, 512 + 1.5 * 8192 + 2 * 512 + 1024),
+        (141, 1, 512 + 1.5 * 8192 + 2 * 256 + 128),
+        (192, 1, 512 + 1.5 * 16384 + 2 * 512 + 128),
+    ],
+)
+def test_default_memory_fraction_equals_sglangs(gib: int, tp: int, reserved_mib: float) -> None:
+    assert default_fraction(gib * GIB, tp) == pytest.approx(1 - reserved_mib / 1024 / gib, abs=5e-4)
+
+
+def test_kv_cache_on_a_cpu_has_megarls_size() -> None:
+    kv = plan_memory(train_job("Qwen2.5-7B", megatron(4), trainer__device="cpu")).kv
+    assert kv is not None and kv.tokens == 2**16
+
+
+def test_the_optimizer_of_a_single_step_is_onloaded_after_the_activations() -> None:
+    offloaded = megatron(4, 2, param_offload=True, optimizer_offload=True)
+    one_step = {"actor_rollout_ref__actor__ppo_mini_batch_size": 64}
+    single = names(plan_memory(train_job("Qwen2.5-7B", offloaded, **one_step), 80 * GIB), "update_actor")
+    several = names(plan_memory(train_job("Qwen2.5-7B", offloaded), 80 * GIB), "update_actor")
+    assert ("actor", "activations") in several and ("actor", "optimizer") in several
+    assert (("actor", "activations") in single) != (("actor", "optimizer") in single)
+
+
+def test_offloaded_states_take_whole_chunks_of_host_memory() -> None:
+    job = train_job("Qwen2.5-7B", megatron(4) | OFFLOAD)
+    host = {component.name: component.nbytes for component in plan_memory(job).host}
+    stage = plan_memory(job).roles["actor"].stages[0]
+    for name, size in (("weights", stage.states.weights), ("optimizer", stage.states.optimizer)):
+        assert host[name] % (8 * 2**28) == 0 and 8 * size <= host[name] < 8 * (size + 2**28)

@@ -1,0 +1,93 @@
+"""Layout search: valid layouts that fit, in order of speed; more memory removes none."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from planned_jobs import MODELS, OFFLOAD, megatron, train_config
+
+from megarl.config import TrainConfig
+from megarl.config.compose import ConfigRequest, compose
+from megarl.ops.plan.estimate import estimate
+from megarl.ops.plan.hardware import read_hardware
+from megarl.ops.plan.job import planned_job
+from megarl.ops.plan.lengths import read_lengths
+from megarl.ops.plan.search import layouts, role_layouts, search
+
+LENGTHS = read_lengths("mean=400,sigma=0.8,prompt_mean=300", 1024, 1024)
+BASE = (
+    "data.train_files=none",
+    "data.max_prompt_length=1024",
+    "data.max_response_length=1024",
+    "data.train_batch_size=256",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    "actor_rollout_ref.rollout.name=sglang",
+    *(f"{role}.megatron.{part}_offload=true"
+      for role in ("actor_rollout_ref.actor", "critic") for part in ("param", "grad", "optimizer")),
+)  # fmt: skip
+
+
+def composed(name, model, nodes, *extra):
+    overrides = (*BASE, f"actor_rollout_ref.model.path={MODELS / model}", f"trainer.nnodes={nodes}", *extra)
+    return compose(ConfigRequest(TrainConfig, name, overrides))
+
+
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    case=st.sampled_from([("grpo", "Qwen2.5-7B", 1), ("ppo", "Qwen2.5-7B", 2), ("grpo", "Qwen3-30B-A3B", 4)]),
+    hardware=st.sampled_from(["h100", "a100"]),
+)
+def test_listed_layouts_are_valid_and_sorted(case, hardware):
+    name, model, nodes = case
+    node = read_hardware(hardware)
+    result = search(composed(name, model, nodes), node, LENGTHS, top=2)
+    assert result.best and result.planned >= len(result.best)
+    for candidate in result.best:
+        config = composed(name, model, nodes, *candidate.overrides())  # raises if the configuration is invalid
+        plan = estimate(config, node, LENGTHS)
+        assert plan.fits
+        assert plan.step.seconds == pytest.approx(candidate.estimate.step.seconds)
+    speeds = [candidate.estimate.step.throughput for candidate in result.best]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len({tuple(candidate.overrides()) for candidate in result.best}) == len(result.best)
+
+
+@settings(max_examples=4)
+@given(gib=st.sampled_from([24, 40, 60]), factor=st.sampled_from([1.3, 2.0]))
+def test_more_memory_removes_no_layout(gib, factor):
+    config = composed("grpo", "Qwen2.5-7B", 1)
+    small, large = read_hardware("h100"), read_hardware("h100")
+    small.memory_gib, large.memory_gib = gib, factor * gib
+
+    def sizes(hardware):
+        role = planned_job(config).role("actor")
+        path = "actor_rollout_ref.actor.megatron.recompute_granularity"
+        return {
+            tuple((key, value) for key, value in choice.changes.items() if key != path)
+            for choice in role_layouts(config, role, hardware, LENGTHS)
+        }
+
+    assert sizes(small) <= sizes(large)
+
+
+def test_seventy_billion_on_sixteen_nodes_needs_tensor_parallelism():
+    """70B does not fit 80 GB with TP1 PP1: states alone take 6 bytes per parameter."""
+    result = search(composed("grpo", "Llama-3-70B", 16), read_hardware("h100"), LENGTHS, top=3)
+    for candidate in result.best:
+        layout = candidate.estimate.job.role("actor").layout
+        assert layout.tp * layout.pp >= 8 and layout.tp <= 8
+        assert layout.world_size == 128
+
+
+def test_uneven_layers_shorten_the_last_stage():
+    config = train_config("DeepSeek-V3", megatron(8, 1), nodes=8)
+    role = planned_job(config).role("actor")
+    key = "actor_rollout_ref.actor.megatron."
+    eight = [sizes for sizes in layouts(role, 64, 8, 2048) if sizes[key + "pipeline_model_parallel_size"] == 8]
+    assert eight and all(sizes[key + "num_layers_in_last_pipeline_stage"] == 61 - 7 * 8 for sizes in eight)
+
+
+def test_no_layout_is_listed_if_none_fits():
+    tiny = read_hardware("h100")
+    tiny.memory_gib = 4
+    config = train_config("Llama-3-70B", megatron(8, 1, **OFFLOAD), nodes=1)
+    assert search(config, tiny, LENGTHS).best == []

@@ -1,0 +1,74 @@
+"""Downsampled curves, and the charts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.ops.report.charts import chart_groups, downsample, metric_curves, non_finite_counts, training_seconds
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(1, 50))
+def test_downsampling_keeps_mean_and_extremes(values: list[float], most: int) -> None:
+    steps = np.arange(len(values)) * 3
+    curve = downsample(steps, np.array(values), most)
+    if len(values) <= most:
+        assert curve["x"] == steps.tolist() and "low" not in curve
+        assert curve["y"] == pytest.approx(values, rel=1e-5)
+        return
+    assert len(curve["y"]) == len(curve["low"]) == len(curve["high"]) == len(curve["x"]) == most
+    assert curve["x"] == sorted(set(curve["x"])) and curve["x"][-1] == steps[-1]
+    assert min(curve["low"]) == pytest.approx(min(values), rel=1e-5)
+    assert max(curve["high"]) == pytest.approx(max(values), rel=1e-5)
+    for low, mean, high in zip(curve["low"], curve["y"], curve["high"], strict=True):
+        assert low - 1e-5 * abs(low) - 1e-9 <= mean <= high + 1e-5 * abs(high) + 1e-9
+
+
+def test_downsampling_by_hand() -> None:
+    curve = downsample(np.array([1, 2, 3, 4, 5]), np.array([1.0, 3.0, 5.0, 0.0, 4.0]), 2)
+    assert curve == {"x": [2, 5], "y": [2.0, 3.0], "low": [1.0, 0.0], "high": [3.0, 5.0], "n": 5}
+
+
+def test_curves_skip_missing_values_and_share_step_axes() -> None:
+    rows = [{"step": 1, "a": 1.23456789, "b": 2.0}, {"step": 5, "a": 2.0, "b": math.inf, "c": math.nan}]
+    axes, curves = metric_curves(rows)
+    assert axes == [[1, 5], [1], []]
+    assert curves["a"] == {"x": 0, "y": [1.23457, 2.0], "n": 2}
+    assert curves["b"] == {"x": 1, "y": [2.0], "n": 1} and curves["c"] == {"x": 2, "y": [], "n": 0}
+    assert non_finite_counts(rows) == {"b": 1, "c": 1}
+    assert metric_curves([]) == ([], {})
+
+
+def test_training_time_includes_validation_and_saves() -> None:
+    rows = [
+        {"step": 0, "timing_s/testing": 4.0},
+        {"step": 1, "timing_s/step": 2.0, "timing_s/gen": 1.0},
+        {"step": 2, "timing_s/step": 2.0, "timing_s/testing": 4.0, "timing_s/save_checkpoint": 1.0},
+        {"step": 3, "timing_s/step": math.nan},
+    ]
+    assert training_seconds(rows) == ([0, 1, 2, 3], [4.0, 6.0, 13.0, 13.0])
+    assert training_seconds([]) == ([], [])
+    steps, seconds = training_seconds([{"step": step, "timing_s/step": 2.0} for step in range(1, 10_001)])
+    assert len(steps) <= 1200 and (steps[0], steps[-1]) == (1, 10_000) and seconds[-1] == 20_000.0
+
+
+def test_charts_of_the_present_metrics() -> None:
+    names = [
+        "actor/kl_loss", "critic/score/mean", "other/thing", "timing_s/adv", "timing_s/gen", "timing_s/save_checkpoint",
+        "timing_s/step", "timing_s/zzz", "val-core/arithmetic/reward/mean@1", "reward/failed",
+    ]  # fmt: skip
+    groups = {group["title"]: {chart["title"]: chart for chart in group["charts"]} for group in chart_groups(names)}
+    assert {title: list(charts) for title, charts in groups.items()} == {
+        "Learning": ["Reward", "Held-out accuracy", "KL"],
+        "Time": ["Time per phase"],
+        "Failures": ["Failures"],
+    }
+    assert groups["Learning"]["Held-out accuracy"]["series"] == [
+        {"metric": "val-core/arithmetic/reward/mean@1", "label": "arithmetic reward mean@1"}
+    ]
+    phases = [series["label"] for series in groups["Time"]["Time per phase"]["series"]]
+    assert phases == ["gen", "adv", "save_checkpoint", "zzz"], "in the order of the step; the step itself is their sum"

@@ -1,0 +1,153 @@
+"""Computations of the page's script, in a JavaScript engine without a browser, against Python."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import pytest
+import quickjs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.tracking.token_columns import TokenValues
+
+Call = Callable[..., Any]
+ROLLOUTS = {
+    "run": [0, 0, 1, 1],
+    "step": [1, 5, 1, 7],
+    "kind": ["train", "validation", "train", "validation"],
+    "input": ["two plus two", "Three", "two plus two", "Three"],
+    "output": ["it is four", "é FOUR", "five it", "three"],
+    "gts": ["4", "3", "4", "3"],
+    "source": ["sums", "names", "sums", "names"],
+    "score": [1.0, None, 0.0, 0.5],
+    "length": [3, 1, None, 9],
+}
+
+
+@pytest.fixture(scope="module")
+def call() -> Call:
+    """Call a function of the page's script with plain values; the result is JSON."""
+    context = quickjs.Context()
+    context.eval(resources.files("megarl.ops.report").joinpath("page", "logic.js").read_text(encoding="utf-8"))
+
+    def run(function: str, *values: Any) -> Any:
+        text = context.eval(f"JSON.stringify({function}({', '.join(json.dumps(value) for value in values)}))")
+        return json.loads(text)
+
+    return run
+
+
+def rows(call: Call, **filters: Any) -> list[int]:
+    searched = "(rollouts, filters) => chooseRows(rollouts, filters, (index) => searchText(rollouts, index))"
+    return call(f"({searched})", ROLLOUTS, filters)
+
+
+@given(st.integers(0, 0xFFFF))
+def test_half_precision_matches_python(call: Call, word: int) -> None:
+    (number,) = struct.unpack("<e", struct.pack("<H", word))
+    function = "((word) => { const read = halfFloat(word); return Number.isFinite(read) ? read : String(read); })"
+    read = call(function, word)
+    if math.isfinite(number):
+        assert read == number
+    else:
+        assert read == ("NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity")
+
+
+@given(st.text(alphabet="aé🙂\n<", max_size=40), st.data())
+def test_tokens_match_pythons_encoding(call: Call, text: str, data: st.DataObject) -> None:
+    """Characters are code points, unlike in JavaScript's strings."""
+    borders = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    ends = [*borders, len(text)]
+    counts = [end - begin for begin, end in zip([0, *borders], ends, strict=True)]
+    values = np.arange(len(counts)) / 4
+    coded = TokenValues.of(counts, {"a": values, "gone": np.where(values == 0.25, np.nan, 1.0)}).encoded()
+    tokens = call("tokensOf", text, coded)
+    assert [token["text"] for token in tokens] == [text[e - c : e] for c, e in zip(counts, ends, strict=True)]
+    assert [token["values"]["a"] for token in tokens] == values.tolist()
+    assert ["gone" in token["values"] for token in tokens] == [value != 0.25 for value in values]
+
+
+def test_masked_spans(call: Call) -> None:
+    parts = call("maskedParts", "ab🙂cdef", [[1, 3], [5, 7]])
+    texts = [(part["text"], part["masked"]) for part in parts]
+    assert texts == [("a", False), ("b🙂", True), ("cd", False), ("ef", True)]
+
+
+def test_smoothing_is_an_unbiased_exponential_mean(call: Call) -> None:
+    assert call("smooth", [1, 3, 0], 0) == [1, 3, 0]
+    # by hand: weights 0.5 and 0.25 of the latest and the one before, over 0.75
+    expected = [1.0, (0.5 * 3 + 0.25 * 1) / 0.75, (0.25 * 3 + 0.125) / 0.875]
+    assert call("smooth", [1, 3, 0], 0.5) == pytest.approx(expected)
+    assert call("smooth", [2] * 50, 0.98) == pytest.approx([2.0] * 50)
+
+
+def test_steps_are_converted_to_time(call: Call) -> None:
+    clock = {"steps": [0, 10, 20], "seconds": [5, 105, 125]}
+    steps = [-1, 0, 5, 10, 15, 20, 99]
+    expected = np.interp(steps, clock["steps"], clock["seconds"])
+    assert [call("secondsAt", clock, step) for step in steps] == pytest.approx(expected.tolist())
+    assert call("secondsAt", {"steps": [], "seconds": []}, 3) is None
+    run = {"axes": [[1, 20]], "metrics": {"a": {"x": 0, "y": [1, 2]}, "never": {"x": 0, "y": []}}, "clock": clock}
+    assert call("curveOf", run, "a", "time")["x"] == pytest.approx([15 / 3600, 125 / 3600])
+    assert call("curveOf", run, "a", "step")["x"] == [1, 20]
+    assert call("curveOf", run, "b", "step") is None and call("curveOf", run, "never", "step") is None
+
+
+def test_search_and_filters(call: Call) -> None:
+    assert rows(call) == [0, 2, 1, 3], "by step"
+    assert rows(call, text="FOUR") == [0, 1] and rows(call, text="it four") == [0]
+    assert rows(call, text='"two plus"') == [0, 2] and rows(call, text='"plus two" names') == []
+    assert rows(call, text="names") == [1, 3], "the data source is searched too"
+    assert rows(call, low="0.5") == [0, 3] and rows(call, high="0.5") == [2, 3], "no score is in no range"
+    assert rows(call, low="0", high="0") == [2]
+    assert rows(call, firstStep="2", lastStep="5") == [1]
+    assert rows(call, shortest="2") == [0, 3] and rows(call, longest="3") == [0, 1]
+    assert rows(call, kind="validation", run="1") == [3] and rows(call, source="sums") == [0, 2]
+    assert rows(call, run="0") == [0, 1], "the first run has the number 0"
+
+
+def test_sorting_puts_missing_values_last(call: Call) -> None:
+    assert rows(call, sort="score") == [2, 3, 0, 1] and rows(call, sort="score", down=True) == [0, 3, 2, 1]
+    assert rows(call, sort="length", down=True) == [3, 0, 1, 2]
+    assert rows(call, sort="input") == [1, 3, 0, 2], "sorting is stable"
+
+
+def test_colour_strength(call: Call) -> None:
+    signed = {"scale": "signed", "low": -1, "high": 2}
+    assert [call("strength", signed, value) for value in (-9, -1, 0, 1, 9)] == [-1, -0.5, 0, 0.5, 1]
+    assert call("strength", {"scale": "signed", "low": 0, "high": 0}, 3) == 1
+    low = {"scale": "low", "low": -4, "high": 0}
+    assert [call("strength", low, value) for value in (-9, -4, -1, 0, 1)] == [-1, -1, -0.25, 0, 0]
+    high = {"scale": "high", "low": 0, "high": 4}
+    assert [call("strength", high, value) for value in (0, 1, 9)] == [0, 0.25, 1]
+    assert call("strength", {"scale": "high", "low": 1, "high": 1}, 1) == 0
+    mask = {"scale": "mask", "low": 0, "high": 1}
+    assert [call("strength", mask, value) for value in (0, 1)] == [-1, 0]
+    assert call("strength", mask) == 0
+
+
+def test_shared_prompts_of_runs(call: Call) -> None:
+    shared = call("sharedPrompts", ROLLOUTS)
+    assert [(prompt["input"], prompt["answers"]) for prompt in shared] == [
+        ("Three", {"0": [1], "1": [3]}), ("two plus two", {"0": [0], "1": [2]}),
+    ]  # fmt: skip
+    several = {"step": [1, 5, 5, 9]}
+    assert call("latestAnswers", several, [0, 1, 2, 3], "") == [3]
+    assert call("latestAnswers", several, [0, 1, 2, 3], 8) == [1, 2]
+    assert call("latestAnswers", several, [0, 1, 2, 3], 0) == []
+
+
+def test_number_formatting(call: Call) -> None:
+    values = [None, 0, 0.123456, 1234.5678, 1e-7, 12345678, -0.5]
+    assert [call("formatNumber", value) for value in values] == [
+        "\u2013", "0", "0.1235", "1234.57", "1.00e-7", "1.23e+7", "-0.5",
+    ]  # fmt: skip
+    curve = {"x": [1, 2], "steps": [1, 2], "y": [0.5, 2], "low": [0.25, 1]}
+    assert call("describeCurve", "KL", curve) == "KL: from 0.5 at step 1 to 2 at step 2, between 0.25 and 2"

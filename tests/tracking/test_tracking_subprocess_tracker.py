@@ -1,0 +1,207 @@
+"""Subprocess trackers: retries, dropped records, hangs, deaths, and the real packages without a server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from subprocess_trackers import CannotBeImported, FileTracker, WithoutLogin
+
+from megarl.base.errors import ConfigError
+from megarl.tracking import RunInfo, open_trackers
+from megarl.tracking.subprocess_tracker import RetryPolicy, SubprocessTracker
+
+QUICK = RetryPolicy(queued=50, attempts=3, first_pause_s=0.05, longest_pause_s=0.2)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """``start(config, kind, ...)``: a subprocess tracker and its messages."""
+    trackers = []
+
+    def begin(config=None, kind=FileTracker, policy=QUICK, timeout_s=60.0):
+        messages = []
+        run = RunInfo("p", "n", tmp_path, config or {}, timeout_s=timeout_s, logs=tmp_path / "logs")
+        trackers.append(SubprocessTracker(f"subprocess_trackers.{kind.__name__}", run, messages.append, policy))
+        return trackers[-1], messages
+
+    yield begin
+    for tracker in trackers:
+        tracker._end_process()
+
+
+def log(tracker, steps):
+    for step in steps:
+        tracker.log({"a": float(step)}, step)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def arrived(folder):
+    lines = [json.loads(line) for line in (folder / "records").read_text().splitlines()]
+    return [line if line == "finish" else line[0] for line in lines]
+
+
+def test_records_arrive_in_order_without_messages(start, tmp_path):
+    tracker, messages = start()
+    tracker.wait_checked()
+    log(tracker, range(1, 31))
+    tracker.finish()
+    assert arrived(tmp_path) == [*range(1, 31), "finish"]
+    assert (messages, tracker.delivered, tracker.dropped) == ([], 30, 0)
+
+
+def test_refused_record_is_dropped_and_counted(start, tmp_path):
+    tracker, messages = start({"2": "refuse"})
+    log(tracker, range(1, 5))
+    wait_for(lambda: tracker.delivered == 3)
+    tracker.finish()
+    assert arrived(tmp_path) == [1, 3, 4, "finish"]
+    assert "ValueError: not a number" in messages[0] and "logs/tracker-FileTracker.log" in messages[0]
+    assert "1 of 4 records did not arrive" in messages[-1] and "look into the file" in messages[-1]
+    log_text = (tmp_path / "logs" / "tracker-FileTracker.log").read_text()
+    assert log_text.count("ValueError: not a number") == QUICK.attempts and "Traceback" in log_text
+
+
+@pytest.mark.parametrize("behaviour", ["die once", "hang once"])
+def test_new_process_retries_the_record_after_a_death_or_a_hang(start, tmp_path, behaviour):
+    tracker, messages = start({"2": behaviour}, timeout_s=5.0)
+    log(tracker, range(1, 5))
+    wait_for(lambda: tracker.delivered == 4)
+    tracker.finish()
+    assert arrived(tmp_path) == [1, 2, 3, 4, "finish"]
+    reason = "its process ended (3)" if behaviour == "die once" else "no reply to log within 5 s"
+    assert len(messages) == 2 and reason in messages[0] and "works again" in messages[1] and tracker.dropped == 0
+
+
+def test_queued_records_arrive_later_up_to_the_capacity(start, tmp_path):
+    tracker, messages = start({"closed": str(tmp_path / "listens")}, policy=RetryPolicy(3, 3, 0.05, 0.1))
+    log(tracker, [1])
+    wait_for(lambda: messages)
+    log(tracker, range(2, 9))
+    (tmp_path / "listens").touch()
+    wait_for(lambda: tracker.delivered == 4)
+    tracker.finish()
+    assert arrived(tmp_path) == [1, 6, 7, 8, "finish"], "the current record and the newest three"
+    assert "ConnectionError: nobody listens" in messages[0] and "works again" in messages[1]
+    assert "4 of 8 records did not arrive" in messages[2]
+
+
+def test_unreachable_tracker_does_not_delay_the_end(start, tmp_path):
+    tracker, messages = start({"closed": str(tmp_path / "never")})
+    log(tracker, range(1, 5))
+    wait_for(lambda: messages)
+    tracker.finish()
+    assert len(messages) == 2 and "4 of 4 records did not arrive (ConnectionError: nobody listens)" in messages[1]
+
+
+def test_hanging_finish_is_killed_and_reported(start, tmp_path):
+    tracker, messages = start({"finish": "hang"}, timeout_s=3.0)
+    log(tracker, [1])
+    wait_for(lambda: tracker.delivered == 1)
+    pid = tracker._process.child.pid
+    tracker.finish()
+    assert not psutil.pid_exists(pid)
+    late = "it did not send all records in time (no reply to finish within 3 s); look into the file"
+    assert messages == [f"tracker subprocess_trackers.FileTracker: {late}"]
+
+
+def test_tracker_finishes_if_the_driver_is_gone(start, tmp_path):
+    tracker, _ = start()
+    log(tracker, [1])
+    wait_for(lambda: tracker.delivered == 1)
+    tracker._process.child.connection.close()
+    wait_for(lambda: "finish" in arrived(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(WithoutLogin, "^there is no login"), (CannotBeImported, "'halfinstalled' cannot be imported")],
+)
+def test_wrong_setup_is_an_error_at_the_start(start, kind, message):
+    tracker, messages = start(kind=kind)
+    with pytest.raises(ConfigError, match=message):
+        tracker.wait_checked()
+    tracker.finish()
+    assert messages == []
+
+
+@pytest.fixture
+def silent_server():
+    """A server that accepts connections and requests, and never replies."""
+    accepted, listener = [], socket.create_server(("127.0.0.1", 0))
+
+    def accept():
+        while True:
+            try:
+                accepted.append(listener.accept()[0])
+            except OSError:
+                return
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield listener.getsockname()[1], accepted
+    listener.close()
+    for connection in accepted:
+        connection.close()
+
+
+@pytest.fixture
+def closed_port():
+    """A port that refuses connections."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def real_trackers(port, tmp_path, monkeypatch):
+    """Weights & Biases, SwanLab and MLflow with a server at a local port."""
+    url = f"http://127.0.0.1:{port}"
+    for name in ("WANDB_MODE", "SWANLAB_MODE", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("SWANLAB_API_HOST", url + "/api")
+    monkeypatch.setenv("SWANLAB_WEB_HOST", url)
+    monkeypatch.setenv("SWANLAB_API_KEY", "0" * 21)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    messages = []
+    run = RunInfo("p", "n", tmp_path / "run", {"a": 1}, run_id="0" * 20, timeout_s=3.0, logs=tmp_path / "logs")
+    return open_trackers(["wandb", "swanlab", "mlflow", "jsonl"], run, messages.append), messages
+
+
+@pytest.mark.parametrize("kind", ["silent", "refusing"])
+def test_real_packages_without_servers_do_not_block(request, silent_server, closed_port, tmp_path, monkeypatch, kind):
+    """A call that waits for the server would block the test: the server never replies."""
+    trackers, messages = real_trackers(silent_server[0] if kind == "silent" else closed_port, tmp_path, monkeypatch)
+    processes = [tracker._process.child.pid for tracker in trackers.trackers[:3] if tracker._process]
+    for step in range(1, 4):
+        trackers.log({"critic/score/mean": 0.5}, step)
+    trackers.log_samples([{"input": "q", "output": "a"}], 3)
+    if kind == "silent":
+        wait_for(lambda: len(silent_server[1]) >= 3)
+    wait_for(lambda: len({line.split()[1] for line in messages}) == 3)
+    trackers.finish()
+    print("\n".join(messages))
+    for name in ("wandb", "swanlab", "mlflow"):
+        assert sum(line.startswith(f"tracker {name} fails: ") for line in messages) == 1
+        assert any(line.startswith(f"tracker {name}: 4 of 4 records did not arrive") for line in messages)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert not any(map(psutil.pid_exists, processes))
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_missing_login_is_an_error_before_the_start(tmp_path, monkeypatch, name):
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "SWANLAB_MODE", "SWANLAB_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"trainer\.logger='{name}': there is no login.*{name} login"):
+        open_trackers([name], RunInfo("p", "n", tmp_path / "run"), print)

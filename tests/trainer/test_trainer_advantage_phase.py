@@ -1,0 +1,150 @@
+"""Advantages from scores, with the KL and EOS penalties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megarl.base.algorithm_names import ADV_ESTIMATORS
+from megarl.config.schema.algorithm import AlgorithmConfig, KLControlConfig
+from megarl.data import DataProto
+from megarl.trainer.phases.advantage_phase import AdvantagePhase
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
+
+
+def batch(*, critic: bool = True) -> DataProto:
+    """Two prompts with two samples each; the reward of the last sample failed."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = {name: torch.randn(4, 3, generator=generator) * MASK for name in ("old_log_probs", "ref_log_prob")}
+    scores = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.25, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    if critic:
+        numbers["values"] = torch.randn(4, 3, generator=generator) * MASK
+    return DataProto.from_dict(
+        {
+            **numbers,
+            "response_mask": MASK,
+            "token_level_scores": scores,
+            "entropys": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0], [6.0, 99.0, 99.0], [99.0, 99.0, 99.0]]),
+        },
+        {"uid": ["a", "a", "b", "b"]},
+    )
+
+
+def test_groups_without_a_critic() -> None:
+    metrics: dict[str, float] = {}
+    phase = AdvantagePhase(AlgorithmConfig(adv_estimator="grpo"))
+    result = phase.compute(batch(critic=False), metrics).tensors
+    # Scores 1 and 0.25; the second group has a single valid sample.
+    high = 0.375 / (math.sqrt(2 * 0.375**2) + 1e-6)
+    expected = torch.tensor([[high] * 3, [-high, -high, 0.0], [2.0, 0.0, 0.0], [0.0] * 3])
+    torch.testing.assert_close(result["advantages"], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(result["token_level_rewards"], batch().tensors["token_level_scores"])
+    assert metrics == {"actor/entropy": pytest.approx((1 + 2 + 3 + 4 + 5 + 6) / 6)}
+    assert phase.kl_controller is None
+
+
+def test_gae_with_kl_in_the_reward() -> None:
+    config = AlgorithmConfig(
+        gamma=0.9,
+        lam=0.8,
+        use_kl_in_reward=True,
+        kl_penalty="k1",
+        kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.01, horizon=10),
+    )
+    phase, metrics = AdvantagePhase(config), {}
+    given = batch()
+    result = phase.compute(given, metrics).tensors
+    columns = {name: tensor.tolist() for name, tensor in given.tensors.items()}
+
+    per_row, returns, raw = [], [], {}
+    for row in range(4):
+        length = int(MASK[row].sum())
+        kl = [columns["old_log_probs"][row][t] - columns["ref_log_prob"][row][t] for t in range(length)]
+        if length:
+            per_row.append(sum(kl) / length)
+        rewards = [columns["token_level_scores"][row][t] - 0.5 * kl[t] for t in range(length)]
+        values, late = columns["values"][row], 0.0
+        for t in reversed(range(length)):
+            following = values[t + 1] if t + 1 < length else 0.0
+            late = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * late
+            raw[row, t] = late
+            returns.append((row, t, late + values[t]))
+    mean = sum(raw.values()) / len(raw)
+    deviation = math.sqrt(sum((a - mean) ** 2 for a in raw.values()) / (len(raw) - 1))
+
+    for (row, t), advantage in raw.items():
+        assert result["advantages"][row, t].item() == pytest.approx((advantage - mean) / deviation, rel=1e-4, abs=1e-5)
+    for row, t, expected in returns:
+        assert result["returns"][row, t].item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert not result["advantages"][MASK == 0].any()
+    kl_mean = sum(per_row) / 3
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl_mean, rel=1e-5)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5, "the coefficient that was used, not the next one"
+    assert phase.kl_controller.value == pytest.approx(0.5 * (1 + math.copysign(0.2, kl_mean / 0.01 - 1) * 4 / 10))
+    errors = [g - columns["values"][row][t] for row, t, g in returns]
+    unexplained = torch.tensor(errors).var().item() / torch.tensor([g for _, _, g in returns]).var().item()
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - unexplained, rel=1e-3)
+
+
+@pytest.mark.parametrize("estimator", [name for name in ADV_ESTIMATORS if not name.endswith("vectorized")])
+def test_tool_tokens_do_not_change_advantages(estimator: str) -> None:
+    """Any values in the holes of the mask give the same advantages."""
+    holes = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]])
+    given = batch().with_columns({"response_mask": holes, "reward_baselines": torch.tensor([0.5, 0.5, 1.0, 9.0])}, {})
+    changed = given.with_columns(
+        {
+            name: torch.where(holes.bool(), given.tensors[name], torch.full_like(given.tensors[name], wild))
+            for name, wild in (("old_log_probs", 1e9), ("ref_log_prob", -7.0), ("values", 1e9), ("entropys", math.nan))
+        },
+        {},
+    )
+    results = []
+    for variant in (given, changed):
+        metrics: dict[str, float] = {}
+        config = AlgorithmConfig(adv_estimator=estimator, lam=0.8, use_kl_in_reward=True)
+        tensors = AdvantagePhase(config).compute(variant, metrics).tensors
+        results.append((tensors["advantages"], tensors["returns"], metrics))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2] and math.isfinite(results[0][2]["actor/entropy"])
+    assert not results[0][0][holes == 0].any() and results[0][0][holes == 1].any()
+
+
+def penalized(config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
+    """Reward changes of four samples; the second and the last end with token 7."""
+    responses = torch.tensor([[3, 4, 5], [3, 7, 0], [4, 0, 0], [7, 0, 0]])
+    given = batch().with_columns(
+        {
+            "prompts": torch.ones(4, 2).long(),
+            "responses": responses,
+            "attention_mask": torch.cat([torch.ones(4, 2), responses > 0], dim=1).long(),
+        },
+        {},
+    )
+    metrics: dict[str, float] = {}
+    result = AdvantagePhase(config, eos_token_ids=(7,)).compute(given, metrics)
+    return result.tensors["token_level_rewards"] - given.tensors["token_level_scores"], metrics
+
+
+def test_missing_eos_is_penalized() -> None:
+    """The reward of the last sample failed, so it is neither penalized nor counted."""
+    change, metrics = penalized(AlgorithmConfig(adv_estimator="grpo", missing_eos_penalty=0.75))
+    assert change.tolist() == [[0.0, 0.0, -0.75], [0.0] * 3, [-0.75, 0.0, 0.0], [0.0] * 3]
+    assert metrics["reward/missing_eos_fraction"] == pytest.approx(2 / 3)
+
+
+def test_penalties_come_before_whitening() -> None:
+    """Rewards of the six trained tokens: 0, 0, 1 - 3/4; 0, 1/4; 2 - 3/4."""
+    config = AlgorithmConfig(adv_estimator="grpo", missing_eos_penalty=0.75, whiten_rewards=True)
+    change, _ = penalized(config)
+    rewards = torch.tensor([0.0, 0.0, 0.25, 0.0, 0.25, 1.25])
+    white = (rewards - rewards.mean()) / rewards.std() + rewards.mean()
+    result = (change + batch().tensors["token_level_scores"])[MASK == 1]
+    torch.testing.assert_close(result, white, rtol=1e-5, atol=1e-6)
+
+
+def test_remax_without_baselines_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'remax' needs `reward_baselines`"):
+        AdvantagePhase(AlgorithmConfig(adv_estimator="remax")).compute(batch(), {})

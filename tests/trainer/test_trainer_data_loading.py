@@ -1,0 +1,166 @@
+"""Data loading from the configuration: mixtures, curricula, user classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.base.errors import ConfigError, DataError
+from megarl.config import SFTConfig, TrainConfig
+from megarl.config.problems import InvalidConfigError
+from megarl.trainer.jobs.preflight import check_train
+from megarl.trainer.jobs.sft import FineTuning
+from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+
+OWN = """
+import json
+from megarl.data import RLHFDataset
+
+class Backwards:
+    def __init__(self, data_source, data_config):
+        self.rows, self.sizes = len(data_source), []
+        assert data_config.train_batch_size == 8
+    def __len__(self):
+        return self.rows
+    def __iter__(self):
+        return iter(range(self.rows)[::-1])
+    def update(self, batch):
+        self.sizes.append(len(batch))
+    def state_dict(self):
+        return {"sizes": self.sizes}
+    def load_state_dict(self, state):
+        self.sizes = state["sizes"]
+
+class Shouting(RLHFDataset):
+    def __getitem__(self, item):
+        return super().__getitem__(item) | {"ability": "SHOUTING"}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(arithmetic: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(arithmetic / "model"))
+
+
+@pytest.fixture
+def sets(arithmetic: Path, tmp_path: Path) -> dict[str, Any]:
+    """The training rows in two sets, the first of them in two files; a mixture of them, 3 to 1."""
+    rows = pq.read_table(arithmetic / "data" / "train.parquet").to_pylist()
+    for name, part in (("a1", rows[:20]), ("a2", rows[20:30]), ("b", rows[30:])):
+        pq.write_table(pa.Table.from_pylist(part), tmp_path / f"{name}.parquet")
+    small = {"files": f"{tmp_path}/a*.parquet", "weight": 3}
+    return {"data.train_files": [], "data.mixture": {"small": small, "large": {"files": [f"{tmp_path}/b.parquet"]}}}
+
+
+def indices(batch: Any) -> list[int]:
+    return [int(row) for row in batch.non_tensor_batch["index"]]
+
+
+def test_mixture_loader(
+    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, sets: dict[str, Any]
+) -> None:
+    config = train_config(sets)
+    check_train(config)
+    source = prompt_loader(config, tokenizer)
+    assert len(source) == 90 // 8
+    batch = next(iter(source))
+    assert sum(row < 30 for row in indices(batch)) == 6
+    assert source.metrics()["data/small/share"] == 0.75
+    state = json.loads(json.dumps(source.state_dict()))
+    again = prompt_loader(config, tokenizer)
+    again.load_state_dict(state)
+    assert indices(next(iter(again))) != indices(batch)
+
+
+def test_sft_mixture_loader(sft_config: Callable[..., SFTConfig], arithmetic: Path) -> None:
+    file = str(arithmetic / "data" / "sft.parquet")
+    mixture = {"one": {"files": file}, "other": {"files": [file, file], "weight": {1: 1, 3: 3}}}
+    config = sft_config({"data.train_files": [], "data.mixture": mixture})
+    job = FineTuning(config)
+    job.check()
+    batches = iter(job.training_loader())
+    assert [sum(row < 120 for row in indices(next(batches))) for _ in range(3)] == [4, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "message"),
+    [
+        ({"data.train_files": []}, "data.train_files", "at least one file, or set data.mixture"),
+        ({"data.mixture": {"a": {"files": "x"}}}, "data.mixture", "keep one|set that to"),
+        ({"data.train_files": [], "data.mixture": {"a": 3}}, "data.mixture.a", "mapping with files and weight"),
+        ({"data.train_files": [], "data.mixture": {"a": {"files": "x", "w": 1}}}, "data.mixture.a.w", "unknown key"),
+        ({"data.train_files": [], "data.mixture": {"a": {}}}, "data.mixture.a.files", "a file or a list"),
+        (
+            {"data.train_files": [], "data.mixture": {"a": {"files": "x"}}, "data.curriculum": {"column": "c"}},
+            "data.curriculum.column",
+            "weights by step",
+        ),
+        ({"data.sampler": {"class_path": "a.py"}}, "data.sampler.class_name", "go together"),
+        ({"data.custom_cls": {"name": "A"}}, "data.custom_cls.name", "go together"),
+        (
+            {"data.sampler": {"class_path": "a.py", "class_name": "A"}, "data.curriculum": {"column": "c"}},
+            "data.sampler.class_path",
+            "the order of rows",
+        ),
+    ],
+)
+def test_contradicting_data_keys_are_errors(
+    train_config: Callable[..., TrainConfig], changes: dict[str, Any], path: str, message: str
+) -> None:
+    with pytest.raises(InvalidConfigError, match=message) as caught:
+        train_config(changes)
+    assert path in {problem.path for problem in caught.value.problems}
+
+
+def test_mixture_errors_come_before_any_process(train_config: Callable[..., TrainConfig], sets: dict[str, Any]) -> None:
+    sets["data.mixture"]["small"]["weight"] = "much"
+    with pytest.raises(DataError, match=r"data\.mixture\.small\.weight: must be a number"):
+        check_train(train_config(sets))
+    sets["data.mixture"]["small"] = {"files": "nowhere.parquet"}
+    with pytest.raises(DataError, match=r"data\.mixture\.small\.files: nowhere\.parquet"):
+        check_train(train_config(sets))
+
+
+def test_curriculum_order(train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase) -> None:
+    source = prompt_loader(train_config({"data.curriculum": {"column": "extra_info.index"}}), tokenizer)
+    first = [row for batch in source for row in indices(batch)]
+    assert first == list(range(88))
+    assert [row for batch in source for row in indices(batch)] != first
+    with pytest.raises(DataError, match=r"data\.curriculum\.column=extra_info\.split: .*not a number"):
+        prompt_loader(train_config({"data.curriculum": {"column": "extra_info.split"}}), tokenizer)
+
+
+def test_user_dataset_and_sampler_classes(
+    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    own = {
+        "data.sampler": {"class_path": f"{tmp_path}/own.py", "class_name": "Backwards"},
+        "data.custom_cls": {"path": f"{tmp_path}/own.py", "name": "Shouting"},
+    }
+    config = train_config(own)
+    check_train(config)
+    source = prompt_loader(config, tokenizer)
+    batch = next(iter(source))
+    source.update(batch)
+    assert indices(batch) == list(range(89, 81, -1)) and set(batch.non_tensor_batch["ability"]) == {"SHOUTING"}
+    assert source.state_dict()["order"] == {"sampler": {"sizes": [8]}}
+    grouped = {**own, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}
+    with pytest.raises(ConfigError, match=r"data\.sampler: Backwards has update.*filter_groups"):
+        prompt_loader(train_config({**grouped, "algorithm.filter_groups": {"enable": True}}), tokenizer)
+    for key, name in (("data.sampler", "class_name"), ("data.custom_cls", "name")):
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            check_train(train_config({**own, key: {**own[key], name: "Nobody"}}))
+
+
+def test_max_samples_limits_rows(train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase) -> None:
+    config = train_config({"data.train_max_samples": 16, "data.val_max_samples": 3, "data.shuffle": False})
+    assert [indices(batch) for batch in prompt_loader(config, tokenizer)] == [[*range(8)], [*range(8, 16)]]
+    assert [len(batch) for batch in validation_loader(config, tokenizer)] == [3]

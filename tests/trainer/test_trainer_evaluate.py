@@ -1,0 +1,139 @@
+"""Evaluation without processes: sampling description, early errors, and the best answers as SFT data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+
+from megarl.base.errors import CheckpointError, ConfigError, DataError, MegarlError, RewardError
+from megarl.config import EvaluateConfig
+from megarl.config.schema.jobs import BestAnswersConfig
+from megarl.data import DataProto, SFTDataset, attention_mask_of, pad_left, pad_right
+from megarl.trainer.jobs.evaluate import BestAnswers, run
+from megarl.trainer.jobs.frozen_policy import FrozenPolicy
+from megarl.trainer.phases.data_loading import load_tokenizer
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SAMPLED = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.temperature": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "step 0: 1 answer per prompt, greedy"),
+        (SAMPLED, "step 0: 4 answers per prompt, temperature 0.7, top_p 1, top_k 20"),
+    ],
+)
+def test_description_of_the_sampling(
+    evaluate_config: Callable[..., EvaluateConfig], changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = evaluate_config(changes)
+    path = config.actor_rollout_ref.model.path
+    assert FrozenPolicy(config, tmp_path).describe() == f"{path}, {words}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"actor_rollout_ref.model.path": "/nowhere"}, CheckpointError, "actor_rollout_ref.model.path=/nowhere"),
+        ({"data.val_files": ["/no.parquet"]}, DataError, r"data\.val_files: /no\.parquet"),
+        ({"data.prompt_key": "question"}, DataError, "'question'"),
+        ({"data.max_prompt_length": 1}, DataError, "data.max_prompt_length"),
+        ({"custom_reward_function.path": "/no.py"}, RewardError, r"/no\.py"),
+        ({f"{ROLLOUT}.agent.default_agent_loop": "nobody"}, ConfigError, "nobody"),
+        ({"actor_rollout_ref.model.tokenizer_path": "/nowhere"}, MegarlError, "/nowhere"),
+    ],
+)
+def test_errors_come_before_any_process(
+    evaluate_config: Callable[..., EvaluateConfig],
+    changes: dict[str, Any],
+    error: type[MegarlError],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=message):
+        run(evaluate_config(changes), tmp_path)
+    assert not ray.is_initialized() and not list(tmp_path.iterdir())
+
+
+def test_an_unknown_agent_loop_names_the_row(
+    evaluate_config: Callable[..., EvaluateConfig], arithmetic: Path, tmp_path: Path
+) -> None:
+    rows = pq.read_table(arithmetic / "data" / "test.parquet").to_pylist()
+    rows = [{**row, "agent_name": "nobody" if number == 3 else None} for number, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "named.parquet")
+    with pytest.raises(ConfigError, match=r"named\.parquet, row 3: agent_name='nobody'"):
+        run(evaluate_config({"data.val_files": [str(tmp_path / "named.parquet")]}), tmp_path)
+    assert not ray.is_initialized()
+
+
+LONGEST = 6
+ANSWERS = {
+    "1 + 2": [("3", 1.0), ("4", 0.0), ("3", 1.0)],
+    "2 + 2": [("999999", 1.0), ("4", 0.5), ("5", None)],  # the best one was cut off, the last one's reward failed
+    "3 + 3": [("7", 0.0), ("8", 0.1), ("9", 0.0)],
+}
+
+
+@pytest.fixture
+def tokenizer(arithmetic: Path):
+    return load_tokenizer(str(arithmetic / "model"))
+
+
+@pytest.fixture
+def batch(tokenizer) -> DataProto:
+    """Three answers to each of three prompts; in the first answer to the first, a tool wrote the first token."""
+    rows = [(prompt, text, score) for prompt, group in ANSWERS.items() for text, score in group]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for _, text, _ in rows]
+    ids = [row if len(row) >= LONGEST else [*row, tokenizer.eos_token_id] for row in ids]
+    ids[0] = [*tokenizer.encode("12", add_special_tokens=False), *ids[0]]
+    written = [[1] * len(row) for row in ids]
+    written[0][: len(ids[0]) - 2] = [0] * (len(ids[0]) - 2)
+    tensors = {
+        "prompts": pad_left([[5]] * len(rows)),
+        "responses": pad_right(ids),
+        "generated_mask": pad_right(written),
+        "response_mask": pad_right([[int(row[2] is not None)] * len(own) for row, own in zip(rows, ids, strict=True)]),
+    }
+    widths = (1, tensors["responses"].shape[1])
+    tensors["attention_mask"] = attention_mask_of([1] * len(rows), list(map(len, ids)), *widths)
+    tensors["token_level_scores"] = torch.zeros(tensors["responses"].shape)
+    tensors["token_level_scores"][:, 0] = torch.tensor([row[2] or 0.0 for row in rows])
+    others = {
+        "uid": [row[0] for row in rows],
+        "raw_prompt": [[{"role": "user", "content": row[0]}] for row in rows],
+        "data_source": ["sums"] * len(rows),
+    }
+    return DataProto.from_dict(tensors, others)
+
+
+def test_complete_good_answers_become_sft_data(tokenizer, batch: DataProto, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "best.parquet"
+    best = BestAnswers(BestAnswersConfig(str(file), keep=2, min_score=0.4), tokenizer, LONGEST)
+    best.add(batch[:3])
+    best.add(batch[3:])
+    assert best.write() == f"best answers: {file}, 3 answers to 3 prompts"
+    rows = pq.read_table(file).to_pylist()
+    assert [(row["prompt"][0]["content"], row["score"]) for row in rows] == [("1 + 2", 1), ("1 + 2", 1), ("2 + 2", 0.5)]
+    assert [piece["role"] for piece in rows[0]["response"]] == ["tool", "assistant"]
+    assert rows[1]["response"] == [{"role": "assistant", "content": "3"}]
+    learned = SFTDataset(str(file), tokenizer, 64)
+    assert [tokenizer.decode(learned[row]["response_ids"], skip_special_tokens=True) for row in (0, 1, 2)] == [
+        "123", "3", "4",
+    ]  # fmt: skip
+    assert learned[0]["response_mask"][0] == 0 and learned[1]["response_mask"][0] == 1
+
+
+def test_no_good_answer_is_an_error(tokenizer, batch: DataProto, tmp_path: Path) -> None:
+    best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet"), min_score=2.0), tokenizer, LONGEST)
+    best.add(batch)
+    with pytest.raises(DataError, match=r"answers to 3 prompts .* best_answers.min_score=2.0; lower it"):
+        best.write()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,127 @@
+"""Models of an evaluation: folders, checkpoints by path, and errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.base.errors import CheckpointError
+from megarl.convert.conversion import ConversionOptions, convert
+from megarl.convert.open import open_source
+from megarl.convert.source import HUGGING_FACE, MEGARL
+from megarl.trainer.jobs.frozen_policy import find_model
+from megarl.trainer.state.checkpoint_store import CheckpointStore
+
+STEP = 30
+
+
+@pytest.fixture
+def run_folder(arithmetic: Path, tmp_path: Path) -> Path:
+    """A run's folder with an actor's checkpoint, saved as a run does."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for step in (20, STEP):
+        with store.saving(step) as folder:
+            convert(open_source(arithmetic / "model"), folder / "actor", MEGARL, ConversionOptions())
+    return tmp_path / "run"
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_hugging_face_folder_is_used_directly(arithmetic: Path, tmp_path: Path) -> None:
+    model = find_model(str(arithmetic / "model"))
+    assert (model.source.kind, model.step, model.tokenizer_folder) == (HUGGING_FACE, 0, arithmetic / "model")
+    assert model.as_hugging_face(tmp_path / "converted", pytest.fail) == arithmetic / "model"
+    assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "latest", "checkpoints", "checkpoints/latest", f"checkpoints/global_step_{STEP}",
+     f"checkpoints/global_step_{STEP}/actor"],
+)  # fmt: skip
+def test_all_paths_to_a_checkpoint(run_folder: Path, path: str) -> None:
+    model = find_model(str(run_folder / path))
+    assert model.source.path == run_folder / "checkpoints" / f"global_step_{STEP}" / "actor"
+    assert model.step == STEP and model.config.architecture == "Qwen2ForCausalLM"
+    assert (model.tokenizer_folder / "tokenizer_config.json").is_file()
+
+
+def test_an_older_checkpoint_by_path(run_folder: Path) -> None:
+    assert find_model(str(run_folder / "checkpoints" / "global_step_20")).step == 20
+
+
+def test_a_checkpoint_is_converted_once_bit_for_bit(run_folder: Path, arithmetic: Path, tmp_path: Path) -> None:
+    messages: list[str] = []
+    folders = [
+        find_model(str(path)).as_hugging_face(tmp_path / "converted", messages.append)
+        for path in (run_folder, run_folder, run_folder / "checkpoints" / "global_step_20")
+    ]
+    assert folders[0] == folders[1] != folders[2]
+    assert [" before" in line for line in messages] == [False, True, False]
+    expected, found = weights_of(arithmetic / "model"), weights_of(folders[0])
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_an_export_next_to_a_checkpoint_is_used_directly(run_folder: Path, arithmetic: Path, tmp_path: Path) -> None:
+    export = run_folder / "checkpoints" / f"global_step_{STEP}" / "actor" / "huggingface"
+    shutil.copyfile(arithmetic / "model" / "model.safetensors", export / "model.safetensors")
+    (run_folder / "checkpoints" / f"global_step_{STEP}" / "manifest.json").unlink()
+    model = find_model(str(run_folder))
+    assert model.step == STEP
+    assert model.as_hugging_face(tmp_path / "converted", pytest.fail) == export
+
+
+def make_critic(folder: Path, arithmetic: Path) -> Path:
+    """The model with a scalar head in place of its output layer."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(arithmetic / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = weights_of(folder)
+    weights.pop("lm_head.weight", None)
+    save_file({**weights, "score.weight": torch.ones(1, config["hidden_size"])}, folder / "model.safetensors")
+    return folder
+
+
+def cut_off(run: Path, arithmetic: Path) -> Path:
+    (largest,) = sorted((run / "checkpoints" / f"global_step_{STEP}" / "actor").glob("*.distcp"))[-1:]
+    largest.write_bytes(largest.read_bytes()[:-1])
+    return run
+
+
+def critic_of_a_run(run: Path, arithmetic: Path) -> Path:
+    folder = make_critic(run / "value_model", arithmetic)
+    convert(open_source(folder), run / "global_step_9" / "critic", MEGARL, ConversionOptions())
+    return run / "global_step_9"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda run, _: run / "nowhere", "does not exist"),
+        (lambda run, _: run.parent / "latest", "there is no latest_checkpointed_iteration.txt in"),
+        (lambda run, _: run / "checkpoints" / "latest_checkpointed_iteration.txt", "is a file, expected a folder"),
+        (cut_off, "is not whole|is truncated"),
+        (critic_of_a_run, "is a critic, which generates no text"),
+        (lambda run, arithmetic: make_critic(run / "critic", arithmetic), "is a critic, which generates no text"),
+    ],
+    ids=["nowhere", "no pointer", "a file", "cut off", "checkpoint of a critic", "folder of a critic"],
+)
+def test_invalid_models_are_errors(
+    break_it: Callable[[Path, Path], Path], message: str, run_folder: Path, arithmetic: Path
+) -> None:
+    path = break_it(run_folder, arithmetic)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        find_model(str(path))
+    assert str(refused.value).startswith(f"actor_rollout_ref.model.path={path}: ")

@@ -1,0 +1,107 @@
+"""Generation without processes: prompts, output files and early errors."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from transformers import AutoTokenizer
+
+from megarl.base.errors import CheckpointError, ConfigError, DataError, MegarlError
+from megarl.config import GenerateConfig
+from megarl.config.build import build
+from megarl.config.keys import with_values
+from megarl.data import DataProto
+from megarl.trainer.jobs.generate import answer_rows, answers_line, prompt_files, run, write_answers
+from megarl.trainer.phases.data_loading import generation_loader
+
+
+@pytest.fixture
+def config(arithmetic: Path, tmp_path: Path) -> Any:
+    def make(**data: Any) -> GenerateConfig:
+        rollout = data.pop("rollout", {})
+        values = {
+            "data": {"prompts": ["What is 1 + 2?"], "max_prompt_length": 32, "max_response_length": 6, **data},
+            "actor_rollout_ref": {"model": {"path": str(arithmetic / "model")}, "rollout": rollout},
+            "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": 1},
+        }
+        return build(GenerateConfig, values, str(tmp_path))
+
+    return make
+
+
+def test_prompts_are_written_to_a_file(tmp_path: Path) -> None:
+    (file,) = prompt_files(["Why?", "Où?"], tmp_path / "prompts.jsonl")
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    assert rows == [{"prompt": [{"role": "user", "content": text}]} for text in ("Why?", "Où?")]
+    assert prompt_files([], tmp_path / "none.jsonl") == [] and not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_prompt_is_printed_on_one_line() -> None:
+    row = {"prompt": [{"role": "user", "content": "What is\n1 + 2?"}], "responses": ["\n3\r", None, "three\n\nor 3"]}
+    assert answers_line(row) == "What is 1 + 2?  ->  3 | None | three or 3"
+
+
+def test_standard_input_lines_become_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n  two  \n"))
+    (file,) = prompt_files(["-"], tmp_path / "prompts.jsonl")
+    assert [json.loads(line)["prompt"][0]["content"] for line in Path(file).read_text().splitlines()] == ["one", "two"]
+    with pytest.raises(DataError, match="the standard input has no line"):
+        prompt_files(["-"], tmp_path / "prompts.jsonl")
+
+
+def test_rows_need_only_a_prompt_and_keep_all_columns(config: Any, arithmetic: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+    rows = [{"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "level": 3}]
+    rows += [{"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "level": 5}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (prompts,) = generation_loader(config(), [str(tmp_path / "prompts.jsonl")], tokenizer)
+    texts = ["3", "4", "7", "9"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    pad, repeated = tokenizer.pad_token_id, prompts.tensors["prompts"].repeat_interleave(2, 0)
+    responses = torch.tensor([[*own, tokenizer.eos_token_id, pad][:3] for own in ids])
+    mask = torch.cat([prompts.tensors["attention_mask"].repeat_interleave(2, 0), (responses != pad).long()], 1)
+    columns = {"agent_error": [None, None, None, "lost"]}
+    answers = DataProto.from_dict({"prompts": repeated, "responses": responses, "attention_mask": mask}, columns)
+    found = answer_rows(prompts, answers, 2, tokenizer)
+    assert [row["responses"] for row in found] == [["3", "4"], ["7", None]]
+    assert [row["prompt"] for row in found] == [row["prompt"] for row in rows]
+    assert [row["level"] for row in found] == [3, 5] and "uid" not in found[0] and "data_source" not in found[0]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_answers_are_written_atomically(tmp_path: Path, suffix: str) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "ü?"}], "responses": ["1", None]}]
+    target = tmp_path / "new" / f"answers.{suffix}"
+    write_answers(target, rows)
+    text = target.read_text() if suffix == "jsonl" else ""
+    found = [json.loads(line) for line in text.splitlines()] if text else pq.read_table(target).to_pylist()
+    assert found == rows and [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"val_files": ["/no.parquet"]}, DataError, r"/no\.parquet"),
+        ({"max_prompt_length": 1}, DataError, "data.max_prompt_length"),
+        ({"rollout": {"agent": {"default_agent_loop": "nobody"}}}, ConfigError, "nobody"),
+    ],
+)
+def test_errors_come_before_any_process(
+    config: Any, changes: dict[str, Any], error: type[MegarlError], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        run(config(**changes), tmp_path)
+    assert not ray.is_initialized()
+
+
+def test_a_missing_model_is_named(config: Any, tmp_path: Path) -> None:
+    wrong = with_values(config(), {"actor_rollout_ref.model.path": "/nowhere"})
+    with pytest.raises(CheckpointError, match=r"actor_rollout_ref\.model\.path=/nowhere"):
+        run(wrong, tmp_path)

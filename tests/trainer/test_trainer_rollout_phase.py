@@ -1,0 +1,157 @@
+"""Rollout phase and validation on a real rollout worker in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.agents.types import Trajectory
+from megarl.config import TrainConfig
+from megarl.data import DataProto
+from megarl.rewards import FailurePolicy, RewardManager, in_driver
+from megarl.rollout.router import EngineReplica
+from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.rollout_phase import LengthPredictor, RolloutPhase
+from megarl.trainer.phases.validation import Validator
+from megarl.workers.dispatch import WorkerPlace
+from megarl.workers.rollout import RolloutWorker
+from megarl.workers.settings import RolloutSettings
+
+FACTS = {"actor_mini_batch_rows": 8}
+
+
+@pytest.fixture(scope="module")
+def worker(arithmetic: Path) -> RolloutWorker:
+    from megarl.config import RolloutConfig
+
+    settings = RolloutSettings(str(arithmetic / "model"), "cpu", RolloutConfig(dtype="float32"))
+    worker = RolloutWorker(WorkerPlace(0, 1, "127.0.0.1", 0), settings=settings)
+    worker.init_model()
+    worker.engine.load_hf(str(arithmetic / "model"))
+    return worker
+
+
+@pytest.fixture
+def phase(
+    worker: RolloutWorker, train_config: Callable[..., TrainConfig], arithmetic: Path
+) -> Callable[..., RolloutPhase]:
+    def make(changes: dict[str, Any] | None = None) -> RolloutPhase:
+        changes = {f"actor_rollout_ref.rollout.{name}": value for name, value in (changes or {}).items()}
+        config = train_config({**changes, "data.max_response_length": 6})
+        tokenizer = load_tokenizer(str(arithmetic / "model"))
+        return RolloutPhase([EngineReplica(worker.engine)], config, tokenizer, FACTS)
+
+    return make
+
+
+@pytest.fixture
+def prompts(train_config: Callable[..., TrainConfig], arithmetic: Path) -> DataProto:
+    config = train_config()
+    loader = prompt_loader(config, load_tokenizer(str(arithmetic / "model")))
+    return next(iter(loader))
+
+
+def responses(batch: DataProto) -> list[list[int]]:
+    return batch.tensors["responses"].tolist()
+
+
+def test_samples_keep_the_columns_of_their_prompt(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+    batch = phase({"n": 3}).generate_sequences(prompts, 2, metrics := {})
+    assert metrics["rollout/replicas_lost"] == 0 and 0 < metrics["rollout/replica_utilization/min"] <= 1
+    assert len(batch) == 24 and batch.tensors["responses"].shape[1] <= 6
+    for row in range(24):
+        assert batch.non_tensor_batch["reward_model"][row] == prompts.non_tensor_batch["reward_model"][row // 3]
+        assert batch.tensors["prompts"][row].tolist() == prompts.tensors["prompts"][row // 3].tolist()
+    uids = batch.non_tensor_batch["uid"].tolist()
+    assert [uids.index(uid) for uid in uids] == [row // 3 * 3 for row in range(24)]
+    assert batch.meta_info["actor_mini_batch_rows"] == 8
+    assert "sample_seed" not in batch.tensors
+
+
+def test_a_step_is_reproducible_and_steps_differ(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+    def generate(prompts: DataProto, step: int) -> DataProto:
+        return phase().generate_sequences(prompts, step, {})
+
+    assert responses(generate(prompts, 1)) == responses(generate(prompts, 1))
+    assert responses(generate(prompts, 1)) != responses(generate(prompts, 2))
+    assert responses(generate(prompts, 1)) != responses(phase({"seed": 9}).generate_sequences(prompts, 1, {}))
+
+
+def test_equal_prompts_of_a_batch_get_independent_samples(
+    phase: Callable[..., RolloutPhase], prompts: DataProto
+) -> None:
+    same = prompts[[0] * 8]
+    assert len({tuple(ids) for ids in responses(phase().generate_sequences(same, 1, {}))}) > 1
+
+
+def test_validation_uses_its_sampling_parameters(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+    greedy = phase()
+    assert responses(greedy.validate(prompts, 1)) == responses(greedy.validate(prompts, 2))
+    assert not greedy.validate(prompts, 1).meta_info.get("actor_mini_batch_rows")
+    sampled = phase({"val_kwargs.temperature": 1.0, "val_kwargs.n": 2})
+    batch = sampled.validate(prompts, 1)
+    assert len(batch) == 16 and len(set(batch.non_tensor_batch["uid"])) == 8
+    # Batches of one validation, and training, have streams of their own.
+    other = sampled.validate(prompts, 1, batch=1)
+    assert responses(batch) != responses(other) and responses(batch)[::2] != responses(
+        sampled.generate_sequences(prompts, 1, {})
+    )
+    assert not set(batch.non_tensor_batch["uid"]) & set(other.non_tensor_batch["uid"])
+
+
+def test_validation_is_the_mean_score_of_all_held_out_prompts(
+    phase: Callable[..., RolloutPhase], train_config: Callable[..., TrainConfig], arithmetic: Path
+) -> None:
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+
+    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        if ground_truth == failing:
+            raise ValueError("no idea")
+        return float(len(solution_str))
+
+    whole = validation_loader(train_config(), tokenizer)
+    rows = next(iter(whole))
+    assert len(rows) == 10
+    truths = [model["ground_truth"] for model in rows.non_tensor_batch["reward_model"]]
+    failing = truths[3]
+
+    def run(size: int | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        loader = validation_loader(train_config({"data.val_batch_size": size}), tokenizer)
+        return Validator(
+            phase(), RewardManager(in_driver(reward), tokenizer, FailurePolicy("mask")), loader, tokenizer
+        ).run(4)
+
+    metrics, samples = run(None)
+    assert [sample["gts"] for sample in samples] == truths and {sample["step"] for sample in samples} == {4}
+    answers = phase().validate(rows, 4)
+    mean_length = answers.tensors["response_mask"].sum(-1).double().mean().item()
+    scored = [len(sample["output"]) for sample, truth in zip(samples, truths, strict=True) if truth != failing]
+    assert metrics == {
+        "val-core/arithmetic/reward/mean@1": pytest.approx(sum(scored) / len(scored)),
+        "val-aux/arithmetic/response_length/mean": pytest.approx(mean_length),
+        "val-aux/arithmetic/failed_rewards": float(truths.count(failing)),
+        "val-aux/arithmetic/num_prompts": 10.0,
+        "val-aux/num_prompts": 10.0,
+        "val-aux/rollout/replicas_lost": 0.0,
+        "val-aux/agent/failed": 0.0,
+        "val-aux/failed_rewards": float(truths.count(failing)),
+    }
+    assert [sample["score"] is None for sample in samples] == [truth == failing for truth in truths]
+    # Greedy, the result does not depend on the size of a batch, the last and smaller one included.
+    assert run(4) == (metrics, samples)
+    assert torch.is_tensor(rows.tensors["prompts"])
+
+
+def test_length_predictor_uses_the_last_samples_of_a_prompt() -> None:
+    predictor = LengthPredictor()
+    answers = [([1, 2], 3), ([1, 2], 6), ([5], 1)]
+    predictor.update([Trajectory(ids, [9] * n, [1] * n, [0.0] * n, "stop", 2) for ids, n in answers])
+    predictor.update([Trajectory([7], [], [], [], "error", 1, error="lost")])
+    assert [predictor.expected(ids) for ids in ([1, 2], (5,), [7], [1])] == [4.5, 1.0, None, None]
+    # Two turns of 1 and 3 tokens: a request is a turn.
+    predictor.update([Trajectory([5], [9, 9, 8, 8, 8], [1, 0, 1, 1, 1], [0.0] * 5, "stop", 3)])
+    assert predictor.expected([5]) == 2.0

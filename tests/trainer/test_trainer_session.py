@@ -1,0 +1,91 @@
+"""Job session: order of opening and closing, resolved device, resume and SIGTERM, without Ray."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.base.errors import CheckpointError
+from megarl.config import EvaluateConfig, TrainConfig
+from megarl.trainer.jobs import session as session_module
+from megarl.trainer.jobs.session import open_job, resolve_device
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Order in which resources open and close; Ray, devices and tracing are fakes."""
+    events: list[str] = []
+    monkeypatch.setattr(session_module, "RaySession", lambda logs: resource("ray", events))
+    monkeypatch.setattr(session_module, "RunTracing", lambda *_: resource("tracing", events))
+    pool = SimpleNamespace(pool=SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(session_module, "_reserve_devices", lambda ray, run: pool)
+    return events
+
+
+@contextmanager
+def resource(name: str, events: list[str]) -> Iterator[Any]:
+    events.append(f"+{name}")
+    try:
+        yield name
+    finally:
+        events.append(f"-{name}")
+
+
+def test_resources_close_in_reverse_order_after_an_error(
+    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
+) -> None:
+    config = train_config({"trainer.device": "auto"})
+    with pytest.raises(RuntimeError, match="failed"), open_job(config, tmp_path) as session:
+        session.start(resource("endpoint", events), None, resource("rewards", events))
+        assert session.config.trainer.device == "cpu" and session.tracing == "tracing"
+        raise RuntimeError("failed")
+    assert config.trainer.device == "auto", "the configuration of the user is unchanged"
+    assert events == ["+endpoint", "+rewards", "+ray", "+tracing", "-tracing", "-ray", "-rewards", "-endpoint"]
+
+
+@pytest.mark.parametrize("save_freq", [-1, 5])
+def test_sigterm_is_handled_after_the_start_of_the_workers_if_the_job_saves(
+    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path, save_freq: int
+) -> None:
+    previous = signal.getsignal(signal.SIGTERM)
+    with open_job(train_config({"trainer.save_freq": save_freq}), tmp_path) as session:
+        session.start()
+        with session.starting_workers():
+            assert signal.getsignal(signal.SIGTERM) is previous
+        assert (signal.getsignal(signal.SIGTERM) is not previous) == (save_freq > 0)
+    assert signal.getsignal(signal.SIGTERM) is previous
+
+
+def test_training_needs_its_checkpoint_before_any_process(
+    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(CheckpointError, match="resume_mode=must"),
+        open_job(train_config({"trainer.resume_mode": "must"}), tmp_path),
+    ):
+        pass
+    assert not events
+
+
+def test_an_evaluation_neither_resumes_nor_handles_signals(
+    evaluate_config: Callable[..., EvaluateConfig], events: list[str], tmp_path: Path
+) -> None:
+    previous = signal.getsignal(signal.SIGTERM)
+    with open_job(evaluate_config(), tmp_path) as session:
+        assert session.resume is None and session.stop.reason is None
+        session.start()
+        with session.starting_workers():
+            pass
+        assert signal.getsignal(signal.SIGTERM) is previous
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda")])
+def test_auto_is_cuda_if_the_cluster_has_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, device: str) -> None:
+    monkeypatch.setattr(session_module, "cluster_nodes", lambda: [{"CPU": 4.0, "GPU": float(gpus)}])
+    assert resolve_device("auto") == device and resolve_device("cpu") == "cpu"

@@ -1,0 +1,77 @@
+"""A role's configuration against its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.base.errors import ConfigError
+from megarl.config import MegatronConfig
+from megarl.models import ParallelLayout, parse_model_config
+from megarl.workers.settings import check_role, layout_of
+
+MODEL = parse_model_config(
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 503,
+    }
+)
+
+
+def test_every_size_reaches_the_layout() -> None:
+    config = MegatronConfig(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=3,
+        virtual_pipeline_model_parallel_size=4,
+        context_parallel_size=5,
+        expert_model_parallel_size=6,
+        expert_tensor_parallel_size=7,
+        data_parallel_size=8,
+        num_layers_in_first_pipeline_stage=9,
+        num_layers_in_last_pipeline_stage=10,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
+    assert layout_of(config) == ParallelLayout(2, 3, 8, 5, 6, 7, 4, 9, 10, True, True)
+    assert layout_of(MegatronConfig()) == ParallelLayout()
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong", "right"),
+    [
+        ({"pipeline_model_parallel_size": 5}, "pipeline_model_parallel_size=5", "1, 2, 3, 4, 6, 12"),
+        ({"recompute_granularity": "full", "recompute_num_layers": 5}, "recompute_num_layers=5", "1, 2, 3, 4, 6, 12"),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_num_layers": 4,
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 8,
+            },
+            "",
+            "",
+        ),
+        ({"recompute_granularity": "full", "recompute_num_layers": 5, "recompute_method": "block"}, "", ""),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+            "recompute_modules=['moe']",
+            "core_attn, mlp, layernorm",
+        ),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}, "", ""),
+    ],
+)
+def test_layout_that_does_not_fit_the_model_raises(keys: dict[str, Any], wrong: str, right: str) -> None:
+    config = MegatronConfig(**keys)
+    if not wrong:
+        check_role(MODEL, config, "megatron")
+        return
+    with pytest.raises(ConfigError) as error:
+        check_role(MODEL, config, "megatron")
+    assert f"megatron.{wrong}" in str(error.value) and str(error.value).endswith(f": {right}")
