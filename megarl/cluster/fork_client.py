@@ -1,7 +1,8 @@
-"""Script that Ray runs instead of ``python`` to get a worker process from a :mod:`~megarl.cluster.fork_server`.
+"""Script that Ray runs in place of its own to set up a worker process; see :mod:`~megarl.cluster.fork_server`.
 
-It hands its arguments, environment, working folder and standard streams to the server and ends. It imports nothing of
-megarl, since its start is part of every worker's start.
+It hands its arguments, environment, working folder and standard streams to the fork server and ends. Without a server,
+or for a worker with a runtime environment, it runs Ray's script. It imports nothing of megarl or Ray, since its start is
+part of every worker's start.
 """
 
 import json
@@ -9,7 +10,26 @@ import os
 import socket
 import sys
 
+ADDRESS = "MEGARL_FORK_ADDRESS"
+"""Environment variable: the socket of the fork server."""
 HEADER_BYTES = 8
+
+_CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
+
+
+def worker_arguments(arguments: list[str]) -> list[str] | None:
+    """Remove the arguments that are for Ray's set-up script; None if the worker needs that script."""
+    context, language, rest = {}, "PYTHON", []
+    for argument in arguments:
+        if argument.startswith(_CONTEXT):
+            context = json.loads(argument.removeprefix(_CONTEXT) or "{}")
+        elif argument.startswith(_LANGUAGE):
+            language = argument.removeprefix(_LANGUAGE)
+        else:
+            rest.append(argument)
+    own_python = context.pop("py_executable", None) in (None, sys.executable)
+    plain = own_python and language == "PYTHON" and not any(context.values())
+    return rest if plain and rest and rest[0].endswith(".py") else None
 
 
 def request_worker(address: str, arguments: list[str]) -> bool:
@@ -25,5 +45,14 @@ def request_worker(address: str, arguments: list[str]) -> bool:
             return False
 
 
-if __name__ == "__main__" and not request_worker(sys.argv[1], sys.argv[2:]):
-    os.execv(sys.executable, [sys.executable, "-u", *sys.argv[2:]])  # without the server the worker starts by itself
+def setup_script(arguments: list[str]) -> str:
+    """Return Ray's own set-up script, the neighbour of the worker's script."""
+    worker = next(argument for argument in arguments if argument.endswith(".py"))
+    return os.path.join(os.path.dirname(worker), "setup_worker.py")
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    forked = worker_arguments(given)
+    if forked is None or not request_worker(os.environ.get(ADDRESS, ""), forked):
+        os.execv(sys.executable, [sys.executable, setup_script(given), *given])

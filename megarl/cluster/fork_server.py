@@ -3,9 +3,10 @@
 Importing torch and Megatron-Core takes a process about three seconds of CPU time. On a laptop with two cores, a job
 with five workers would spend most of its start on it. The server imports once, and forks in milliseconds.
 
-Ray starts a worker by a command line. The runtime environment of an actor replaces the interpreter in it
-(``py_executable``) by :mod:`~megarl.cluster.fork_client`, which asks the server for a fork with its arguments,
-environment and standard streams. The worker is then Ray's as usual: Ray talks to it by sockets and knows its pid.
+Ray starts a worker by a script that sets up its environment. A local Ray gets :mod:`~megarl.cluster.fork_client` as that
+script; it asks the server for a fork with its arguments, environment and standard streams. The worker is then Ray's as
+usual: Ray talks to it by sockets and knows its pid. A worker with environment variables of its own starts without the
+server, since some of them are read by imports.
 
 Only for CPU processes on this machine: a fork must not inherit CUDA's state, and other nodes import for themselves.
 """
@@ -20,7 +21,6 @@ import logging
 import os
 import runpy
 import selectors
-import shlex
 import shutil
 import signal
 import socket
@@ -41,8 +41,9 @@ WORKER_MODULES = (
     "megarl.workers.critic",
     "megarl.workers.rollout",
     "megarl.rollout.embedded",
+    "torch._dynamo",  # the first optimizer of a process imports it
 )
-"""Imported before the first fork. Ray is not: it reads its settings from the environment when it is imported."""
+"""Imported before the first fork. Ray is not: it reads each worker's environment when it is imported."""
 
 _LOG_BYTES = 2000
 _address: str | None = None
@@ -106,17 +107,9 @@ def fork_server(enabled: bool = True) -> Iterator[None]:
         server.close()
 
 
-def fork_options() -> dict[str, Any]:
-    """Ray options of an actor that is to be forked; empty without a server."""
-    if _address is None:
-        return {}
-    python = [sys.executable, "-I", "-S", fork_client.__file__, _address]
-    return {"runtime_env": {"py_executable": shlex.join(python)}}
-
-
-def ray_settings() -> dict[str, Any] | None:
-    """Settings of a Ray that is started locally: with a fork server it prepares no workers of its own."""
-    return None if _address is None else {"prestart_worker_first_driver": False}
+def fork_address() -> str | None:
+    """Return the socket of the open fork server; None without a server."""
+    return _address
 
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:

@@ -12,16 +12,14 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
 
 from megarl.base.errors import ResourceError
 from megarl.base.logs import ProcessLogs
-from megarl.cluster.fork_server import ray_settings
+from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
 _MINIMUM_OBJECT_STORE_BYTES = 75 * 2**20
-_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _EXIT_GRACE_S = 3.0
 
 
@@ -130,17 +128,12 @@ class RaySession:
         self._handlers = {}
 
     def _start(self) -> None:
-        with _loopback_only():
-            ray.init(
-                address="local",
-                num_cpus=self.num_cpus or available_cpus(),
-                include_dashboard=False,
-                object_store_memory=self.object_store_bytes,
-                log_to_driver=self.log_to_driver,
-                logging_level="ERROR",
-                _temp_dir=self.temp_dir,
-                _system_config=ray_settings(),
-            )
+        start_local_ray(
+            num_cpus=self.num_cpus or available_cpus(),
+            object_store_bytes=self.object_store_bytes,
+            log_to_driver=self.log_to_driver,
+            temp_dir=self.temp_dir,
+        )
 
     def _connect(self) -> None:
         try:
@@ -178,27 +171,6 @@ def _signals_ignored() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Let Ray listen on the loopback interface only.
-
-    ``ray.init`` replaces 127.0.0.1 by an address that other machines reach, unless this switch is off. The switch
-    exists for machines whose firewall prompts the user. Ray's processes read it from the environment; this process has
-    already read it.
-    """
-    previous = os.environ.get(_LOOPBACK_SWITCH), ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[_LOOPBACK_SWITCH] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = previous[1]
-        if previous[0] is None:
-            del os.environ[_LOOPBACK_SWITCH]
-        else:
-            os.environ[_LOOPBACK_SWITCH] = previous[0]
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from megarl.base.errors import ResourceError, WorkerError
 from megarl.cluster.failures import WorkerCall, WorkerFailed, gather, worker_failure
-from megarl.cluster.fork_server import fork_options
+from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
@@ -353,8 +353,9 @@ class WorkerGroup:
         """Start a process without a worker."""
         tracing = self._pool.processes.options
         options = self._pool.actor_options(rank * self._span) | nsight_options(tracing.profile(self.role, rank))
-        if self._pool.pool.device == "cpu" and not self._env:  # a fork has imported torch before it sees variables
-            options |= fork_options()
+        if self._env and fork_address() is not None:
+            # A process with a runtime environment is no fork, which would have imported torch before it sees them.
+            options = {"runtime_env": {"env_vars": self._env}} | options
         host = ray.remote(WorkerProcess).options(**options)
         return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self._pool.logs)
 

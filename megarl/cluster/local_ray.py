@@ -1,0 +1,89 @@
+"""Ray on this machine alone, with as few processes as a run needs, reachable by loopback only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import ray
+from ray._private import node, parameter, ray_constants
+
+from megarl.cluster import fork_client
+from megarl.cluster.fork_server import fork_address
+
+
+_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+def start_local_ray(num_cpus: int, object_store_bytes: int, log_to_driver: bool, temp_dir: str | None) -> None:
+    """Start Ray and connect this process to it; the arguments are those of ``ray.init``.
+
+    Ray runs without API server, autoscaler and, unless output is printed by the driver, log monitor: they take a second
+    to start, and serve dashboards and growing clusters. With a fork server, all workers are its forks.
+    """
+    settings: dict[str, Any] = {"no_monitor": True, "include_log_monitor": log_to_driver}
+    variables = {_LOOPBACK_SWITCH: "0"}
+    address = fork_address()
+    if address is not None:
+        settings["setup_worker_path"] = fork_client.__file__
+        variables[fork_client.ADDRESS] = address
+    with _node_parameters(settings), _loopback_only(), _environment(variables):
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=object_store_bytes,
+            log_to_driver=log_to_driver,
+            logging_level="ERROR",
+            _temp_dir=temp_dir,
+        )
+
+
+class _HeadNode(node.Node):
+    """Head node without API server."""
+
+    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        self._webui_url = ""  # as of a Ray without dashboard
+
+
+@contextlib.contextmanager
+def _node_parameters(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Give the node that ``ray.init`` starts parameters that ``ray.init`` does not offer."""
+
+    class Parameters(parameter.RayParams):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.update(**settings)
+
+    with mock.patch.object(parameter, "RayParams", Parameters), mock.patch.object(node, "Node", _HeadNode):
+        yield
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Let Ray listen on the loopback interface only.
+
+    ``ray.init`` replaces 127.0.0.1 by an address that other machines reach, unless this switch is off. The switch
+    exists for machines whose firewall prompts the user. Ray's processes read it from the environment; this process has
+    already read it.
+    """
+    with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes started in this block; variables that Ray sets in it stay."""
+    previous = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
