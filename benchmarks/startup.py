@@ -37,11 +37,13 @@ STAGES = {
     "first step done": "step 1/1",
 }
 POLL_S = 0.02
+CPU_POLL_S = 0.5  # reading the processes takes CPU time from them
 
 
 def import_seconds(modules: Sequence[str]) -> list[float]:
     """CPU seconds of each import in a fresh process, in order; the first includes the interpreter."""
-    lines = ["import resource, warnings", "warnings.simplefilter('ignore')", "seconds = []"]
+    lines = ["import gc, resource, warnings", "warnings.simplefilter('ignore')", "seconds = []"]
+    lines.append("gc.disable()")  # as megarl.base.imports
     for module in modules:
         package, _, name = module.rpartition(".")
         lines.append(f"from {package} import {name}" if name[:1].isupper() else f"import {module}")
@@ -64,7 +66,7 @@ def kind_of(process: psutil.Process) -> str:
         return "fork server"
     if "megarl.train" in command:
         return "driver"
-    if "ray::" in command or "default_worker" in command or "setup_worker" in command:
+    if "ray::" in command or "default_worker" in command or "setup_worker" in command or "fork_client" in command:
         return "workers"
     if "ray" in command:
         return "Ray's own"
@@ -87,13 +89,14 @@ def run_job(task: Path, folder: Path, fork: bool) -> tuple[dict[str, float], dic
     ) as process:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        output = ""
+        output, counted = "", 0.0
         while process.poll() is None:
             output += (process.stdout.read() or b"").decode(errors="replace")
             for stage, text in STAGES.items():
                 if stage not in stages and output and text in output:
                     stages[stage] = time.perf_counter() - begin
-            if "first step done" not in stages:
+            if "first step done" not in stages and time.perf_counter() - counted > CPU_POLL_S:
+                counted = time.perf_counter()
                 _count_cpu(mark, cpu)
             time.sleep(POLL_S)
         if process.returncode or "first step done" not in stages:

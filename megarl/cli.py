@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 import megarl
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError
+from megarl.base.imports import import_large
 from megarl.base.logs import LOGS_FOLDER, driver_log
 from megarl.base.provenance import run_facts
 from megarl.base.table import table_lines
@@ -265,7 +266,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
                     importlib.import_module(DRY_RUN).run(config)
                 else:
                     with fork_server(_has_local_cpu_workers(config)):
-                        importlib.import_module(job.module).run(config, folder)
+                        import_large(job.module).run(config, folder)
                     _write_report(folder)
         except MegarlError as error:
             problem = str(error)

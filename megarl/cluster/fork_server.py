@@ -14,7 +14,6 @@ Only for CPU processes on this machine: a fork must not inherit CUDA's state, an
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import logging
@@ -32,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.base.imports import without_garbage_collection
 from megarl.cluster import fork_client
 
 ENVIRONMENT = "MEGARL_FORK_SERVER"
@@ -42,6 +42,10 @@ WORKER_MODULES = (
     "megarl.workers.rollout",
     "megarl.rollout.embedded",
     "torch._dynamo",  # the first optimizer of a process imports it
+    "requests",  # this and the following: Ray imports them
+    "jsonschema",
+    "google.protobuf.struct_pb2",
+    "google.protobuf.timestamp_pb2",
 )
 """Imported before the first fork. Ray is not: it reads each worker's environment when it is imported."""
 
@@ -114,11 +118,9 @@ def fork_address() -> str | None:
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import the modules, then fork a process per request until standard input ends."""
-    gc.disable()  # collections during imports find nothing and cost a tenth of their time
-    for module in modules:
-        importlib.import_module(module)
-    gc.enable()
-    gc.freeze()
+    with without_garbage_collection():
+        for module in modules:
+            importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)

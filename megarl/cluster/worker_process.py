@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import ray
 
 from megarl.base.errors import WorkerLost
+from megarl.base.imports import import_large
 from megarl.base.logs import ProcessLogs, output_log, redirect_output, tail
 from megarl.base.ports import reserve_port
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
@@ -282,7 +282,7 @@ def _import_class(worker: str | type) -> type:
     if isinstance(worker, type):
         return worker
     module, _, name = worker.replace(":", ".").rpartition(".")
-    worker_cls = getattr(importlib.import_module(module), name)
+    worker_cls = getattr(import_large(module), name)
     if not isinstance(worker_cls, type):
         raise TypeError(f"{worker} is not a class")
     return worker_cls
