@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,6 +35,16 @@ SLOW = (
     "test_distributed_pool.py",
 )
 """Folders and files below tests/ that start processes or take seconds per test."""
+
+
+# Collections would visit the objects of all imported modules again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, except objects of imported modules."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ are pickled by name, so they must be at the top level of an importable module, s
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -101,6 +102,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # a collection, which ends every engine, would visit the objects of all imported modules
     while True:
         try:
             function, args = connection.recv()

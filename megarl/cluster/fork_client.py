@@ -1,8 +1,8 @@
 """Script that Ray runs in place of its own to set up a worker process; see :mod:`~megarl.cluster.fork_server`.
 
 It hands its arguments, environment, working folder and standard streams to the fork server and ends. Without a server,
-or for a worker with a runtime environment, it runs Ray's script. It imports nothing of megarl or Ray, since its start is
-part of every worker's start.
+or for a worker with a runtime environment, it runs Ray's script. It imports nothing of megarl or Ray, since its start
+is part of every worker's start.
 """
 
 import json

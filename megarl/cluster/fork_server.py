@@ -3,10 +3,10 @@
 Importing torch and Megatron-Core takes a process about three seconds of CPU time. On a laptop with two cores, a job
 with five workers would spend most of its start on it. The server imports once, and forks in milliseconds.
 
-Ray starts a worker by a script that sets up its environment. A local Ray gets :mod:`~megarl.cluster.fork_client` as that
-script; it asks the server for a fork with its arguments, environment and standard streams. The worker is then Ray's as
-usual: Ray talks to it by sockets and knows its pid. A worker with environment variables of its own starts without the
-server, since some of them are read by imports.
+Ray starts a worker by a script that sets up its environment. A local Ray gets :mod:`~megarl.cluster.fork_client` as
+that script; it asks the server for a fork with its arguments, environment and standard streams. The worker is then
+Ray's as usual: Ray talks to it by sockets and knows its pid. A worker with environment variables of its own starts
+without the server, since some of them are read by imports.
 
 Only for CPU processes on this machine: a fork must not inherit CUDA's state, and other nodes import for themselves.
 """
@@ -14,6 +14,7 @@ Only for CPU processes on this machine: a fork must not inherit CUDA's state, an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import logging
@@ -50,6 +51,7 @@ WORKER_MODULES = (
 """Imported before the first fork. Ray is not: it reads each worker's environment when it is imported."""
 
 _LOG_BYTES = 2000
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _address: str | None = None
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class ForkServer:
             )
 
     def close(self) -> None:
-        """End the server and delete its socket; processes that it forked go on."""
+        """End the server and its forks, and delete its socket."""
         assert self._process.stdin is not None
         if self._process.poll() is not None:
             log = (self.folder / "log").read_bytes()[-_LOG_BYTES:].decode(errors="replace")
@@ -156,6 +158,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _run_script(request: dict[str, Any], streams: Sequence[int]) -> None:
     """Become the client: its streams, environment, folder and arguments; then run the script."""
+    _end_with_server()
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, stream in enumerate(streams):
@@ -167,6 +170,17 @@ def _run_script(request: dict[str, Any], streams: Sequence[int]) -> None:
     sys.argv = request["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _end_with_server() -> None:
+    """Have the kernel kill this process when its parent, the server, ends.
+
+    Ray's own workers are children of Ray and end with it. A fork that Ray no longer waits for, since the run was
+    interrupted, would try to connect for a minute.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # the server ended before the call
+        os._exit(1)
 
 
 def main(argv: Sequence[str]) -> int:

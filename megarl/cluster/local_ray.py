@@ -14,7 +14,6 @@ from ray._private import node, parameter, ray_constants
 from megarl.cluster import fork_client
 from megarl.cluster.fork_server import fork_address
 
-
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 

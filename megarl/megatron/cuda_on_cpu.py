@@ -83,9 +83,14 @@ class _ReadCudaAsCpu(TorchFunctionMode):
             return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
-        if any(_is_cuda(arg) for arg in args):
-            args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
+        for arg in args:  # a loop: this method is part of every torch call
+            if type(arg) in _NAMES_OF_DEVICES and _is_cuda(arg):
+                args = tuple(_CPU if _is_cuda(value) else value for value in args)
+                break
         return func(*args, **kwargs)
+
+
+_NAMES_OF_DEVICES = (str, torch.device)
 
 
 def _is_cuda(value: Any) -> bool:

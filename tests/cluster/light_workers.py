@@ -46,6 +46,10 @@ class Sleeper:
                 raise ConnectionResetError("connection reset by peer") from None
         time.sleep(600)
 
+    @verb(Dispatch.ALL)
+    def loaded(self, module):
+        return module in sys.modules
+
     @verb(Dispatch.ONE)
     def heavy_modules(self):
         return [name for name in ("torch", "megatron") if name in sys.modules]

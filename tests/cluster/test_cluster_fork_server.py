@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from megarl.cluster import fork_client
-from megarl.cluster.fork_server import ENVIRONMENT, ForkServer, fork_options, fork_server, ray_settings
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup, fork_client
+from megarl.cluster import fork_server as fork_server_module
+from megarl.cluster.fork_server import ENVIRONMENT, ForkServer, fork_address, fork_server
+from megarl.models import ParallelLayout
 
 SCRIPT = """
 import json, os, sys
@@ -24,6 +27,11 @@ values = {"argv": sys.argv[1:], "cwd": os.getcwd(), "value": os.environ["VALUE"]
 print(json.dumps(values), flush=True)
 print("to standard error", file=sys.stderr, flush=True)
 """
+
+
+# As Ray passes them to the script that sets up a worker.
+CONTEXT = {"command_prefix": [], "env_vars": {}, "py_executable": sys.executable, "java_jars": []}
+SETUP_ARGUMENTS = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(CONTEXT)}"]
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +53,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 def run_client(address: str, script: Path, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the client as Ray does, and read until its standard streams are closed by the fork."""
-    command = [sys.executable, "-I", "-S", fork_client.__file__, address, str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=script.parent, timeout=60)
+    command = [sys.executable, "-S", fork_client.__file__, str(script), *arguments]
+    variables = {**env, fork_client.ADDRESS: address}
+    return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=script.parent, timeout=60)
 
 
 def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: ForkServer, tmp_path: Path) -> None:
 
     script = tmp_path / "worker.py"
     script.write_text(SCRIPT)
-    done = run_client(server.address, script, "--rank", "3", env={"VALUE": "of the client"})
+    done = run_client(server.address, script, *SETUP_ARGUMENTS, "--rank", "3", env={"VALUE": "of the client"})
     values = json.loads(done.stdout)
-    assert values["argv"] == ["--rank", "3"]
+    assert values["argv"] == ["--rank", "3"]  # without the arguments for Ray's set-up script
     assert values["cwd"] == values["path"] == str(tmp_path)
     assert values["value"] == "of the client" and not values["home"], "the environment of the client, nothing else"
     assert values["loaded"], "a fork finds the modules of the server loaded"
@@ -81,11 +90,32 @@ def test_client_that_is_killed_leaves_the_server_running(server: ForkServer, tmp
     assert run_client(server.address, script, env={}).stdout == "fine\n"
 
 
-def test_client_starts_python_without_a_server(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text("import sys; print(sys.argv[1:])")
+RAY_SETUP = "import sys; print('set up by Ray', sys.argv[1:])"
+
+
+def test_client_runs_rays_own_script_without_a_server(tmp_path: Path) -> None:
+    script, setup = tmp_path / "worker.py", tmp_path / "setup_worker.py"
+    script.write_text("")
+    setup.write_text(RAY_SETUP)
     done = run_client(str(tmp_path / "no-socket"), script, "a b", env={})
-    assert done.stdout == "['a b']\n" and done.returncode == 0
+    assert done.stdout == f"set up by Ray ['{script}', 'a b']\n" and done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--language=JAVA"],
+        [f"--serialized-runtime-env-context={json.dumps({**CONTEXT, 'env_vars': {'NAME': 'value'}})}"],
+        [f"--serialized-runtime-env-context={json.dumps({**CONTEXT, 'command_prefix': ['nsys', 'profile']})}"],
+        [f"--serialized-runtime-env-context={json.dumps({**CONTEXT, 'py_executable': 'nsys profile python'})}"],
+    ],
+)
+def test_worker_with_a_runtime_environment_is_no_fork(server: ForkServer, tmp_path: Path, arguments: list[str]) -> None:
+    script, setup = tmp_path / "worker.py", tmp_path / "setup_worker.py"
+    script.write_text("print('a fork')")
+    setup.write_text(RAY_SETUP)
+    done = run_client(server.address, script, *arguments, env={})
+    assert done.stdout == f"set up by Ray {[str(script), *arguments]}\n"
 
 
 def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,6 +124,19 @@ def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -
     server.close()
     assert "No module named 'no_such_module'" in caplog.text
     assert not server.folder.exists()
+
+
+def test_forks_end_with_the_server(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    running = ForkServer([])
+    command = [sys.executable, "-S", fork_client.__file__, str(script)]
+    variables = {**os.environ, fork_client.ADDRESS: running.address}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=variables) as client:
+        assert client.stdout is not None
+        fork = psutil.Process(int(client.stdout.readline()))
+        running.close()
+        assert psutil.wait_procs([fork], timeout=30)[1] == []
 
 
 def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -112,7 +155,21 @@ def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
 def test_fork_server_is_off_if_disabled_or_ray_runs_elsewhere(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
+    monkeypatch.setattr(fork_server_module, "_address", None)  # that of the other tests
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     monkeypatch.setenv(variable, value)
     with fork_server():
-        assert fork_options() == {} and ray_settings() is None
+        assert fork_address() is None
+
+
+def test_workers_of_a_local_ray_are_forks_but_those_with_variables(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server_module, "_address", server.address)
+    light, layout = "tests.cluster.light_workers.Sleeper", ParallelLayout(dp=2)
+    with RaySession(num_cpus=2) as session:
+        pool = session.place([ResourcePool("main", "cpu", [2])])["main"]
+        forked = WorkerGroup("forked", light, {}, layout, pool)
+        fresh = WorkerGroup("fresh", light, {}, layout, pool, env={"FLAVOUR": "mint"})
+        assert forked.call("loaded", "imaginary_module") == [True, True]
+        assert fresh.call("loaded", "imaginary_module") == [False, False]

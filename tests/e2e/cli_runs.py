@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -64,6 +65,10 @@ class CliRun:
         """All live processes of the run."""
         return [process for process in psutil.process_iter() if _marked(process, self.mark)]
 
+    def running(self, command: str) -> list[psutil.Process]:
+        """Live processes of the run with a text in their command line."""
+        return [process for process in self.processes() if command in _command_line(process)]
+
     def wait(self, timeout_s: float = START_S) -> int:
         """Wait for the end; return the exit code."""
         try:
@@ -90,11 +95,10 @@ class CliRun:
             time.sleep(0.1)
         commands = []
         for process in alive:
-            try:
-                commands.append(" ".join(process.cmdline())[:200])
+            command = _command_line(process)[:200]
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
+                commands.append(command)
         return commands
 
     def close(self) -> None:
@@ -147,6 +151,13 @@ def reproducible(row: Mapping[str, float]) -> dict[str, float]:
 
 def assert_finite(row: Mapping[str, float]) -> None:
     assert all(math.isfinite(value) for value in row.values()), row
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
 
 
 def _marked(process: psutil.Process, mark: str) -> bool:

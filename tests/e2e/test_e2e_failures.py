@@ -57,20 +57,16 @@ def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Call
 
 def test_ctrl_c_during_worker_start_ends_all_processes(endless: list[str], start: Callable[..., CliRun]) -> None:
     run = start(*endless)
-    run.wait_until(lambda: bool(workers(run)))
+    run.wait_until(lambda: bool(run.running(WORKER)))
     run.signal_group(signal.SIGINT)
     output = assert_ends(run, 130)
     assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
 
 
-def workers(run: CliRun) -> list[psutil.Process]:
-    return [process for process in run.processes() if WORKER in " ".join(process.cmdline())]
-
-
 def test_killed_actor_ends_the_run_and_is_named(endless: list[str], start: Callable[..., CliRun]) -> None:
     run = start(*endless)
     run.wait_until(lambda: in_third_step(run))
-    for victim in workers(run):
+    for victim in run.running(WORKER):
         lost = run.output.count("is lost")
         victim.kill()
         # A replica is replaced; the actor is not.
@@ -88,7 +84,7 @@ def test_watchdog_names_a_stopped_process_and_ends_the_run_with_valid_checkpoint
     limits = "+trainer.watchdog.phases.start_workers=null"
     run = start(*endless, "trainer.save_freq=1", "trainer.watchdog.timeout_s=12", limits, "trainer.watchdog.action=end")
     run.wait_until(lambda: in_third_step(run))
-    victim = workers(run)[0].pid
+    victim = run.running(WORKER)[0].pid
     os.kill(victim, signal.SIGSTOP)
     assert run.wait() == 1, run.output
     assert run.remaining(AT_ONCE_S) == []

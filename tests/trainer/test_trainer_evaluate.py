@@ -20,6 +20,8 @@ from megarl.trainer.jobs.evaluate import BestAnswers, run
 from megarl.trainer.jobs.frozen_policy import FrozenPolicy
 from megarl.trainer.phases.data_loading import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 ROLLOUT = "actor_rollout_ref.rollout"
 SAMPLED = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.temperature": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20}
 

@@ -21,6 +21,8 @@ from megarl.data import DataProto
 from megarl.trainer.jobs.generate import answer_rows, answers_line, prompt_files, run, write_answers
 from megarl.trainer.phases.data_loading import generation_loader
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture
 def config(arithmetic: Path, tmp_path: Path) -> Any:

@@ -24,6 +24,8 @@ from megarl.trainer.jobs.sft import run
 from megarl.trainer.state.run_state import checkpoint_store, find_resume
 from megarl.trainer.state.stopping import StopCondition
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 STEPS = 5  # the checkpoint is in the first epoch of three steps, its end in the second
 CLOCK = ("timing_", "perf/", "checkpoint/")
 

@@ -20,6 +20,8 @@ from megarl.tracking.jsonl_files import read_balance
 from megarl.trainer.jobs.train import run as train
 from megarl.trainer.jobs.train_reward_model import run
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from distributed import Place, ProcessPool
+from distributed import Place, ProcessPool, RemoteError
 from tiny_policies import CLIP_GRAD, EPS, LR, RESPONSE_WIDTH, TEMPERATURE, WARMUP, WEIGHT_DECAY
 
 from megarl.cluster.split import Plan, collect, plan_split, row_costs, split
@@ -107,10 +108,11 @@ def with_offload(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Raised:
-    """Class name and message of a rank's exception."""
+    """Class name, message and traceback of a rank's exception."""
 
     kind: str
     text: str
+    trace: str
 
 
 class Role:
@@ -133,8 +135,15 @@ class Role:
             self.pool.close()  # the processes may be anywhere
 
     def call(self, verb: str, *args: Any) -> list[Any]:
-        """Call a verb with the same arguments on all ranks; results by rank."""
-        return self._run(_call, verb, [args] * self.layout.world_size)
+        """Call a verb with the same arguments on all ranks; results by rank.
+
+        An exception is raised here, once all ranks have answered. As in a run, the processes go on.
+        """
+        results = self._run(_attempt, verb, [args] * self.layout.world_size)
+        for rank, result in enumerate(results):
+            if isinstance(result, Raised):
+                raise RemoteError(f"rank {rank}:\n{result.trace}")
+        return results
 
     def split(
         self,
@@ -221,7 +230,7 @@ def _attempt(place: Place, verb: str, args: Sequence[tuple[Any, ...]]) -> Any:
     try:
         return _call(place, verb, args)
     except Exception as error:
-        return Raised(type(error).__name__, str(error))
+        return Raised(type(error).__name__, str(error), traceback.format_exc())
 
 
 def _rebuild(place: Place, attributes: dict[str, Any]) -> None:
