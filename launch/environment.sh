@@ -34,6 +34,8 @@ _ensure() {
       { echo "Setting up $venv failed; see the messages above" >&2; return 1; }
     echo "$pins" >"$venv/.megarl-pins"
   fi
+  # Dozens of processes import the package: compile it once.
+  unset PYTHONDONTWRITEBYTECODE
   # One thread per process: more threads are slower on few cores.
   export PATH="$venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 }

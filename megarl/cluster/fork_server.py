@@ -36,7 +36,8 @@ from megarl.base.imports import without_garbage_collection
 from megarl.cluster import fork_client
 
 ENVIRONMENT = "MEGARL_FORK_SERVER"
-"""Environment variable: ``0`` turns the fork server off, and workers import for themselves."""
+"""Environment variable: ``0`` turns the fork server off, and workers import for themselves; a path is the socket of a
+server that several jobs share."""
 WORKER_MODULES = (
     "megarl.workers.actor",
     "megarl.workers.critic",
@@ -100,17 +101,19 @@ def fork_server(enabled: bool = True) -> Iterator[None]:
         enabled: False: the block does nothing.
     """
     global _address
-    off = os.environ.get(ENVIRONMENT) == "0" or os.environ.get("RAY_ADDRESS")
+    setting = os.environ.get(ENVIRONMENT, "")
+    off = setting == "0" or os.environ.get("RAY_ADDRESS")
     if not enabled or off or _address or sys.platform != "linux":
         yield
         return
-    server = ForkServer()
-    _address = server.address
+    server = None if os.path.isabs(setting) else ForkServer()
+    _address = setting if server is None else server.address
     try:
         yield
     finally:
         _address = None
-        server.close()
+        if server is not None:
+            server.close()
 
 
 def fork_address() -> str | None:

@@ -173,3 +173,13 @@ def test_workers_of_a_local_ray_are_forks_but_those_with_variables(
         fresh = WorkerGroup("fresh", light, {}, layout, pool, env={"FLAVOUR": "mint"})
         assert forked.call("loaded", "imaginary_module") == [True, True]
         assert fresh.call("loaded", "imaginary_module") == [False, False]
+
+
+def test_jobs_can_share_a_server(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server_module, "_address", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(ENVIRONMENT, server.address)
+    for _ in range(2):
+        with fork_server():
+            assert fork_address() == server.address
+        assert fork_address() is None and server._process.poll() is None

@@ -63,7 +63,7 @@ class CliRun:
 
     def processes(self) -> list[psutil.Process]:
         """All live processes of the run."""
-        return [process for process in psutil.process_iter() if _marked(process, self.mark)]
+        return [process for process in psutil.process_iter() if self._has(process)]
 
     def running(self, command: str) -> list[psutil.Process]:
         """Live processes of the run with a text in their command line."""
@@ -100,6 +100,14 @@ class CliRun:
                 process.kill()
                 commands.append(command)
         return commands
+
+    def _has(self, process: psutil.Process) -> bool:
+        """Whether a process has the mark or, as a fork of a server that runs share, works in the run's folder."""
+        try:
+            of_run = process.environ().get(MARK) == self.mark or Path(process.cwd()) == self.folder
+            return of_run and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
 
     def close(self) -> None:
         """End the run in any state."""
@@ -158,10 +166,3 @@ def _command_line(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:  # it has ended
         return ""
-
-
-def _marked(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

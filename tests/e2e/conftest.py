@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runs import ONE_BY_ONE, REWARDS, ROOT, CliRun
 
+from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
 from megarl.rollout.sglang.options import is_installed
 
 # SGLang is installed in a separate environment.
@@ -47,8 +48,19 @@ def dense_reward() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CliRun]]:
-    """``start(*arguments, folder=None, env=None, job="train")`` ends the previous run and starts a new one."""
+def shared_server() -> Iterator[dict[str, str]]:
+    """Environment of runs whose workers are forks of one server."""
+    server = ForkServer()
+    yield {ENVIRONMENT: server.address}
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str]) -> Iterator[Callable[..., CliRun]]:
+    """``start(*arguments, folder=None, env=None, job="train")`` ends the previous run and starts a new one.
+
+    A run with an environment of its own has a fork server of its own.
+    """
     runs: list[CliRun] = []
 
     def start_run(
@@ -56,7 +68,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cl
     ) -> CliRun:
         if runs:
             runs[-1].close()
-        runs.append(CliRun(folder or tmp_path_factory.mktemp("run"), arguments, env, job))
+        runs.append(CliRun(folder or tmp_path_factory.mktemp("run"), arguments, env or shared_server, job))
         return runs[-1]
 
     yield start_run

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def run(code: str, folder: Path, how: str) -> str:
     )
     assert result.returncode == 0, f"{code}\n{result.stdout[-4000:]}"
     return result.stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server(shared_server: dict[str, str]) -> Iterator[None]:
+    """The jobs of the pages share a server."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in shared_server.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")

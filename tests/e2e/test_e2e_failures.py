@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -13,11 +14,18 @@ import psutil
 import pytest
 from cli_runs import REWARDS, CliRun, RunFiles
 
+from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 # Long enough for a slow machine, and shorter than every timeout of a minute or more.
 AT_ONCE_S = 25.0
 WORKER = "ray::WorkerProcess"
+
+
+@pytest.fixture
+def start(start: Callable[..., CliRun]) -> Callable[..., CliRun]:
+    """Runs with a fork server of their own, which must end with them."""
+    return functools.partial(start, env={ENVIRONMENT: "1"})
 
 
 @pytest.fixture
