@@ -10,8 +10,8 @@ import os
 import socket
 import sys
 
-ADDRESS = "MEGARL_FORK_ADDRESS"
-"""Environment variable: the socket of the fork server."""
+ADDRESS = "MEGARL_FORK_SERVER"
+"""Environment variable: the socket of the fork server. Users may set it too, see :mod:`~megarl.cluster.fork_server`."""
 HEADER_BYTES = 8
 
 _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="

@@ -32,10 +32,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.base.errors import ConfigError
 from megarl.base.imports import without_garbage_collection
 from megarl.cluster import fork_client
 
-ENVIRONMENT = "MEGARL_FORK_SERVER"
+ENVIRONMENT = fork_client.ADDRESS
 """Environment variable: ``0`` turns the fork server off, and workers import for themselves; a path is the socket of a
 server that several jobs share."""
 WORKER_MODULES = (
@@ -99,6 +100,9 @@ def fork_server(enabled: bool = True) -> Iterator[None]:
 
     Args:
         enabled: False: the block does nothing.
+
+    Raises:
+        ConfigError: the variable names a socket that does not exist.
     """
     global _address
     setting = os.environ.get(ENVIRONMENT, "")
@@ -106,7 +110,10 @@ def fork_server(enabled: bool = True) -> Iterator[None]:
     if not enabled or off or _address or sys.platform != "linux":
         yield
         return
-    server = None if os.path.isabs(setting) else ForkServer()
+    shared = os.path.isabs(setting)
+    if shared and not Path(setting).is_socket():
+        raise ConfigError(f"{ENVIRONMENT}={setting}: no fork server listens there; unset it, or 0 = no fork server")
+    server = None if shared else ForkServer()
     _address = setting if server is None else server.address
     try:
         yield

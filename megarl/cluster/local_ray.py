@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import ray
 from ray._private import node, parameter, ray_constants
@@ -15,13 +14,18 @@ from megarl.cluster import fork_client
 from megarl.cluster.fork_server import fork_address
 
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Environment variable: ``0`` stops ``ray.init`` from replacing 127.0.0.1 by an address that other machines reach.
+
+The switch exists for machines whose firewall prompts the user. Ray's processes read it from the environment; this
+process has already read it, as ``ENABLE_RAY_CLUSTER``.
+"""
 
 
 def start_local_ray(num_cpus: int, object_store_bytes: int, log_to_driver: bool, temp_dir: str | None) -> None:
     """Start Ray and connect this process to it; the arguments are those of ``ray.init``.
 
-    Ray runs without API server, autoscaler and, unless output is printed by the driver, log monitor: they take a second
-    to start, and serve dashboards and growing clusters. With a fork server, all workers are its forks.
+    Ray runs without API server and autoscaler, and without log monitor unless the driver prints the output of workers:
+    they take a second to start, and serve dashboards and growing clusters. With a fork server, workers are its forks.
     """
     settings: dict[str, Any] = {"no_monitor": True, "include_log_monitor": log_to_driver}
     variables = {_LOOPBACK_SWITCH: "0"}
@@ -29,7 +33,19 @@ def start_local_ray(num_cpus: int, object_store_bytes: int, log_to_driver: bool,
     if address is not None:
         settings["setup_worker_path"] = fork_client.__file__
         variables[fork_client.ADDRESS] = address
-    with _node_parameters(settings), _loopback_only(), _environment(variables):
+
+    class Parameters(parameter.RayParams):
+        """Parameters of the node that ``ray.init`` starts, with those that ``ray.init`` does not offer."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.update(**settings)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(variables))
+        stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
+        stack.enter_context(_replaced(parameter, "RayParams", Parameters))
+        stack.enter_context(_replaced(node, "Node", _HeadNode))
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -49,28 +65,14 @@ class _HeadNode(node.Node):
 
 
 @contextlib.contextmanager
-def _node_parameters(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Give the node that ``ray.init`` starts parameters that ``ray.init`` does not offer."""
-
-    class Parameters(parameter.RayParams):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.update(**settings)
-
-    with mock.patch.object(parameter, "RayParams", Parameters), mock.patch.object(node, "Node", _HeadNode):
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute of one of Ray's modules in this block."""
+    previous = getattr(module, name)
+    setattr(module, name, value)
+    try:
         yield
-
-
-@contextlib.contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Let Ray listen on the loopback interface only.
-
-    ``ray.init`` replaces 127.0.0.1 by an address that other machines reach, unless this switch is off. The switch
-    exists for machines whose firewall prompts the user. Ray's processes read it from the environment; this process has
-    already read it.
-    """
-    with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
-        yield
+    finally:
+        setattr(module, name, previous)
 
 
 @contextlib.contextmanager

@@ -50,10 +50,6 @@ class Sleeper:
     def loaded(self, module):
         return module in sys.modules
 
-    @verb(Dispatch.ONE)
-    def heavy_modules(self):
-        return [name for name in ("torch", "megatron") if name in sys.modules]
-
 
 class Shadowing(Sleeper):
     """Has a verb with the name of a group's method."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.base.errors import ConfigError
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, fork_client
 from megarl.cluster import fork_server as fork_server_module
 from megarl.cluster.fork_server import ENVIRONMENT, ForkServer, fork_address, fork_server
@@ -183,3 +184,11 @@ def test_jobs_can_share_a_server(server: ForkServer, monkeypatch: pytest.MonkeyP
         with fork_server():
             assert fork_address() == server.address
         assert fork_address() is None and server._process.poll() is None
+
+
+def test_address_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fork_server_module, "_address", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "socket"))
+    with pytest.raises(ConfigError, match=rf"{ENVIRONMENT}=.*socket: no fork server listens"), fork_server():
+        pass
