@@ -8,33 +8,69 @@ logits over the temperature, :math:`m = \\max z`, :math:`S = \\sum_j e^{z_j - m}
 - :math:`KL = \\sum_j p_j (\\log p_j - \\log q_j)` to the reference's distribution :math:`q`, with gradient :math:`p_j
   (\\log p_j - \\log q_j - KL)` with respect to the policy's logits over the temperature, and none to the reference's.
 
-For the KL only the reference's final hidden states travel, which are much smaller than its distributions; its output
-layer recomputes the logits, micro-batch by micro-batch.
+With a vocabulary of 152 thousand and 16 thousand tokens, one float32 copy of the logits is 9 GiB. So forward and
+backward compute in float32 on a chunk of tokens at a time (:func:`~megarl.models.partition.logits_chunk_rows`), keep
+two numbers per token for the backward instead of the probabilities, and may write the gradient over the logits. For the
+KL only the reference's final hidden states travel; its output layer recomputes the logits, chunk by chunk.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.models.partition import logits_chunk_rows
+
 REF_HIDDEN = "ref_hidden"
 """Column of a micro-batch: the reference's final hidden state that predicts each response token."""
 
 
-def vocab_parallel_log_probs(
+class ReferenceHead(NamedTuple):
+    """The reference's distributions, as hidden states and output layer.
+
+    Attributes:
+        hidden: final hidden states ``[n, hidden]``, in any float format.
+        weight: this rank's rows of the output layer, ``[padded vocabulary / group size, hidden]``.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+
+
+class TokenOutputs(NamedTuple):
+    """Outputs for each target token; equal on all ranks of the group.
+
+    Attributes:
+        log_probs: log-probability of the target, ``[n]`` float32.
+        entropy: entropy of the distribution in nats, ``[n]`` float32; None if not requested.
+        leads: whether no token has a higher probability than the target, ``[n]`` bool.
+        ref_kl: exact KL from policy to reference in nats, ``[n]`` float32; None if not requested.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    leads: Tensor
+    ref_kl: Tensor | None
+
+
+def vocab_parallel_outputs(
     logits: Tensor,
     targets: Tensor,
     *,
     vocab_size: int,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    reference: ReferenceHead | None = None,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Compute each target's log-probability, the entropy of its distribution in nats, and whether it is the most likely
-    token.
+    overwrite_logits: bool = False,
+) -> TokenOutputs:
+    """Compute log-probabilities of the targets, and optionally entropies and the exact KL to a reference.
+
+    Differentiable with respect to ``logits``: a rank's backward gives the gradient of its columns.
 
     Args:
         logits: ``[n, padded vocabulary / group size]``, this rank's columns, in any float format.
@@ -42,165 +78,167 @@ def vocab_parallel_log_probs(
         vocab_size: real size of the vocabulary; later columns are padding and get no probability.
         temperature: divisor of the logits; must be positive.
         with_entropy: also compute the entropy.
+        reference: also compute the KL to this distribution, at the same temperature.
         group: the ranks that hold the other columns; None if this rank holds them all.
-
-    Returns:
-        Log-probabilities ``[n]`` float32, entropies ``[n]`` float32 or None, and bool ``[n]``: no token has a higher
-        probability than the target. Equal on all ranks of the group. The first two are differentiable: a rank's
-        backward gives the gradient of its columns.
+        overwrite_logits: write the gradient over the logits, which saves memory of their size. The logits must have no
+            other reader after the forward, and the backward can run only once.
 
     Raises:
         ValueError: the temperature is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive")
-    log_probs, entropy, leads = _LogProbs.apply(logits, targets, vocab_size, temperature, with_entropy, group)
-    return log_probs, entropy, leads
+    settings = _Settings(vocab_size, temperature, with_entropy, group, overwrite_logits)
+    hidden, weight = reference or (None, None)
+    return TokenOutputs(*_TokenOutputs.apply(logits, targets, hidden, weight, settings))
 
 
-class _LogProbs(torch.autograd.Function):
-    """Saves the probabilities for the backward; computes in float32."""
+class _Settings(NamedTuple):
+    vocab_size: int
+    temperature: float
+    with_entropy: bool
+    group: dist.ProcessGroup | None
+    overwrite_logits: bool
+
+    def first_column(self, width: int) -> int:
+        """Token id of this rank's first column."""
+        return width * (self.group.rank() if self.group is not None else 0)
+
+    def real_columns(self, width: int) -> int:
+        """Number of this rank's columns that are in the vocabulary, not padding; they come first."""
+        return min(max(self.vocab_size - self.first_column(width), 0), width)
+
+    def all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a tensor in place over the group; communicates."""
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(tensor, operation, group=self.group)
+        return tensor
+
+
+class _TokenOutputs(torch.autograd.Function):
+    """Computes chunk by chunk in float32; the backward recomputes the probabilities from the logits."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        temperature: float,
-        with_entropy: bool,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        width = logits.shape[-1]
-        first = width * (group.rank() if group is not None else 0)
-        real = real_columns(logits, vocab_size, group)
-        shifted = logits[:, :real].float()
-        maximum = shifted.amax(-1) if real else torch.full_like(targets, float("-inf"), dtype=torch.float32)
-        _all_reduce(maximum, dist.ReduceOp.MAX, group)
-        shifted = shifted - maximum[:, None]
-        if temperature != 1:
-            shifted /= temperature
-        column = (targets - first).clamp(0, max(real - 1, 0))
-        is_local = (targets >= first) & (targets < first + real)
-        sums = shifted.new_zeros(3 if with_entropy else 2, len(targets))
-        if real:
-            sums[0] = shifted.gather(1, column[:, None])[:, 0] * is_local
-        probs = shifted.exp() if with_entropy else shifted.exp_()
-        sums[1] = probs.sum(-1)
-        if with_entropy:
-            sums[2] = torch.linalg.vecdot(probs, shifted)
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
-        log_total = sums[1].log()
-        if ctx.needs_input_grad[0]:
-            probs /= sums[1][:, None]
-        log_probs = sums[0] - log_total
-        entropy = log_total - sums[2] / sums[1] if with_entropy else None
-        leads = sums[0] == 0  # the distance to the largest logit
+        ctx: Any, logits: Tensor, targets: Tensor, hidden: Tensor | None, weight: Tensor | None, settings: _Settings
+    ) -> tuple[Tensor | None, ...]:
+        real = settings.real_columns(logits.shape[1])
+        column = targets - settings.first_column(logits.shape[1])
+        is_local = (column >= 0) & (column < real)
+        column = column.clamp(0, max(real - 1, 0))
+        results = torch.empty(7, len(targets), dtype=torch.float32, device=logits.device)
+        log_probs, entropy, kl, maximum, total, ref_maximum, ref_total = results
+        leads = torch.empty_like(is_local)
+        for rows in _chunks(logits):
+            maximum[rows] = _maximum(logits[rows, :real], settings)
+            shifted = _shifted(logits[rows, :real], maximum[rows], settings)
+            target, total[rows], moment = _sums(shifted, column[rows], is_local[rows], settings)
+            log_probs[rows] = target - total[rows].log()
+            entropy[rows] = total[rows].log() - moment / total[rows]
+            leads[rows] = target == 0  # the distance to the largest logit
+            if hidden is not None and weight is not None:
+                ref_maximum[rows], ref_total[rows], kl[rows] = _kl(
+                    shifted, total[rows], _ref_logits(hidden[rows], weight, real), settings
+                )
         ctx.mark_non_differentiable(leads)
-        ctx.save_for_backward(probs, column, is_local, entropy)
-        ctx.temperature, ctx.width, ctx.dtype = temperature, width, logits.dtype
         ctx.set_materialize_grads(False)
-        return log_probs, entropy, leads
+        ctx.settings = settings
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits, column, is_local, hidden, weight, results)
+        return (
+            log_probs.clone(),
+            entropy.clone() if settings.with_entropy else None,
+            leads,
+            kl.clone() if hidden is not None else None,
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_log_probs, grad_entropy, _ = grads
-        probs, column, is_local, entropy = ctx.saved_tensors
-        n, real = probs.shape
-        grad = probs.new_empty(n, ctx.width)
-        grad[:, real:] = 0
-        inner = grad[:, :real]
-        if grad_log_probs is None or not real:
-            inner.zero_()
-        else:
-            slope = grad_log_probs / ctx.temperature
-            torch.mul(probs, -slope[:, None], out=inner)
-            inner.scatter_add_(1, column[:, None], (slope * is_local)[:, None])
-        if grad_entropy is not None:
-            slope = torch.xlogy(probs, probs) + probs * entropy[:, None]
-            inner.addcmul_(slope, (grad_entropy / ctx.temperature)[:, None], value=-1)
-        return grad.to(ctx.dtype), None, None, None, None, None
+        settings: _Settings = ctx.settings
+        logits, column, is_local, hidden, weight, results = ctx.saved_tensors
+        _, entropy, kl, maximum, total, ref_maximum, ref_total = results
+        real = settings.real_columns(logits.shape[1])
+        to_log_probs, to_entropy, _, to_kl = (None if g is None else g / settings.temperature for g in grads)
+        result = logits.detach() if settings.overwrite_logits else torch.empty_like(logits)
+        for rows in _chunks(logits):
+            shifted = _shifted(logits[rows, :real], maximum[rows], settings)
+            grad = torch.zeros_like(shifted)
+            if to_log_probs is not None or to_entropy is not None:
+                probs = shifted.exp().div_(total[rows, None])
+                if to_log_probs is not None and real:
+                    torch.mul(probs, -to_log_probs[rows, None], out=grad)
+                    grad.scatter_add_(1, column[rows, None], (to_log_probs[rows] * is_local[rows])[:, None])
+                if to_entropy is not None:
+                    slope = torch.xlogy(probs, probs).add_(probs.mul_(entropy[rows, None]))
+                    grad.addcmul_(slope, to_entropy[rows, None], value=-1)
+                    del slope
+                del probs
+            if to_kl is not None:
+                ref_shifted = _shifted(_ref_logits(hidden[rows], weight, real), ref_maximum[rows], settings)
+                probs, log_ratio = _probs_and_log_ratio(shifted, total[rows], ref_shifted, ref_total[rows])
+                grad.addcmul_(probs.mul_(log_ratio.sub_(kl[rows, None])), to_kl[rows, None])
+                del ref_shifted, probs, log_ratio
+            result[rows, :real] = grad
+            del shifted, grad  # before the next chunk's
+        result[:, real:] = 0
+        return result, None, None, None, None
 
 
-def real_columns(logits: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> int:
-    """Number of this rank's columns that are in the vocabulary, not padding; they come first."""
-    width = logits.shape[-1]
-    return min(max(vocab_size - width * (group.rank() if group is not None else 0), 0), width)
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Ranges of tokens; the same on every rank of the group."""
+    step = logits_chunk_rows(logits.shape[1])
+    return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
-def _all_reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
-    """Reduce a tensor in place over a group of several ranks; communicates."""
-    if group is not None and group.size() > 1:
-        dist.all_reduce(tensor, operation, group=group)
+def _maximum(logits: Tensor, settings: _Settings) -> Tensor:
+    """Largest logit of each token over the whole vocabulary, float32; communicates."""
+    local = logits.amax(-1).float() if logits.shape[1] else logits.new_full((len(logits),), -torch.inf).float()
+    return settings.all_reduce(local, dist.ReduceOp.MAX)
 
 
-def vocab_parallel_kl(
-    logits: Tensor,
-    ref_logits: Tensor,
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Compute ``KL(policy || reference)`` in nats at each position, over the whole vocabulary.
+def _shifted(logits: Tensor, maximum: Tensor, settings: _Settings) -> Tensor:
+    """Distance of the logits to the maximum over the temperature, in a new float32 tensor."""
+    shifted = logits - maximum[:, None]
+    return shifted.div_(settings.temperature) if settings.temperature != 1 else shifted
 
-    Args:
-        logits: ``[n, padded vocabulary / group size]``, this rank's columns, in any float format.
-        ref_logits: the same of the reference.
-        vocab_size: real size of the vocabulary; later columns are padding and get no probability.
-        temperature: divisor of both logits; must be positive.
-        group: the ranks that hold the other columns; None if this rank holds them all.
+
+def _sums(shifted: Tensor, column: Tensor, is_local: Tensor, settings: _Settings) -> Tensor:
+    """Sum over the whole vocabulary; communicates.
 
     Returns:
-        ``[n]`` float32, equal on all ranks of the group. Differentiable with respect to ``logits``: a rank's backward
-        gives the gradient of its columns.
-
-    Raises:
-        ValueError: the temperature is not positive.
+        ``[3, n]``: the target's shifted logit, the sum of exponentials, and with entropy their product's sum.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive")
-    result: Tensor = _FullKL.apply(logits, ref_logits, vocab_size, temperature, group)
-    return result
+    sums = shifted.new_zeros(3, len(shifted))
+    if shifted.shape[1]:
+        sums[0] = shifted.gather(1, column[:, None])[:, 0] * is_local
+    exps = shifted.exp()
+    sums[1] = exps.sum(-1)
+    if settings.with_entropy:
+        sums[2] = exps.mul_(shifted).sum(-1)
+    return settings.all_reduce(sums)
 
 
-class _FullKL(torch.autograd.Function):
-    """Saves the probabilities and the log-ratios for the backward; computes in float32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        ref_logits: Tensor,
-        vocab_size: int,
-        temperature: float,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        real = real_columns(logits, vocab_size, group)
-        log_p = _log_softmax(logits[:, :real], temperature, group)
-        log_ratio = log_p - _log_softmax(ref_logits[:, :real], temperature, group)
-        probs = log_p.exp_()
-        kl: Tensor = torch.linalg.vecdot(probs, log_ratio)
-        _all_reduce(kl, dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(probs, log_ratio, kl)
-        ctx.temperature, ctx.width, ctx.dtype = temperature, logits.shape[-1], logits.dtype
-        return kl
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probs, log_ratio, kl = ctx.saved_tensors
-        grad = probs.new_zeros(len(probs), ctx.width)
-        torch.mul(probs, log_ratio - kl[:, None], out=grad[:, : probs.shape[1]])
-        grad *= (grads[0] / ctx.temperature)[:, None]
-        return grad.to(ctx.dtype), None, None, None, None
+def _ref_logits(hidden: Tensor, weight: Tensor, real: int) -> Tensor:
+    return (hidden.to(weight.dtype) @ weight.T)[:, :real]
 
 
-def _log_softmax(logits: Tensor, temperature: float, group: dist.ProcessGroup | None) -> Tensor:
-    """Log-probabilities of this rank's real columns, ``[n, columns]`` float32."""
-    shifted = logits.float()
-    maximum = shifted.amax(-1) if shifted.shape[1] else shifted.new_full((len(shifted),), float("-inf"))
-    _all_reduce(maximum, dist.ReduceOp.MAX, group)
-    shifted = (shifted - maximum[:, None]) / temperature
-    total = shifted.exp().sum(-1)
-    _all_reduce(total, dist.ReduceOp.SUM, group)
-    return shifted.sub_(total.log()[:, None])
+def _kl(shifted: Tensor, total: Tensor, ref_logits: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the exact KL of a chunk; overwrites ``shifted`` and communicates.
+
+    Returns:
+        The reference's maximum and sum of exponentials, and the KL, ``[n]`` each.
+    """
+    ref_maximum = _maximum(ref_logits, settings)
+    ref_shifted = _shifted(ref_logits, ref_maximum, settings)
+    ref_total = settings.all_reduce(ref_shifted.exp().sum(-1))
+    probs, log_ratio = _probs_and_log_ratio(shifted, total, ref_shifted, ref_total)
+    return ref_maximum, ref_total, settings.all_reduce(probs.mul_(log_ratio).sum(-1))
+
+
+def _probs_and_log_ratio(
+    shifted: Tensor, total: Tensor, ref_shifted: Tensor, ref_total: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Policy's probabilities, and log-ratio of policy to reference; both overwrite the arguments."""
+    log_probs = shifted.sub_(total.log()[:, None])
+    log_ratio = torch.sub(log_probs, ref_shifted.sub_(ref_total.log()[:, None]), out=ref_shifted)
+    return log_probs.exp_(), log_ratio

@@ -89,7 +89,7 @@ class Optimizer:
             params_dtype=dtype,
             use_distributed_optimizer=options.use_distributed_optimizer,
         )
-        self.megatron: ChainedOptimizer = get_megatron_optimizer(config, list(chunks))
+        self.megatron: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 
     @property
     def next_lr(self) -> float:

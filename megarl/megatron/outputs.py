@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.megatron.context_parallel import MicroBatchPart, gather_outputs
-from megarl.megatron.logprobs import REF_HIDDEN, vocab_parallel_kl, vocab_parallel_log_probs
+from megarl.megatron.logprobs import REF_HIDDEN, ReferenceHead, vocab_parallel_outputs
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.megatron.runtime import Runtime
 
@@ -91,24 +90,29 @@ def policy_outputs(
         vocab_size: real size of the vocabulary.
         runtime: this rank's process groups.
     """
-    whole = partial(gather_outputs, part=part, group=runtime.cp_group)
-    log_probs, entropy, leads = vocab_parallel_log_probs(
+    reference = None
+    if options.ref_head is not None:
+        reference = ReferenceHead(micro_batch.columns[REF_HIDDEN][part.local_indices], options.ref_head)
+    local = vocab_parallel_outputs(
         logits,
         part.targets,
         vocab_size=vocab_size,
         temperature=options.temperature,
         with_entropy=options.with_entropy,
+        reference=reference,
         group=runtime.tp_group,
+        overwrite_logits=True,  # the schedule keeps no logits, and nothing else reads them
     )
-    kl = None
-    if options.ref_head is not None:
-        ref_logits = micro_batch.columns[REF_HIDDEN][part.local_indices].to(options.ref_head.dtype) @ options.ref_head.T
-        kl = whole(
-            vocab_parallel_kl(
-                logits, ref_logits, vocab_size=vocab_size, temperature=options.temperature, group=runtime.tp_group
-            )
-        )
-    return PolicyOutputs(whole(log_probs), None if entropy is None else whole(entropy), whole(leads.float()) > 0, kl)
+
+    def whole(values: Tensor | None) -> Tensor | None:
+        return None if values is None else gather_outputs(values, part, runtime.cp_group)
+
+    return PolicyOutputs(
+        gather_outputs(local.log_probs, part, runtime.cp_group),
+        whole(local.entropy),
+        gather_outputs(local.leads.float(), part, runtime.cp_group) > 0,
+        whole(local.ref_kl),
+    )
 
 
 def mean_of_rows(

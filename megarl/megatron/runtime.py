@@ -151,6 +151,8 @@ def init_runtime(
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.expert_tp,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            # Only the optimizer's own checkpoints use them; gloo binds to the host name's address, often 127.0.1.1.
+            create_gloo_process_groups=False,
         )
         stage_seed = seed + 100 * layout.coordinate(rank).pp  # as Megatron's own training script does
         torch.manual_seed(stage_seed)

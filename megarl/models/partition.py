@@ -1,9 +1,24 @@
-"""Shard geometry: the rectangles of Hugging Face tensors that make up one rank's shard of a parameter."""
+"""Shard geometry: the rectangles of Hugging Face tensors that make up one rank's shard of a parameter, and chunks of
+logits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+
+LOGITS_CHUNK_BYTES = 256 * 2**20
+"""Size of the float32 tensors that log-probs, entropies and the exact KL are computed in."""
+
+
+def logits_chunk_rows(columns: int) -> int:
+    """Number of tokens whose logits are converted to float32 at a time; at least 1.
+
+    Args:
+        columns: a rank's columns of the vocabulary.
+    """
+    return max(1, LOGITS_CHUNK_BYTES // (4 * max(columns, 1)))
 
 
 class Piece(NamedTuple):

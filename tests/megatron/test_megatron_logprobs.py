@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from distributed import Place, ProcessPool
 from torch import Tensor
 
-from megarl.megatron.logprobs import vocab_parallel_log_probs
+from megarl.megatron.logprobs import ReferenceHead, vocab_parallel_outputs
+from megarl.models import partition
 
 VOCAB, N = 23, 7
 
@@ -39,7 +41,7 @@ def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor,
     try:
         logits, targets, weights = sample(width)
         local = logits.float().chunk(place.world_size, dim=1)[place.rank].clone().requires_grad_()
-        log_probs, entropy, leads = vocab_parallel_log_probs(
+        log_probs, entropy, leads, _ = vocab_parallel_outputs(
             local,
             targets,
             vocab_size=VOCAB,
@@ -72,7 +74,7 @@ def test_sharded_vocabulary_equals_whole_vocabulary(
 
 
 def one_rank(logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    return vocab_parallel_log_probs(logits, targets, vocab_size=VOCAB, **options)[:2]
+    return vocab_parallel_outputs(logits, targets, vocab_size=VOCAB, **options)[:2]
 
 
 def test_huge_logits_stay_finite() -> None:
@@ -131,3 +133,49 @@ def test_no_response_tokens() -> None:
 def test_temperature_must_be_positive(temperature: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         one_rank(torch.randn(1, 32), torch.tensor([0]), temperature=temperature)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, N])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, dtype: torch.dtype) -> None:
+    logits, targets, weights = sample(32)
+    ref = ReferenceHead(torch.randn(N, 32, generator=torch.Generator().manual_seed(1)), torch.eye(32))
+    results = []
+    for size in (2**28, rows_per_chunk * 32 * 4):
+        monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", size)
+        leaf = logits.to(dtype).requires_grad_()
+        out = vocab_parallel_outputs(leaf, targets, vocab_size=VOCAB, with_entropy=True, temperature=0.7, reference=ref)
+        (out.log_probs @ weights[0] + out.entropy @ weights[1] + out.ref_kl.sum()).backward()
+        results.append([*out, leaf.grad])
+    for whole, chunked in zip(*results, strict=True):
+        assert torch.equal(whole, chunked)
+
+
+def test_gradient_overwrites_logits_once() -> None:
+    logits, targets, weights = sample(32)
+    _, _, grad = expected(logits, targets, weights.double(), 1.0)
+    leaf = logits.float().requires_grad_()
+    copy = leaf * 1  # logits of a model are not a leaf
+    outputs = vocab_parallel_outputs(copy, targets, vocab_size=VOCAB, with_entropy=True, overwrite_logits=True)
+    loss = outputs.log_probs @ weights[0] + outputs.entropy @ weights[1]
+    loss.backward(retain_graph=True)
+    torch.testing.assert_close(leaf.grad.double(), grad, rtol=0, atol=2e-6)
+    assert torch.equal(copy.detach(), leaf.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_memory_beside_the_logits_is_one_chunk(monkeypatch: pytest.MonkeyPatch, with_entropy: bool) -> None:
+    """Forward and backward together need a few tensors of a chunk's size, whatever the number of tokens."""
+    chunk = 16 * 1024 * 4
+    monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", chunk)
+    hidden, weight = torch.randn(512, 4).bfloat16(), torch.randn(4, 1024).bfloat16().requires_grad_()
+    targets = torch.zeros(512, dtype=torch.int64)
+    with Alive([hidden, weight, targets]) as alive:
+        outputs = vocab_parallel_outputs(
+            hidden @ weight, targets, vocab_size=1024, with_entropy=with_entropy, overwrite_logits=True
+        )
+        sum(output.sum() for output in outputs if output is not None and output.dtype is torch.float32).backward()
+    of_logits = 512 * 1024 * 2
+    assert alive.peak < of_logits + 4.5 * chunk < 2 * of_logits

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import Place, ProcessPool
+from megatron.core import parallel_state
 
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.megatron import init_runtime, shutdown_runtime
@@ -34,6 +35,8 @@ def describe(place: Place, layout: ParallelLayout) -> tuple[object, ...]:
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu")
     ranks = {name: torch.distributed.get_process_group_ranks(getattr(runtime, f"{name}_group")) for name in GROUPS}
     seen = (tuple(runtime.coordinate), runtime.is_first_stage, runtime.is_last_stage, ranks)
+    # Gloo beside NCCL binds to the host name's address, which other nodes may not reach.
+    assert parallel_state._DATA_PARALLEL_GROUP_GLOO is None
     shutdown_runtime()
     return seen
 

@@ -8,7 +8,7 @@ from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refu
 
 _ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model"
 _PACKED = "megarl always packs sequences, without padding"
-_EXACT = "megarl's vocabulary-parallel kernel always computes log-probs and entropy"
+_EXACT = "megarl always computes log-probs and entropy on chunks of 256 MiB of float32 logits"
 _PER_GPU = "counts samples over all ranks; give {}, per data-parallel rank"
 _FLOAT32 = "the optimizer state is float32, as in Megatron with this key and default dtypes"
 _SEEDS = "every rank draws from trainer.seed"

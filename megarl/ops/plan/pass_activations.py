@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megarl.models import WeightMap
+from megarl.models.partition import logits_chunk_rows
 from megarl.ops.plan.job import PlannedJob, PlannedPass, PlannedRole
 from megarl.ops.plan.layer_activations import (
     FLOAT32,
@@ -20,6 +21,9 @@ from megarl.ops.plan.layer_activations import (
     recomputed_modules,
     tokens_on_rank,
 )
+
+PER_TARGET = INT64 + 1 + 7 * FLOAT32
+"""Bytes per response token for the backward of log-probs: target column, its rank, and the results of the forward."""
 
 
 class PassActivations(NamedTuple):
@@ -104,7 +108,7 @@ def saved_bytes(role: PlannedRole, planned: PlannedPass, stage: int, *, fused: b
     tokens = tokens_on_rank(role, planned, mixed_lengths=mixed_lengths)
     layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=fused)
     last = stage == role.layout.pp - 1 and not role.value_head
-    per_output = padded_vocab(role) // role.layout.tp * FLOAT32 + INT64 + FLOAT32
+    per_output = padded_vocab(role) // role.layout.tp * role.dtype_bytes + PER_TARGET
     return layers + max(_ends(role, tokens, stage) + (tokens.outputs * per_output if last else 0), recomputed)
 
 
@@ -208,26 +212,22 @@ def padded_vocab(role: PlannedRole) -> int:
 def logits_bytes(role: PlannedRole, planned: PlannedPass, tokens: RankTokens) -> int:
     """Return the peak bytes of logits and the tensors computed from them, for one micro-batch on the last stage.
 
-    Everything after the logits is float32. The forward holds their copy and the shifted logits; with entropies, the
-    probabilities and their product with the shifted logits replace the copy. The backward holds the probabilities and
-    the gradient, also in the weights' dtype; with entropies, three more tensors. The exact KL holds the logits of both
-    models, a finished and an unfinished log-softmax; its backward runs first. With few tokens, the gradient of the
-    output layer's weight is larger than all of these.
+    The gradient overwrites the logits. All else is float32, for a chunk of tokens at a time: the shifted logits and
+    their exponentials; in the backward the gradient too, and with entropies one more tensor. The exact KL adds the
+    reference's logits and a tensor in the forward. The gradient of the output layer's weight comes after all of these.
     """
     if role.value_head:
         return tokens.outputs * FLOAT32 * 4
     width = role.dtype_bytes
-    copy = 0 if width == FLOAT32 else 1
-    moments = [width + FLOAT32 * (3 if planned.with_entropy else 1 + copy)]
-    if planned.updates:
-        moments.append(FLOAT32 * 5 if planned.with_entropy else FLOAT32 * 2 + copy * width)
-    if planned.full_kl:
-        moments.append(2 * width + FLOAT32 * (3 + copy + planned.updates))
-    if planned.full_kl and planned.updates:
-        moments.append(FLOAT32 * 5 + (width if planned.with_entropy else 0))
     columns = padded_vocab(role) // role.layout.tp
-    weight_gradient = columns * width * (tokens.outputs + role.model.hidden_size) if planned.updates else 0
-    return max(tokens.outputs * columns * max(moments), weight_gradient)
+    moments = [2 * FLOAT32]
+    if planned.updates:
+        moments.append((4 if planned.with_entropy else 3) * FLOAT32)
+    if planned.full_kl:
+        moments.append(3 * FLOAT32 + width)
+    chunk = min(tokens.outputs, logits_chunk_rows(columns)) * columns
+    weight_gradient = columns * width * role.model.hidden_size if planned.updates else 0
+    return tokens.outputs * columns * width + max(chunk * max(moments), weight_gradient)
 
 
 def working_bytes(role: PlannedRole, tokens: RankTokens, *, backward: bool, fused: bool) -> int:

@@ -9,7 +9,8 @@ import torch
 from alive import Alive
 from planned_jobs import megatron, train_job
 
-from megarl.megatron.logprobs import vocab_parallel_kl, vocab_parallel_log_probs
+from megarl.megatron.logprobs import ReferenceHead, vocab_parallel_outputs
+from megarl.models import partition
 from megarl.ops.plan.job import PlannedPass, PlannedRole
 from megarl.ops.plan.layer_activations import tokens_on_rank
 from megarl.ops.plan.pass_activations import logits_bytes, padded_vocab
@@ -25,10 +26,12 @@ def role(dtype: str) -> PlannedRole:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("with_entropy", "full_kl"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("tokens_per_chunk", [TOKENS // 4, TOKENS])
 def test_planned_logits_memory_equals_the_measured_peak(
-    dtype: str, with_entropy: bool, full_kl: bool, updates: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: str, with_entropy: bool, full_kl: bool, updates: bool, tokens_per_chunk: int
 ) -> None:
     model = role(dtype)
+    monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", tokens_per_chunk * padded_vocab(model) * 4)
     planned = PlannedPass("update", updates, TOKENS, TOKENS, 1, 1, 0, with_entropy, full_kl)
     plan = logits_bytes(model, planned, tokens_on_rank(model, planned))
     vocab, torch_dtype = model.model.vocab_size, getattr(torch, dtype)
@@ -46,10 +49,17 @@ def _loss(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab: int, with_entropy: bool, full_kl: bool
 ) -> torch.Tensor:
     logits = hidden @ weight.T
-    log_probs, entropy, _ = vocab_parallel_log_probs(logits, targets, vocab_size=vocab, with_entropy=with_entropy)
-    loss = log_probs.sum()
-    if entropy is not None:
-        loss = loss + entropy.sum()
-    if full_kl:
-        loss = loss + vocab_parallel_kl(logits, hidden @ weight.detach().T, vocab_size=vocab).sum()
+    outputs = vocab_parallel_outputs(
+        logits,
+        targets,
+        vocab_size=vocab,
+        with_entropy=with_entropy,
+        reference=ReferenceHead(hidden, weight.detach()) if full_kl else None,
+        overwrite_logits=True,
+    )
+    loss = outputs.log_probs.sum()
+    if outputs.entropy is not None:
+        loss = loss + outputs.entropy.sum()
+    if outputs.ref_kl is not None:
+        loss = loss + outputs.ref_kl.sum()
     return loss
