@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-
 LOGITS_CHUNK_BYTES = 256 * 2**20
 """Size of the float32 tensors that log-probs, entropies and the exact KL are computed in."""
 
