@@ -14,6 +14,8 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import optimizer as megatron_optimizer
 from torch import Tensor
 
+from megarl.megatron.transformer_engine import has_transformer_engine
+
 
 class Kernels(NamedTuple):
     """Kernels of an engine.
@@ -36,9 +38,7 @@ class Kernels(NamedTuple):
 
 def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Transformer Engine computes the layers: it needs CUDA, and packs sequences in half precision only."""
-    return (
-        device.type == "cuda" and dtype is torch.bfloat16 and importlib.util.find_spec("transformer_engine") is not None
-    )
+    return device.type == "cuda" and dtype is torch.bfloat16 and has_transformer_engine()
 
 
 def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool) -> Kernels:
@@ -58,12 +58,24 @@ def adam_kernel(adam: type) -> str:
 
 @functools.cache
 def packed_attention() -> Callable[..., Any] | None:
-    """Torch's attention over packed sequences; None if the installed torch has none with grouped queries."""
+    """Torch's attention over packed sequences with grouped queries; None if the installed torch has none."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
-    function: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    required = {"scale", "window_size", "enable_gqa"}
-    return function if required <= set(inspect.signature(function).parameters) else None
+    return with_grouped_queries(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
+
+
+def with_grouped_queries(varlen_attn: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Torch's ``varlen_attn``, called so that it accepts fewer key-value heads than queries.
+
+    Torch 2.11 groups queries without being asked; later releases compare the head counts unless ``enable_gqa`` is set.
+
+    Returns:
+        None if the function has no ``scale`` or ``window_size`` (torch 2.10).
+    """
+    parameters = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= parameters.keys():
+        return None
+    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in parameters else varlen_attn
 
 
 def fits_packed_attention(query: Tensor, value: Tensor) -> bool:

@@ -134,7 +134,7 @@ class PackedAttention(nn.Module):
         ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
         causal = (-1, 0)  # every earlier token, no later one
         attended: Tensor = attention(
-            query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=causal, enable_gqa=True
+            query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=causal
         )
         return attended.flatten(1)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megarl.base.errors import CheckpointError, ConfigError, ResourceError
 from megarl.megatron import cuda_on_cpu
+from megarl.megatron.transformer_engine import transformer_engine_error
 from megarl.models import ParallelLayout, RankCoordinate
 
 # Warnings of Megatron that appear in every run and need no action. It warns of missing GPU libraries file by file;
@@ -31,6 +32,7 @@ for _message in (
 ):
     warnings.filterwarnings("ignore", message=_message)
 
+transformer_engine_error()
 with cuda_on_cpu.lean_import():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,23 +30,57 @@ def test_cpu_uses_torch_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "dtype", "expected"),
+    ("usable", "dtype", "expected"),
     [
-        ("transformer_engine", torch.bfloat16, ("Transformer Engine", "Transformer Engine's")),
-        ("transformer_engine", torch.float32, ("torch", "torch's, length by length")),
-        ("", torch.bfloat16, ("torch", "torch's varlen_attn")),
-        ("", torch.float32, ("torch", "torch's, length by length")),
+        (True, torch.bfloat16, ("Transformer Engine", "Transformer Engine's")),
+        (True, torch.float32, ("torch", "torch's, length by length")),
+        (False, torch.bfloat16, ("torch", "torch's varlen_attn")),
+        (False, torch.float32, ("torch", "torch's, length by length")),
     ],
 )
-def test_gpu_uses_the_best_installed_kernels(
-    monkeypatch: pytest.MonkeyPatch, package: str, dtype: torch.dtype, expected: tuple[str, str]
+def test_gpu_uses_the_best_usable_kernels(
+    monkeypatch: pytest.MonkeyPatch, usable: bool, dtype: torch.dtype, expected: tuple[str, str]
 ) -> None:
-    find = kernels.importlib.util.find_spec
-    # Any module that exists stands for Transformer Engine's.
-    monkeypatch.setattr(
-        kernels.importlib.util, "find_spec", lambda name: find(name) or (find("torch") if name == package else None)
-    )
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
     assert kernels.kernels(torch.device("cuda"), dtype, trains=False)[:2] == expected
+
+
+BROKEN = """
+import importlib
+part = importlib.import_module("transformer_engine.common")
+raise {error}
+"""
+IMPORT_ENGINE = """
+import importlib.util, logging, sys
+logging.basicConfig(format="%(levelname)s %(message)s")
+import torch
+from megarl.megatron import kernels, transformer_engine
+from megarl.megatron.runtime import init_runtime
+assert importlib.util.find_spec("transformer_engine") is None, "Megatron would find the broken package"
+assert not [name for name in sys.modules if name.startswith("transformer_engine.")]
+print(kernels.kernels(torch.device("cuda"), torch.bfloat16, trains=False).layers)
+print(transformer_engine.transformer_engine_error())
+"""
+
+
+@pytest.mark.parametrize(
+    "error", ["OSError('libcublas.so.13: cannot open')", "ImportError('undefined symbol: _ZN2at')"]
+)
+def test_broken_transformer_engine_is_replaced_and_its_error_logged(tmp_path: Path, error: str) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("common", ""), ("pytorch/__init__", BROKEN.format(error=error))):
+        (package / f"{name}.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ENGINE], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    message = error.partition("(")[0] + ": " + error.split("'")[1]
+    assert done.stdout.splitlines() == ["torch", message]
+    assert f"WARNING Transformer Engine is installed but cannot be imported, torch's layers replace it: {message}" in (
+        done.stderr.splitlines()
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,10 +107,51 @@ def by_sequence(
     return torch.cat(parts)
 
 
-def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kernels.packed_attention()
-    if real is None:
+def varlen_attn_of_torch_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: object = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    raise AssertionError("runs on a GPU only")
+
+
+def varlen_attn_of_torch_2_10(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: object = None,
+) -> Tensor:
+    raise AssertionError("runs on a GPU only")
+
+
+def test_grouped_queries_are_requested_only_from_a_torch_that_takes_the_request() -> None:
+    assert kernels.with_grouped_queries(varlen_attn_of_torch_2_10) is None
+    assert kernels.with_grouped_queries(varlen_attn_of_torch_2_11) is varlen_attn_of_torch_2_11
+    installed = kernels.packed_attention()
+    if installed is None:
         pytest.skip("this torch has no attention over packed sequences")
+    assert installed.keywords == {"enable_gqa": True}
+
+
+@pytest.mark.parametrize("release", ["installed", "2.11"])
+def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    real = varlen_attn_of_torch_2_11
+    if release == "installed":
+        varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no packed attention")
+        real = varlen.varlen_attn
     kernel: Callable[..., Any] = mock.create_autospec(real, side_effect=by_sequence)  # refuses other arguments
     query, key, value = (torch.randn(17, heads, 8) for heads in (4, 2, 2))
     turns = torch.randn(17, 1, 4)
@@ -88,7 +167,7 @@ def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatc
     attention = PackedAttention(mock.Mock(), softmax_scale=0.3)
     expected = attention(query, key, value, None, packed_seq_params=sequences)
     monkeypatch.setattr(layers, "fits_packed_attention", lambda query, value: True)
-    monkeypatch.setattr(layers, "packed_attention", lambda: kernel)
+    monkeypatch.setattr(layers, "packed_attention", lambda: kernels.with_grouped_queries(kernel))
     torch.testing.assert_close(attention(query, key, value, None, packed_seq_params=sequences), expected)
     bound = inspect.signature(real).bind(*kernel.call_args.args, **kernel.call_args.kwargs)
     assert bound.arguments["window_size"] == (-1, 0) and bound.arguments["max_q"] == bound.arguments["max_k"] == 5
