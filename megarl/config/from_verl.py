@@ -104,7 +104,8 @@ Ascend NPUs.
   independent of the engine in verl's keys. For a generative judge set `reward_model.name=judge` and
   `reward_model.judge.base_url`.
 - `override_transformer_config` is checked against the installed Megatron-Core's `TransformerConfig`: names and types,
-  before anything starts. Fields that the model, the layout or another key sets are refused, with that key.
+  before anything starts. megarl classifies every field: supported ([layouts](layouts.md#fields-of-megatron-core)), set
+  by the model, the layout or another key, or rejected with the reason, as FP8 is.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,19 @@ from megarl.megatron.options import MegatronOptions, RecomputeOptions
 from megarl.megatron.versions import patch_megatron_gaps, supported_arguments
 from megarl.models import ModelConfig, ParallelLayout
 from megarl.models.rope import attention_factor, softmax_scale
+
+logger = logging.getLogger(__name__)
+
+FUSED_ONLY = frozenset(
+    {
+        "apply_rope_fusion",
+        "attention_backend",
+        "bias_activation_fusion",
+        "gradient_accumulation_fusion",
+        "moe_permute_fusion",
+    }
+)
+"""User-settable fields that select kernels of Transformer Engine."""
 
 
 def build_transformer_config(
@@ -40,13 +54,25 @@ def build_transformer_config(
         **_recomputation(options.recompute),
         **expert_settings(model, layout, fused=fused),
     }
-    arguments = {name: value for name, value in arguments.items() if name not in options.transformer}
-    return TransformerConfig(**supported_arguments(TransformerConfig, arguments), **_chosen(options.transformer))
+    chosen = user_fields(options.transformer, fused=fused)
+    arguments = {name: value for name, value in arguments.items() if name not in chosen}
+    return TransformerConfig(**supported_arguments(TransformerConfig, arguments), **chosen)
 
 
-def _chosen(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """User-set fields, with an attention backend's name replaced by its enum member."""
-    return {name: AttnBackend[value] if name == "attention_backend" else value for name, value in fields.items()}
+def user_fields(fields: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
+    """User-set fields, with an attention backend's name replaced by its enum member.
+
+    Fields that select kernels of Transformer Engine are dropped for torch's layers, with a warning: the results are the
+    same, and one configuration can then serve machines with and without Transformer Engine.
+    """
+    chosen = {name: AttnBackend[value] if name == "attention_backend" else value for name, value in fields.items()}
+    if fused:
+        return chosen
+    dropped = {name: value for name, value in fields.items() if name in FUSED_ONLY and value not in (False, "auto")}
+    if dropped:
+        text = ", ".join(f"{name}={value}" for name, value in dropped.items())
+        logger.warning("override_transformer_config: %s needs Transformer Engine; this role has torch's layers", text)
+    return {name: value for name, value in chosen.items() if name not in FUSED_ONLY}
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
@@ -108,8 +134,6 @@ def _execution(dtype: torch.dtype, fused: bool) -> dict[str, Any]:
         # Losses are already normalized by global counts, so gradients are summed and never divided.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": fused,
         "bias_activation_fusion": fused,
         "use_te_activation_func": not fused,  # Megatron's name for an activation from the layer specification
         "bias_dropout_fusion": fused,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
 
-from megarl.config.checks.transformer_fields import override_problems
+from megarl.config.checks import transformer_fields
+from megarl.config.checks.transformer_field_table import OWNED, REJECTED, REJECTED_VALUES, SUPPORTED
+from megarl.config.checks.transformer_fields import TransformerField, override_problems
 
 
 @pytest.mark.parametrize(
@@ -15,12 +18,8 @@ from megarl.config.checks.transformer_fields import override_problems
         {},
         {"attention_backend": "unfused"},
         {"apply_rope_fusion": False, "moe_permute_fusion": True},
-        {"fp8": "hybrid"},
-        {"fp8": None},
-        {"fp8_margin": 1},
-        {"init_method_std": 1},
-        {"window_size": [128, 0]},
-        {"cuda_graph_warmup_steps": 2, "config_logger_dir": "x"},
+        {"overlap_p2p_comm": True, "batch_p2p_comm": False},
+        {"fp8": None, "fp8_margin": 0, "moe_enable_routing_replay": False},  # Megatron's defaults
     ],
 )
 def test_valid_fields(overrides: dict[str, Any]) -> None:
@@ -35,14 +34,39 @@ def test_valid_fields(overrides: dict[str, Any]) -> None:
         ({"params_dtype": "float32"}, "is the key dtype"),
         ({"apply_rope_fusoin": True}, "did you mean apply_rope_fusion"),
         ({"apply_rope_fusion": 1}, "must be bool, not 1"),
-        ({"fp8_margin": 1.5}, "must be int"),
-        ({"fp8_margin": True}, "must be int"),
-        ({"fp8": "e9"}, "'hybrid'"),
-        ({"attention_backend": "flashy"}, "one of flash, fused, unfused, local, auto"),
-        ({"grad_scale_func": "f"}, "Callable"),
-        ({"window_size": ["a", 1]}, "must be"),
+        ({"fp8": "hybrid"}, "is not supported: megarl trains in float32 or bfloat16"),
+        ({"fp8_recipe": "blockwise"}, "as FP8 and FP4 need"),
+        ({"fp8_margin": False}, "as FP8 and FP4 need"),
+        ({"moe_enable_routing_replay": True}, "does not replay the engine's routing"),
+        ({"deterministic_mode": True}, "no deterministic mode"),
+        ({"tp_comm_overlap": True}, "no setup or test of this overlap"),
+        ({"window_size": [128, 0]}, "config.json"),
+        ({"cuda_graph_warmup_steps": 2}, "differ in their numbers of tokens"),
+        ({"attention_backend": "flashy"}, "one of flash, fused, unfused, auto"),
+        ({"attention_backend": "local"}, "cannot be local: that is Megatron's own attention"),
+        ({"attention_backend": 1}, "one of flash, fused, unfused, auto"),
+        ({"grad_scale_func": "f"}, "megarl sets it while it runs"),
     ],
 )
 def test_invalid_fields(overrides: dict[str, Any], words: str) -> None:
     ((name, text),) = override_problems(overrides)
     assert name in overrides and words in text
+
+
+def test_a_field_of_another_release_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = ast.parse("field: int = 3").body[0]
+    assert isinstance(added, ast.AnnAssign)
+    field = TransformerField(added.annotation, added.value)
+    newer = {**transformer_fields.transformer_fields(), "moe_new_trick": field}
+    monkeypatch.setattr(transformer_fields, "transformer_fields", lambda: newer)
+    assert list(override_problems({"moe_new_trick": 3})) == []
+    ((name, text),) = override_problems({"moe_new_trick": 4})
+    assert (name, text) == (
+        "moe_new_trick",
+        "is not supported: megarl does not know this field of the installed Megatron-Core; remove the key",
+    )
+
+
+def test_each_field_has_one_class() -> None:
+    assert not SUPPORTED & OWNED.keys() and not SUPPORTED & REJECTED.keys() and not OWNED.keys() & REJECTED.keys()
+    assert REJECTED_VALUES.keys() <= SUPPORTED

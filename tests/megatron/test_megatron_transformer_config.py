@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import TEMPERATURE, rows, save_model
 from torch import Tensor
 
-from megarl.config.checks.transformer_fields import OPEN, OWNED, attention_backends, transformer_fields
+from megarl.config.checks.transformer_field_table import OWNED, REJECTED, SUPPORTED
+from megarl.config.checks.transformer_fields import attention_backends, transformer_fields
 from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions, transformer_config
 from megarl.megatron.transformer_config import build_transformer_config
 from megarl.models import ParallelLayout, read_model_config
@@ -45,7 +47,7 @@ def test_user_fields_reach_every_rank(pool: ProcessPool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["mistral", "llama_yarn", "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_every_field_of_megarl_is_reserved_or_open(
+def test_every_field_that_megarl_sets_is_owned_or_supported(
     name: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The config room's list of fields, which may not import Megatron, against the fields set here."""
@@ -62,17 +64,64 @@ def test_every_field_of_megarl_is_reserved_or_open(
     with suppress(ValueError):  # fused kernels are refused where Transformer Engine is not installed
         build_transformer_config(read_model_config(tmp_path), ParallelLayout(tp=2, pp=2), options, fused=fused)
     assert len(seen) > 30
-    assert seen.keys() <= OWNED.keys() | OPEN, sorted(seen.keys() - OWNED.keys() - OPEN)
+    allowed = OWNED.keys() | SUPPORTED
+    assert seen.keys() <= allowed, sorted(seen.keys() - allowed)
 
 
-def test_user_value_overrides_an_open_field(tmp_path: Path) -> None:
+def test_user_value_overrides_a_supported_field(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3")
-    options = MegatronOptions(transformer={"batch_p2p_comm": True, "attention_backend": "unfused"})
+    options = MegatronOptions(transformer={"batch_p2p_comm": True})
     config = build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)
-    assert config.batch_p2p_comm and config.attention_backend is AttnBackend.unfused
+    assert config.batch_p2p_comm
+
+
+KERNELS = {
+    "apply_rope_fusion": False,
+    "attention_backend": "unfused",
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": True,
+    "moe_permute_fusion": True,
+}
+
+
+def test_fields_of_transformer_engine_reach_its_layers_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert KERNELS.keys() == transformer_config.FUSED_ONLY < SUPPORTED
+    save_model(tmp_path, "qwen3")
+    model, options = read_model_config(tmp_path), MegatronOptions(transformer=KERNELS)
+    plain = build_transformer_config(model, ParallelLayout(), MegatronOptions(), fused=False)
+    assert build_transformer_config(model, ParallelLayout(), options, fused=False) == plain
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "override_transformer_config: attention_backend=unfused, gradient_accumulation_fusion=True, "
+        "moe_permute_fusion=True needs Transformer Engine; this role has torch's layers"
+    )
+    monkeypatch.setattr(TransformerConfig, "__post_init__", lambda config: None)  # it asks for Transformer Engine
+    config = build_transformer_config(model, ParallelLayout(), options, fused=True)
+    assert {name: getattr(config, name) for name in KERNELS} == {**KERNELS, "attention_backend": AttnBackend.unfused}
+    assert len(caplog.records) == 1
+
+
+def test_full_precision_sums_of_bfloat16_products_are_turned_on(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3")
+    options = MegatronOptions(dtype=torch.bfloat16, transformer={"disable_bf16_reduced_precision_matmul": True})
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    try:
+        build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)
+        assert before and not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    finally:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
 
 
 def test_fields_from_source_equal_those_of_the_class() -> None:
     assert {field.name for field in dataclasses.fields(TransformerConfig)} == set(transformer_fields())
     assert tuple(AttnBackend.__members__) == attention_backends()
-    assert set(transformer_fields()) >= OPEN
+    annotations = {name: ast.unparse(transformer_fields()[name].annotation) for name in SUPPORTED}
+    assert annotations.pop("attention_backend") == "AttnBackend" and set(annotations.values()) == {"bool"}
+
+
+def test_every_field_of_the_installed_release_is_classified() -> None:
+    """A failure here after an upgrade: classify the new fields in ``transformer_field_table.py``."""
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert sorted(fields - SUPPORTED - OWNED.keys() - REJECTED.keys()) == []

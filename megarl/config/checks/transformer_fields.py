@@ -1,6 +1,7 @@
 """Check `megatron.override_transformer_config` against the installed Megatron-Core's ``TransformerConfig``.
 
-The fields are read from the source: importing Megatron takes seconds and needs GPU libraries, and a misspelt name
+:mod:`megarl.config.checks.transformer_field_table` classifies the fields. Names, types and defaults of the installed
+release are read from its source: importing Megatron takes seconds and needs GPU libraries, and a misspelt name
 should be an error at once.
 """
 
@@ -12,8 +13,9 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megarl.config.checks.transformer_field_table import OWNED, REJECTED, REJECTED_VALUES, SUPPORTED
 from megarl.config.problems import format_value
 
 _SOURCES = (
@@ -21,82 +23,65 @@ _SOURCES = (
     ("transformer/transformer_config.py", "TransformerConfig"),
 )
 _ENUMS, _BACKENDS = "transformer/enums.py", "AttnBackend"
-_PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
-_LISTS = ("List", "list", "Tuple", "tuple", "Sequence")
 
-_WEIGHTS = "weights are read from the model's folder"
-_PACKING = "micro-batches differ in their numbers of tokens"
 
-_MODEL_FIELDS = """
-    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels qk_layernorm add_qkv_bias
-    add_bias_linear normalization layernorm_epsilon gated_linear_unit activation_func softmax_scale num_moe_experts
-    moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
-    moe_router_pre_softmax moe_router_dtype moe_grouped_gemm moe_router_load_balancing_type moe_aux_loss_coeff
-    moe_expert_capacity_factor multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
-    v_head_dim rope_type rotary_base rotary_percent rotary_interleaved rotary_scaling_factor
-    original_max_position_embeddings max_position_embeddings mscale mscale_all_dim beta_fast beta_slow
-    cache_mla_latents use_te_activation_func
-"""
-_SECTION_KEYS = """
-    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
-    num_layers_in_last_pipeline_stage recompute_granularity recompute_method recompute_num_layers recompute_modules
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-"""
-_EQUAL = "dropout is off: log-probs must be equal in every pass"
+class TransformerField(NamedTuple):
+    """A field of Megatron-Core's ``TransformerConfig``, as written in its source.
 
-OWNED: dict[str, str] = {
-    **dict.fromkeys(_MODEL_FIELDS.split(), "the model's config.json sets it"),
-    **{name: f"is the key {name} of this section" for name in _SECTION_KEYS.split()},
-    "pipeline_model_parallel_layout": "is num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "is the key dtype of this section"),
-    **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _WEIGHTS),
-    "calculate_per_token_loss": "losses are divided by counts over the whole mini-batch",
-    "variable_seq_lengths": _PACKING,
-    "moe_token_dispatcher_type": "the token dispatcher is all-to-all",
-    "cuda_graph_scope": _PACKING,
-    "hidden_dropout": _EQUAL,
-    "attention_dropout": _EQUAL,
-}
-"""Fields that megarl sets from another source, by name, with that source."""
+    Attributes:
+        annotation: its type.
+        default: its default; None if the source has none.
+    """
 
-OPEN = frozenset(
-    {
-        "attention_softmax_in_fp32",
-        "batch_p2p_comm",
-        "deallocate_pipeline_outputs",
-        "gradient_accumulation_fusion",
-        "masked_softmax_fusion",
-        "persist_layer_norm",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "apply_rope_fusion",
-    }
-)
-"""Fields with a default of megarl that the user may override."""
+    annotation: ast.expr
+    default: ast.expr | None
 
 
 def override_problems(overrides: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Fields that cannot be set, each with the reason."""
     fields = transformer_fields() if overrides else {}
     for name, value in overrides.items():
-        if name in OWNED:
-            yield name, f"cannot be set: {OWNED[name]}"
-        elif fields and name not in fields:
-            near = difflib.get_close_matches(name, [field for field in fields if field not in OWNED], n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            yield name, f"the installed Megatron-Core's TransformerConfig has no such field{hint}"
-        elif fields and not _fits(fields[name], value):
-            yield name, f"must be {_describe(fields[name])}, not {format_value(value)}"
+        if problem := _problem(name, value, fields):
+            yield name, problem
+
+
+def _problem(name: str, value: Any, fields: Mapping[str, TransformerField]) -> str:
+    """The reason why a field cannot have a value; empty if it can."""
+    if name in OWNED:
+        return f"cannot be set: {OWNED[name]}"
+    if not fields:
+        return ""
+    if name not in fields:
+        near = difflib.get_close_matches(name, sorted(SUPPORTED & fields.keys()), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        return f"the installed Megatron-Core's TransformerConfig has no such field{hint}"
+    field = fields[name]
+    if name in SUPPORTED:
+        if not _fits(field.annotation, value):
+            return f"must be {_describe(field.annotation)}, not {format_value(value)}"
+        reason = REJECTED_VALUES.get(name, {}).get(value)
+        return f"cannot be {format_value(value)}: that {reason}" if reason else ""
+    if _is_default(field, value):
+        return ""
+    reason = REJECTED.get(name, "megarl does not know this field of the installed Megatron-Core; remove the key")
+    return f"is not supported: {reason}"
+
+
+def _is_default(field: TransformerField, value: Any) -> bool:
+    """Whether a value is Megatron's own, as far as the source spells it out."""
+    default = field.default
+    if isinstance(default, ast.Call):  # dataclasses.field(default=..., metadata=...)
+        default = next((keyword.value for keyword in default.keywords if keyword.arg == "default"), None)
+    return isinstance(default, ast.Constant) and type(default.value) is type(value) and default.value == value
 
 
 @cache
-def transformer_fields() -> dict[str, ast.expr]:
-    """The fields with their annotations; empty without Megatron-Core."""
-    fields: dict[str, ast.expr] = {}
+def transformer_fields() -> dict[str, TransformerField]:
+    """The fields by name; empty without Megatron-Core."""
+    fields: dict[str, TransformerField] = {}
     for file, name in _SOURCES:
         fields |= {
-            node.target.id: node.annotation
+            node.target.id: TransformerField(node.annotation, node.value)
             for node in _class_body(file, name)
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
@@ -121,33 +106,13 @@ def _class_body(file: str, name: str) -> list[ast.stmt]:
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
-    """Whether a value has an annotated type; a type that no override can express fits no value."""
-    if isinstance(annotation, ast.Constant):
-        return value is None and annotation.value is None
-    if isinstance(annotation, ast.BinOp):
-        return _fits(annotation.left, value) or _fits(annotation.right, value)
-    if isinstance(annotation, ast.Name):
-        return _fits_name(annotation.id, value)
-    if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.value, ast.Name):
-        return False
-    inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-    kind = annotation.value.id
-    if kind == "Literal":
-        return value in [choice.value for choice in inner if isinstance(choice, ast.Constant)]
-    if kind in ("Optional", "Union"):
-        return (kind == "Optional" and value is None) or any(_fits(option, value) for option in inner)
-    return kind in _LISTS and isinstance(value, list) and all(any(_fits(option, v) for option in inner) for v in value)
-
-
-def _fits_name(name: str, value: Any) -> bool:
-    if name == _BACKENDS:
-        return value in attention_backends()
-    type_ = _PLAIN.get(name)
-    if type_ is None or (isinstance(value, bool) and type_ is not bool):
-        return False
-    return isinstance(value, (int, float) if type_ is float else type_)
+    """Whether a value has the type of a supported field."""
+    return value in attention_backends() if ast.unparse(annotation) == _BACKENDS else isinstance(value, bool)
 
 
 def _describe(annotation: ast.expr) -> str:
     text = ast.unparse(annotation)
-    return f"one of {', '.join(attention_backends())}" if text == _BACKENDS else text
+    if text != _BACKENDS:
+        return text
+    refused = REJECTED_VALUES["attention_backend"]
+    return f"one of {', '.join(name for name in attention_backends() if name not in refused)}"

@@ -104,7 +104,7 @@ class MegatronConfig:
     override_transformer_config: dict[str, Any] = key(
         {},
         "Fields of Megatron-Core's TransformerConfig by name, such as `attention_backend`; checked against the "
-        "installed version. Fields that the model, the layout or a key above sets are refused.",
+        "installed version. Other fields than the supported ones are rejected, with the reason.",
     )
 
     @property
