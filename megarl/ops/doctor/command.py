@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megarl.ops.doctor import logprobs  # imports torch
 
         return logprobs.main(arguments[1:])
+    if arguments[:1] == ["--accept"]:
+        from megarl.ops.acceptance import command
+
+        return command.main(arguments[1:])
     options = _parser().parse_intermixed_args(arguments)
     try:
         reports = _reports(_needs(options), options)
@@ -86,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megarl doctor",
         description="Check whether this machine, or every node of a cluster, is ready for a run, with a remedy for "
-        "each failed check. `megarl doctor logprobs --help`: why the log-probs of engine and actor differ.",
+        "each failed check. `megarl doctor --accept --help`: run megarl's parts on this machine's GPU. `megarl doctor "
+        "logprobs --help`: why the log-probs of engine and actor differ.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
     parser.add_argument("--config-name", "-cn", help="YAML file of a training run, whose requirements are checked")

@@ -1,0 +1,1 @@
+"""Acceptance of a machine: stages that run megarl's parts on its GPU and compare with transformers and the plan."""

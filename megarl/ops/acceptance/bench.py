@@ -1,0 +1,201 @@
+"""The bench of a stage: device, sizes, scratch folder, and the record of its checks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.base.errors import ConfigError
+from megarl.base.provenance import installed_versions
+from megarl.ops.acceptance.results import Outcome, Result, StageReport
+
+if TYPE_CHECKING:
+    from megarl.ops.plan.hardware import Hardware
+
+logger = logging.getLogger(__name__)
+
+HOPPER_MEMORY = 100e9
+"""Memory that an H200 exceeds and an H100 does not, which differ in nothing else that the stages read."""
+
+
+class MissingError(Exception):
+    """A package, file or feature of the device is absent."""
+
+
+class Bench:
+    """Device, sizes and scratch folder of a stage, and the record of its checks.
+
+    Args:
+        report: results so far; checks that passed are not repeated.
+        folder: folder of the reports.
+        device: ``cuda`` or ``cpu``.
+        show: receives each new result.
+    """
+
+    def __init__(self, report: StageReport, folder: Path, device: str, show: Callable[[Result], None]) -> None:
+        self.report = replace(report, facts=facts(device), is_complete=False)
+        self.folder = folder
+        self.device = torch.device(device)
+        self._show = show
+        self._started = time.monotonic()
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether models and lengths are tiny."""
+        return self.report.scale == "tiny"
+
+    @property
+    def scratch(self) -> Path:
+        """Folder for models and data of this stage; kept for a resumed run."""
+        folder = self.folder / "scratch" / self.report.stage
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @property
+    def hardware(self) -> Hardware:
+        """The device's row of ``configs/hardware``; an H100's for an unknown GPU."""
+        from megarl.ops.plan.hardware import read_hardware  # imports Hydra, which not every stage needs
+
+        if self.device.type == "cpu":
+            return read_hardware("cpu")
+        properties = torch.cuda.get_device_properties(0)
+        names = {"B200": "b200", "A100": "a100"}
+        known = next((file for name, file in names.items() if name in properties.name), None)
+        return read_hardware(known or ("h200" if properties.total_memory > HOPPER_MEMORY else "h100"))
+
+    def check(self, name: str, action: Callable[[], Result]) -> None:
+        """Run a check unless it passed before, and record its result; an exception is a failed check.
+
+        Args:
+            name: name of the check; the result's is empty.
+            action: returns the result; raises :class:`MissingError` for an absent package.
+        """
+        before = next((result for result in self.report.results if result.check == name), None)
+        if before is not None and before.outcome in (Outcome.OK, Outcome.INFO):
+            return
+        try:
+            result = replace(action(), check=name)
+        except (MissingError, ModuleNotFoundError) as error:
+            result = Result(name, Outcome.MISSING, note=str(error))
+        except Exception as error:
+            logger.exception("%s failed", name)
+            text = " ".join(str(error).split())
+            result = Result(name, Outcome.FAIL, note=f"{type(error).__name__}: {text[:300]}")
+        self._record(result)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def finish(self) -> None:
+        """Mark the stage as complete."""
+        self.report = replace(self.report, is_complete=True, seconds=time.monotonic() - self._started)
+        self.report.write(self.folder)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, action: Callable[[], object], repeats: int = 5) -> float:
+        """Median seconds of an action; the first run does not count."""
+        action()
+        taken = []
+        for _ in range(repeats):
+            self.synchronize()
+            started = time.perf_counter()
+            action()
+            self.synchronize()
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken)
+
+    def speed(self, value: float, target: float, unit: str, note: str = "") -> Result:
+        """Result of a speed; below its target it is no failure, and tiny sizes have no target."""
+        if self.is_tiny:
+            return Result("", Outcome.INFO, value, unit, note=note)
+        outcome = Outcome.OK if value >= target else Outcome.BELOW
+        return Result("", outcome, value, unit, f"at least {target:.3g}", note)
+
+    def _record(self, result: Result) -> None:
+        self.report = replace(self.report.with_result(result), seconds=time.monotonic() - self._started)
+        self.report.write(self.folder)
+        self._show(result)
+
+
+def within(value: float, limit: float, unit: str = "", note: str = "") -> Result:
+    """Result of a number with an upper limit; NaN fails."""
+    outcome = Outcome.OK if value <= limit else Outcome.FAIL
+    return Result("", outcome, value, unit, f"at most {limit:.3g}", note)
+
+
+def near_plan(value: float, plan: float, unit: str, tolerance: float, note: str = "") -> Result:
+    """Result of a measurement beside the estimate of ``megarl plan``."""
+    difference = value / plan - 1
+    outcome = Outcome.OK if abs(difference) <= tolerance else Outcome.BELOW
+    return Result(
+        "", outcome, value, unit, f"plan {plan:.3g} ± {tolerance:.0%}", f"{difference:+.0%}; {note}".rstrip("; ")
+    )
+
+
+def facts(device: str) -> dict[str, str]:
+    """Date, device and versions of a report."""
+    found = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": f"{properties.name}, {properties.total_memory / 1e9:.0f} GB",
+            "CUDA": str(torch.version.cuda),
+        }
+    else:
+        found["device"] = f"CPU, {os.cpu_count()} cores"
+    found |= installed_versions(("sglang", "transformer-engine", "flash-attn"))
+    found["torch"] = torch.__version__
+    return found
+
+
+def require_package(package: str) -> str:
+    """Return the version of an installed package.
+
+    Raises:
+        MissingError: it is not installed.
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        raise MissingError(f"{package} is not installed") from None
+
+
+def checkout() -> Path:
+    """Root of the checkout that megarl is imported from.
+
+    Raises:
+        MissingError: megarl is installed without its checkout.
+    """
+    import megarl
+
+    root = Path(megarl.__file__).parents[1]
+    if not (root / "tools" / "make_arithmetic.py").is_file():
+        raise MissingError(f"{root} is not a checkout of megarl: tools/ and tests/ are needed")
+    return root
+
+
+def choose_device(name: str) -> str:
+    """Return ``cuda`` or ``cpu``.
+
+    Args:
+        name: ``auto``, ``cuda`` or ``cpu``.
+
+    Raises:
+        ConfigError: ``cuda`` without a GPU.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu for the tiny sizes")
+    return "cuda" if available and name != "cpu" else "cpu"

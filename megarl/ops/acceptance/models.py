@@ -1,0 +1,134 @@
+"""Random Hugging Face models of every family and of published sizes, for acceptance stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.base.ports import free_port
+from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
+from megarl.models import ParallelLayout, parse_model_config
+
+VOCABULARY = 1000  # no power of two: the vocabulary is padded
+_WIDTH = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LATENTS = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    **_EXPERTS,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **_EXPERTS},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", **_LATENTS},
+    "deepseek_v3": _LATENTS,
+}
+"""Fields of a small model of each family, in addition to the common ones."""
+
+QWEN: Mapping[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {**QWEN, **_WIDTH, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "tie_word_embeddings": True},
+    "0.5B": {**QWEN, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+             "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "1.5B": {**QWEN, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+             "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "7B": {**QWEN, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+           "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
+}  # fmt: skip
+"""``config.json`` of Qwen2.5 in published sizes."""
+
+
+def random_family(family: str, folder: Path, device: torch.device) -> Any:
+    """Save a small random model of a family in float32, and return transformers' model on the device."""
+    import transformers
+
+    name = "".join(word.capitalize() for word in family.split("_"))
+    settings = {
+        **_WIDTH,
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.1,
+        "pad_token_id": 0,
+        **FAMILIES[family],
+    }
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings)).float()
+    with torch.no_grad():
+        for key, param in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in key or "bias" in key:
+                param.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(folder)
+    return model.eval().to(device)
+
+
+def random_shape(shape: str, folder: Path, dtype: torch.dtype) -> None:
+    """Save a model of a published size with random weights."""
+    import transformers
+
+    torch.manual_seed(5)
+    config = transformers.Qwen2Config(**{k: v for k, v in SHAPES[shape].items() if k != "architectures"})
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.Qwen2ForCausalLM(config).to(dtype)
+    model.save_pretrained(folder)
+
+
+class SingleRankEngine:
+    """Context manager: an engine with one rank on the bench's device.
+
+    Args:
+        source: folder of weights, or the fields of a ``config.json`` for random weights.
+        options: options of the engine.
+        device: ``cuda`` or ``cpu``.
+    """
+
+    def __init__(self, source: Path | Mapping[str, Any], options: MegatronOptions, device: torch.device) -> None:
+        self._source, self._options, self._device = source, options, device
+
+    def __enter__(self) -> MegatronEngine:
+        layout, source = ParallelLayout(), self._source
+        fields = json.loads((source / "config.json").read_text()) if isinstance(source, Path) else dict(source)
+        runtime = init_runtime(layout, 0, 1, "127.0.0.1", free_port(), device=self._device.type)
+        try:
+            engine = MegatronEngine(parse_model_config(fields), layout, runtime, self._options)
+            if isinstance(source, Path):
+                engine.load_hf(source)
+            else:
+                with torch.no_grad():
+                    for param in engine.weights.parameters().values():
+                        param.normal_(std=0.02)
+                if engine.optimizer is not None:
+                    engine.optimizer.weights_changed()
+            return engine
+        except BaseException:
+            shutdown_runtime()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        shutdown_runtime()

@@ -1,0 +1,140 @@
+"""Results of acceptance stages: one row per check, written to a JSON file after each check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from megarl.base.atomic_write import atomic_write_text
+from megarl.base.errors import DataError
+from megarl.base.table import table_lines
+from megarl.base.units import count_noun, duration
+
+
+class Outcome(StrEnum):
+    """Outcome of a check; only ``FAIL`` makes the command fail."""
+
+    OK = "ok"
+    FAIL = "FAIL"
+    BELOW = "below"  # correct, but slower or larger than its target
+    MISSING = "missing"  # a package, file or feature of the device is absent
+    INFO = "info"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table.
+
+    Attributes:
+        check: name, unique within its stage.
+        outcome: see :class:`Outcome`.
+        value: measured number; None without one.
+        unit: unit of ``value``.
+        target: expected value or limit, in words.
+        note: further numbers, or the error.
+    """
+
+    check: str
+    outcome: Outcome
+    value: float | None = None
+    unit: str = ""
+    target: str = ""
+    note: str = ""
+
+    @property
+    def number(self) -> str:
+        """The value with its unit, with three significant digits."""
+        if self.value is None:
+            return ""
+        digits = f"{self.value:,.0f}" if abs(self.value) >= 1000 else f"{self.value:.3g}"
+        return f"{digits} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Results of a stage.
+
+    Attributes:
+        stage: name.
+        scale: ``full`` or ``tiny``.
+        results: in the order of their checks.
+        facts: date, device and versions.
+        seconds: duration of the last run.
+        is_complete: whether the stage reached its end.
+    """
+
+    stage: str
+    scale: str
+    results: tuple[Result, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    is_complete: bool = False
+
+    def with_result(self, result: Result) -> StageReport:
+        """Add a result; a result of the same check is replaced."""
+        others = tuple(each for each in self.results if each.check != result.check)
+        return replace(self, results=(*others, result))
+
+    def without(self, check: str) -> StageReport:
+        """Drop the result of a check."""
+        return replace(self, results=tuple(each for each in self.results if each.check != check))
+
+    def count(self, outcome: Outcome) -> int:
+        """Number of results with an outcome."""
+        return sum(result.outcome is outcome for result in self.results)
+
+    def write(self, folder: Path) -> None:
+        """Write ``<stage>.json``."""
+        values = asdict(self) | {"results": [asdict(result) for result in self.results]}
+        atomic_write_text(folder / f"{self.stage}.json", json.dumps(values, indent=1) + "\n")
+
+
+def read_report(folder: Path, stage: str, scale: str) -> StageReport:
+    """Read the report of an earlier run; an empty one if there is none at this scale.
+
+    Raises:
+        DataError: the file is no report.
+    """
+    file = folder / f"{stage}.json"
+    if not file.is_file():
+        return StageReport(stage, scale)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        results = tuple(Result(**{**row, "outcome": Outcome(row["outcome"])}) for row in values.pop("results"))
+        report = StageReport(**values, results=results)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{file} is not a report of an acceptance stage: {error}; remove it") from error
+    return report if report.scale == scale else StageReport(stage, scale)
+
+
+def result_lines(report: StageReport) -> list[str]:
+    """Format a report as lines of a text table."""
+    rows = [(r.outcome.value, r.check, r.number, r.target, r.note) for r in report.results]
+    ending = "" if report.is_complete else ", not finished"
+    return [f"== {report.stage}: {summary([report])}, {duration(report.seconds)}{ending}", *table_lines(rows)]
+
+
+def summary(reports: Iterable[StageReport]) -> str:
+    """Count the outcomes: ``12 checks: 11 ok, 1 missing``."""
+    results = [result for report in reports for result in report.results]
+    counts = [(sum(result.outcome is outcome for result in results), outcome.value) for outcome in Outcome]
+    text = ", ".join(f"{number} {word}" for number, word in counts if number)
+    return f"{count_noun(len(results), 'check')}: {text}" if results else "no check"
+
+
+def markdown(reports: Iterable[StageReport]) -> str:
+    """Format reports as a page with one table per stage, for ``docs/gpu_results.md``."""
+    lines: list[str] = []
+    for report in reports:
+        facts = ", ".join(f"{name} {value}" for name, value in report.facts.items())
+        lines += [f"### {report.stage}", "", f"{facts}; {summary([report])}; {duration(report.seconds)}", ""]
+        lines += ["| check | outcome | value | target | note |", "|---|---|---|---|---|"]
+        for row in report.results:
+            cells = (row.check, row.outcome.value, row.number, row.target, row.note)
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""Acceptance stages in their order, and the process that runs one of them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megarl.ops.acceptance.results import Outcome, Result, read_report
+
+if TYPE_CHECKING:
+    from megarl.ops.acceptance.bench import Bench
+
+
+class Stage(NamedTuple):
+    """A stage of the acceptance.
+
+    Attributes:
+        module: has ``run(bench)``; imported in the stage's process.
+        doc: description for the command's help.
+        hides: package that the stage's process does not import although it is installed.
+    """
+
+    module: str
+    doc: str
+    hides: str | None = None
+
+
+_PARITY = "megarl.ops.acceptance.parity"
+STAGES = {
+    "parity": Stage(_PARITY, "log-probs, gradients and a step of every family against transformers"),
+    "parity_torch": Stage(
+        _PARITY, "the same with torch's layers in place of Transformer Engine's", "transformer_engine"
+    ),
+    "speed": Stage("megarl.ops.acceptance.speed", "update and log-prob passes: MFU, peak memory against the plan"),
+    "engines": Stage("megarl.ops.acceptance.engines", "tokens per second of the engines; SGLang's contract tests"),
+    "sync": Stage("megarl.ops.acceptance.sync", "weight sync between two processes: bit equality, GB/s"),
+    "offload": Stage(
+        "megarl.ops.acceptance.offload", "offload, onload and the optimizer step in GB/s, memory snapshot"
+    ),
+    "jobs": Stage("megarl.ops.acceptance.jobs", "colocated GRPO and PPO jobs: learning curve, kill and resume"),
+    "fp8": Stage("megarl.ops.acceptance.fp8", "FP8 matrix products: error and speed"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one stage in this process; the command starts it as a child process.
+
+    Returns:
+        The exit code: 0, or 1 if a check failed.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--scale", choices=("tiny", "full"), required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    stage = STAGES[options.stage]
+    hidden = stage.hides is not None and importlib.util.find_spec(stage.hides) is not None
+    if hidden:
+        sys.modules[str(stage.hides)] = None  # type: ignore[assignment]  # an import then raises ModuleNotFoundError
+    from megarl.ops.acceptance.bench import Bench
+
+    report = read_report(options.folder, options.stage, options.scale)
+    bench = Bench(report, options.folder, options.device, _show)
+    if stage.hides is not None and not hidden:
+        bench.check("stage", lambda: Result("", Outcome.INFO, note=f"{stage.hides} is not installed: nothing to add"))
+    elif module := _import(stage.module, bench):
+        module.run(bench)
+    bench.finish()
+    return 1 if bench.report.count(Outcome.FAIL) else 0
+
+
+def _import(name: str, bench: Bench) -> Any:
+    """Import a stage; a missing package is a result, and the module then None."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        text = str(error)
+        bench.check("packages", lambda: Result("", Outcome.MISSING, note=text))
+        return None
+
+
+def _show(result: Result) -> None:
+    target = f" ({result.target})" if result.target else ""
+    note = f"  {result.note}" if result.note else ""
+    print(f"  {result.outcome.value:<8}{result.check}: {result.number}{target}{note}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

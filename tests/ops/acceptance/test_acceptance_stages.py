@@ -1,0 +1,100 @@
+"""Every stage runs on the CPU with tiny sizes, through the launch script. A rerun continues after a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
+from megarl.ops.acceptance.models import FAMILIES
+from megarl.ops.acceptance.stages import STAGES
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[dict[str, str]]:
+    """Environment of jobs whose workers are forks of one server."""
+    server = ForkServer()
+    yield {ENVIRONMENT: server.address}
+    server.close()
+
+
+def check(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "launch" / "gpu_check.sh"), "--device", "cpu", "--out", str(folder), *arguments],
+        env={**os.environ, "PYTHON": sys.executable, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+def rows(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
+    report = json.loads((folder / f"{stage}.json").read_text())
+    assert report["is_complete"]
+    return {row["check"]: row for row in report["results"]}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_runs_on_a_cpu(tmp_path: Path, forks: dict[str, str], stage: str) -> None:
+    run = check(tmp_path, "--stages", stage, env=forks)
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = rows(tmp_path, stage)
+    absent = {name for name, row in results.items() if row["outcome"] == "missing"}
+    assert {name: row for name, row in results.items() if row["outcome"] in ("FAIL", "below")} == {}
+    assert absent == EXPECTED_MISSING.get(stage, set())
+    assert (tmp_path / "results.md").read_text().count("\n| ") == len(results) + 1
+    if stage == "parity":
+        compared = {(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")}
+        assert {(name.split()[0], name.split()[1]) for name in results if "gradients" in name} == compared
+
+
+EXPECTED_MISSING = {
+    "speed": {"tiny, 256 tokens, peak memory of the update"},
+    "engines": {"SGLang: contract tests"},
+    "offload": {"memory snapshot"},
+    "fp8": {"torch's scaled product", "linear layer of Transformer Engine", "training"},
+}
+"""Checks that need a GPU, or a package that is not in this environment."""
+
+
+def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path: Path) -> None:
+    run = check(tmp_path, "--stages", "fp8", "--limit", "0.2")
+    assert run.returncode == 1
+    assert "ended after the limit of 0 s; the same command continues" in run.stdout
+    run = check(tmp_path, "--stages", "fp8")
+    assert run.returncode == 0, run.stdout
+    assert "process of the stage" not in rows(tmp_path, "fp8")
+
+
+def test_unknown_stage_and_absent_gpu_are_refused(tmp_path: Path) -> None:
+    run = check(tmp_path, "--stages", "paritty")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "no stage 'paritty'; known: parity, " in run.stderr
+    run = check(tmp_path, "--device", "cuda", "--stages", "fp8", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert run.returncode == 2 and "torch finds no CUDA device" in run.stderr
+
+
+def test_package_that_a_stage_imports_is_a_row_if_absent(tmp_path: Path) -> None:
+    hide = f"import sys; sys.modules['hydra'] = None; sys.argv[1:] = {_arguments(tmp_path)!r}"
+    run = subprocess.run(
+        [sys.executable, "-c", f"{hide}; from megarl.ops.acceptance.stages import main; sys.exit(main())"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert rows(tmp_path, "speed")["packages"]["outcome"] == "missing"
+    assert "hydra" in rows(tmp_path, "speed")["packages"]["note"]
+
+
+def _arguments(folder: Path) -> list[str]:
+    return ["speed", "--folder", str(folder), "--scale", "tiny", "--device", "cpu"]
