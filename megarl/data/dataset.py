@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Sample = dict[str, Any]
 
 _OPTIONAL = ("ability", "extra_info", "agent_name")
-_RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "weight_version")
+RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "weight_version")
 """Columns that megarl adds to a batch; a file must not contain them."""
 
 
@@ -114,6 +114,22 @@ def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
         raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; set eos_token")
 
 
+def collate_prompts(samples: Sequence[Sample], pad: int) -> DataProto:
+    """Collate samples with ``prompt_ids`` to a batch; their other entries become non-tensor columns.
+
+    Args:
+        samples: with the same entries each.
+        pad: token id that pads the prompts at their left.
+    """
+    prompt_ids = [sample["prompt_ids"] for sample in samples]
+    tensors = {"prompts": pad_left(prompt_ids, pad)}
+    tensors["attention_mask"] = attention_mask_of(
+        [len(ids) for ids in prompt_ids], [0] * len(samples), tensors["prompts"].shape[1], 0
+    )
+    names = [name for name in samples[0] if name != "prompt_ids"]
+    return DataProto.from_dict(tensors, {name: [sample[name] for sample in samples] for name in names})
+
+
 class RLHFDataset(RowDataset):
     """Prompts with the data for their reward functions.
 
@@ -124,10 +140,11 @@ class RLHFDataset(RowDataset):
         files: paths or patterns (see :class:`megarl.data.rows.Rows`).
         tokenizer: Hugging Face tokenizer with a chat template.
         max_prompt_length: longest prompt, in tokens, including the template.
-        prompt_key: column of the chat messages.
+        prompt_key: column of the prompt: chat messages, or a text.
         truncation: treatment of a longer prompt: ``error``, or cut it at its ``left``, ``right`` or ``middle``.
         filter_overlong_prompts: drop and count longer prompts instead.
         apply_chat_template_kwargs: extra arguments for the chat template.
+        apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
         reward_fn_key: column with the name of the data source, for reward functions and metrics.
         system_prompt: system message of rows without one.
         tool_schemas: schemas of the tools that rows may name in the column ``tools``, by name.
@@ -155,6 +172,7 @@ class RLHFDataset(RowDataset):
         truncation: str = "error",
         filter_overlong_prompts: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        apply_chat_template: bool = True,
         reward_fn_key: str = "data_source",
         system_prompt: str | None = None,
         tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
@@ -168,7 +186,7 @@ class RLHFDataset(RowDataset):
         required = (reward_fn_key, "reward_model") if self.scored else ()
         source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir)
         super().__init__(source, max_samples, sample_seed)
-        self.reader = PromptReader(prompt_key, system_prompt, tool_schemas or {})
+        self.reader = PromptReader(prompt_key, system_prompt, tool_schemas or {}, apply_chat_template)
         self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
@@ -194,18 +212,12 @@ class RLHFDataset(RowDataset):
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate samples to a batch: ``prompts`` and ``attention_mask`` ``[b, P]``, P the longest prompt."""
-        prompt_ids = [sample["prompt_ids"] for sample in samples]
-        tensors = {"prompts": pad_left(prompt_ids, pad_id(self.encoder.tokenizer))}
-        tensors["attention_mask"] = attention_mask_of(
-            [len(ids) for ids in prompt_ids], [0] * len(samples), tensors["prompts"].shape[1], 0
-        )
-        names = [name for name in samples[0] if name != "prompt_ids"]
-        return DataProto.from_dict(tensors, {name: [sample[name] for sample in samples] for name in names})
+        return collate_prompts(samples, pad_id(self.encoder.tokenizer))
 
     def _select_columns(self) -> list[str]:
         """Select the file columns that go into a batch: all except prompt columns and reserved names."""
         used = (self.reader.key, SYSTEM_COLUMN, TOOLS_COLUMN)
-        reserved = [name for name in self.source.columns if name not in used and (name in COLUMNS or name in _RESERVED)]
+        reserved = [name for name in self.source.columns if name not in used and (name in COLUMNS or name in RESERVED)]
         if reserved:
             logger.warning("columns %s are ignored: batches reserve these names", ", ".join(reserved))
         return [name for name in self.source.columns if name not in (*used, *reserved)]

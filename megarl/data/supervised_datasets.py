@@ -39,10 +39,11 @@ class SFTDataset(RowDataset):
         files: paths or patterns of files with chat messages and responses.
         tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest prompt plus response, in tokens.
-        prompt_key: column of the chat messages.
+        prompt_key: column of the prompt: chat messages, or a text.
         response_key: column of the response's text or pieces.
         truncation: treatment of a longer row: ``error``, ``left`` or ``right``.
         apply_chat_template_kwargs: extra arguments for the chat template.
+        apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
         system_prompt: system message of rows without one.
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
         sample_seed: seed of the draw.
@@ -65,6 +66,7 @@ class SFTDataset(RowDataset):
         response_key: str = "response",
         truncation: str = "error",
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        apply_chat_template: bool = True,
         system_prompt: str | None = None,
         max_samples: int = -1,
         sample_seed: int | None = None,
@@ -78,7 +80,7 @@ class SFTDataset(RowDataset):
         source = Rows(files, prompt_key, text_columns=(response_key,), cache_dir=cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
-        self.reader = PromptReader(prompt_key, system_prompt)
+        self.reader = PromptReader(prompt_key, system_prompt, template_texts=apply_chat_template)
         self.responses = ResponseEncoder(tokenizer, response_key)
         self.max_length = max_length
         self.truncation = truncation
@@ -149,12 +151,13 @@ class PairDataset(RowDataset):
         files: paths or patterns (see :class:`megarl.data.rows.Rows`).
         tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest sequence, in tokens.
-        prompt_key: column of the chat messages; None if the response columns contain complete conversations that end
+        prompt_key: column of the prompt; None if the response columns contain complete conversations that end
             with the response.
         answer_keys: columns of the better and the worse response: texts, or lists of messages.
         margin_key: column of margins (numbers); None = no margins.
         truncation: treatment of a longer sequence: ``error``, ``left`` or ``right``.
         apply_chat_template_kwargs: extra arguments for the chat template.
+        apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
         system_prompt: system message of rows without one.
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
         sample_seed: seed of the draw.
@@ -177,6 +180,7 @@ class PairDataset(RowDataset):
         margin_key: str | None = None,
         truncation: str = "error",
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        apply_chat_template: bool = True,
         system_prompt: str | None = None,
         max_samples: int = -1,
         sample_seed: int | None = None,
@@ -188,7 +192,7 @@ class PairDataset(RowDataset):
         # for complete conversations, the better ones take the place of the prompts in the check of messages
         source = Rows(files, prompt_key or answer_keys[0], margins, text_columns=answer_keys, cache_dir=cache_dir)
         super().__init__(source, max_samples, sample_seed)
-        self.reader = PromptReader(prompt_key or answer_keys[0], system_prompt)
+        self.reader = PromptReader(prompt_key or answer_keys[0], system_prompt, template_texts=apply_chat_template)
         self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
         self.max_length = max_length
         self.prompt_key = prompt_key

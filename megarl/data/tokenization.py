@@ -34,10 +34,12 @@ class Prompt(NamedTuple):
     Attributes:
         messages: chat messages, including the system message.
         tools: schemas of the tools that the prompt declares; None if the row has no tools entry.
+        text: text to tokenize as it is, without the chat template; None = render the messages.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,16 @@ class PromptReader:
     """Reads the prompt of a row: its chat messages, system message and tools.
 
     Attributes:
-        key: column of the chat messages.
+        key: column of the prompt: chat messages, or a text.
         system_prompt: system message of rows without one (as first message or in the column ``system``); None = none.
         schemas: schemas of the tools that rows may name in the column ``tools``, by name.
+        template_texts: whether a text is one user message for the chat template; False = it is tokenized as it is.
     """
 
     key: str = "prompt"
     system_prompt: str | None = None
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    template_texts: bool = True
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -69,7 +73,10 @@ class PromptReader:
         Raises:
             DataError: the row has two system messages, or its tools are malformed or unknown.
         """
-        messages = clean_messages(values[self.key])
+        prompt = values[self.key]
+        if isinstance(prompt, str) and not self.template_texts:
+            return self._text(prompt, values, location)
+        messages = [_user_message(prompt)] if isinstance(prompt, str) else clean_messages(prompt)
         column, has_system = values.get(SYSTEM_COLUMN), messages[0]["role"] == "system"
         if column is not None and has_system:
             raise DataError(
@@ -81,6 +88,19 @@ class PromptReader:
                 raise DataError(f"{location}: column {SYSTEM_COLUMN!r} must hold strings, it holds {system!r:.80}")
             messages = [{"role": "system", "content": system}, *messages]
         return Prompt(messages, self._tools(values.get(TOOLS_COLUMN), location))
+
+    def _text(self, text: str, values: Mapping[str, Any], location: str) -> Prompt:
+        for source, entry in (
+            ("data.system_prompt", self.system_prompt),
+            (f"column {SYSTEM_COLUMN!r}", values.get(SYSTEM_COLUMN)),
+            (f"column {TOOLS_COLUMN!r}", values.get(TOOLS_COLUMN)),
+        ):
+            if entry:
+                raise DataError(
+                    f"{location}: {source} has no place in a plain-text prompt; remove it, or set "
+                    "data.apply_chat_template=true"
+                )
+        return Prompt([_user_message(text)], None, text)
 
     def _tools(self, entry: Any, location: str) -> list[dict[str, Any]] | None:
         if entry is None:
@@ -107,7 +127,7 @@ class PromptReader:
 
 
 class PromptEncoder:
-    """Renders prompts with the tokenizer's chat template, up to the start of the response.
+    """Tokenizes prompts: messages by the chat template up to the start of the response, texts as they are.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
@@ -145,6 +165,8 @@ class PromptEncoder:
             DataError: the template or the tokenizer rejects the prompt.
         """
         try:
+            if prompt.text is not None:
+                return list(self.tokenizer(prompt.text)["input_ids"])
             return self._encode([prompt.messages], prompt.tools)[0]
         except Exception as error:  # a template is a program and may raise any error
             roles = [message.get("role") for message in prompt.messages]
@@ -160,9 +182,12 @@ class PromptEncoder:
             DataError: as :meth:`encode`, for the first rejected prompt.
         """
         by_tools: dict[str, list[int]] = {}
-        for index, prompt in enumerate(prompts):
-            by_tools.setdefault("" if prompt.tools is None else json.dumps(prompt.tools), []).append(index)
         ids: list[list[int]] = [[] for _ in prompts]
+        for index, prompt in enumerate(prompts):
+            if prompt.text is not None:
+                ids[index] = self.encode(prompt, locations[index])
+                continue
+            by_tools.setdefault("" if prompt.tools is None else json.dumps(prompt.tools), []).append(index)
         for group in by_tools.values():
             try:
                 encoded = self._encode([prompts[index].messages for index in group], prompts[group[0]].tools)
@@ -191,6 +216,10 @@ class PromptEncoder:
             **self.template_kwargs,
         )
         return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _user_message(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

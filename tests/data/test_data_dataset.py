@@ -52,6 +52,38 @@ def test_template_arguments_and_null_fields(write, question_rows, tokenizer):
     assert dataset[1]["raw_prompt"] == [{"role": "user", "content": "xx"}]
 
 
+def with_texts(rows):
+    return [row | {"prompt": row["prompt"][0]["content"]} for row in rows]
+
+
+def test_text_prompt_is_one_user_message(write, question_rows, tokenizer):
+    messages = RLHFDataset(write(question_rows(3)), tokenizer, 10)
+    texts_ = RLHFDataset(write(with_texts(question_rows(3)), "texts.parquet"), tokenizer, 10)
+    assert [texts_[row] for row in range(3)] == [messages[row] for row in range(3)]
+
+
+def test_text_prompt_without_the_chat_template_is_its_tokens(write, question_rows, tokenizer):
+    write_path = write(with_texts(question_rows(3)))
+    dataset = RLHFDataset(write_path, tokenizer, 3, apply_chat_template=False)
+    assert [tokenizer.decode(dataset[row]["prompt_ids"]) for row in range(3)] == ["x", "xx", "xxx"]
+    assert dataset[1]["raw_prompt"] == [{"role": "user", "content": "xx"}]
+    with pytest.raises(DataError, match="row 2: the prompt has 3 tokens, at most 2"):
+        RLHFDataset(write_path, tokenizer, 2, apply_chat_template=False)
+    with pytest.raises(DataError, match=r"row 0: data\.system_prompt has no place in a plain-text prompt"):
+        RLHFDataset(write_path, tokenizer, 9, apply_chat_template=False, system_prompt="Be brief.")
+    source = [row | {"response": "4"} for row in with_texts(question_rows(2))]
+    trained = SFTDataset(write(source, "sft.parquet"), tokenizer, 9, apply_chat_template=False)
+    assert tokenizer.decode(trained[1]["prompt_ids"] + trained[1]["response_ids"]) == "xx4<|end|>"
+
+
+def test_messages_are_rendered_without_the_chat_template_of_texts(tmp_path, question_rows, tokenizer):
+    rows = [*with_texts(question_rows(1)), question_rows(2)[1]]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = RLHFDataset(str(tmp_path / "mixed.jsonl"), tokenizer, 9, apply_chat_template=False)
+    shown = [tokenizer.decode(dataset[row]["prompt_ids"]) for row in range(2)]
+    assert shown == ["x", "<|user|>xx<|end|><|assistant|>"]
+
+
 def test_optional_tensors_may_be_missing(write, question_rows, tokenizer):
     rows = [{k: v for k, v in row.items() if k not in ("ability", "extra_info")} for row in question_rows(2)]
     batch = collated(RLHFDataset(write(rows), tokenizer, 20))

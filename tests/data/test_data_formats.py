@@ -146,10 +146,14 @@ def test_json_list(tmp_path, question_rows):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": "2+2"}, r"column 'prompt', row 1 must be a list of chat messages .*it is '2\+2'"),
+        ({"prompt": 4}, r"column 'prompt', row 1 must be a text, or a list of chat messages .*it is 4"),
+        ({"prompt": ""}, "column 'prompt', row 1 is an empty text"),
         ({"prompt": []}, "column 'prompt', row 1 has no message"),
         ({"prompt": [{"role": "user"}]}, "row 1 has a message whose 'content' is null"),
-        ({"prompt": [{"role": "user", "content": 1}]}, "row 1 must be a list of chat messages .*it has 'content': 1"),
+        (
+            {"prompt": [{"role": "user", "content": 1}]},
+            "row 1 must be a text, or a list .*has .content.: 1",
+        ),
         ({"data_source": 7}, "column 'data_source', row 1 must hold strings, it holds 7"),
         ({"data_source": None}, "column 'data_source', row 1 is null"),
         ({"reward_model": {}}, "column 'reward_model', row 1 must be a struct with \"ground_truth\""),

@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megarl.base.errors import DataError
@@ -58,9 +59,9 @@ def broken(row, **changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": "2+2"}, r"column 'prompt' must be a list of chat messages \{\"role\".*it is string"),
-        ({"prompt": [{"role": "user", "text": "2+2"}]}, "column 'prompt' must be a list of chat messages"),
-        ({"prompt": [{"role": "user", "content": [1]}]}, "column 'prompt' must be a list of chat messages"),
+        ({"prompt": 4}, r"column 'prompt' must be a text, or a list of chat messages \{\"role\".*it is int64"),
+        ({"prompt": [{"role": "user", "text": "2+2"}]}, "column 'prompt' must be a text, or a list of chat messages"),
+        ({"prompt": [{"role": "user", "content": [1]}]}, "column 'prompt' must be a text, or a list of chat messages"),
         ({"data_source": 7}, "column 'data_source' must hold strings, it holds int64"),
         ({"reward_model": {"style": "rule"}}, "column 'reward_model' must be a struct with \"ground_truth\""),
         ({"reward_model": "4"}, "column 'reward_model' must be a struct with \"ground_truth\", it is string"),
@@ -90,7 +91,7 @@ def test_nearest_column_name_is_suggested(write):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": None}, "column 'prompt', row 2 is null; every row needs a list of chat messages"),
+        ({"prompt": None}, "column 'prompt', row 2 is null; every row needs a text, or a list of chat messages"),
         ({"prompt": []}, "column 'prompt', row 2 has no message"),
         ({"prompt": [{"role": "user", "content": None}]}, "'prompt', row 2 has a message whose 'content' is null"),
         ({"prompt": [{"role": "user", "content": "a"}, {"role": None, "content": "a"}]}, "row 2 has .* 'role' is null"),
@@ -131,3 +132,14 @@ def test_empty_data_set(write, question_rows):
         check_files([path, path], RLHF_COLUMNS, "data.train_files", "prompt")
     with pytest.raises(DataError, match=r"there is no row in .*train.parquet"):
         read(path)
+
+
+def test_empty_or_missing_text_prompt_is_named_by_row(write, question_rows):
+    for wrong, message in (("", "column 'prompt', row 1 is an empty text"), (None, "column 'prompt', row 1 is null")):
+        rows = [broken(row, prompt=text) for row, text in zip(question_rows(2), ("2+2", wrong), strict=True)]
+        with pytest.raises(DataError, match=message):
+            read(write(rows))
+    table = pa.table({"prompt": pa.array(["a", ""]).dictionary_encode()})
+    pq.write_table(table, path := write(question_rows(1)))
+    with pytest.raises(DataError, match="row 1 is an empty text"):
+        read(path, required=())

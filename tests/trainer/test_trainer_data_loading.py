@@ -43,6 +43,35 @@ class Shouting(RLHFDataset):
         return super().__getitem__(item) | {"ability": "SHOUTING"}
 """
 
+VERLS = """
+import pyarrow.parquet as pq
+import torch
+
+class Prompts(torch.utils.data.Dataset):
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
+        self.rows = [row for file in data_files for row in pq.read_table(file).to_pylist()]
+        self.rows = self.rows[:max_samples] if max_samples > 0 else self.rows
+        self.key = config.get("prompt_key", "prompt")
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, item):
+        row = dict(self.rows[item])
+        row["raw_prompt"] = row.pop(self.key)
+        return {**row, "dummy_tensor": torch.tensor([0]), "source_row": item}
+
+class Strided(torch.utils.data.Sampler):
+    def __init__(self, data_source, data_config):
+        assert type(data_source).__name__ == "Prompts"
+        self.rows, self.step = len(data_source), data_config.get("seed") or data_config["train_batch_size"]
+    def __len__(self):
+        return self.rows
+    def __iter__(self):
+        return iter(sorted(range(self.rows), key=lambda row: row % self.step))
+
+def collate_fn(samples):
+    return {name: [sample[name] for sample in samples] for name in samples[0] if name != "ability"}
+"""
+
 
 @pytest.fixture(scope="module")
 def tokenizer(arithmetic: Path) -> PreTrainedTokenizerBase:
@@ -158,6 +187,46 @@ def test_user_dataset_and_sampler_classes(
     for key, name in (("data.sampler", "class_name"), ("data.custom_cls", "name")):
         with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
             check_train(train_config({**own, key: {**own[key], name: "Nobody"}}))
+
+
+def test_verls_dataset_sampler_and_collate_function(
+    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "verls.py").write_text(VERLS)
+    verls = {
+        "data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"},
+        "data.sampler": {"class_path": f"{tmp_path}/verls.py", "class_name": "Strided"},
+        "data.collate_fn": f"{tmp_path}/verls.py:collate_fn",
+        "data.val_max_samples": 5,
+        "data.seed": 4,
+    }
+    config = train_config(verls)
+    check_train(config)
+    plain = train_config({"data.shuffle": False, "data.val_max_samples": 5})
+    source, own = prompt_loader(config, tokenizer), prompt_loader(plain, tokenizer)
+    rows = sorted(range(90), key=lambda row: row % 4)[:8]
+    batch = next(iter(source))
+    assert indices(batch) == batch.non_tensor_batch["source_row"].tolist() == rows
+    assert "ability" not in batch.non_tensor_batch
+    reference = {row: ids for b in own for row, ids in zip(indices(b), b.non_tensor_batch["raw_prompt"], strict=True)}
+    assert batch.non_tensor_batch["raw_prompt"].tolist() == [reference[row] for row in rows]
+    held_out = next(iter(validation_loader(config, tokenizer)))
+    assert held_out.non_tensor_batch["source_row"].tolist() == [0, 1, 2, 3, 4]
+    mixed = {**verls, "data.sampler": {}, "data.curriculum": {"column": "source_row"}}
+    with pytest.raises(ConfigError, match=r"data\.curriculum\.column: .*data\.custom_cls reads its files itself"):
+        prompt_loader(train_config(mixed), tokenizer)
+
+
+def test_files_of_a_custom_dataset_are_its_own(
+    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "verls.py").write_text(VERLS)
+    keys = {"data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"}, "data.train_files": "nowhere.bin"}
+    check_train(train_config(keys))
+    with pytest.raises(ConfigError, match=r"Prompts\(data_files, tokenizer, config, processor\) failed: FileNotFound"):
+        prompt_loader(train_config(keys), tokenizer)
+    with pytest.raises(ConfigError, match=r"data\.collate_fn .*Prompts.* must be a function of 1 argument"):
+        check_train(train_config({**keys, "data.collate_fn": f"{tmp_path}/verls.py:Prompts"}))
 
 
 def test_max_samples_limits_rows(train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -15,7 +15,12 @@ _SPEC = "path.py or package.module"
 class RowConfig:
     """Conversion of a data row to tokens."""
 
-    prompt_key: str = key("prompt", "Column of the chat messages.")
+    prompt_key: str = key("prompt", "Column of the prompt: chat messages, or a text.")
+    apply_chat_template: bool = key(
+        True,
+        "Render a prompt that is a text as one user message by the chat template; false = its tokens as they are, for "
+        "base models. Chat messages are always rendered.",
+    )
     system_prompt: str | None = key(
         None, "System message of rows without one, neither as first message nor in a column `system`."
     )
@@ -110,7 +115,7 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class CustomDatasetConfig:
-    """A custom data set class, derived from `megarl.data.RLHFDataset`."""
+    """A custom data set class: with verl's constructor, or derived from `megarl.data.RLHFDataset`."""
 
     path: str | None = key(None, f"File or module of the class ({_SPEC}); null = none.")
     name: str | None = key(None, "Name of the class.")
@@ -122,6 +127,11 @@ class DataConfig(DataSourceConfig, PromptsConfig):
 
     sampler: SamplerConfig = section(SamplerConfig)
     custom_cls: CustomDatasetConfig = section(CustomDatasetConfig)
+    collate_fn: str | None = key(
+        None,
+        "Function from the samples of a batch to a mapping of columns, as verl's `collate_fn` (path.py:function or "
+        "package.module.function); null = all entries become columns.",
+    )
     gen_batch_size: int | None = key(
         None,
         "Prompts per generation round of dynamic sampling (`algorithm.filter_groups`); null = `train_batch_size`.",

@@ -14,7 +14,7 @@ from megarl.base.errors import DataError
 
 RLHF_COLUMNS = ("data_source", "reward_model")
 MESSAGES_FORM = 'lists of {"role": string, "content": string}'
-PROMPT_FORM = 'a list of chat messages {"role": string, "content": string}'
+PROMPT_FORM = 'a text, or a list of chat messages {"role": string, "content": string}'
 REWARD_MODEL_FORM = 'a struct with "ground_truth"'
 
 
@@ -23,7 +23,7 @@ class RowSchema:
     """Required columns of every row.
 
     Attributes:
-        prompt: column of the chat messages; None = no prompt.
+        prompt: column of the prompt, a text or chat messages; None = no prompt.
         required: columns that must exist without nulls.
         texts: columns that must exist without nulls and contain strings or messages.
         source: the required column with the name of the data source, a string.
@@ -60,8 +60,8 @@ def check_schema(path: str, schema: pa.Schema, expected: RowSchema) -> None:
         DataError: a column is missing or has a wrong type; names the file, the column and the required type.
     """
     check_names(path, schema.names, expected)
-    if expected.prompt and not _holds_messages(schema.field(expected.prompt).type):
-        type_ = schema.field(expected.prompt).type
+    type_ = schema.field(expected.prompt).type if expected.prompt else None
+    if type_ is not None and not (_is_text(type_) or _holds_messages(type_)):
         raise DataError(f"{path}: column {expected.prompt!r} must be {PROMPT_FORM}, it is {type_}")
     if expected.source in expected.required and not _is_text(schema.field(expected.source).type):
         type_ = schema.field(expected.source).type
@@ -91,7 +91,10 @@ def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchem
     for name in expected.names:
         needed = PROMPT_FORM if name == expected.prompt else "a value"
         _refuse(path, name, pc.is_null(batch.column(name)), first, f"is null; every row needs {needed}")
-    if expected.prompt:
+    if expected.prompt and _is_text(batch.schema.field(expected.prompt).type):
+        empty = pc.equal(pc.utf8_length(_decoded(batch.column(expected.prompt))), 0)
+        _refuse(path, expected.prompt, empty, first, "is an empty text")
+    elif expected.prompt:
         prompts = batch.column(expected.prompt)
         empty = pc.equal(pc.list_value_length(prompts), 0)
         _refuse(path, expected.prompt, empty, first, f"has no message; it must be {PROMPT_FORM}")
@@ -129,8 +132,10 @@ def _value_problem(name: str, value: Any, expected: RowSchema) -> str | None:
     if value is None:
         return f"is null; every row needs {PROMPT_FORM if name == expected.prompt else 'a value'}"
     if name == expected.prompt:
-        return _messages_problem(value)
-    if name in expected.texts and not isinstance(value, str) and _messages_problem(value, empty=True):
+        if isinstance(value, str):
+            return None if value else "is an empty text"
+        return messages_problem(value)
+    if name in expected.texts and not isinstance(value, str) and messages_problem(value, empty=True):
         return f"must hold strings or {MESSAGES_FORM}, it holds {value!r:.80}"
     if name == expected.source and name in expected.required and not isinstance(value, str):
         return f"must hold strings, it holds {value!r:.80}"
@@ -142,7 +147,13 @@ def _value_problem(name: str, value: Any, expected: RowSchema) -> str | None:
     return None
 
 
-def _messages_problem(value: Any, empty: bool = False) -> str | None:
+def messages_problem(value: Any, empty: bool = False) -> str | None:
+    """The problem of a value that must be chat messages; None for valid messages.
+
+    Args:
+        value: the value.
+        empty: whether there may be no message.
+    """
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return f"must be {PROMPT_FORM}, it is {value!r:.80}"
     if not value and not empty:
@@ -154,6 +165,11 @@ def _messages_problem(value: Any, empty: bool = False) -> str | None:
             if not isinstance(message[part], str):
                 return f"must be {PROMPT_FORM}, it has {part!r}: {message[part]!r:.80}"
     return None
+
+
+def _decoded(column: Any) -> Any:
+    """The texts of a column that may be encoded as a dictionary, as pandas writes categories."""
+    return column.cast(pa.large_string()) if pa.types.is_dictionary(column.type) else column
 
 
 def _is_text(type_: pa.DataType) -> bool:

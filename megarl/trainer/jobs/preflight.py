@@ -12,7 +12,7 @@ from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, OptimC
 from megarl.config.batch import BatchPlan
 from megarl.config.problems import InvalidConfigError, Problem
 from megarl.config.schema.algorithm import ScheduledWeightConfig
-from megarl.config.schema.data import DataSourceConfig
+from megarl.config.schema.data import DataConfig, DataSourceConfig
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.data import check_files
 from megarl.models import ModelConfig, ParallelLayout, check_layout, check_model_folder, read_model_config
@@ -22,7 +22,8 @@ from megarl.rollout.settings import engine_options
 from megarl.tracking import check_trackers
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.roles import run_updates
-from megarl.trainer.phases.data_loading import dataset_class, mixture_weights, user_sampler
+from megarl.trainer.phases.data_classes import collate_function, reads_its_files, user_sampler
+from megarl.trainer.phases.data_loading import mixture_weights
 from megarl.trainer.phases.reward_functions import check_rewards
 from megarl.workers.settings import check_role, schedule_steps
 
@@ -72,9 +73,10 @@ def check_data(config: TrainConfig) -> None:
         DataError, ConfigError: names the key, the file, and the remedy.
     """
     data = config.data
-    check_training_rows(data, (data.reward_fn_key, "reward_model"), (), data.prompt_key, data.reward_fn_key)
+    if not reads_its_files(data.custom_cls):
+        check_training_rows(data, (data.reward_fn_key, "reward_model"), (), data.prompt_key, data.reward_fn_key)
     user_sampler(data.sampler)
-    dataset_class(data.custom_cls)
+    collate_function(data)
 
 
 def check_algorithm(config: TrainConfig) -> None:
@@ -106,8 +108,8 @@ def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> N
     if config.reward_model.enable:
         check_reward_model(config)
     check_generation(config, model)
-    if config.data.val_files:
-        data = config.data
+    data = config.data
+    if data.val_files and not (isinstance(data, DataConfig) and reads_its_files(data.custom_cls)):
         columns = (data.reward_fn_key, "reward_model")
         check_files(data.val_files, columns, "data.val_files", data.prompt_key, source_key=data.reward_fn_key)
     check_rewards(config)

@@ -44,6 +44,7 @@ class FineTuning(SupervisedJob):
             response_key=data.response_key,
             truncation=data.truncation,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+            apply_chat_template=data.apply_chat_template,
             system_prompt=data.system_prompt,
             workers=data.filter_overlong_prompts_workers,
             cache_dir=data.cache_dir,

@@ -73,6 +73,7 @@ class RewardTraining(SupervisedJob):
             margin_key=data.margin_key,
             truncation=data.truncation,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+            apply_chat_template=data.apply_chat_template,
             system_prompt=data.system_prompt,
             cache_dir=data.cache_dir,
             **sample,

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.agents import check_agent_names
 from megarl.agents.tools import load_tools
 from megarl.base.errors import ConfigError, DataError, ModelError
-from megarl.base.user_code import import_spec, load_user_class
-from megarl.config.schema.data import CustomDatasetConfig, DataConfig, DataSourceConfig, PromptsConfig, SamplerConfig
+from megarl.config.schema.data import CustomDatasetConfig, DataConfig, DataSourceConfig, PromptsConfig
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
-from megarl.data import RLHFDataset, StatefulLoader
-from megarl.data.dataset import RowDataset
+from megarl.data import DataProto, RLHFDataset, StatefulLoader
+from megarl.data.custom_prompts import CustomCollate, CustomPrompts
+from megarl.data.dataset import RowDataset, pad_id
 from megarl.data.order import EpochOrder, MixedSet, MixtureOrder, MixtureSchedule, RowOrder, SamplerOrder
 from megarl.data.rows import expand_files
+from megarl.data.tokenization import PromptEncoder, PromptReader
+from megarl.trainer.phases.data_classes import (
+    collate_function,
+    dataset_class,
+    reads_its_files,
+    user_sampler,
+    verls_section,
+)
 from megarl.trainer.phases.rollout_phase import AGENT_NAME
+
+Prompts: TypeAlias = RLHFDataset | CustomPrompts
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -45,15 +55,19 @@ def prompt_loader(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> St
         DataError, ConfigError: a file, a row, the sampler, the mixture or the curriculum is invalid.
     """
     data = config.data
-    dataset = _dataset(config, training_files(data), tokenizer, dataset_class(data.custom_cls), **subset_options(data))
+    dataset = _prompts(config, training_files(data), tokenizer, **subset_options(data))
     sampler = user_sampler(data.sampler)
     order = training_order(data, dataset) if sampler is None else _sampler_order(sampler, config, dataset)
-    return StatefulLoader(dataset, data.train_batch_size, dataset.collate, order=order)
+    return StatefulLoader(dataset, data.train_batch_size, _collate(config, dataset), order=order)
 
 
 def validation_loader(config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
-    """Build the loader of held-out prompts in file order, at most ``data.val_max_samples``."""
-    return _sequential_loader(config, config.data.val_files, tokenizer, RLHFDataset)
+    """Build the loader of held-out prompts in file order, at most ``data.val_max_samples``.
+
+    A training job reads them with ``data.custom_cls`` and ``data.collate_fn``, like its training prompts.
+    """
+    dataset = _prompts(config, config.data.val_files, tokenizer, **_held_out(config))
+    return _sequential_loader(config, dataset)
 
 
 class PromptOnlyDataset(RLHFDataset):
@@ -66,15 +80,25 @@ def generation_loader(
     config: GenerationJobConfig, files: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> StatefulLoader:
     """Build the loader of prompts to generate from, in file order, with all columns of the rows."""
-    return _sequential_loader(config, files, tokenizer, PromptOnlyDataset)
+    return _sequential_loader(config, _dataset(config, files, tokenizer, PromptOnlyDataset, **_held_out(config)))
 
 
-def _sequential_loader(
-    config: GenerationJobConfig, files: list[str], tokenizer: PreTrainedTokenizerBase, kind: type[RLHFDataset]
-) -> StatefulLoader:
-    data, seed = config.data, config.actor_rollout_ref.rollout.seed
-    dataset = _dataset(config, files, tokenizer, kind, max_samples=data.val_max_samples, sample_seed=seed or 0)
-    return StatefulLoader(dataset, data.val_batch_size, dataset.collate, shuffle=False, drop_last=False)
+def _sequential_loader(config: GenerationJobConfig, dataset: Prompts) -> StatefulLoader:
+    collate = _collate(config, dataset)
+    return StatefulLoader(dataset, config.data.val_batch_size, collate, shuffle=False, drop_last=False)
+
+
+def _held_out(config: GenerationJobConfig) -> dict[str, Any]:
+    return {
+        "max_samples": config.data.val_max_samples,
+        "sample_seed": config.actor_rollout_ref.rollout.seed or 0,
+    }
+
+
+def _collate(config: GenerationJobConfig, dataset: Prompts) -> Callable[[list[Any]], DataProto]:
+    """The data set's way to collate samples, or the user's."""
+    function = collate_function(config.data) if isinstance(config.data, DataConfig) else None
+    return dataset.collate if function is None else CustomCollate(function, pad_id(dataset.encoder.tokenizer))
 
 
 def training_files(data: DataSourceConfig) -> list[str]:
@@ -82,13 +106,21 @@ def training_files(data: DataSourceConfig) -> list[str]:
     return [file for name in data.mixture for file in _set_files(data, name)] or list(data.train_files)
 
 
-def training_order(data: DataSourceConfig, dataset: RowDataset) -> RowOrder:
+def training_order(data: DataSourceConfig, dataset: RowDataset | CustomPrompts) -> RowOrder:
     """Build the order of the training rows: shuffled epochs, a mixture, or a curriculum.
 
     Raises:
+        ConfigError: a mixture or a curriculum of a data set with verl's constructor, which alone knows its files.
         DataError: a weight or a difficulty is not a number, or there are too few rows.
     """
     seed, size = data.seed or 0, data.train_batch_size
+    if isinstance(dataset, CustomPrompts):
+        for key, value in (("data.mixture", data.mixture), ("data.curriculum.column", data.curriculum.column)):
+            if value:
+                raise ConfigError(
+                    f"{key}: needs the rows of files, and data.custom_cls reads its files itself; remove one of them"
+                )
+        return EpochOrder(len(dataset), size, seed, data.shuffle)
     if data.mixture:
         weights, counts = mixture_weights(data), iter(dataset.rows_of_files())
         rows = {name: sum(next(counts) for _ in expand_files(_set_files(data, name))) for name in data.mixture}
@@ -119,41 +151,11 @@ def mixture_weights(data: DataSourceConfig) -> dict[str, MixtureSchedule]:
     return weights
 
 
-def user_sampler(keys: SamplerConfig) -> Any:
-    """Import the user's sampler class; None if none is configured.
-
-    Raises:
-        ConfigError: the class cannot be imported.
-    """
-    if keys.class_path is None:
-        return None
-    module, name = import_spec(_spec(keys.class_path, keys.class_name), "data.sampler", "class")
-    sampler = getattr(module, name, None)
-    if not isinstance(sampler, type):
-        raise ConfigError(f"data.sampler: {keys.class_path} has no class {name!r}")
-    return sampler
-
-
-def dataset_class(keys: CustomDatasetConfig) -> type[RLHFDataset]:
-    """Import the user's dataset class; :class:`RLHFDataset` if none is configured.
-
-    Raises:
-        ConfigError: the class cannot be imported, or does not derive from :class:`RLHFDataset`.
-    """
-    if keys.path is None:
-        return RLHFDataset
-    return load_user_class(_spec(keys.path, keys.name), RLHFDataset, "data.custom_cls")
-
-
-def _spec(path: str, name: str | None) -> str:
-    path = path.removeprefix("pkg://")
-    return f"{path}:{name}" if path.endswith(".py") else f"{path}.{name}"
-
-
-def _sampler_order(sampler: Any, config: TrainConfig, dataset: RLHFDataset) -> SamplerOrder:
+def _sampler_order(sampler: Any, config: TrainConfig, dataset: Prompts) -> SamplerOrder:
     data: DataConfig = config.data
+    source = dataset.source if isinstance(dataset, CustomPrompts) else dataset
     try:
-        order = sampler(data_source=dataset, data_config=data)
+        order = sampler(data_source=source, data_config=verls_section(data))
     except TypeError as error:
         raise ConfigError(
             f"data.sampler: {sampler.__name__} failed on the arguments data_source and data_config: {error}"
@@ -176,6 +178,29 @@ def subset_options(data: DataSourceConfig) -> dict[str, Any]:
     return {"max_samples": data.train_max_samples, "sample_seed": data.seed or 0 if data.shuffle else None}
 
 
+def _prompts(
+    config: GenerationJobConfig, files: list[str], tokenizer: PreTrainedTokenizerBase, **subset: Any
+) -> Prompts:
+    """Build the data set of some files: megarl's, or the user's of ``data.custom_cls``."""
+    data = config.data
+    keys = data.custom_cls if isinstance(data, DataConfig) else CustomDatasetConfig()
+    kind = dataset_class(keys)
+    if issubclass(kind, RLHFDataset) and not reads_its_files(keys):
+        return _dataset(config, files, tokenizer, kind, **subset)
+    return CustomPrompts(
+        kind,
+        files,
+        tokenizer,
+        verls_section(data),
+        subset["max_samples"],
+        reader=PromptReader(data.prompt_key, data.system_prompt, _tool_schemas(config), data.apply_chat_template),
+        encoder=PromptEncoder(tokenizer, data.apply_chat_template_kwargs),
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        reward_fn_key=data.reward_fn_key,
+    )
+
+
 def _dataset(
     config: GenerationJobConfig,
     files: list[str],
@@ -192,6 +217,7 @@ def _dataset(
         truncation=data.truncation,
         filter_overlong_prompts=data.filter_overlong_prompts,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        apply_chat_template=data.apply_chat_template,
         reward_fn_key=data.reward_fn_key,
         system_prompt=data.system_prompt,
         tool_schemas=_tool_schemas(config),
