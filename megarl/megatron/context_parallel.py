@@ -232,6 +232,13 @@ def context_parallel_part(
     )
 
 
+def part_tokens(micro_batch: PackedMicroBatch, ranks: int = 1, multiple: int = 1) -> int:
+    """Number of tokens of each rank's part, for the arguments of :func:`context_parallel_part`."""
+    if micro_batch.shared is not None:
+        return micro_batch.num_tokens + -micro_batch.num_tokens % multiple
+    return sum(padded_lengths(micro_batch.lengths, ranks, multiple)) // ranks
+
+
 def _with_shared_prompts(micro_batch: PackedMicroBatch, shared: SharedPrompts, multiple: int) -> MicroBatchPart:
     """All of a micro-batch, padded to a multiple by an additional last sequence."""
     stored, whole = micro_batch.num_tokens, len(shared.spread)

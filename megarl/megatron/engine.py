@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.base.errors import ConfigError
 from megarl.megatron import cuda_on_cpu
-from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, gather_outputs
+from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, gather_outputs, part_tokens
 from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.kernels import kernels, uses_transformer_engine
 from megarl.megatron.model import build_model
@@ -30,7 +30,7 @@ from megarl.megatron.optimizer import Optimizer, OptimizerOptions, StepResult
 from megarl.megatron.options import MegatronOptions
 from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, Outputs, mean_of_rows, policy_outputs, value_outputs
 from megarl.megatron.packed import PackedMicroBatch
-from megarl.megatron.pipeline_schedule import exchange_options, schedule_timers
+from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.weights import RankWeights
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
@@ -83,6 +83,11 @@ class MegatronEngine:
             self.weight_map = WeightMap(model, options.value_head)
             self._stage = build_model(model, runtime, options)
             self._config = self._stage.chunks[0].config
+            # Sequence parallelism divides every rank's tokens.
+            self._multiple = layout.tp if self._config.sequence_parallel else 1
+            self._exchange = StageExchange(runtime.pp_group, self._config) if layout.pp > 1 else None
+            if self._exchange is not None and layout.vpp > 1:
+                self._exchange.connect()
             self.chunks: list[Any] = list(self._stage.chunks)
             self.optimizer: Optimizer | None = None
             if options.optimizer is None:
@@ -360,19 +365,29 @@ class MegatronEngine:
         self._config.timers = schedule_timers()
         # Each chunk of an interleaved schedule iterates over the micro-batches separately.
         interleaved = len(self.chunks) > 1
-        result: list[Any] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(micro_batches) for _ in self.chunks] if interleaved else iter(micro_batches),
-            model=self.chunks if interleaved else self.chunks[0],
-            num_microbatches=len(micro_batches),
-            seq_length=1,  # not read: each micro-batch has its own
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-            **(exchange_options(self.runtime.pp_group, self._config) if interleaved else {}),
-        )
+        with self._stage_exchange(micro_batches, forward_only) as exchange:
+            result: list[Any] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(micro_batches) for _ in self.chunks] if interleaved else iter(micro_batches),
+                model=self.chunks if interleaved else self.chunks[0],
+                num_microbatches=len(micro_batches),
+                seq_length=1,  # not read: each micro-batch has its own
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                **exchange,
+            )
         self._weights_unsettled = False
         return result
+
+    def _stage_exchange(
+        self, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Scope of a run of the schedule, with its arguments for the exchange between stages; none for one stage."""
+        if self._exchange is None:
+            return nullcontext({})
+        tokens = [part_tokens(micro_batch, self.runtime.layout.cp, self._multiple) for micro_batch in micro_batches]
+        return self._exchange.expecting(tokens, forward_only=forward_only)
 
     def _check_number(self, micro_batches: int) -> None:
         if not micro_batches:
@@ -386,11 +401,9 @@ class MegatronEngine:
 
     def _part(self, micro_batch: PackedMicroBatch) -> MicroBatchPart:
         """This rank's part of a micro-batch."""
-        layout = self.runtime.layout
-        multiple = layout.tp if self._config.sequence_parallel else 1
-        return context_parallel_part(micro_batch, layout.cp, self.runtime.coordinate.cp, multiple).to(
-            self.runtime.device
-        )
+        cp = self.runtime.layout.cp
+        part = context_parallel_part(micro_batch, cp, self.runtime.coordinate.cp, self._multiple)
+        return part.to(self.runtime.device)
 
     def _outputs(
         self, output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -22,46 +24,66 @@ _SPAN_NAMES = {
 
 
 class StageExchange(P2PCommunicator):
-    """Megarl's exchange between pipeline stages, safe if neighbours send each other tensor shapes at the same time.
+    """Exchange of micro-batches of different sizes between pipeline stages that know the sizes in advance.
 
-    In the interleaved schedule a stage sends the shape of an activation forward and that of a gradient back in one
-    call. With two stages both go to the same rank, which distinguishes messages by order only, and Megatron's sender
-    and receiver disagree on the order. With few micro-batches one of two stages already sends gradients while the other
-    still computes forward; it must not wait until its shape is received.
+    Megatron's stages send each tensor's shape before the tensor, and the host waits for it. Here every stage has all
+    micro-batches and the order of the schedule, so it knows the shape of each tensor that arrives.
     """
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
+        super().__init__(pp_group, config)
+        self._from_prev: Iterator[Sequence[int]] = iter(())
+        self._from_next: Iterator[Sequence[int]] = iter(())
+
+    def connect(self) -> None:
+        """Exchange one number with both neighbours in each direction; all stages must call it.
+
+        NCCL connects two ranks at their first message, and the host waits there for the other's call. In the
+        interleaved schedule two stages may first send to each other at different times.
+        """
+        self._from_prev, self._from_next = iter([(1,)]), iter([(1,)])
+        number = torch.zeros(1, dtype=self.config.pipeline_dtype, device="cuda")
+        self._communicate(
+            tensor_send_next=number, tensor_send_prev=number, recv_prev=True, recv_next=True, tensor_shape=(1,)
+        )
+
+    @contextmanager
+    def expecting(self, tokens: Sequence[int], *, forward_only: bool) -> Iterator[dict[str, Any]]:
+        """Scope of one run of the schedule; yields the schedule's arguments that select this exchange.
+
+        Args:
+            tokens: tokens of each micro-batch on a context-parallel rank.
+            forward_only: the run has no backward pass.
+        """
+        config, rank, last = self.config, self.pp_group.rank(), self.pp_group.size() - 1
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        divisor = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [(count // divisor, 1, config.hidden_size) for count in tokens]
+        forward, backward = (arrivals(len(tokens), chunks, last + 1, leads=rank == end) for end in (0, last))
+        self._from_prev = (shapes[number] for number in forward)
+        self._from_next = (shapes[number] for number in ([] if forward_only else backward))
+        yield {"p2p_communicator": self, "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
+        for name, rest in (("previous", self._from_prev), ("next", self._from_next)):
+            assert next(rest, None) is None, f"the schedule received fewer tensors of the {name} stage than expected"
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
-    ) -> tuple[list[int], list[int]]:
-        from_prev, from_next = self._size(), self._size()
-        # Forward messages come first, at the sender and (as messages of the previous stage) at the receiver.
-        exchanges = [
-            (dist.isend, None if tensor_send_next is None else self._size(tensor_send_next), self.next_rank),
-            (dist.irecv, from_prev if recv_prev else None, self.prev_rank),
-            (dist.isend, None if tensor_send_prev is None else self._size(tensor_send_prev), self.prev_rank),
-            (dist.irecv, from_next if recv_next else None, self.next_rank),
-        ]
-        ops = [dist.P2POp(way, size, peer, self.pp_group) for way, size, peer in exchanges if size is not None]
-        requests = dist.batch_isend_irecv(ops) if ops else []
-        one_each = len(requests) == len(ops)  # gloo; NCCL has one for all, and buffers small messages
-        for number, request in enumerate(requests):
-            if not one_each or ops[number].op is dist.irecv:
-                request.wait()
-        # Shapes are received before the tensors, which Megatron waits for next: the last requests are complete then.
-        self._sending = (ops, requests)
-        return from_prev.tolist(), from_next.tolist()
-
-    @staticmethod
-    def _size(tensor: Tensor | None = None) -> Tensor:
-        return torch.tensor((0, 0, 0) if tensor is None else tensor.size(), dtype=torch.int64, device="cuda")
+    ) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+        return next(self._from_prev) if recv_prev else None, next(self._from_next) if recv_next else None
 
 
-def exchange_options(pp_group: dist.ProcessGroup, config: Any) -> dict[str, Any]:
-    """Arguments that make a schedule of Megatron use :class:`StageExchange`."""
-    return {
-        "p2p_communicator": StageExchange(pp_group, config),
-        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
-    }
+def arrivals(micro_batches: int, chunks: int, stages: int, *, leads: bool) -> list[int]:
+    """Index of the micro-batch of each tensor that arrives at a stage in one direction of the pipeline, in order.
+
+    Args:
+        micro_batches: number of micro-batches.
+        chunks: chunks of layers of each stage.
+        stages: number of stages.
+        leads: this stage begins the direction: the first stage in the forward pass, the last in the backward pass. The
+            stage at the other end sends to it, after every chunk but its last.
+    """
+    order = get_schedule_table(micro_batches, chunks, stages)
+    return [number for number, chunk in order if not (leads and chunk == chunks - 1)]
 
 
 class ScheduleTimers:

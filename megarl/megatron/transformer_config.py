@@ -55,6 +55,9 @@ def build_transformer_config(
         **expert_settings(model, layout, fused=fused),
     }
     chosen = user_fields(options.transformer, fused=fused)
+    if chosen.get("overlap_p2p_comm") and not torch.cuda.is_available():
+        # Megatron releases an activation while gloo still sends it; NCCL protects the memory of a message.
+        chosen["deallocate_pipeline_outputs"] = False
     arguments = {name: value for name, value in arguments.items() if name not in chosen}
     return TransformerConfig(**supported_arguments(TransformerConfig, arguments), **chosen)
 
@@ -110,6 +113,7 @@ def _division(num_layers: int, layout: ParallelLayout, sequence_parallel: bool) 
         # Micro-batches differ in their number of tokens; Megatron then requires this dispatcher, even without experts.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
+        # Two stages send each other gradients and activations, which a batch of messages would mix up.
         "batch_p2p_comm": False,
         "deallocate_pipeline_outputs": True,
     }

@@ -18,7 +18,7 @@ from megarl.config.checks.transformer_fields import TransformerField, override_p
         {},
         {"attention_backend": "unfused"},
         {"apply_rope_fusion": False, "moe_permute_fusion": True},
-        {"overlap_p2p_comm": True, "batch_p2p_comm": False},
+        {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False},
         {"fp8": None, "fp8_margin": 0, "moe_enable_routing_replay": False},  # Megatron's defaults
     ],
 )
@@ -32,6 +32,7 @@ def test_valid_fields(overrides: dict[str, Any]) -> None:
         ({"num_layers": 3}, "config.json"),
         ({"recompute_granularity": "full"}, "is the key recompute_granularity"),
         ({"params_dtype": "float32"}, "is the key dtype"),
+        ({"batch_p2p_comm": True}, "mix up the two directions"),
         ({"apply_rope_fusoin": True}, "did you mean apply_rope_fusion"),
         ({"apply_rope_fusion": 1}, "must be bool, not 1"),
         ({"fp8": "hybrid"}, "is not supported: megarl trains in float32 or bfloat16"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import Place, ProcessPool
 from engine_cases import Setup, assemble, engine, in_parts, micro_batches, policy_loss, refusal
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
@@ -22,6 +24,11 @@ OVERLAP = OverlapOptions(grad_reduce=True, param_gather=True, bucket_size=3000)
 SINGLE = Setup(ParallelLayout(), optimizer=ADAM)
 SETUPS = {
     "pp2vpp3": Setup(ParallelLayout(pp=2, vpp=3)),
+    "pp3vpp2": Setup(ParallelLayout(pp=3, vpp=2)),
+    "pp2vpp3_overlapped_exchange": Setup(ParallelLayout(pp=2, vpp=3), transformer=(("overlap_p2p_comm", True),)),
+    "pp2_kept_outputs_fused_dropout": Setup(
+        ParallelLayout(pp=2), transformer=(("deallocate_pipeline_outputs", False), ("bias_dropout_fusion", True))
+    ),
     "tp2pp2vpp4_ends_without_layers_full_recompute": Setup(
         ParallelLayout(tp=2, pp=2, vpp=4, embedding_as_layer=True, loss_as_layer=True),
         sequence_parallel=True,
@@ -97,7 +104,10 @@ def test_every_layout_equals_a_single_process(
     pool: ProcessPool, model: tuple[Path, Any], single: Run, name: str
 ) -> None:
     path, reference = model
-    setup = SETUPS[name]._replace(rows_per_micro_batch=2, optimizer=SETUPS[name].optimizer or ADAM)
+    # Interleaved schedules need a multiple of the stages: 4 micro-batches of 8 rows, or 3.
+    setup = SETUPS[name]
+    size = 3 if setup.layout.pp == 3 else 2
+    setup = setup._replace(rows_per_micro_batch=size, optimizer=setup.optimizer or ADAM)
     results = pool.run(run, setup.layout.world_size, path, setup, BATCHES)
     last = results[-1]
     for ours, row in zip(in_parts(last.before, BATCHES[0]), BATCHES[0], strict=True):
@@ -129,3 +139,48 @@ def test_interleaved_schedule_raises_on_indivisible_micro_batches(pool: ProcessP
     for message in pool.run(refusal, 2, odd_number, model[0], SETUPS["pp2vpp3"]):
         assert "3 micro-batches with virtual_pipeline_model_parallel_size=3" in message
         assert "a multiple of pipeline_model_parallel_size=2" in message
+
+
+def messages(place: Place, path: Path, setup: Setup) -> tuple[list[int], list[int]]:
+    """Ranks to which a stage connects at the start, and sizes of the tensors that it then receives in a forward run."""
+    sent, received = [], []
+    send, receive = dist.isend, dist.irecv
+
+    def isend(tensor: Tensor, dst: int, **options: Any) -> Any:
+        sent.append(dst)
+        return send(tensor, dst, **options)
+
+    def irecv(tensor: Tensor, src: int, **options: Any) -> Any:
+        received.append(tensor.numel())
+        return receive(tensor, src, **options)
+
+    with (
+        mock.patch.object(dist, "isend", isend),
+        mock.patch.object(dist, "irecv", irecv),
+        engine(place, path, setup) as built,
+    ):
+        connected = list(sent)
+        received.clear()
+        built.forward(micro_batches(rows(), setup))
+    return connected, received
+
+
+def test_stages_connect_before_the_first_step_and_then_exchange_nothing_but_activations(
+    pool: ProcessPool, model: tuple[Path, Any]
+) -> None:
+    """NCCL blocks the host at the first message of a pair, and a shape that is sent costs a synchronization."""
+    setup = Setup(ParallelLayout(pp=3, vpp=2))
+    tokens = [sum(len(row.prompt) + len(row.response) for row in rows()[start : start + 3]) for start in (0, 3, 6)]
+    hidden, first = 32, True
+    for rank, (connected, received) in enumerate(pool.run(messages, 3, model[0], setup)):
+        assert sorted(connected) == sorted({(rank + 1) % 3, (rank - 1) % 3})
+        # The first stage receives activations for its second chunk only.
+        assert received == [hidden * count for count in (tokens if first else 2 * tokens)]
+        first = False
+
+
+def test_stages_of_a_plain_pipeline_know_the_sizes_too(pool: ProcessPool, model: tuple[Path, Any]) -> None:
+    setup = Setup(ParallelLayout(pp=2), rows_per_micro_batch=4)
+    tokens = [sum(len(row.prompt) + len(row.response) for row in rows()[start : start + 4]) for start in (0, 4)]
+    results = pool.run(messages, 2, model[0], setup)
+    assert results == [([], []), ([], [32 * count for count in tokens])]

@@ -24,7 +24,7 @@ from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions, tr
 from megarl.megatron.transformer_config import build_transformer_config
 from megarl.models import ParallelLayout, read_model_config
 
-CHOSEN = {"batch_p2p_sync": False, "clone_scatter_output_in_embedding": False}
+CHOSEN = {"deallocate_pipeline_outputs": False, "clone_scatter_output_in_embedding": False}
 
 
 def fields_and_log_probs(place: Place, path: Path, setup: Setup) -> tuple[dict[str, Any], Tensor]:
@@ -70,9 +70,9 @@ def test_every_field_that_megarl_sets_is_owned_or_supported(
 
 def test_user_value_overrides_a_supported_field(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3")
-    options = MegatronOptions(transformer={"batch_p2p_comm": True})
+    options = MegatronOptions(transformer={"bias_dropout_fusion": True})
     config = build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)
-    assert config.batch_p2p_comm
+    assert config.bias_dropout_fusion
 
 
 KERNELS = {

@@ -9,8 +9,6 @@ SUPPORTED = frozenset(
     {
         "apply_rope_fusion",
         "attention_backend",
-        "batch_p2p_comm",
-        "batch_p2p_sync",
         "bias_activation_fusion",
         "bias_dropout_fusion",
         "clone_scatter_output_in_embedding",
@@ -94,6 +92,7 @@ OWNED: dict[str, str] = {
                 timers finalize_model_grads_func grad_scale_func moe_grad_scale_func mtp_grad_scale_func no_sync_func
                 grad_sync_func param_sync_func experimental_attention_variant_loss_scale_func _cpu_offloading_context
             """,
+            "a batch of messages would mix up the two directions between two stages": "batch_p2p_comm batch_p2p_sync",
             "the interleaved schedule takes as many micro-batches at a time as there are stages": (
                 "microbatch_group_size_per_vp_stage"
             ),
