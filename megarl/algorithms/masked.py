@@ -75,7 +75,7 @@ def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tenso
     kept = torch.where(mask.bool(), values.double(), 0.0)
     if lengths is None:
         return kept.sum(-1)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths.to(values.device))
+    sequence = expand_to_tokens(torch.arange(len(lengths), device=values.device), values, lengths)
     empty = torch.zeros(len(lengths), dtype=torch.double, device=values.device)
     return empty.index_add(0, sequence, kept)
 
@@ -93,4 +93,5 @@ def expand_to_tokens(per_sequence: Tensor, like: Tensor, lengths: Tensor | None)
     """Repeat a number per sequence ``[b]`` at each of its tokens, in the shape of ``like``; differentiable."""
     if lengths is None:
         return per_sequence[:, None].expand_as(like)
-    return torch.repeat_interleave(per_sequence, lengths.to(per_sequence.device))
+    # With its size known, a GPU need not report it to the host.
+    return torch.repeat_interleave(per_sequence, lengths.to(per_sequence.device), output_size=len(like))

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.megatron.packed import PackedMicroBatch, SharedPrompts, ranges
+from megarl.megatron.kernels import causal_attention
+from megarl.megatron.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
 
 
 def attend(
@@ -126,10 +126,7 @@ def _attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | 
         mask = importlib.import_module("torch.nn.attention.bias").causal_lower_right(chunk, seen)
     elif 1 < chunk < seen:
         mask = torch.ones(chunk, seen, dtype=torch.bool).tril(seen - chunk)
-    attended = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=chunk == seen, scale=scale, enable_gqa=True
-    )
-    return attended.transpose(1, 2)
+    return causal_attention(query, key, value, mask=mask, scale=scale).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -141,6 +138,7 @@ class MicroBatchPart:
         positions: ``[tokens of this rank]`` int64, position of each in its whole sequence.
         lengths: tokens of each whole sequence, padding included, in stored order. Every rank has the same share of
             each.
+        ends: ``[sequences + 1]`` int32, cumulative sums of the lengths, from 0.
         read_at: ``[n]`` int64, index in ``tokens`` of each output to read. A response token belongs to the rank that
             reads its output; ``n`` is the number of this rank's response tokens.
         targets: ``[n]`` int64.
@@ -154,6 +152,7 @@ class MicroBatchPart:
     tokens: Tensor
     positions: Tensor
     lengths: tuple[int, ...]
+    ends: Tensor
     read_at: Tensor
     targets: Tensor
     local_indices: Tensor
@@ -167,15 +166,16 @@ class MicroBatchPart:
         return len(self.tokens)
 
     def to(self, device: torch.device) -> MicroBatchPart:
-        """Move the tensors to ``device``."""
+        """Copy the tensors to ``device``."""
         return replace(
             self,
-            tokens=self.tokens.to(device),
-            positions=self.positions.to(device),
-            read_at=self.read_at.to(device),
-            targets=self.targets.to(device),
-            local_indices=self.local_indices.to(device),
-            sources=self.sources.to(device),
+            tokens=copy_to(self.tokens, device),
+            positions=copy_to(self.positions, device),
+            ends=copy_to(self.ends, device),
+            read_at=copy_to(self.read_at, device),
+            targets=copy_to(self.targets, device),
+            local_indices=copy_to(self.local_indices, device),
+            sources=copy_to(self.sources, device),
             shared=None if self.shared is None else self.shared.to(device),
         )
 
@@ -224,12 +224,17 @@ def context_parallel_part(
         tokens=tokens[held[rank]],
         positions=ranges([0] * len(lengths), lengths)[held[rank]],
         lengths=lengths,
+        ends=_ends(lengths),
         read_at=slots[local_indices] % share,
         targets=micro_batch.targets[local_indices],
         local_indices=local_indices,
         widest=widest,
         sources=sources,
     )
+
+
+def _ends(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
 
 
 def part_tokens(micro_batch: PackedMicroBatch, ranks: int = 1, multiple: int = 1) -> int:
@@ -251,6 +256,7 @@ def _with_shared_prompts(micro_batch: PackedMicroBatch, shared: SharedPrompts, m
         tokens=torch.cat([micro_batch.tokens, torch.zeros(missing, dtype=torch.int64)]),
         positions=positions[kept],
         lengths=lengths,
+        ends=_ends(lengths),
         read_at=micro_batch.read_at,
         targets=micro_batch.targets,
         local_indices=torch.arange(count),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megarl.megatron import cuda_on_cpu
 from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, gather_outputs, part_tokens
 from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.kernels import kernels, uses_transformer_engine
+from megarl.megatron.loading import LoadedMicroBatch, MicroBatchLoader
 from megarl.megatron.model import build_model
 from megarl.megatron.moe import drop_autograd_graphs
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
@@ -350,14 +352,15 @@ class MegatronEngine:
     ) -> list[Any]:
         """Run Megatron's pipeline schedule; ``read`` converts the output of the last stage's model."""
 
-        def step(batches: Iterator[PackedMicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
-            micro_batch = next(batches)
-            part = self._part(micro_batch)
-            output = module(part, self._stage.sequences(part), hidden_only=hidden_only)
-            if not (self.runtime.is_last_stage and module is self.chunks[-1]):
+        def step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
+            loaded = next(batches)
+            output = module(loaded.part, loaded.sequences, hidden_only=hidden_only)
+            if loaded.whole is None:
+                batches.load_next()
                 return output, None
+            outputs = read(output, loaded.part, loaded.whole)
+            batches.load_next()
             # The schedule keeps the returned tensor until the next micro-batch: return an empty one, not logits.
-            outputs = read(output, part, micro_batch.to(self.runtime.device))
             return output.new_empty(0), lambda _, non_loss_data=False: outputs
 
         self._check_number(len(micro_batches))
@@ -365,10 +368,14 @@ class MegatronEngine:
         self._config.timers = schedule_timers()
         # Each chunk of an interleaved schedule iterates over the micro-batches separately.
         interleaved = len(self.chunks) > 1
+        loaders = [
+            MicroBatchLoader(micro_batches, partial(self._load, has_outputs=self._has_outputs(chunk)))
+            for chunk in self.chunks
+        ]
         with self._stage_exchange(micro_batches, forward_only) as exchange:
             result: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=[iter(micro_batches) for _ in self.chunks] if interleaved else iter(micro_batches),
+                data_iterator=loaders if interleaved else loaders[0],
                 model=self.chunks if interleaved else self.chunks[0],
                 num_microbatches=len(micro_batches),
                 seq_length=1,  # not read: each micro-batch has its own
@@ -399,11 +406,14 @@ class MegatronEngine:
                 f"interleaved schedule needs a multiple of pipeline_model_parallel_size={layout.pp}"
             )
 
-    def _part(self, micro_batch: PackedMicroBatch) -> MicroBatchPart:
-        """This rank's part of a micro-batch."""
-        cp = self.runtime.layout.cp
-        part = context_parallel_part(micro_batch, cp, self.runtime.coordinate.cp, self._multiple)
-        return part.to(self.runtime.device)
+    def _has_outputs(self, chunk: Any) -> bool:
+        return self.runtime.is_last_stage and chunk is self.chunks[-1]
+
+    def _load(self, micro_batch: PackedMicroBatch, *, has_outputs: bool) -> LoadedMicroBatch:
+        """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
+        cp, device = self.runtime.layout.cp, self.runtime.device
+        part = context_parallel_part(micro_batch, cp, self.runtime.coordinate.cp, self._multiple).to(device)
+        return LoadedMicroBatch(part, self._stage.sequences(part), micro_batch.to(device) if has_outputs else None)
 
     def _outputs(
         self, output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core import optimizer as megatron_optimizer
 from torch import Tensor
@@ -87,3 +88,34 @@ def fits_packed_attention(query: Tensor, value: Tensor) -> bool:
         and query.shape[-1] % 8 == 0
         and packed_attention() is not None
     )
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Torch's scaled dot-product attention with grouped queries.
+
+    Args:
+        query: ``[sequences, heads, tokens, head_dim]``.
+        key: ``[sequences, key-value heads, earlier tokens, head_dim]``.
+        value: like ``key``; its last dimension may differ.
+        mask: of the scores; None = causal for as many queries as keys, else every query attends to every key.
+        scale: of the scores; None = ``head_dim ** -0.5``.
+
+    Returns:
+        ``[sequences, heads, tokens, value's last dimension]``.
+    """
+    if lacks_grouped_kernel(query):
+        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
+    is_causal = mask is None and query.shape[2] == key.shape[2]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
+    )
+
+
+def lacks_grouped_kernel(query: Tensor) -> bool:
+    """Whether torch computes grouped queries only with all scores in memory: in single precision on a GPU.
+
+    Flash attention has no single precision, and the memory-efficient kernel no grouped queries.
+    """
+    return query.is_cuda and query.dtype is torch.float32

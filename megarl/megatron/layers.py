@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarl.megatron.context_parallel import attend
-from megarl.megatron.kernels import fits_packed_attention, packed_attention
+from megarl.megatron.kernels import causal_attention, fits_packed_attention, packed_attention
 from megarl.megatron.packed import SharedPrompts
 
 _CACHED_BYTES = 2**19
@@ -124,7 +124,7 @@ class PackedAttention(nn.Module):
         outputs = []
         for run, part in zip(runs, parts, strict=True):
             q, k, v = (heads.unflatten(0, run).transpose(1, 2) for heads in part)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            attended = causal_attention(q, k, v, scale=self.scale)
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -208,17 +208,20 @@ def _rows_at_once(inputs: Tensor) -> int:
     return max(1, _CACHED_BYTES // (math.prod(inputs.shape[1:]) * inputs.element_size()))
 
 
-def rotation_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[tokens, 1, head_dim / 2]`` of each token's rotations; angles are computed in float32.
+def rotation_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[tokens, 1, head_dim / 2]`` float32 of each token's rotations.
 
     Rotary position embedding (Su et al., RoFormer, https://arxiv.org/abs/2104.09864), halves rotated as in Llama.
     """
     angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return angles.cos(), angles.sin()
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate ``heads [tokens, heads, head_dim]`` by :func:`rotation_table`; differentiable in ``heads``."""
+    """Rotate ``heads [tokens, heads, head_dim]`` by :func:`rotation_table`; differentiable in ``heads``.
+
+    Computes in float32 and rounds once, like SGLang and Transformer Engine.
+    """
     result: Tensor = _Rotate.apply(heads, cosine, sine)
     return result
 
@@ -241,6 +244,6 @@ def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     result = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     upper, lower = result.chunk(2, dim=-1)
-    torch.mul(first, cosine, out=upper).addcmul_(second, sine, value=-1)
-    torch.mul(second, cosine, out=lower).addcmul_(first, sine)
+    torch.addcmul(first * cosine, second, sine, value=-1, out=upper)
+    torch.addcmul(second * cosine, first, sine, out=lower)
     return result

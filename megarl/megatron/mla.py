@@ -196,5 +196,4 @@ class LatentAttention(nn.Module):
         assert sequences.rotation is not None
         if self.latent.interleaved:
             heads = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        turned = rotate(heads, *sequences.rotation)
-        return turned if self.rope_factor == 1.0 else turned * self.rope_factor
+        return rotate(heads, *(part * self.rope_factor for part in sequences.rotation))

@@ -7,11 +7,11 @@ The decoder uses Transformer Engine's layers if installed, otherwise Megatron's 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -41,6 +41,9 @@ from megarl.megatron.transformer_config import build_transformer_config
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, WeightMap
 from megarl.models.rope import inverse_frequencies
+
+_LONGEST_MULTIPLE = 128
+"""The longest sequence is rounded up to it: kernels and rotary tables are then chosen for few different lengths."""
 
 
 class PackedModel(GPTModel):
@@ -118,11 +121,14 @@ class StageModel:
 
         Lengths are those of whole sequences, from which Transformer Engine derives this rank's chunks of each. Padding
         is not declared: that would disable its flash attention, and causality hides padding anyway.
+
+        Args:
+            part: on the device.
         """
-        config, device = self.chunks[0].config, self.frequencies.device
-        divided = config.context_parallel_size > 1
-        ends = torch.tensor((0, *part.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-        longest = max(part.lengths)
+        ranks = self.chunks[0].config.context_parallel_size
+        divided, ends = ranks > 1, part.ends
+        unit = math.lcm(_LONGEST_MULTIPLE, 2 * ranks)
+        longest = -(-max(part.lengths) // unit) * unit
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=ends,
@@ -132,7 +138,7 @@ class StageModel:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             runs=part.runs(),
-            rotation=rotation_table(part.positions, self.frequencies, config.params_dtype),
+            rotation=rotation_table(part.positions, self.frequencies),
             sharers=self.chunks[0].pg_collection.cp if divided else None,
             shared=part.shared,
         )

@@ -130,8 +130,8 @@ def mean_of_rows(
         ``[rows, hidden]`` float32, the same on every rank of the group; zeros for a row without marked tokens.
     """
     marked = micro_batch.columns[POOLED].float()
-    lengths = torch.tensor(micro_batch.response_lengths, device=hidden.device)
-    rows = torch.arange(len(lengths), device=hidden.device).repeat_interleave(lengths)
+    lengths = micro_batch.row_lengths
+    rows = torch.arange(len(lengths), device=hidden.device).repeat_interleave(lengths, output_size=len(marked))
     counts = marked.new_zeros(len(lengths)).index_add(0, rows, marked)
     sums = marked.new_zeros(len(lengths), hidden.shape[1])
     sums.index_add_(0, rows[part.local_indices], hidden.float() * marked[part.local_indices, None])

@@ -17,6 +17,16 @@ from torch import Tensor
 from megarl.base.errors import DataError
 
 
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to ``device``; for a GPU through pinned memory, so that the host does not wait.
+
+    The copy is in the order of the current stream. A copy from ordinary memory would first wait for all earlier work.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class SharedPrompts:
     """Mapping between stored tokens and whole sequences, if a prompt of several sequences is stored once.
@@ -30,8 +40,8 @@ class SharedPrompts:
     kept: Tensor
 
     def to(self, device: torch.device) -> SharedPrompts:
-        """Move the tensors to ``device``."""
-        return SharedPrompts(self.spread.to(device), self.kept.to(device))
+        """Copy the tensors to ``device``."""
+        return SharedPrompts(copy_to(self.spread, device), copy_to(self.kept, device))
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class PackedMicroBatch:
             tokens.
         targets: ``[response tokens]`` int64, the response tokens; for rows with one output ``[rows]``, the last tokens.
         response_lengths: response tokens of each row; 1 for rows with one output.
+        row_lengths: ``[rows]`` int64, the same numbers as a tensor on the device of the others.
         columns: further inputs of the loss: ``[response tokens, ...]`` tensors by name.
         shared: mapping between ``tokens`` and whole sequences; None if ``tokens`` has whole sequences end to end.
     """
@@ -59,6 +70,7 @@ class PackedMicroBatch:
     read_at: Tensor
     targets: Tensor
     response_lengths: tuple[int, ...]
+    row_lengths: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     shared: SharedPrompts | None = None
 
@@ -98,12 +110,14 @@ class PackedMicroBatch:
                 raise DataError(f"column '{name}' has {len(column)} entries for {len(read_at)} response tokens")
         parts = [part for family in store.families for part in (rows[family[0]][0], *(rows[row][1] for row in family))]
         tokens = torch.cat(parts).to(torch.int64)
+        outputs = (1,) * len(rows) if at_end else response_lengths
         return cls(
             tokens=tokens,
             lengths=tuple(store.length(row) for row in store.order),
             read_at=read_at,
             targets=tokens[read_at] if at_end else torch.cat([response for _, response in rows]).to(torch.int64),
-            response_lengths=(1,) * len(rows) if at_end else response_lengths,
+            response_lengths=outputs,
+            row_lengths=torch.tensor(outputs, dtype=torch.int64),
             columns=dict(columns or {}),
             shared=store.shared() if len(store.families) < len(rows) else None,
         )
@@ -124,13 +138,14 @@ class PackedMicroBatch:
         return parts
 
     def to(self, device: torch.device) -> PackedMicroBatch:
-        """Move the tensors to ``device``."""
+        """Copy the tensors to ``device``."""
         return replace(
             self,
-            tokens=self.tokens.to(device),
-            read_at=self.read_at.to(device),
-            targets=self.targets.to(device),
-            columns={name: column.to(device) for name, column in self.columns.items()},
+            tokens=copy_to(self.tokens, device),
+            read_at=copy_to(self.read_at, device),
+            targets=copy_to(self.targets, device),
+            row_lengths=copy_to(self.row_lengths, device),
+            columns={name: copy_to(column, device) for name, column in self.columns.items()},
             shared=None if self.shared is None else self.shared.to(device),
         )
 

@@ -319,7 +319,7 @@ def policy_loss(
             old_log_prob=columns["old_log_probs"],
             advantages=columns["advantages"],
             response_mask=columns["response_mask"],
-            lengths=torch.tensor(micro_batch.response_lengths, device=outputs.log_probs.device),
+            lengths=micro_batch.row_lengths,
             chosen=columns.get("chosen"),
             options=loss_options(config),
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import LearningRateSchedule, LossCounts, loss_counts, token_weights
+from megarl.algorithms.masked import sequence_sums
 from megarl.base.errors import MegarlError
 from megarl.base.user_code import import_user_modules
 from megarl.config import MegatronConfig, OptimConfig
@@ -343,8 +344,9 @@ def weighted_sums(
 
 def _rows_all_true(flags: Tensor, trained: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
     """Number of rows with a trained token whose trained tokens all have the flag."""
-    parts = zip(micro_batch.split(flags | ~trained), micro_batch.split(trained), strict=True)
-    return torch.stack([flagged.all() & any_trained.any() for flagged, any_trained in parts]).sum()
+    lengths = micro_batch.row_lengths
+    counts = [sequence_sums(values.double(), trained, lengths) for values in (trained, flags)]
+    return ((counts[0] > 0) & (counts[0] == counts[1])).sum()
 
 
 def recompute_options(megatron: MegatronConfig) -> RecomputeOptions | None:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms import explained_variance, masked_mean, masked_sum, masked_variance, masked_whiten
+from megarl.algorithms.masked import expand_to_tokens, sequence_sums
 
 
 @st.composite
@@ -53,3 +54,21 @@ def test_explained_variance_of_known_critics():
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0, rel=1e-5)
     poisoned = torch.where(mask, returns, torch.nan)
     assert explained_variance(poisoned, returns, mask) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("lengths", [[2, 0, 3], [5]])
+def test_expansion_to_tokens_knows_its_size(lengths, monkeypatch):
+    """Without it a GPU would report the number of tokens to the host, which waits for that."""
+    sizes, plain = [], torch.repeat_interleave
+
+    def repeat(values, repeats, *, output_size=None):
+        sizes.append(output_size)
+        return plain(values, repeats, output_size=output_size)
+
+    monkeypatch.setattr(torch, "repeat_interleave", repeat)
+    values, counts = torch.arange(5.0), torch.tensor(lengths)
+    sums = sequence_sums(values, torch.ones(5), counts)
+    assert sums.tolist() == [part.sum().item() for part in values.split(lengths)]
+    tokens = expand_to_tokens(sums, values, counts)
+    assert tokens.tolist() == [part.sum().item() for part in values.split(lengths) for _ in part]
+    assert sizes == [5, 5]

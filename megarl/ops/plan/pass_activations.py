@@ -145,9 +145,9 @@ def kept_by_layers(
 
 
 def _rotation_table(role: PlannedRole, tokens: RankTokens) -> int:
-    """Return the bytes of cosine and sine of every token, shared by all layers of a chunk."""
+    """Return the bytes of cosine and sine of every token in float32, shared by all layers of a chunk."""
     latent = role.model.latent
-    return tokens.local * (latent.rope_dim if latent else role.model.head_dim) * role.dtype_bytes
+    return tokens.local * (latent.rope_dim if latent else role.model.head_dim) * 4
 
 
 def _selective(role: PlannedRole, layers: range, tokens: RankTokens, fused: bool) -> tuple[int, int]:
