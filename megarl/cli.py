@@ -19,6 +19,7 @@ from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError
 from megarl.base.imports import import_large
 from megarl.base.logs import LOGS_FOLDER, driver_log
 from megarl.base.provenance import run_facts
+from megarl.base.run_clock import start_run_clock
 from megarl.base.table import table_lines
 from megarl.cluster.fork_server import fork_server
 from megarl.config import (
@@ -35,6 +36,7 @@ from megarl.config.compose import ConfigRequest, changed_keys, compose, compose_
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.sweeps import SweepFolder
+from megarl.config.verl.table import table_of
 from megarl.models import read_model_config
 from megarl.workers.settings import check_role
 
@@ -89,8 +91,6 @@ DRY_RUN = "megarl.ops.dry_run"  # has run(config)
 REPORT = "megarl.ops.report"  # has report_run(folder) and compare_runs(folders)
 
 SUMMARY_FILE = "summary.json"
-
-VERL_ENGINE, VERL_DEFAULTS = "model_engine=", "ppo_megatron_trainer"
 
 EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 WRONG_INPUT = (ConfigError, ModelError, DataError)
@@ -194,14 +194,15 @@ def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
 def _request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
     """Translate command-line options to a configuration request, in Hydra's syntax or that of verl's run scripts.
 
-    verl's scripts start from verl's defaults, selected by their name or by ``model_engine``. Their config folder is
-    inside verl's package; it is ignored if it does not exist.
+    verl's scripts start from verl's defaults, selected by their name, or by ``model_engine`` (``engine`` for
+    fine-tuning). Their config folder is inside verl's package; it is ignored if it does not exist.
     """
     overrides, folder = tuple(options.overrides), options.config_dir
     if options.quiet:
         overrides += ("trainer.quiet=true",)
-    names_engine = job.schema is TrainConfig and any(text.lstrip("+").startswith(VERL_ENGINE) for text in overrides)
-    config_name = options.config_name or (VERL_DEFAULTS if names_engine else job.config_name)
+    verl = table_of(job.schema)
+    names_engine = bool(verl.selector) and any(text.lstrip("+").startswith(f"{verl.selector}=") for text in overrides)
+    config_name = options.config_name or (verl.preset if names_engine else job.config_name)
     if folder is None and options.config_path is not None and Path(options.config_path).is_dir():
         folder = options.config_path
     return ConfigRequest(job.schema, config_name.removesuffix(".yaml"), overrides, folder, options.multirun)
@@ -251,6 +252,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
 
     def task(values: DictConfig) -> float | None:
         """Run one job; Hydra's launchers may call it in another process."""
+        start_run_clock()
         hydra = HydraConfig.get()
         folder, sweeps = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
         metric, problem = None, None
@@ -265,8 +267,12 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
                 if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
                     importlib.import_module(DRY_RUN).run(config)
                 else:
-                    with fork_server(_has_local_cpu_workers(config)):
-                        import_large(job.module).run(config, folder)
+                    try:
+                        with fork_server(_has_local_cpu_workers(config)):
+                            import_large(job.module).run(config, folder)
+                    except KeyboardInterrupt:
+                        _write_report(folder)  # of the steps before a first Ctrl-C
+                        raise
                     _write_report(folder)
         except MegarlError as error:
             problem = str(error)

@@ -16,7 +16,7 @@ from megarl.config.checks import check
 from megarl.config.derived import with_derived
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
+from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig
 from megarl.config.verl.adopt import Adoption, adopt
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -110,7 +110,7 @@ def verl_notes(schema: type, values: Mapping[str, Any] | DictConfig) -> list[str
 
 def _adopted(schema: type, values: Mapping[str, Any] | DictConfig) -> Adoption:
     resolved = _resolved(schema, values)
-    return adopt(resolved) if schema is TrainConfig else Adoption(dict(resolved), [], [])
+    return adopt(schema, resolved)
 
 
 def _resolved(schema: type, values: Mapping[str, Any] | DictConfig) -> Mapping[str, Any]:

@@ -30,9 +30,10 @@ from megarl.base.errors import ConfigError
 from megarl.config.build import build, defaults, unknown_key
 from megarl.config.keys import Key, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-from megarl.config.schema.jobs import JobConfig, JobT, TrainConfig
+from megarl.config.schema.jobs import JobConfig, JobT
 from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides
 from megarl.config.verl.adopt import is_verl_key
+from megarl.config.verl.table import table_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY_CONFIGS = next((f for f in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if f.is_dir()), _PACKAGE)
@@ -79,7 +80,7 @@ def compose(request: ConfigRequest[JobT]) -> JobT:
 
 
 def _compose(request: ConfigRequest[JobT]) -> JobT:
-    keys, parsed = dict(walk(request.schema)), _parse(request.overrides)
+    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
     problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong = {problem.path for problem in problems}
     try:
@@ -120,7 +121,7 @@ def run_with_hydra(
         task: takes the composed, untyped configuration; returns the objective of a sweep.
         minimize: whether the smallest objective is the best.
     """
-    keys, parsed = dict(walk(request.schema)), _parse(request.overrides)
+    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
     arguments = [f"hydra.job.name={name}", *(_reachable(override, keys, request) for override in parsed)]
     arguments += sweep_overrides(parsed, minimize) if request.multirun else []
     _register(request)
@@ -141,6 +142,9 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 def _override_problem(override: Override, keys: dict[str, Key], request: ConfigRequest[Any]) -> Problem | None:
     path = override.key_or_group
+    groups = table_of(request.schema).groups
+    if path in groups and override.value() is not None and not isinstance(override.value(), dict):
+        return Problem(path, override.value(), f"must be {groups[path]}, as verl's group; keys go below {path}.")
     if path.startswith("hydra.") or "/" in path or override.package is not None or _is_group(path, request):
         return None
     value = override.get_value_string() if override.value_type is not None else None
@@ -158,7 +162,13 @@ def _is_group(path: str, request: ConfigRequest[Any]) -> bool:
 
 
 def _is_verl_key(path: str, request: ConfigRequest[Any]) -> bool:
-    return request.schema is TrainConfig and is_verl_key(path)
+    return is_verl_key(request.schema, path)
+
+
+def _without_verls_groups(overrides: list[Override], request: ConfigRequest[Any]) -> list[Override]:
+    """Drop overrides that choose what megarl is: groups of verl's configuration, such as ``engine=megatron``."""
+    groups = table_of(request.schema).groups.items()
+    return [o for o in overrides if o.is_sweep_override() or (o.key_or_group, o.value()) not in groups]
 
 
 def _reachable(override: Override, keys: dict[str, Key], request: ConfigRequest[Any]) -> str:

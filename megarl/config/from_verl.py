@@ -6,8 +6,9 @@ from collections import defaultdict
 from typing import Any
 
 from megarl.config.problems import format_value
+from megarl.config.schema.jobs import SFTConfig, TrainConfig
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule
-from megarl.config.verl.table import VALUE_RULES, rules, same_names
+from megarl.config.verl.table import VerlTable, table_of
 
 _ROLES = (
     "actor_rollout_ref.actor",
@@ -108,6 +109,16 @@ Ascend NPUs.
   by the model, the layout or another key, or rejected with the reason, as FP8 is.
 """
 
+_FINE_TUNING = """\
+## Supervised fine-tuning
+
+`python -m megarl.sft` takes the overrides of verl's `sft_trainer` for Megatron: `engine.*` is `megatron.*`, and
+`engine=megatron` starts from verl's defaults (`configs/sft_trainer_engine.yaml`). Replace
+`torchrun ... -m verl.trainer.sft_trainer` by `python -m megarl.sft`, and set `trainer.n_gpus_per_node` and
+`trainer.nnodes`, which torchrun got from its own options. `data.messages_key` names the column of whole conversations,
+as in verl: every message of the assistant is trained on, with its closing tokens. The loss is the mean over trained
+tokens of the whole batch. verl's sampler and megarl's shuffle rows differently.
+"""
 
 SHARES = (
     ("all", 31, 87, 73, 94),
@@ -119,19 +130,26 @@ SHARES = (
 
 def render_verl_page() -> str:
     """The page as Markdown."""
-    groups: dict[type, dict[str, Rule]] = defaultdict(dict)
-    for path, rule in rules().items():
-        groups[type(rule)][path] = rule
     parts = [
         _INTRODUCTION.replace("@SHARES@", _shares()),
-        "## Keys\n\n### Same name and meaning",
-        _same(),
-        "### Same name, different values",
-        _values(),
+        "## Keys",
+        *_keys_of(table_of(TrainConfig)),
+        _FINE_TUNING,
+        *_keys_of(table_of(SFTConfig)),
     ]
-    for kind, (title, text) in _TITLES.items():
-        parts += [f"### {title}", text, _table(kind, groups[kind])]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _keys_of(table: VerlTable) -> list[str]:
+    """Sections on the keys of one job."""
+    groups: dict[type, dict[str, Rule]] = defaultdict(dict)
+    for path, rule in table.rules.items():
+        groups[type(rule)][path] = rule
+    parts = ["### Same name and meaning", _same(table), "### Same name, different values", _values(table)]
+    for kind, (title, text) in _TITLES.items():
+        if groups[kind]:
+            parts += [f"### {title}", text, _table(kind, groups[kind])]
+    return parts
 
 
 def _shares() -> str:
@@ -139,14 +157,14 @@ def _shares() -> str:
     return "\n".join([*lines, *(f"| {name} | {number} | {a} % | {b} % | {c} % |" for name, number, a, b, c in SHARES)])
 
 
-def _same() -> str:
-    lines = [f"| `{section}` | {' '.join(f'`{name}`' for name in names)} |" for section, names in same_names()]
+def _same(table: VerlTable) -> str:
+    lines = [f"| `{section}` | {' '.join(f'`{name}`' for name in names)} |" for section, names in table.same_names()]
     return "\n".join(["| section | keys |", "|---|---|", *lines])
 
 
-def _values() -> str:
+def _values(table: VerlTable) -> str:
     rows = ["| key | verl | megarl |", "|---|---|---|"]
-    for path, words in VALUE_RULES.items():
+    for path, words in table.values.items():
         rows += [
             _row(path, f"`{format_value(value)}`", f"`{format_value(other)}`")
             for value, other in words.meanings.items()

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.base.errors import DataError
+from megarl.data.conversations import ConversationEncoder, ConversationLengths
 from megarl.data.dataset import RowDataset, Sample, pad_id, require_eos
 from megarl.data.lengths import PairLengths, measure_lengths
 from megarl.data.protocol import DataProto
 from megarl.data.rows.reader import Rows
 from megarl.data.sequences import attention_mask_of, pad_left, pad_right
-from megarl.data.tokenization import PromptEncoder, PromptReader, ResponseEncoder, check_truncation, truncate
+from megarl.data.tokenization import (
+    EncodedResponse,
+    PromptEncoder,
+    PromptReader,
+    ResponseEncoder,
+    check_truncation,
+    truncate,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +49,8 @@ class SFTDataset(RowDataset):
         max_length: longest prompt plus response, in tokens.
         prompt_key: column of the prompt: chat messages, or a text.
         response_key: column of the response's text or pieces.
+        messages_key: column of whole conversations, which are read instead of prompts and responses; every assistant
+            message is trained on. None = prompts and responses.
         truncation: treatment of a longer row: ``error``, ``left`` or ``right``.
         apply_chat_template_kwargs: extra arguments for the chat template.
         apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
@@ -64,6 +74,7 @@ class SFTDataset(RowDataset):
         max_length: int,
         prompt_key: str = "prompt",
         response_key: str = "response",
+        messages_key: str | None = None,
         truncation: str = "error",
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
         apply_chat_template: bool = True,
@@ -77,11 +88,15 @@ class SFTDataset(RowDataset):
         if truncation == "middle":
             raise DataError("truncation=middle would cut prompt and response at their boundary; set left or right")
         require_eos(tokenizer)
-        source = Rows(files, prompt_key, text_columns=(response_key,), cache_dir=cache_dir)
+        responses = () if messages_key else (response_key,)
+        source = Rows(files, messages_key or prompt_key, text_columns=responses, cache_dir=cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
-        self.reader = PromptReader(prompt_key, system_prompt, template_texts=apply_chat_template)
+        self.reader = PromptReader(messages_key or prompt_key, system_prompt, template_texts=apply_chat_template)
         self.responses = ResponseEncoder(tokenizer, response_key)
+        self.conversations = (
+            ConversationEncoder(tokenizer, self.reader, apply_chat_template_kwargs) if messages_key else None
+        )
         self.max_length = max_length
         self.truncation = truncation
         self.dropped = 0
@@ -91,8 +106,7 @@ class SFTDataset(RowDataset):
         """Return a row: ``prompt_ids``, ``response_ids``, ``response_mask`` (1 = trained), and ``index``."""
         row = int(self._rows[item])
         values, location = self.source[row], self.source.location(row)
-        prompt = self.encoder.encode(self.reader.read(values, location), location)
-        response, mask = self.responses.encode([values], [location])[0]
+        prompt, (response, mask) = self._encode(values, location)
         sequence = prompt + response
         kept = truncate(sequence, self.max_length, self.truncation)
         cut_left = len(sequence) - len(kept) if self.truncation == "left" else 0
@@ -119,9 +133,21 @@ class SFTDataset(RowDataset):
         )
         return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
 
+    def _encode(self, values: Mapping[str, Any], location: str) -> tuple[list[int], EncodedResponse]:
+        """Token ids of the prompt, and of the response with its mask."""
+        if self.conversations is not None:
+            return self.conversations.encode(values, location)
+        prompt = self.encoder.encode(self.reader.read(values, location), location)
+        return prompt, self.responses.encode([values], [location])[0]
+
     def _check_lengths(self, workers: int | None) -> None:
         """Measure every row, so that an unusable row stops the run at its start."""
-        lengths = measure_lengths(self.source, PairLengths(self.encoder, self.reader, self.responses), workers)
+        measure = (
+            PairLengths(self.encoder, self.reader, self.responses)
+            if self.conversations is None
+            else ConversationLengths(self.conversations)
+        )
+        lengths = measure_lengths(self.source, measure, workers)
         too_long = self._rows[lengths[self._rows].sum(axis=1) > self.max_length]
         for row in too_long.tolist():
             prompt, response = lengths[row].tolist()

@@ -23,11 +23,12 @@ from megarl.config.compose import ConfigRequest, compose
 from megarl.config.from_verl import SHARES, render_verl_page
 from megarl.config.keys import walk
 from megarl.config.problems import InvalidConfigError
-from megarl.config.verl.table import VALUE_RULES, rule_for, same_names
+from megarl.config.verl.table import table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_facts.json").read_text())
 KNOWN = dict(walk(TrainConfig))
+TABLE = table_of(TrainConfig)
 FREE = tuple(f"{path}." for path, key in KNOWN.items() if key.is_mapping)
 
 
@@ -126,20 +127,20 @@ def test_whole_scripts_are_accepted(script: str, refused: dict[str, dict[str, st
 
 
 def test_every_key_of_verl_has_a_rule() -> None:
-    same = {f"{section}.{name}" for section, names in same_names() for name in names}
+    same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
     keys = {*FACTS["defaults"], *map(key_of, FACTS["overrides"])}
-    undecided = [key for key in keys - same if not key.startswith(FREE) and rule_for(key) is None]
+    undecided = [key for key in keys - same if not key.startswith(FREE) and TABLE.rule_for(key) is None]
     assert not undecided, f"neither in megarl.config.verl.table.py nor in a rule: {sorted(undecided)}"
 
 
 def test_shared_keys_are_listed() -> None:
-    same = {f"{section}.{name}" for section, names in same_names() for name in names}
+    same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
     both = {key for key in FACTS["defaults"] if key in KNOWN and KNOWN[key].section is None}
     assert both <= same, f"add to megarl.config.verl.table.py and run from_verl: {sorted(both - same)}"
 
 
 def test_shared_names_are_keys_of_megarl() -> None:
-    for section, names in same_names():
+    for section, names in TABLE.same_names():
         for name in names:
             assert f"{section}.{name}" in KNOWN, f"{section}.{name}"
             if not f"{section}.{name}".startswith(_OF_OTHER_VERSIONS):
@@ -168,7 +169,7 @@ def test_the_preset_has_verls_defaults() -> None:
     overrides = ("actor_rollout_ref.model.path=model",)
     config = compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", overrides))
     wrong = {}
-    for section, names in same_names():
+    for section, names in TABLE.same_names():
         for name in names:
             path = f"{section}.{name}"
             theirs = FACTS["defaults"].get(path)
@@ -180,7 +181,7 @@ def test_the_preset_has_verls_defaults() -> None:
             if ours is not None and ours != theirs and [theirs] != ours:
                 wrong[path] = (theirs, ours)
     assert wrong == {}
-    assert VALUE_RULES.keys() <= KNOWN.keys()
+    assert TABLE.values.keys() <= KNOWN.keys()
 
 
 _NEEDED: tuple[tuple[str, Any], ...] = (

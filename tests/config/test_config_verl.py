@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from config_cases import SFT, problems_of, with_keys
 
-from megarl.config import SFTConfig, TrainConfig
+from megarl.config import RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build, verl_notes
 from megarl.config.compose import ConfigRequest, compose
 from megarl.config.keys import value_at, walk
 from megarl.config.problems import InvalidConfigError
 from megarl.config.verl.adopt import adopt, is_verl_key
 from megarl.config.verl.rules import Feature, Only, Renamed
-from megarl.config.verl.table import VALUE_RULES, rule_for, rules
+from megarl.config.verl.table import table_of
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 SERVER = f"{ROLLOUT}.engine_kwargs.sglang.server_args"
@@ -226,38 +226,46 @@ def test_problems_of_verls_keys_are_reported_with_all_others() -> None:
 
 
 def test_other_jobs_have_no_rules_for_verl() -> None:
-    assert is_verl_key("model_engine")
+    assert is_verl_key(TrainConfig, "model_engine") and not is_verl_key(SFTConfig, "model_engine")
     assert "unknown key" in problems_of({"model_engine": "megatron"}, schema=SFTConfig, base=SFT)["model_engine"].text
+    values = with_keys({"data.use_dynamic_bsz": True, "data.micro_batch_size_per_gpu": 2}, SFT)
+    assert adopt(RewardTrainingConfig, values).values == values
 
 
-# The table of rules.
+# The tables of rules.
 
-KNOWN = dict(walk(TrainConfig))
+TABLES = pytest.mark.parametrize("schema", [TrainConfig, SFTConfig])
 
 
-def test_no_rule_is_for_a_key_of_megarl() -> None:
-    stale = [path for path in rules() if path in KNOWN]
+@TABLES
+def test_no_rule_is_for_a_key_of_megarl(schema: type) -> None:
+    table, known = table_of(schema), dict(walk(schema))
+    stale = [path for path in table.rules if path in known]
     assert not stale, f"they are in the schema now; delete their rules in megarl/config/verl and run from_verl: {stale}"
-    assert VALUE_RULES.keys() <= KNOWN.keys()
+    assert table.values.keys() <= known.keys()
 
 
-def test_every_translation_has_a_target() -> None:
-    free = tuple(path for path, key in KNOWN.items() if key.is_mapping)
-    for path, rule in rules().items():
-        if isinstance(rule, Renamed) and rule.to not in KNOWN and not rule.to.startswith(free):
-            assert rule_for(f"{rule.to}.x" if path.endswith("*") else rule.to) is not None, path
+@TABLES
+def test_every_translation_has_a_target(schema: type) -> None:
+    table, known = table_of(schema), dict(walk(schema))
+    free = tuple(path for path, key in known.items() if key.is_mapping)
+    for path, rule in table.rules.items():
+        if isinstance(rule, Renamed) and rule.to not in known and not rule.to.startswith(free):
+            assert table.rule_for(f"{rule.to}.x" if path.endswith("*") else rule.to) is not None, path
 
 
-def test_every_switch_is_a_key_with_a_rule() -> None:
-    for path, rule in rules().items():
+@TABLES
+def test_every_switch_is_a_key_with_a_rule(schema: type) -> None:
+    table = table_of(schema)
+    for path, rule in table.rules.items():
         if isinstance(rule, Feature):
-            assert rule_for(rule.switch) is not None, path
+            assert table.rule_for(rule.switch) is not None, path
         if isinstance(rule, Only):
             assert rule.why, path
 
 
 def test_adopt_does_not_change_its_argument() -> None:
     values = {"actor_rollout_ref": {"rollout": {"mode": "async"}}}
-    adoption = adopt(values)
+    adoption = adopt(TrainConfig, values)
     assert values == {"actor_rollout_ref": {"rollout": {"mode": "async"}}}
     assert adoption.values == {"actor_rollout_ref": {"rollout": {}}} and len(adoption.notes) == 1

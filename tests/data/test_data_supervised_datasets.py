@@ -1,14 +1,15 @@
-"""Preference pairs: sequences of a row, and errors."""
+"""Preference pairs and conversations: sequences of a row, and errors."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megarl.base.errors import DataError
-from megarl.data import PairDataset
+from megarl.data import PairDataset, SFTDataset
 
 QUESTION = [{"role": "user", "content": "a?"}]
 
@@ -91,3 +92,56 @@ def test_malformed_pair_is_named(
 ) -> None:
     with pytest.raises(DataError, match=message):
         PairDataset(write(made), tokenizer, 20, **options)
+
+
+TALK = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "bc"},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "e"},
+]
+
+
+def test_conversation_trains_on_every_assistant_message(tokenizer: Any, write: Callable[..., str]) -> None:
+    dataset = SFTDataset(write([{"messages": TALK}]), tokenizer, 30, messages_key="messages")
+    row = dataset[0]
+    assert tokenizer.decode(row["prompt_ids"]) == "<|system|>S<|end|><|user|>a<|end|><|assistant|>"
+    assert tokenizer.decode(row["response_ids"]) == "bc<|end|><|user|>d<|end|><|assistant|>e<|end|>"
+    trained = [i for i, m in zip(row["response_ids"], row["response_mask"], strict=True) if m]
+    assert tokenizer.decode(trained) == "bc<|end|>e<|end|>"
+    # all tokens are those of the template on the whole conversation
+    whole = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+    assert row["prompt_ids"] + row["response_ids"] == list(whole)
+
+
+def test_conversation_equals_prompt_and_response(tokenizer: Any, write: Callable[..., str]) -> None:
+    pair = {"prompt": TALK[:2], "response": "bc", "messages": TALK[:3]}
+    files = write([pair])
+    assert SFTDataset(files, tokenizer, 30)[0] == SFTDataset(files, tokenizer, 30, messages_key="messages")[0]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (TALK[:2], "needs an assistant message after its prompt; roles"),
+        (TALK[2:], "needs an assistant message after its prompt"),
+        ("text", "holds a text, not the messages of a conversation"),
+        ([*TALK, {"role": "assistant", "content": "e" * 20}], "row 0: prompt and response have"),
+    ],
+)
+def test_malformed_conversation_is_named(
+    tokenizer: Any, write: Callable[..., str], messages: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        SFTDataset(write([{"messages": messages}]), tokenizer, 30, messages_key="messages")
+
+
+def test_template_that_changes_earlier_turns_is_an_error(tokenizer: Any, write: Callable[..., str]) -> None:
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] == 'user' else '' }}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with pytest.raises(DataError, match="renders the turns before message 2 differently once it follows"):
+        SFTDataset(write([{"messages": TALK[1:]}]), forgetful, 30, messages_key="messages")

@@ -178,6 +178,11 @@ class SFTDataConfig(SupervisedDataConfig):
         "response",
         "Column of the response: a text, or messages `{role, content}`, of which the assistant's are trained on.",
     )
+    messages_key: str | None = key(
+        None,
+        "Column of whole conversations, as chat messages, instead of prompts and responses: every message of the "
+        "assistant is trained on; null = `prompt_key` and `response_key`.",
+    )
 
 
 @dataclass(frozen=True)

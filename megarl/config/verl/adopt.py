@@ -8,16 +8,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.config.keys import Key, walk
-from megarl.config.problems import Problem, format_value
-from megarl.config.schema.jobs import TrainConfig
+from megarl.config.problems import Problem, format_value, nearest_keys
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed
-from megarl.config.verl.table import VALUE_RULES, rule_for
+from megarl.config.verl.table import VerlTable, table_of
 
 _DYNAMIC = (
     ("actor_rollout_ref.actor", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
     ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
     ("actor_rollout_ref.rollout", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
     ("actor_rollout_ref.ref", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
+    ("data", "use_dynamic_bsz", "micro_batch_size_per_gpu"),
 )
 """Sections, with the key for micro-batches by tokens and the key for micro-batches by samples."""
 
@@ -54,68 +54,89 @@ class Adoption(NamedTuple):
     notes: list[str]
 
 
-def is_verl_key(path: str) -> bool:
+def is_verl_key(schema: type, path: str) -> bool:
     """Whether a key outside megarl's schema is a key or section of verl."""
-    return rule_for(path) is not None
+    return table_of(schema).rule_for(path) is not None
 
 
-def adopt(values: Mapping[str, Any]) -> Adoption:
-    """Translate verl's keys to those of :class:`TrainConfig`.
+def adopt(schema: type, values: Mapping[str, Any]) -> Adoption:
+    """Translate verl's keys to those of megarl's schema.
 
     Args:
+        schema: class of the job.
         values: nested and plain, including all defaults.
     """
-    return _Adopter(values).adopt()
+    return _Adopter(schema, values).adopt() if table_of(schema).rules else Adoption(dict(values), [], [])
 
 
 class _Adopter:
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, schema: type, values: Mapping[str, Any]) -> None:
+        self.table: VerlTable = table_of(schema)
+        self.keys = _schema_keys(schema)
         self.tree: dict[str, Any] = copy.deepcopy(dict(values))
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
     def adopt(self) -> Adoption:
-        foreign = dict(_foreign(self.tree))
+        foreign = dict(self._foreign(self.tree))
         for path in foreign:
-            _remove(self.tree, path)
+            _remove(self.tree, path, self.keys)
+        self.switches = self._named_by_rules(foreign)
         for path, value in foreign.items():
             if value not in (None, {}):  # null and an empty section set nothing
-                self._apply(path, value, path, foreign)
-        for path in VALUE_RULES:
+                self._apply(path, value, path)
+        for path in self.table.values:
             self._reword(path)
         self._drop_unread_sizes()
         self._complete_reference_layout()
         return Adoption(self.tree, self.problems, self.notes)
 
-    def _apply(self, path: str, value: Any, source: str, foreign: Mapping[str, Any]) -> None:
+    def _foreign(self, node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """verl's keys with their values; inside a free mapping of megarl, only keys with a rule."""
+        for name, value in node.items():
+            path = f"{prefix}{name}"
+            if isinstance(value, Mapping) and value:
+                yield from self._foreign(value, f"{path}.")
+            elif path not in self.keys and self.table.rule_for(path) is not None:
+                yield path, value
+
+    def _named_by_rules(self, foreign: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by the names that rules use: verl's, and those of whole sections with another name in megarl."""
+        moved = {path: rule.to for path in foreign if isinstance(rule := self.table.rule_for(path), Renamed)}
+        return {**{moved[path]: foreign[path] for path in moved}, **foreign}
+
+    def _apply(self, path: str, value: Any, source: str) -> None:
         """Apply the rule for ``path``; ``source`` is the key as the user wrote it."""
-        rule = rule_for(path)
+        rule = self.table.rule_for(path)
         if isinstance(rule, Only) and value not in rule.values:
             accepted = " or ".join(map(format_value, rule.values))
             self._refuse(source, value, f"is accepted as {accepted} only: {rule.why}" if accepted else rule.why)
         elif isinstance(rule, NoEffect):
             self.notes.append(f"{source}={format_value(value)} has no effect: {rule.why}")
         elif isinstance(rule, Renamed):
-            self._rename(rule, value, source, foreign)
+            self._rename(rule, value, source)
         elif isinstance(rule, Feature):
-            self._switch(rule, path, value, source, foreign)
+            self._switch(rule, path, value, source)
         elif isinstance(rule, Refused | OtherBackend):
             self._refuse(source, value, rule.why)
+        elif path != source:
+            nearest = " or ".join(nearest_keys(path, self.keys))
+            self._refuse(source, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
 
-    def _switch(self, rule: Feature, path: str, value: Any, source: str, foreign: Mapping[str, Any]) -> None:
-        state = foreign.get(rule.switch)
+    def _switch(self, rule: Feature, path: str, value: Any, source: str) -> None:
+        state = self.switches.get(rule.switch)
         if state is None or state in rule.off:
             return
         cause = "" if path == rule.switch else f" ({rule.switch}={format_value(state)})"
         self._refuse(source, value, f"is not supported{cause}: {rule.why}")
 
-    def _rename(self, rule: Renamed, value: Any, source: str, foreign: Mapping[str, Any]) -> None:
+    def _rename(self, rule: Renamed, value: Any, source: str) -> None:
         if value in rule.left_out:
             return
-        schema = _schema_keys()
+        schema = self.keys
         free = next((p for p in _parents(rule.to) if p in schema and schema[p].is_mapping), None)
-        if rule.to not in schema and free is None:
-            self._apply(rule.to, value, source, foreign)
+        if rule.to not in schema and (free is None or rule.to in self.table.rules):
+            self._apply(rule.to, value, source)
             return
         value = rule.values.get(value, value) if not isinstance(value, list | dict) else value
         default = schema[rule.to].default if rule.to in schema else None
@@ -133,13 +154,16 @@ class _Adopter:
     def _reword(self, path: str) -> None:
         """Translate the value of a key that both projects have."""
         section, _, name = path.rpartition(".")
-        holder, words = _get(self.tree, section), VALUE_RULES[path]
-        if not isinstance(holder, dict) or name not in holder or isinstance(holder[name], list | dict):
+        holder, words = _get(self.tree, section), self.table.values[path]
+        if not isinstance(holder, dict) or name not in holder or isinstance(holder[name], dict):
             return
         value = holder[name]
+        if isinstance(value, list):
+            holder[name] = [words.meanings.get(item, item) if isinstance(item, str) else item for item in value]
+            return
         if value in words.refused:
             self._refuse(path, value, f"is {words.refused[value]}")
-            holder[name] = _schema_keys()[path].default
+            holder[name] = self.keys[path].default
         elif value in words.meanings:
             holder[name] = words.meanings[value]
 
@@ -171,18 +195,8 @@ class _Adopter:
 
 
 @cache
-def _schema_keys() -> dict[str, Key]:
-    return dict(walk(TrainConfig))
-
-
-def _foreign(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """verl's keys with their values; inside a free mapping of megarl, only keys with a rule."""
-    for name, value in node.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _foreign(value, f"{path}.")
-        elif path not in _schema_keys() and rule_for(path) is not None:
-            yield path, value
+def _schema_keys(schema: type) -> dict[str, Key]:
+    return dict(walk(schema))
 
 
 def _parents(path: str) -> list[str]:
@@ -204,11 +218,11 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[last] = value
 
 
-def _remove(tree: dict[str, Any], path: str) -> None:
+def _remove(tree: dict[str, Any], path: str, keys: Mapping[str, Key]) -> None:
     """Remove a key, and sections outside megarl's schema that become empty."""
     *parents, last = path.split(".")
     section = _get(tree, ".".join(parents)) if parents else tree
     del section[last]
     above = ".".join(parents)
-    if above and not section and above not in _schema_keys():
-        _remove(tree, above)
+    if above and not section and above not in keys:
+        _remove(tree, above, keys)

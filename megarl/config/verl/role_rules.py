@@ -80,7 +80,7 @@ _OPTIM: dict[str, Rule] = {
     "override_optimizer_config.*": Refused("Adam's settings are the keys of this section, such as betas and eps"),
 }
 
-_OFFLOAD: dict[str, Rule] = {
+_OFFLOAD: dict[str, Renamed] = {
     "optim.override_optimizer_config.optimizer_cpu_offload": Renamed(
         "{}.megatron.optimizer_offload",
         why="the state is in host memory between updates and on the device during an update",
@@ -277,10 +277,20 @@ def role_rules() -> dict[str, Rule]:
     return rules | _transformer_rules()
 
 
-def _transformer_rules() -> dict[str, Rule]:
+def supervised_role_rules() -> dict[str, Rule]:
+    """The rules of a supervised job's model, engine and optimizer by path."""
+    rules = _below("megatron", _MEGATRON) | _below("optim", _OPTIM) | _below("model", _MODEL)
+    rules["optim.override_optimizer_config.optimizer_cpu_offload"] = Renamed(
+        "megatron.optimizer_offload",
+        why=_OFFLOAD["optim.override_optimizer_config.optimizer_cpu_offload"].why,
+    )
+    return rules | _transformer_rules(("megatron",))
+
+
+def _transformer_rules(sections: tuple[str, ...] = _MEGATRON_SECTIONS) -> dict[str, Rule]:
     """Rules for the fields of `megatron.override_transformer_config`, of all roles by path."""
     rules: dict[str, Rule] = {}
-    for section in _MEGATRON_SECTIONS:
+    for section in sections:
         path = f"{section}.override_transformer_config"
         rules |= {f"{path}.{name}": Renamed(f"{section}.{name}") for name in _TYPED_FIELDS}
         for name, rule in _TRANSFORMER.items():

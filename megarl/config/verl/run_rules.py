@@ -221,6 +221,7 @@ _ENGINE_VALUES = {
 
 VALUES: dict[str, Values] = {
     **_ENGINE_VALUES,
+    "trainer.logger": Values(meanings={"file": "jsonl"}),
     "global_profiler.tool": Values(refused={"npu": "for Ascend NPUs: megarl runs on CUDA and on CPUs"}),
     "trainer.device": Values(refused={"npu": "an Ascend NPU, with MindSpeed: megarl runs on CUDA and on CPUs"}),
     **{f"{role}.optim.lr_warmup_steps": Values(meanings={None: -1}) for role in ("actor_rollout_ref.actor", "critic")},

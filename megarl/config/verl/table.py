@@ -1,47 +1,79 @@
-"""The table of verl's keys: rules for keys that megarl lacks, and the names that both share."""
+"""The tables of verl's keys, by job: rules for keys that megarl lacks, and the names that both share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 
-from megarl.config.verl.role_rules import role_rules
+from megarl.config.schema.jobs import SFTConfig, TrainConfig
+from megarl.config.verl.role_rules import role_rules, supervised_role_rules
 from megarl.config.verl.rules import Renamed, Rule, Values
 from megarl.config.verl.run_rules import VALUES, run_rules
-
-VALUE_RULES: dict[str, Values] = VALUES
-"""Keys of both with different values."""
+from megarl.config.verl.sft_rules import SFT_VALUES, sft_rules
 
 
-@cache
-def rules() -> dict[str, Rule]:
-    """Every rule by path; ``*`` at the end of a path matches any rest."""
-    return run_rules() | role_rules()
+@dataclass(frozen=True)
+class VerlTable:
+    """The keys of one of verl's programs.
 
-
-@cache
-def _patterns() -> list[str]:
-    """Prefixes of the paths that end in ``*``, the longest first."""
-    return sorted((path[:-1] for path in rules() if path.endswith("*")), key=len, reverse=True)
-
-
-def rule_for(path: str) -> Rule | None:
-    """The rule for a key of verl, by its path or by the longest matching prefix; None for any other key.
-
-    The rule of a translated key names the full key of megarl.
+    Attributes:
+        rules: by path; ``*`` at the end of a path matches any rest.
+        values: keys of both with different values.
+        same: sections with the keys of the same name and meaning, separated by spaces.
+        groups: Hydra groups of verl, with the choice that megarl corresponds to.
+        selector: key whose presence selects verl's defaults.
+        preset: configuration with verl's defaults.
     """
-    exact = rules().get(path)
-    if exact is not None:
-        return exact
-    for start in _patterns():
-        if path.startswith(start) or path == start.removesuffix("."):
-            rule = rules()[f"{start}*"]
-            if isinstance(rule, Renamed):
-                if path.startswith(f"{rule.to}."):
-                    return None  # the target section holds megarl's keys
-                return Renamed(f"{rule.to}.{path.removeprefix(start)}", rule.values, rule.left_out, rule.why)
-            return rule
-    return None
+
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    values: Mapping[str, Values] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    selector: str = ""
+    preset: str = ""
+
+    @cached_property
+    def patterns(self) -> list[str]:
+        """Prefixes of the paths that end in ``*``, the longest first."""
+        return sorted((path[:-1] for path in self.rules if path.endswith("*")), key=len, reverse=True)
+
+    def rule_for(self, path: str) -> Rule | None:
+        """The rule for a key of verl, by its path or by the longest matching prefix; None for any other key.
+
+        The rule of a translated key names the full key of megarl.
+        """
+        exact = self.rules.get(path)
+        if exact is not None:
+            return exact
+        for start in self.patterns:
+            if path.startswith(start) or path == start.removesuffix("."):
+                rule = self.rules[f"{start}*"]
+                if isinstance(rule, Renamed):
+                    if path.startswith(f"{rule.to}."):
+                        return None  # the target section holds megarl's keys
+                    return Renamed(f"{rule.to}.{path.removeprefix(start)}", rule.values, rule.left_out, rule.why)
+                return rule
+        return None
+
+    def same_names(self) -> Iterator[tuple[str, list[str]]]:
+        """Sections with the keys that have the same name and meaning in verl and megarl."""
+        for section, names in self.same.items():
+            yield section, names.split()
+
+
+@cache
+def table_of(schema: type) -> VerlTable:
+    """The table of a job's configuration class; empty for a job without a counterpart in verl."""
+    if schema is TrainConfig:
+        return VerlTable(
+            run_rules() | role_rules(), VALUES, _SAME, selector="model_engine", preset="ppo_megatron_trainer"
+        )
+    if schema is SFTConfig:
+        groups = {"engine": "megatron", "optim": "megatron", "model": "hf_model"}
+        rules = sft_rules() | supervised_role_rules()
+        return VerlTable(rules, SFT_VALUES, _SFT_SAME, groups, selector="engine", preset="sft_trainer_engine")
+    return VerlTable()
 
 
 _MEGATRON = (
@@ -125,9 +157,15 @@ _SAME = {
         "total_training_steps val_before_train val_only validation_data_dir"
     ),
 }
-
-
-def same_names() -> Iterator[tuple[str, list[str]]]:
-    """Sections with the keys that have the same name and meaning in verl and megarl."""
-    for section, names in _SAME.items():
-        yield section, names.split()
+_SFT_SAME = {
+    "data": (
+        "apply_chat_template_kwargs max_length max_token_len_per_gpu messages_key micro_batch_size_per_gpu "
+        "train_batch_size train_files train_max_samples truncation use_dynamic_bsz"
+    ),
+    "model": "external_lib path tokenizer_path",
+    "optim": _OPTIM,
+    "trainer": (
+        "default_local_dir device experiment_name logger max_ckpt_to_keep n_gpus_per_node nnodes project_name "
+        "resume_from_path resume_mode save_freq seed total_epochs total_training_steps"
+    ),
+}

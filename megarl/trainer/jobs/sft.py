@@ -31,7 +31,8 @@ class FineTuning(SupervisedJob):
     def check_data(self) -> None:
         """Check that the files have prompts and responses."""
         data = self.config.data
-        check_training_rows(data, (), (data.response_key,), data.prompt_key)
+        texts = () if data.messages_key else (data.response_key,)
+        check_training_rows(data, (), texts, data.messages_key or data.prompt_key)
 
     def dataset(self, files: Sequence[str]) -> SFTDataset:
         """Build the dataset of some files."""
@@ -42,6 +43,7 @@ class FineTuning(SupervisedJob):
             data.max_length,
             prompt_key=data.prompt_key,
             response_key=data.response_key,
+            messages_key=data.messages_key,
             truncation=data.truncation,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
             apply_chat_template=data.apply_chat_template,

@@ -1,0 +1,159 @@
+"""verl's supervised fine-tuning: its scripts' overrides and its defaults, as ``megarl.sft`` reads them.
+
+``verl_sft_facts.json`` holds the overrides of verl's SFT scripts with Megatron and the defaults of verl's
+configuration, both at the commit in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import SFT, problems_of, with_keys
+
+from megarl.cli import compose_job
+from megarl.config import SFTConfig
+from megarl.config.build import build, verl_notes
+from megarl.config.compose import ConfigRequest, compose
+from megarl.config.keys import value_at, walk
+from megarl.config.problems import InvalidConfigError
+from megarl.config.verl.table import table_of
+
+FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_sft_facts.json").read_text())
+KNOWN, TABLE = dict(walk(SFTConfig)), table_of(SFTConfig)
+FREE = tuple(f"{path}." for path, key in KNOWN.items() if key.is_mapping)
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
+
+
+def composed(script: str) -> tuple[SFTConfig | None, dict[str, str]]:
+    """The configuration of a script, or its refused keys with their reasons."""
+    nodes = {"examples/sft/gsm8k/run_qwen3_5_397b_a17b_megatron.sh": 16}
+    devices = ("trainer.n_gpus_per_node=8", f"trainer.nnodes={nodes.get(script, 1)}")  # torchrun's options
+    try:
+        return compose(ConfigRequest(SFTConfig, "sft_trainer_engine", (*FACTS["scripts"][script], *devices))), {}
+    except InvalidConfigError as error:
+        return None, {problem.path: problem.text for problem in error.problems}
+
+
+# Keys that the scripts set to values of features that megarl lacks.
+_REFUSED = {
+    "examples/sft/gsm8k/run_qwen_megatron_fsdp.sh": {
+        "engine.use_megatron_fsdp",
+        "megatron.override_transformer_config.gradient_accumulation_fusion",
+    },
+    "examples/sft/gsm8k/run_qwen3_5_397b_a17b_megatron.sh": {
+        "model.mtp.enable",
+        "model.mtp.enable_train",
+        "model.mtp.detach_encoder",
+        "model.mtp.mtp_loss_scaling_factor",
+        "optim.betas",  # its quotes make it a text
+    },
+    "examples/sft/gsm8k/run_nemotron_nano_v3_megatron.sh": set(),
+    "tests/special_e2e/sft/run_sft_engine.sh": set(),
+}
+
+
+@pytest.mark.parametrize("script", FACTS["scripts"])
+def test_overrides_of_verls_scripts(script: str) -> None:
+    config, refused = composed(script)
+    assert set(refused) <= _REFUSED[script] and bool(refused) == (config is None), refused
+    assert not any(text == "unknown key" for text in refused.values())
+
+
+def test_share_of_accepted_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {key_of(override) for overrides in FACTS["scripts"].values() for override in overrides}
+    refused = {path for script in FACTS["scripts"] for path in composed(script)[1]}
+    with capsys.disabled():
+        print(f"\n{len(keys)} keys of verl's SFT scripts, {len(keys & refused)} refused: {sorted(keys & refused)}")
+    assert len(keys) == 62 and len(keys & refused) <= 6
+
+
+def test_values_reach_megarls_keys() -> None:
+    config, _ = composed("examples/sft/gsm8k/run_nemotron_nano_v3_megatron.sh")
+    assert config is not None
+    expected = {
+        "megatron.tensor_model_parallel_size": 8,
+        "megatron.expert_model_parallel_size": 8,
+        "megatron.optimizer_offload": True,
+        "megatron.recompute_granularity": "full",
+        "megatron.recompute_num_layers": 1,
+        "megatron.override_transformer_config": {"attention_backend": "auto"},
+        "optim.betas": [0.9, 0.95],
+        "trainer.checkpoint.save_contents": ["model", "optimizer", "extra"],
+        "trainer.max_ckpt_to_keep": 10,
+        "data.messages_key": "messages",
+    }
+    assert {path: value_at(config, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("engine.use_megatron_fsdp", True, "use_distributed_optimizer"),
+        ("engine.use_dist_checkpointing", True, "megarl convert"),
+        ("engine.router_replay.mode", "R2", "does not replay"),
+        ("engine.strategy", "fsdp", "accepted as megatron only"),
+        ("engine.fsdp_size", 8, "concerns FSDP"),
+        ("engine.tensor_parallel_size", 8, "unknown key; did you mean megatron.tensor_model_parallel_size"),
+        ("optim.optimizer", "muon", "the optimizer is Adam"),
+        ("model.lora_rank", 8, "no LoRA"),
+        ("data.custom_cls.path", "own.py", "prompts with responses"),
+        ("data.enable_thinking_key", "think", "apply_chat_template_kwargs"),
+        ("trainer.profile_interval", [1, 2], "no profiler"),
+        ("trainer.save_freq", "after_each_epoch", "number of steps"),
+    ],
+)
+def test_refused_by_name(key: str, value: Any, words: str) -> None:
+    problem = problems_of({key: value}, SFTConfig, SFT)[key]
+    assert words in problem.text and problem.value == value
+
+
+def test_every_key_of_verl_has_a_rule() -> None:
+    same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
+    keys = {*FACTS["defaults"], *(key_of(o) for script in FACTS["scripts"].values() for o in script)}
+    undecided = [
+        key for key in keys - same - set(TABLE.groups) if not key.startswith(FREE) and TABLE.rule_for(key) is None
+    ]
+    assert not undecided, f"neither in megarl/config/verl/table.py nor in a rule: {sorted(undecided)}"
+    assert same <= KNOWN.keys() and same <= keys
+
+
+def test_the_preset_has_verls_defaults() -> None:
+    config = compose(ConfigRequest(SFTConfig, "sft_trainer_engine", ("model.path=model", "data.use_dynamic_bsz=false")))
+    wrong = {}
+    for section, names in TABLE.same_names():
+        for name in names:
+            theirs, ours = FACTS["defaults"].get(f"{section}.{name}"), value_at(config, f"{section}.{name}")
+            if theirs in (None, -1) or "$" in str(theirs) or f"{section}.{name}" in _OTHER_BY_DESIGN:
+                continue
+            if ours != theirs and ours != [theirs]:
+                wrong[f"{section}.{name}"] = (theirs, ours)
+    assert wrong == {}
+
+
+_OTHER_BY_DESIGN = {"model.path", "trainer.device", "data.use_dynamic_bsz"}
+
+
+def test_groups_of_verl_choose_what_megarl_is() -> None:
+    overrides = ("model.path=model", "engine=megatron", "optim=megatron", "model=hf_model", "data.train_files=t")
+    assert compose(ConfigRequest(SFTConfig, "sft", overrides)).model.path == "model"
+    with pytest.raises(InvalidConfigError) as caught:
+        compose(ConfigRequest(SFTConfig, "sft", (*overrides[:1], "engine=fsdp", "data.train_files=t")))
+    assert "must be megatron, as verl's group" in str(caught.value)
+
+
+def test_engine_selects_verls_defaults() -> None:
+    assert compose_job("sft", ["model.path=m", "engine=megatron"]).data.train_batch_size == 256
+    assert compose_job("sft", ["model.path=m", "engine=megatron"]).trainer.total_epochs == 4
+
+
+def test_file_logger_and_unread_sizes() -> None:
+    values = with_keys({"trainer.logger": ["console", "file"], "data.micro_batch_size_per_gpu": 4}, SFT)
+    config = build(SFTConfig, values)
+    assert config.trainer.logger == ["console", "jsonl"] and config.data.micro_batch_size_per_gpu is None
+    assert any("data.micro_batch_size_per_gpu has no effect" in note for note in verl_notes(SFTConfig, values))
