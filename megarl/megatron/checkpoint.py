@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from megarl.base.checkpoint_index import read_index
 from megarl.base.errors import CheckpointError
@@ -52,7 +52,6 @@ from megarl.megatron.optimizer import (
     state_shards,
 )
 from megarl.megatron.runtime import all_ranks_or_raise
-from megarl.models import LocalParam
 from megarl.models.hf_writer import write_companions
 
 WEIGHT = "weight"
@@ -98,7 +97,6 @@ def begin_save(
     """
     folder, runtime, optimizer = Path(path), engine.runtime, engine.optimizer
     doing = f"saving to {folder}"
-    engine.offload_manager.onload(PARAM, OPTIMIZER)
     has_optimizer = OPTIMIZER_STATE in contents and optimizer is not None
     state = RoleState(
         dtype=_dtype_name(engine),
@@ -126,7 +124,9 @@ def begin_save(
             items = all_ranks_or_raise(runtime, lambda: snapshot.take(items), doing)
         writer = ItemWriter(runtime, folder, items)
         writer.plan()
-    return PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
+    pending = PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
+    engine.offload_manager.lend(lambda: not pending.is_written)
+    return pending
 
 
 def _write_local_files(
@@ -163,7 +163,6 @@ def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[
     """
     folder, runtime = Path(path), engine.runtime
     doing = f"loading {folder}"
-    engine.offload_manager.onload(PARAM, OPTIMIZER)
     optimizer = engine.optimizer if OPTIMIZER_STATE in contents else None
 
     def read_local() -> tuple[RoleState, Any]:
@@ -176,11 +175,14 @@ def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[
     state, index = all_ranks_or_raise(runtime, read_local, doing)
     items = all_ranks_or_raise(runtime, lambda: list(_wanted_items(engine, optimizer is not None)), doing)
     read_items(folder, index, items)
+    engine.offload_manager.mark_changed(PARAM, OPTIMIZER)
     if optimizer is not None:
         assert state.steps is not None
         set_steps(optimizer, state.steps)
         optimizer.skipped_in_a_row = state.skipped_in_a_row
     elif engine.optimizer is not None:
+        engine.offload_manager.onload(PARAM, OPTIMIZER)
+        engine.offload_manager.mark_changed(OPTIMIZER)
         engine.optimizer.weights_changed()
     if EXTRA in contents and EXTRA in state.contents:
         _restore_random(engine, folder, state)
@@ -208,45 +210,51 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
 
 
 def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """This rank's contribution: each element of each tensor comes from one rank."""
+    """This rank's contribution, wherever it is: each element of each tensor comes from one rank."""
     contributions = engine.weight_map.contributions(engine.runtime.layout, engine.runtime.rank)
-    params = engine.weights.parameters()
-    shapes = engine.weight_map.hf_shapes()
-    states: Mapping[str, StateShard] = {}
-    if with_optimizer and engine.optimizer is not None:
-        states = state_shards(engine.optimizer, params)
+    state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
     for number, (param, replica, replicas) in enumerate(contributions):
         # Replicas take turns, so that each writes its share.
         is_writer = number % replicas == replica
-        if is_writer:
-            yield from _weight_items(param, params[param.name], shapes)
-        if param.name in states and engine.optimizer is not None and (is_writer or is_sharded(engine.optimizer)):
-            yield from _state_items(param, states[param.name], shapes)
+        for kind, start, stop, tensor in state.tensors(param.name):
+            if is_writer or (kind != WEIGHT and state.is_sharded):
+                yield from items_of(kind, blocks_of_range(param, start, stop), state.shapes, memory(tensor))
 
 
 def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """Memory of this rank's shard, zeroed because a checkpoint has no vocabulary padding."""
-    params, shapes = engine.weights.parameters(), engine.weight_map.hf_shapes()
-    states: Mapping[str, StateShard] = {}
-    if with_optimizer and engine.optimizer is not None:
-        states = state_shards(engine.optimizer, params)
+    """Memory of this rank's shard, wherever it is, zeroed because a checkpoint has no vocabulary padding.
+
+    An item is in one piece of memory.
+    """
+    state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
     for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
-        params[param.name].detach().zero_()
-        yield from _weight_items(param, params[param.name], shapes)
-        if param.name in states:
-            for tensor in states[param.name].tensors.values():
-                tensor.zero_()
-            yield from _state_items(param, states[param.name], shapes)
+        for kind, start, _, tensor in state.tensors(param.name):
+            whole = memory(tensor)
+            for piece in whole.pieces:
+                blocks = blocks_of_range(param, start, start + len(piece.zero_()))
+                yield from items_of(kind, blocks, state.shapes, whole._replace(pieces=(piece,)))
+                start += len(piece)
 
 
-def _weight_items(param: LocalParam, weight: nn.Parameter, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Item]:
-    flat = weight.detach().view(-1)
-    yield from items_of(WEIGHT, blocks_of_range(param, 0, flat.numel()), shapes, flat)
+class _StoredState:
+    """Weights and optimizer state of this rank by parameter, on the device or offloaded."""
 
+    def __init__(self, engine: MegatronEngine, with_optimizer: bool) -> None:
+        self.shapes = engine.weight_map.hf_shapes()
+        self._params = engine.weights.stored()
+        self._shards: Mapping[str, StateShard] = {}
+        self.is_sharded = False
+        if with_optimizer and engine.optimizer is not None:
+            self._shards = state_shards(engine.optimizer, self._params, engine.offload_manager.optimizer_zeros_like)
+            self.is_sharded = is_sharded(engine.optimizer)
 
-def _state_items(param: LocalParam, shard: StateShard, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Item]:
-    for kind, tensor in shard.tensors.items():
-        yield from items_of(kind, blocks_of_range(param, shard.start, shard.stop), shapes, tensor)
+    def tensors(self, name: str) -> Iterator[tuple[str, int, int, Tensor]]:
+        """Kind, range of the flattened parameter, and values, for each tensor of a parameter."""
+        param, shard = self._params[name], self._shards.get(name)
+        yield WEIGHT, 0, param.numel(), param
+        if shard is not None:
+            for kind, tensor in shard.tensors.items():
+                yield kind, shard.start, shard.stop, tensor
 
 
 def _check_contents(folder: Path, state: RoleState, requested: Collection[str]) -> None:

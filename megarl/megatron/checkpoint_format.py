@@ -45,6 +45,7 @@ from torch.futures import Future
 
 from megarl.base.checkpoint_index import INDEX
 from megarl.base.errors import CheckpointError
+from megarl.megatron.host_memory import TensorMemory
 from megarl.megatron.runtime import Runtime, all_ranks_or_raise, gather_apply_scatter
 from megarl.models import LocalParam
 
@@ -55,23 +56,28 @@ class Item(NamedTuple):
     key: str
     full_shape: tuple[int, ...]
     block: TensorBlock
-    data: Tensor
+    memory: TensorMemory
+
+    @property
+    def data(self) -> Tensor:
+        """The elements in the block's shape: a view of their memory if it is in one piece, otherwise a copy."""
+        return self.memory.joined().view(self.block.shape)
 
 
 def items_of(
-    key: str, blocks: Iterable[TensorBlock], shapes: Mapping[str, tuple[int, ...]], buffer: Tensor
+    key: str, blocks: Iterable[TensorBlock], shapes: Mapping[str, tuple[int, ...]], memory: TensorMemory
 ) -> Iterable[Item]:
-    """Items of kind ``key`` for blocks whose elements are in the flat ``buffer``.
+    """Items of kind ``key`` for blocks whose elements are in ``memory``.
 
     Args:
         key: kind of the values: weights, or a kind of optimizer state.
         blocks: their positions in the tensors.
         shapes: of the Hugging Face tensors.
-        buffer: ``[n]``; the items are views of it.
+        memory: the items have parts of it.
     """
     for block in blocks:
-        data = buffer[block.at : block.at + block.numel].view(block.shape)
-        yield Item(f"{key}/{block.hf_name}", shapes[block.hf_name], block, data)
+        part = memory.part(block.at, block.at + block.numel)
+        yield Item(f"{key}/{block.hf_name}", shapes[block.hf_name], block, part)
 
 
 class ItemWriter:
@@ -144,7 +150,7 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
     Args:
         folder: the checkpoint.
         metadata: its index, from :func:`megarl.base.checkpoint_index.read_index`.
-        items: this rank's items; may be cut differently from the saved ones.
+        items: this rank's items, each in one piece; may be cut differently from the saved ones.
 
     Raises:
         CheckpointError: on every rank, if on any of them a file is missing or damaged, or the checkpoint lacks
@@ -195,7 +201,7 @@ class _SavePlanner(DefaultSavePlanner):
             MetadataIndex(item.key, start),
             WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                ChunkStorageMetadata(start, shape), TensorProperties(item.data.dtype), torch.Size(item.full_shape)
+                ChunkStorageMetadata(start, shape), TensorProperties(item.memory.dtype), torch.Size(item.full_shape)
             ),
         )
 

@@ -17,13 +17,11 @@ from megarl.base.files import FileEntry, read_entry
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_format import INDEX, Item, ItemWriter
 from megarl.megatron.engine import MegatronEngine
-from megarl.megatron.offload import CHUNK_BYTES
+from megarl.megatron.host_memory import CHUNK_BYTES, HostBuffer
 from megarl.megatron.runtime import Runtime, all_ranks_or_raise
 from megarl.models import LocalParam
 from megarl.models.hf_writer import HFWriter
 
-ALIGNMENT = 16
-"""Alignment of each tensor in bytes, valid for every number format."""
 HF_FOLDER = "huggingface"
 
 
@@ -131,45 +129,37 @@ class HostSnapshot:
 
     Args:
         device: device of the tensors; for a GPU the memory is page-locked, so that it copies at full speed.
-        chunk_bytes: see :data:`~megarl.megatron.offload.CHUNK_BYTES`.
+        chunk_bytes: see :data:`~megarl.megatron.host_memory.CHUNK_BYTES`.
     """
 
     def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._device = device
-        self._chunk_bytes = chunk_bytes
-        self._chunks: list[Tensor] = []
+        self._buffer = HostBuffer(device, chunk_bytes)
 
     @property
     def nbytes(self) -> int:
         """Size of the memory in bytes."""
-        return sum(len(chunk) for chunk in self._chunks)
+        return self._buffer.nbytes
 
     def take(self, items: Sequence[Item]) -> list[Item]:
-        """Copy items to the snapshot; the copies are valid until the next call.
+        """Copy items that are on the device; the copies are valid until the next call. Offloaded items are kept.
 
         Args:
             items: of this rank.
         """
-        copies, chunk, offset = [], -1, self._chunk_bytes
-        for item in items:
-            size = item.data.numel() * item.data.element_size()
-            if chunk < 0 or offset + size > len(self._chunks[chunk]):
-                chunk, offset = chunk + 1, 0
-                self._make_room(chunk, size)
-            copy = self._chunks[chunk][offset : offset + size].view(item.data.dtype).view(item.data.shape)
-            copy.copy_(item.data, non_blocking=True)
-            copies.append(item._replace(data=copy))
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        resident = [item for item in items if not item.memory.is_offloaded]
+        data = [item.memory.joined().view(torch.uint8) for item in resident]
+        offsets = iter(self._buffer.write(data))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return copies
+        sizes = iter([len(part) for part in data])
+        return [item if item.memory.is_offloaded else self._copied(item, next(offsets), next(sizes)) for item in items]
 
-    def _make_room(self, chunk: int, size: int) -> None:
-        """Ensure that a chunk exists and holds ``size`` bytes; earlier chunks are unchanged."""
-        if chunk < len(self._chunks) and len(self._chunks[chunk]) >= size:
-            return
-        memory = torch.empty(max(size, self._chunk_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        self._chunks[chunk : chunk + 1] = [memory]
+    def _copied(self, item: Item, offset: int, nbytes: int) -> Item:
+        pieces = self._buffer.pieces(offset, nbytes)
+        return item._replace(
+            memory=item.memory._replace(pieces=tuple(piece.view(item.memory.dtype) for piece in pieces))
+        )
 
 
 def export_beside(engine: MegatronEngine, folder: Path, copy_from: str | Path | None) -> set[str]:

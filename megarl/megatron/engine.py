@@ -23,6 +23,7 @@ from megarl.base.errors import ConfigError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, gather_outputs, part_tokens
 from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
+from megarl.megatron.host_memory import HostCopy
 from megarl.megatron.kernels import kernels, uses_transformer_engine
 from megarl.megatron.loading import LoadedMicroBatch, MicroBatchLoader
 from megarl.megatron.model import build_model
@@ -99,7 +100,9 @@ class MegatronEngine:
                 self.chunks = self._data_parallel(options.optimizer)
                 self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
             self.offload_manager = OffloadManager(self.chunks, self.optimizer, options.offload, runtime.device)
-            self.weights = RankWeights(self._stage.chunks, self.weight_map, runtime, self._settle_weights)
+            self.weights = RankWeights(
+                self._stage.chunks, self.weight_map, runtime, self.offload_manager, self._gather_weights
+            )
             self._loss = torch.zeros(())
             self._faults = FaultWatch()
             self._weights_unsettled = False
@@ -124,14 +127,24 @@ class MegatronEngine:
             self._config.no_sync_func = scopes if len(scopes) > 1 else scopes[0]
         return chunks
 
-    def _settle_weights(self) -> None:
+    def _gather_weights(self) -> None:
         """Gather the weights of the last step, if that was deferred to the next forward; communicates then."""
-        self.offload_manager.onload(PARAM)
         if self._weights_unsettled:
+            self.offload_manager.onload(PARAM)
+            self.offload_manager.mark_changed(PARAM)
             with cuda_on_cpu.active():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
             self._weights_unsettled = False
+
+    def offload(self) -> dict[str, int]:
+        """Free device memory at the end of a phase: offload the configured parts, and return cached memory.
+
+        Returns:
+            Released device bytes of each part.
+        """
+        self._faults = FaultWatch()  # it holds the outputs of the last step
+        return self.offload_manager.offload()
 
     def describe(self) -> str:
         """One line: layout, number format and kernels."""
@@ -152,6 +165,7 @@ class MegatronEngine:
             self.weights.load_hf(path)
             if self.optimizer is not None:
                 self.offload_manager.onload(OPTIMIZER)
+                self.offload_manager.mark_changed(OPTIMIZER)
                 self.optimizer.weights_changed()
 
     def export_hf(self, path: str | Path, source: str | Path | None = None, *, overwrite: bool = False) -> None:
@@ -179,12 +193,22 @@ class MegatronEngine:
         return self.weights.named()
 
     def weights_to_host(self) -> dict[str, Tensor]:
-        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate."""
+        """Copy this rank's weights to host memory, by their names in the weight map; may communicate."""
         return self.weights.to_host()
 
-    def swapped_weights(self, snapshot: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Scope in which the model computes with the weights of ``snapshot``; the optimizer must not step in it."""
-        return self.weights.swapped(snapshot)
+    def copy_weights(self) -> HostCopy:
+        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate."""
+        self.weights.settle()
+        return self.offload_manager.copy_weights()
+
+    def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
+        """Scope in which the model computes with the weights of ``copy``; the optimizer must not step in it.
+
+        Raises:
+            ValueError: the copy is of another model.
+        """
+        self._gather_weights()
+        return self.offload_manager.swapped_weights(copy)
 
     # ---- computing
 
@@ -291,6 +315,7 @@ class MegatronEngine:
                 return self._contribute(loss, self._outputs(output, part, micro_batch, options), micro_batch)
 
             metrics = self._run(micro_batches, read, forward_only=False)
+            self.offload_manager.mark_changed(PARAM)  # a backward updates the correction of a router's choice
             for chunk in self.chunks:
                 drop_autograd_graphs(chunk)
             return self._sum_metrics(metrics)
@@ -310,6 +335,7 @@ class MegatronEngine:
 
         Args:
             describe: names a sample by its micro-batch's index, in the order of the last call, and its row there.
+            self.offload_manager.mark_changed(PARAM, OPTIMIZER)
         """
         with cuda_on_cpu.active():
             return skip_report(self._faults.findings(self.weights.parameters(), describe))
@@ -375,6 +401,8 @@ class MegatronEngine:
         with self._stage_exchange(micro_batches, forward_only) as exchange:
             result: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
+        if self._weights_unsettled:  # the forward gathers them
+            self.offload_manager.mark_changed(PARAM)
                 data_iterator=loaders if interleaved else loaders[0],
                 model=self.chunks if interleaved else self.chunks[0],
                 num_microbatches=len(micro_batches),

@@ -6,7 +6,7 @@ The state functions below depend on the optimizer layout of a Megatron release; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,6 +90,15 @@ class Optimizer:
             use_distributed_optimizer=options.use_distributed_optimizer,
         )
         self.megatron: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        for inner in self.inner_optimizers():
+            if any(param.is_cuda for group in inner.param_groups for param in group["params"]):
+                use_fused_kernels(inner)
+
+    def inner_optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers that update this rank's tensors; a stage may lack some of Megatron's."""
+        for part in self.megatron.chained_optimizers:
+            if getattr(part, "optimizer", None) is not None:
+                yield part.optimizer
 
     @property
     def next_lr(self) -> float:
@@ -132,6 +141,16 @@ class Optimizer:
         return StepResult(grad_norm, lr, False)
 
 
+def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Make torch's Adam update each tensor in one kernel; other optimizers, which are fused already, are unchanged.
+
+    The default reads and writes the state a dozen times, and needs temporary memory of the size of one moment.
+    """
+    if isinstance(optimizer, torch.optim.Adam):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+
+
 def _finite_on_all_ranks(values: Tensor) -> bool:
     finite = values.isfinite().all().float()
     dist.all_reduce(finite, dist.ReduceOp.MIN)
@@ -157,14 +176,19 @@ def is_sharded(optimizer: Optimizer) -> bool:
     return any(isinstance(part, DistributedOptimizer) for part in optimizer.megatron.chained_optimizers)
 
 
-def state_shards(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, StateShard]:
+def state_shards(
+    optimizer: Optimizer,
+    params: Mapping[str, nn.Parameter],
+    zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
+) -> dict[str, StateShard]:
     """Optimizer state by parameter name; without parameters of which this rank holds no state.
 
     Creates state that does not exist before the first step: zeros, as the first step would.
 
     Args:
-        optimizer: the optimizer of this rank.
+        optimizer: the optimizer of this rank; its tensors may be offloaded.
         params: the model's parameters, by name.
+        zeros_like: creates such state.
     """
     shards = {}
     for name, param in params.items():
@@ -173,7 +197,7 @@ def state_shards(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> di
             if main_range is None:
                 continue
             main, start, stop = main_range
-            state = _state(part.optimizer, main)
+            state = _state(part.optimizer, main, zeros_like)
             tensors = {kind: state[kind].view(-1) for kind in MOMENTS}
             if main.dtype != param.dtype:
                 tensors[MASTER] = main.detach().view(-1)
@@ -232,13 +256,15 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _state(optimizer: torch.optim.Optimizer, main: Tensor) -> dict[str, Any]:
+def _state(optimizer: torch.optim.Optimizer, main: Tensor, zeros_like: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     state: dict[str, Any] = optimizer.state[main]
     for kind in MOMENTS:
         if kind not in state:
-            state[kind] = torch.zeros_like(main, memory_format=torch.preserve_format).detach()
+            state[kind] = zeros_like(main.detach())
     if "step" not in state and not _counts_by_group(optimizer):
-        state["step"] = torch.tensor(0.0)
+        # The fused kernels read the count on the device.
+        is_fused = optimizer.param_groups[0].get("fused")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if is_fused else None)
     return state
 
 

@@ -1,11 +1,10 @@
-"""A rank's weights by global name: import from Hugging Face, export, and swapping."""
+"""A rank's weights by global name: import from Hugging Face, and export."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from megarl.base.errors import ModelError
+from megarl.megatron.offload import PARAM, OffloadManager
 from megarl.megatron.runtime import Runtime
 from megarl.models import LocalParam, ParallelLayout, WeightMap, canonical_name
 from megarl.models.hf_checkpoint import HFReader, load_local
@@ -47,12 +47,18 @@ class RankWeights:
         chunks: the stage's model.
         weight_map: maps parameters to Hugging Face tensors.
         runtime: the rank's process groups.
-        settle: called before weights are read or set: updates them to those of the last step. May communicate with all
+        offload_manager: knows where the weights are.
+        gather: called before weights are read or set: updates them to those of the last step. May communicate with all
             data-parallel ranks.
     """
 
     def __init__(
-        self, chunks: Sequence[GPTModel], weight_map: WeightMap, runtime: Runtime, settle: Callable[[], None]
+        self,
+        chunks: Sequence[GPTModel],
+        weight_map: WeightMap,
+        runtime: Runtime,
+        offload_manager: OffloadManager,
+        gather: Callable[[], None],
     ) -> None:
         experts, layout = weight_map.config.experts, runtime.layout
         first = layout.expert_coordinate(runtime.rank).ep * (experts.count // layout.ep) if experts is not None else 0
@@ -60,16 +66,31 @@ class RankWeights:
         self._dtype = chunks[0].config.params_dtype
         self._map = weight_map
         self._runtime = runtime
-        self._settle = settle
+        self._offload_manager = offload_manager
+        self._gather = gather
+
+    def settle(self) -> None:
+        """Bring the weights of the last step to the device; may communicate."""
+        self._gather()
+        self._offload_manager.onload(PARAM)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in the weight map."""
-        self._settle()
+        """Parameters on the device, by their names in the weight map; the caller may change them."""
+        self.settle()
+        self._offload_manager.mark_changed(PARAM)
+        return dict(self._params)
+
+    def stored(self) -> dict[str, nn.Parameter]:
+        """Parameters that may be offloaded, by their names in the weight map.
+
+        :meth:`~megarl.megatron.offload.OffloadManager.memory` gives their memory.
+        """
+        self._gather()
         return dict(self._params)
 
     def named(self) -> dict[str, Tensor]:
-        """Weights (not copies), detached from autograd."""
-        self._settle()
+        """Weights on the device (not copies), detached from autograd; only to be read."""
+        self.settle()
         return {name: param.detach() for name, param in self._params.items()}
 
     @torch.no_grad()
@@ -81,7 +102,8 @@ class RankWeights:
         Raises:
             ModelError: a tensor is missing or has another shape than the model's.
         """
-        self._settle()
+        self.settle()
+        self._offload_manager.mark_changed(PARAM)
         reader = HFReader(path)
         local_params = self._map.megatron_params(self._runtime.layout, self._runtime.rank)
         loaded = set()
@@ -104,47 +126,27 @@ class RankWeights:
             consume: called on rank 0 with each part and its values on the CPU. The parts of one parameter are
                 consecutive, so that whole tensors can be written early.
         """
-        self._settle()
+        self._gather()
         for owner, param in self._export_order():
             if self._runtime.rank == 0:
-                is_local = owner == 0
-                part = self._params[param.name].detach() if is_local else self._empty(param)
-                if not is_local:
+                part = self._values(param) if owner == 0 else self._empty(param)
+                if owner != 0:
                     dist.recv(part, src=owner)
                 consume(param, part.cpu())
             elif self._runtime.rank == owner:
-                dist.send(self._params[param.name].detach().contiguous(), dst=0)
+                dist.send(self._values(param).to(self._runtime.device), dst=0)
 
     def to_host(self) -> dict[str, Tensor]:
         """Copy the weights to host memory."""
-        self._settle()
+        self.settle()
         return {
             name: param.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, param in self._params.items()
         }
 
-    @contextlib.contextmanager
-    def swapped(self, snapshot: Mapping[str, Tensor]) -> Iterator[None]:
-        """Scope in which the model has the weights of ``snapshot``; restores the previous weights bit for bit.
-
-        The optimizer must not step within it.
-
-        Raises:
-            KeyError: the snapshot is not of this rank's model.
-        """
-        if set(snapshot) != set(self._params):
-            raise KeyError(f"snapshot holds other parameters: {sorted(set(snapshot) ^ set(self._params))}")
-        previous = self.to_host()
-        self._set(snapshot)
-        try:
-            yield
-        finally:
-            self._set(previous)
-
-    @torch.no_grad()
-    def _set(self, values: Mapping[str, Tensor]) -> None:
-        for name, param in self._params.items():
-            param.copy_(values[name])
+    def _values(self, param: LocalParam) -> Tensor:
+        """The values of a weight: a view on the device, or a copy of offloaded memory."""
+        return self._offload_manager.memory(self._params[param.name]).joined().view(param.shape)
 
     def _empty(self, param: LocalParam) -> Tensor:
         exact = any(self._map.is_float32(piece.hf_name) for piece in param.pieces)

@@ -110,7 +110,7 @@ class ActorWorker(PolicyWorker):
     def init_model(self) -> None:
         """Build the model; keep the initial weights in host memory if the reference shares it."""
         super().init_model()
-        self._reference_weights = self.engine.weights_to_host() if self.reference else None
+        self._reference_weights = self.engine.copy_weights() if self.reference else None
         self._reference_head = self.engine.output_weight() if self._needs_full_kl else None
 
     @property
@@ -256,7 +256,7 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.ALL, phase="update_weights")
     def make_room(self) -> None:
         """Offload the configured parts before the engines wake."""
-        self.engine.offload_manager.offload()
+        self.engine.offload()
 
     @verb(Dispatch.ALL, phase="update_weights")
     def open_transfer(self, session: int) -> None:
@@ -283,7 +283,7 @@ class ActorWorker(PolicyWorker):
     def close_transfer(self, completed: bool) -> int:
         """End the transfer; returns the peak bytes of sending on this rank."""
         peak = self._sender.close(completed)
-        self.engine.offload_manager.offload()
+        self.engine.offload()
         return peak
 
 

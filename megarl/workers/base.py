@@ -88,7 +88,7 @@ def offload_after(method: Callable[Concatenate[_Worker, _Arguments], _Result]) -
     @functools.wraps(method)
     def wrapped(self: _Worker, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         result = method(self, *args, **kwargs)
-        self.engine.offload_manager.offload()
+        self.engine.offload()
         return result
 
     return wrapped
@@ -274,7 +274,7 @@ class MegatronWorker(SavingWorker):
         if device.type == "cuda":
             gigabytes["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
             torch.cuda.reset_peak_memory_stats(device)
-        freed = self.engine.offload_manager.offload()
+        freed = self.engine.offload()
         gigabytes |= {f"offloaded_gb/{part}": size / 2**30 for part, size in freed.items()}
         if not gigabytes:
             return {}

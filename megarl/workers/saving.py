@@ -48,7 +48,7 @@ class SavingWorker:
             )
         except CheckpointError as error:
             self._begin_failure = str(error)
-        self.engine.offload_manager.offload()
+        self.engine.offload()
 
     @verb(Dispatch.ALL)
     def checkpoint_written(self) -> bool:
@@ -79,4 +79,4 @@ class SavingWorker:
             CheckpointError: something is missing, corrupt, or of another model.
         """
         load_sharded(self.engine, Path(path), contents)
-        self.engine.offload_manager.offload()
+        self.engine.offload()

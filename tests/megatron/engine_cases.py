@@ -43,6 +43,7 @@ class Setup(NamedTuple):
     recompute: RecomputeOptions | None = None
     overlap: OverlapOptions = OverlapOptions()
     transformer: tuple[tuple[str, Any], ...] = ()
+    offload: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -63,6 +64,7 @@ def engine(place: Place, path: Path, setup: Setup) -> Iterator[MegatronEngine]:
                 recompute=setup.recompute,
                 overlap=setup.overlap,
                 transformer=dict(setup.transformer),
+                offload=setup.offload,
             ),
         )
         built.load_hf(path)

@@ -81,6 +81,7 @@ def build(place: Place, layout: ParallelLayout, options: dict[str, Any], seed: i
             value_head=options.get("value_head", False),
             optimizer=adam if options.get("optimizer", True) else None,
             overlap=OverlapOptions(options.get("overlap", False), options.get("overlap", False), bucket_size=3000),
+            offload=options.get("offload", ()),
         ),
     )
     with torch.no_grad():

@@ -30,6 +30,7 @@ from megarl.megatron.checkpoint import begin_save, load_sharded, save_sharded
 from megarl.megatron.checkpoint_format import Item, ItemWriter, TensorBlock
 from megarl.megatron.checkpoint_save import HostSnapshot
 from megarl.megatron.checkpoint_state import read_state
+from megarl.megatron.host_memory import TensorMemory
 from megarl.models import ParallelLayout
 
 DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
@@ -203,12 +204,28 @@ def test_snapshots_keep_values_and_memory(chunk_bytes: int) -> None:
     snapshot = HostSnapshot(torch.device("cpu"), chunk_bytes)
     tensors = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(0), torch.randn(2, 2, dtype=torch.float64)]
     for tensor in tensors * 2:
-        items = [
-            Item("weight/x", tuple(t.shape), TensorBlock("x", (0,) * t.dim(), tuple(t.shape), 0), t) for t in tensors
-        ]
+        items = [weight_item(t) for t in tensors]
         copies = snapshot.take(items)
         held = snapshot.nbytes
         expected = [t.clone() for t in tensors]
         tensor.zero_() if tensor.numel() else None
         assert all(torch.equal(copy.data, was) for copy, was in zip(copies, expected, strict=True))
         assert snapshot.nbytes == held
+
+
+def weight_item(tensor: torch.Tensor) -> Item:
+    shape = tuple(tensor.shape)
+    return Item(
+        "weight/x", shape, TensorBlock("x", (0,) * tensor.dim(), shape, 0), TensorMemory((tensor.view(-1),), False)
+    )
+
+
+def test_snapshot_of_items_larger_than_a_chunk_wastes_less_than_a_chunk() -> None:
+    """A page-locked allocation is rounded up to a power of two: 2.2 GB in one piece would take 4 GB."""
+    snapshot = HostSnapshot(torch.device("cpu"), 1024)
+    tensors = [torch.randn(5, 77), torch.randn(3), torch.randn(999)]
+    copies = snapshot.take([weight_item(tensor) for tensor in tensors])
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert total <= snapshot.nbytes < total + 1024 + 16 * len(tensors)
+    assert all(piece.untyped_storage().nbytes() == 1024 for copy in copies for piece in copy.memory.pieces)
+    assert all(torch.equal(copy.data, tensor) for copy, tensor in zip(copies, tensors, strict=True))

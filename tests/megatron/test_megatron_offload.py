@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from tiny_models import rows, save_model
 from torch import Tensor
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, StepResult
+from megarl.megatron.host_memory import HostBuffer
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
 from megarl.megatron.optimizer import state_shards
 from megarl.megatron.options import OverlapOptions
@@ -24,7 +28,7 @@ from megarl.models import ParallelLayout
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("chunk_bytes", [7, 64, 2**20])
+@pytest.mark.parametrize("chunk_bytes", [16, 64, 2**20])
 def test_offload_and_onload_restore_every_byte_in_place(chunk_bytes: int) -> None:
     base = torch.randn(11)
     view, half, alone = base[3:8].view(5, 1), torch.randn(5).bfloat16(), torch.randn(3, requires_grad=True)
@@ -37,6 +41,7 @@ def test_offload_and_onload_restore_every_byte_in_place(chunk_bytes: int) -> Non
         offloader.onload()
         assert all(torch.equal(a, b) for a, b in zip((base, half, alone), before, strict=True))
         view.fill_(7.0)  # still a view; and the next round takes what is there then
+        offloader.mark_changed()
         assert (base[3:8] == 7.0).all()
         before[0] = base.clone()
 
@@ -67,11 +72,18 @@ def test_inference_model_offloads_weights_only() -> None:
     assert manager.offloaded == ()
 
 
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """Chunks so small that every storage is spread over several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.megatron.engine.OffloadManager", partial(OffloadManager, chunk_bytes=1000))
+        yield
+
+
 def steps(place: Place, path: Path, setup: Setup, parts: tuple[str, ...]) -> tuple[list[StepResult], dict[str, Tensor]]:
     """Forward, three steps and an export, with an offload after each phase and before each call."""
-    with engine(place, path, setup) as built:
-        # Chunks so small that every storage is spread over several.
-        built.offload_manager = OffloadManager(built.chunks, built.optimizer, parts, CPU, chunk_bytes=1000)
+    setup = setup._replace(offload=parts)
+    with small_chunks(), engine(place, path, setup) as built:
         mine = micro_batches(rows(), setup, built.runtime.coordinate.dp, setup.layout.dp)
         results = []
         for _ in range(3):
@@ -151,3 +163,38 @@ def test_offload_keeps_training_bit_exact(
         pool.run(threads_left, layout.world_size), before, strict=True
     ):
         assert engines <= engines_then + 1 and threads < threads_then + 100
+
+
+def host_memory_of_the_optimizer(place: Place, path: Path, setup: Setup) -> tuple[int, int, int]:
+    """Allocated after the first offload; needed by the one after the first step; allocated then."""
+    with small_chunks(), engine(place, path, setup) as built:
+        mine = micro_batches(rows(), setup, built.runtime.coordinate.dp, setup.layout.dp)
+        built.offload_manager.offload()
+        host = built.offload_manager._offloaders[OPTIMIZER].host
+        host.reserve(0)  # waits for the thread
+        early = host.nbytes
+        built.forward_backward(mine, policy_loss, OutputOptions(with_entropy=True))
+        built.optimizer_step()
+        return early, built.offload_manager.offload()[OPTIMIZER], host.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_host_memory_of_the_moments_is_allocated_before_the_first_step(
+    pool: ProcessPool, tmp_path: Path, dtype: torch.dtype, distributed: bool
+) -> None:
+    """Page-locking 100 GB takes half a minute, which passes during the first rollout."""
+    save_model(tmp_path, "llama")
+    adam = OptimizerOptions(lr=1e-2, use_distributed_optimizer=distributed)
+    setup = Setup(ParallelLayout(dp=2), dtype=dtype, optimizer=adam, offload=PARTS)
+    for early, needed, later in pool.run(host_memory_of_the_optimizer, 2, tmp_path, setup):
+        assert needed <= early == later < 1.1 * needed
+
+
+def test_failed_reservation_is_raised_where_the_memory_is_needed() -> None:
+    host = HostBuffer(CPU, chunk_bytes=2**50)
+    host.reserve_in_background(1)
+    host.reserve(0)
+    assert host.nbytes == 0
+    with pytest.raises(RuntimeError, match="allocate"):
+        host.reserve(1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.algorithms import LearningRateSchedule, learning_rate
 from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch, PolicyOutputs, StepResult
 from megarl.megatron.faults import SkipReport
+from megarl.megatron.optimizer import check_steps, set_steps, state_shards, use_fused_kernels
 from megarl.models import ParallelLayout
 
 
@@ -158,3 +159,53 @@ def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(
         assert {dp for dp, _, _ in numbers} == {str(layout.dp - 1)}
         assert ({row for _, _, row in numbers} == {"0"}) == (fault == "gradient")
         assert set(report.samples.values()) == {"gradient of its log-probs or values"}
+
+
+def adam_steps(place: Place, path: Path, setup: Setup, fused: bool) -> dict[str, Tensor]:
+    """Weights and moments after three steps, of which the state of the first was made for a checkpoint."""
+    with engine(place, path, setup) as built:
+        assert built.optimizer is not None
+        if fused:
+            for inner in built.optimizer.inner_optimizers():
+                use_fused_kernels(inner)
+        state_shards(built.optimizer, built.weights.parameters())
+        mine = micro_batches(rows(), setup)
+        for _ in range(3):
+            built.forward_backward(mine, policy_loss, OutputOptions(with_entropy=True))
+            built.optimizer_step()
+        check_steps(built.optimizer)
+        set_steps(built.optimizer, 3)
+        shards = state_shards(built.optimizer, built.weights.parameters())
+        moments = {f"{name}/{kind}": t.clone() for name, shard in shards.items() for kind, t in shard.tensors.items()}
+        groups = [group for inner in built.optimizer.inner_optimizers() for group in inner.param_groups]
+        assert {group["fused"] for group in groups} == {True if fused else None}
+        return built.weights_to_host() | moments
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_adam_equals_the_default_up_to_rounding(pool: ProcessPool, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Torch's own fused kernels, here those of the CPU."""
+    save_model(tmp_path, "llama")
+    setup = Setup(ParallelLayout(), dtype=dtype, optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.1))
+    (plain,), (fused,) = (pool.run(adam_steps, 1, tmp_path, setup, kind) for kind in (False, True))
+    assert plain.keys() == fused.keys() and len(plain) > 20
+    for name, tensor in plain.items():
+        torch.testing.assert_close(fused[name], tensor, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_fused_kernels_need_no_temporary_memory_of_a_moment() -> None:
+    """The default, ``foreach``, allocates a list of square roots as large as one moment."""
+
+    def largest_step_memory(fused: bool) -> int:
+        params = [torch.nn.Parameter(torch.ones(100_000)) for _ in range(4)]
+        adam = torch.optim.AdamW(params, foreach=True)
+        if fused:
+            use_fused_kernels(adam)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        adam.step()
+        with torch.profiler.profile(profile_memory=True) as profile:
+            adam.step()
+        return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+
+    assert largest_step_memory(fused=True) < 1000 < 4 * 100_000 * 4 <= largest_step_memory(fused=False)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distributed import ProcessPool
+import pytest
+import torch
+from distributed import Place, ProcessPool
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings, update_plan, with_offload
 from tiny_policies import Models
 
+from megarl.data import DataProto
+from megarl.megatron import shutdown_runtime
+from megarl.megatron.host_memory import HostBuffer
 from megarl.megatron.offload import PARTS
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
+from megarl.workers.dispatch import WorkerPlace
 
 
 def actors_day(role: Role, models: Models, folder: Path, expected: tuple[str, ...]) -> list[Any]:
@@ -60,3 +68,78 @@ def test_offloading_critic_equals_resident_critic(role_pool: ProcessPool, models
         assert {name for name in metrics if name.startswith("perf/")} == {
             f"perf/critic/offloaded_gb/{part}" for part in PARTS
         }
+
+
+@contextmanager
+def actor_process(place: Place, arguments: dict[str, Any]) -> Iterator[ActorWorker]:
+    """An actor of one rank, after its start."""
+    actor = ActorWorker(WorkerPlace(place.rank, place.world_size, "127.0.0.1", place.port), **arguments)
+    try:
+        actor.init_model()
+        yield actor
+    finally:
+        shutdown_runtime()
+
+
+PHASES = ("compute_log_prob", "compute_ref_log_prob", "update_actor")
+
+
+def returns_of_cached_memory(place: Place, arguments: dict[str, Any], batch: DataProto) -> dict[str, list[int]]:
+    """Micro-batches whose outputs are still held at each return of cached memory to the driver, by phase."""
+    returns: dict[str, list[int]] = {}
+    with actor_process(place, arguments) as actor, pytest.MonkeyPatch.context() as patch:
+        held: list[int] = []
+        patch.setattr(torch.cuda, "empty_cache", lambda: held.append(len(actor.engine._faults._records)))
+        for phase in PHASES:
+            getattr(actor, phase)(batch)
+            returns[phase] = held.copy()
+            held.clear()
+        actor.make_room()
+        returns["make_room"] = held
+    return returns
+
+
+def test_every_phase_returns_cached_memory_also_without_offload(role_pool: ProcessPool, models: Models) -> None:
+    """An engine that wakes beside the role can only use memory that the driver has."""
+    arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"], reference=True)
+    (returns,) = role_pool.run(returns_of_cached_memory, 1, arguments, models.batch)
+    assert returns == {phase: [0] for phase in (*PHASES, "make_room")}
+
+
+def copies(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of the weights, and bytes copied to host memory and to the device in each call."""
+    calls: list[tuple[int, int]] = []
+    with actor_process(place, arguments) as actor, pytest.MonkeyPatch.context() as patch:
+        out: list[int] = []
+        back: list[int] = []
+        write, read = HostBuffer.write, HostBuffer.read
+        patch.setattr(HostBuffer, "write", lambda self, data: (out.extend(map(len, data)), write(self, data))[1])
+        patch.setattr(HostBuffer, "read", lambda self, at, to: (back.append(len(to)), read(self, at, to))[1])
+
+        def note() -> None:
+            calls.append((sum(out), sum(back)))
+            out.clear(), back.clear()
+
+        for phase in (PHASES[0], PHASES[0], PHASES[1], PHASES[1]):
+            getattr(actor, phase)(batch)
+            note()
+        actor.engine.named_local_params()  # a weight sync
+        actor.make_room()
+        note()
+        params = actor.engine.weights.parameters().values()
+        sizes = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in params}
+    return sum(sizes.values()), calls
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_phases_copy_unchanged_weights_only_to_the_device(
+    role_pool: ProcessPool, models: Models, offload: bool
+) -> None:
+    arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"], reference=True)
+    ((size, calls),) = role_pool.run(copies, 1, with_offload(arguments) if offload else arguments, models.batch)
+    if offload:
+        # Each phase onloads; a swap brings the reference only: the own weights are in host memory.
+        assert calls == [(0, size)] * 5
+    else:
+        # The first swap copies the own weights out; both bring the reference, and the own weights back.
+        assert calls == [(0, 0), (0, 0), (size, 2 * size), (0, 2 * size), (0, 0)]

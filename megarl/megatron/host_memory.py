@@ -1,0 +1,171 @@
+"""Host memory that receives copies of device memory; page-locked (pinned) for a GPU, so that it copies at full speed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 2**28
+"""Size of a piece of pinned memory. Pieces avoid torch's rounding of each allocation to a power of two."""
+ALIGNMENT = 16
+"""Alignment of each copy in bytes, valid for every number format."""
+LOGGED_SECONDS = 1.0
+"""An allocation that takes longer is logged: page-locking costs a third of a second per GiB."""
+
+logger = logging.getLogger(__name__)
+
+
+class HostBuffer:
+    """Host memory in chunks that receives tensors one after the other; grows as needed and is kept for reuse.
+
+    Args:
+        device: source of the copies; for a GPU the memory is page-locked.
+        chunk_bytes: see :data:`CHUNK_BYTES`; rounded up to :data:`ALIGNMENT`.
+    """
+
+    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._device = device
+        self._size = aligned(chunk_bytes)
+        self._chunks: list[Tensor] = []
+        self._growth: threading.Thread | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes."""
+        return sum(len(chunk) for chunk in self._chunks)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate memory for ``nbytes`` in total; waits for an allocation in the background."""
+        if self._growth is not None:
+            self._growth.join()
+            self._growth = None
+        self._grow(nbytes)
+
+    def reserve_in_background(self, nbytes: int) -> None:
+        """Allocate memory for ``nbytes`` in total in a thread, while this process waits for other phases."""
+        self.reserve(0)
+        self._growth = threading.Thread(target=self._try_to_grow, args=(nbytes,), name="host memory", daemon=True)
+        self._growth.start()
+
+    def write(self, data: Sequence[Tensor]) -> list[int]:
+        """Copy flat byte tensors into the buffer from its start; the copies may be asynchronous.
+
+        Returns:
+            Offset of each.
+        """
+        offsets, end = [], 0
+        for source in data:
+            offsets.append(end)
+            end = aligned(end + len(source))
+        self.reserve(end)
+        for offset, source in zip(offsets, data, strict=True):
+            for piece, part in self._pairs(offset, source):
+                piece.copy_(part, non_blocking=True)
+        return offsets
+
+    def read(self, offset: int, target: Tensor) -> None:
+        """Copy the bytes from ``offset`` on into a flat byte tensor; may be asynchronous."""
+        for piece, part in self._pairs(offset, target):
+            part.copy_(piece, non_blocking=True)
+
+    def pieces(self, offset: int, nbytes: int) -> tuple[Tensor, ...]:
+        """The memory of ``nbytes`` from ``offset`` on: flat byte tensors, one per chunk, at least one."""
+        if not nbytes:
+            return (torch.empty(0, dtype=torch.uint8),)
+        pieces, stop = [], offset + nbytes
+        while offset < stop:
+            chunk, start = divmod(offset, self._size)
+            pieces.append(self._chunks[chunk][start : start + min(self._size - start, stop - offset)])
+            offset += len(pieces[-1])
+        return tuple(pieces)
+
+    def _pairs(self, offset: int, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of pieces of this buffer and the corresponding pieces of ``tensor``."""
+        start = 0
+        for piece in self.pieces(offset, len(tensor)):
+            yield piece, tensor[start : start + len(piece)]
+            start += len(piece)
+
+    def _grow(self, nbytes: int) -> None:
+        missing = -(-nbytes // self._size) - len(self._chunks)
+        started, pinned = time.monotonic(), self._device.type == "cuda"
+        for _ in range(missing):
+            self._chunks.append(torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned))
+        seconds = time.monotonic() - started
+        if missing > 0 and seconds > LOGGED_SECONDS:
+            logger.info("allocated %.1f GiB of host memory in %.1f s", missing * self._size / 2**30, seconds)
+
+    def _try_to_grow(self, nbytes: int) -> None:
+        """Body of the thread; :meth:`reserve` meets a failure again, where it can be raised."""
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # the current device is per thread
+            self._grow(nbytes)
+        except RuntimeError as error:
+            logger.warning("allocating %.1f GiB of host memory failed: %s", nbytes / 2**30, error)
+
+
+class HostCopy(NamedTuple):
+    """A copy of some storages in host memory.
+
+    Attributes:
+        buffer: holds their bytes.
+        offsets: offset of each storage there.
+        sizes: bytes of each storage.
+    """
+
+    buffer: HostBuffer
+    offsets: list[int]
+    sizes: list[int]
+
+    def write_to(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Copy the contents into storages of the same sizes; may be asynchronous."""
+        for storage, offset in zip(storages, self.offsets, strict=True):
+            self.buffer.read(offset, storage_bytes(storage))
+
+
+class TensorMemory(NamedTuple):
+    """Memory of a contiguous tensor, flat.
+
+    Attributes:
+        pieces: consecutive parts, in the tensor's number format; one, or one per chunk of host memory.
+        is_offloaded: in host memory, which the next offload of a changed part overwrites.
+    """
+
+    pieces: tuple[Tensor, ...]
+    is_offloaded: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format."""
+        return self.pieces[0].dtype
+
+    def part(self, start: int, stop: int) -> TensorMemory:
+        """Memory of the elements ``[start, stop)``."""
+        parts, first = [], 0
+        for piece in self.pieces:
+            low, high = max(start - first, 0), min(stop - first, len(piece))
+            if low < high or start == stop:
+                parts.append(piece[low : max(low, high)])
+            first += len(piece)
+        return self._replace(pieces=tuple(parts))
+
+    def joined(self) -> Tensor:
+        """All elements: a view of the only piece, otherwise a copy."""
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """View a storage as a flat byte tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def aligned(nbytes: int) -> int:
+    """Round up to a multiple of :data:`ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
