@@ -305,6 +305,7 @@ class MegatronEngine:
         with cuda_on_cpu.active():
             optimizer = self._need_optimizer()
             self.offload_manager.onload(GRAD)
+            self.offload_manager.mark_changed(PARAM)  # a backward updates the correction of a router's choice
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
@@ -315,7 +316,6 @@ class MegatronEngine:
                 return self._contribute(loss, self._outputs(output, part, micro_batch, options), micro_batch)
 
             metrics = self._run(micro_batches, read, forward_only=False)
-            self.offload_manager.mark_changed(PARAM)  # a backward updates the correction of a router's choice
             for chunk in self.chunks:
                 drop_autograd_graphs(chunk)
             return self._sum_metrics(metrics)
@@ -325,6 +325,7 @@ class MegatronEngine:
         with cuda_on_cpu.active():
             assert GRAD not in self.offload_manager.offloaded, "the gradients were offloaded before the optimizer step"
             self.offload_manager.onload(PARAM, OPTIMIZER)
+            self.offload_manager.mark_changed(PARAM, OPTIMIZER)
             with span("optimizer step", "compute"):
                 result = self._need_optimizer().step(self._loss)
             self._weights_unsettled = self.options.overlap.param_gather
@@ -335,7 +336,6 @@ class MegatronEngine:
 
         Args:
             describe: names a sample by its micro-batch's index, in the order of the last call, and its row there.
-            self.offload_manager.mark_changed(PARAM, OPTIMIZER)
         """
         with cuda_on_cpu.active():
             return skip_report(self._faults.findings(self.weights.parameters(), describe))
@@ -391,6 +391,8 @@ class MegatronEngine:
 
         self._check_number(len(micro_batches))
         self.offload_manager.onload(PARAM)
+        if self._weights_unsettled:  # the forward gathers them
+            self.offload_manager.mark_changed(PARAM)
         self._config.timers = schedule_timers()
         # Each chunk of an interleaved schedule iterates over the micro-batches separately.
         interleaved = len(self.chunks) > 1
@@ -401,8 +403,6 @@ class MegatronEngine:
         with self._stage_exchange(micro_batches, forward_only) as exchange:
             result: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,
-        if self._weights_unsettled:  # the forward gathers them
-            self.offload_manager.mark_changed(PARAM)
                 data_iterator=loaders if interleaved else loaders[0],
                 model=self.chunks if interleaved else self.chunks[0],
                 num_microbatches=len(micro_batches),
