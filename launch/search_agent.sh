@@ -20,7 +20,7 @@ echo "== 1/5  A corpus, questions about it, and a random model (seed $seed)"
 python tools/make_search_task.py --out "$task" --seed "$seed"
 
 echo "== 2/5  Supervised warm-up: the format, not the facts"
-python -m megarl.sft --config-name search_agent_sft trainer.seed="$seed"
+python -m megarl.sft --config-name search_agent_sft trainer.seed="$seed" trainer.overwrite_output=true
 
 echo "== 3/5  The retrieval server"
 python tools/retrieval_server.py --corpus "$task/corpus.jsonl" --port "$port" &
@@ -36,7 +36,7 @@ CHECK
 done
 
 echo "== 4/5  Reinforcement learning"
-python -m megarl.train --config-name search_agent trainer.seed="$seed" \
+python -m megarl.train --config-name search_agent trainer.seed="$seed" trainer.overwrite_output=true \
   retriever.url="http://127.0.0.1:$port/retrieve" "$@"
 
 echo "== 5/5  Conversations about held-out people, at the last validation"

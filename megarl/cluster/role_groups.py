@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from megarl.data import DataProto
     from megarl.rollout.interface import Tag
@@ -38,7 +38,7 @@ class MegatronGroup(WorkerGroup):
 
         def describe(self) -> str: ...
 
-        def export_hf(self, path: str) -> list[None]: ...
+        def export_hf(self, path: str, files: Mapping[str, str] = ...) -> list[None]: ...
 
         def save_checkpoint(
             self, path: str, contents: Sequence[str] = ..., in_background: bool = False

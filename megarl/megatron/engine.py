@@ -37,7 +37,7 @@ from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.weights import RankWeights
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
-from megarl.models.hf_writer import HFWriter
+from megarl.models.hf_writer import NO_FILES, HFWriter
 from megarl.tracing import span
 
 LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -168,13 +168,21 @@ class MegatronEngine:
                 self.offload_manager.mark_changed(OPTIMIZER)
                 self.optimizer.weights_changed()
 
-    def export_hf(self, path: str | Path, source: str | Path | None = None, *, overwrite: bool = False) -> None:
+    def export_hf(
+        self,
+        path: str | Path,
+        source: str | Path | None = None,
+        *,
+        overwrite: bool = False,
+        files: Mapping[str, str] = NO_FILES,
+    ) -> None:
         """Write the model as a Hugging Face folder; communicates.
 
         Args:
             path: the new folder; only rank 0 writes.
             source: folder whose tokenizer is copied.
             overwrite: replace an existing folder.
+            files: text of further files, by name.
 
         Raises:
             CheckpointError: the folder exists and ``overwrite`` is off.
@@ -185,7 +193,9 @@ class MegatronEngine:
                 return
             shapes = self.weight_map.hf_shapes()
             exact = [name for name in shapes if self.weight_map.is_float32(name)]
-            with HFWriter(path, self.model, shapes, float32=exact, copy_from=source, overwrite=overwrite) as writer:
+            with HFWriter(
+                path, self.model, shapes, float32=exact, copy_from=source, overwrite=overwrite, files=files
+            ) as writer:
                 self.weights.export(writer.add)
 
     def named_local_params(self) -> dict[str, Tensor]:

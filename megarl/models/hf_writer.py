@@ -38,6 +38,8 @@ COPIED_FILES = (
 )
 """Files copied from the source folder of a model; weights and config are written separately."""
 
+NO_FILES: Mapping[str, str] = {}
+
 _CAUSAL, _BARE = "ForCausalLM", "Model"
 
 
@@ -156,6 +158,7 @@ class HFWriter:
         max_shard_bytes: size limit of a shard file.
         copy_from: folder from which tokenizer, chat template and generation config are copied; None = no copies.
         overwrite: replace an existing ``path``; a reader sees the old folder or the new one.
+        files: text of further files, by name.
 
     Raises:
         CheckpointError: ``path`` exists and ``overwrite`` is off; at the end of the block, if an element of a tensor
@@ -172,6 +175,7 @@ class HFWriter:
         max_shard_bytes: int = 5 << 30,
         copy_from: str | Path | None = None,
         overwrite: bool = False,
+        files: Mapping[str, str] = NO_FILES,
     ) -> None:
         self.path = Path(path)
         self._config = config
@@ -185,6 +189,7 @@ class HFWriter:
         self._max_shard_bytes = max_shard_bytes
         self._copy_from = Path(copy_from) if copy_from is not None else None
         self._overwrite = overwrite
+        self._files = dict(files)
         self._folder = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
         self._dtype: torch.dtype | None = None
         self._shard_of: dict[str, int] = {}
@@ -290,6 +295,8 @@ class HFWriter:
         self._write_json("config.json", exported_config(self._config, self._shapes, self._dtype))
         if self._copy_from is not None:
             copy_companions(self._copy_from, self._folder)
+        for name, text in self._files.items():
+            (self._folder / name).write_text(text, encoding="utf-8")
         for path in [*self._folder.rglob("*"), self._folder]:
             flush_path(path)
         replace_folder(self._folder, self.path)

@@ -45,8 +45,10 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     before, after = summary.get("val_accuracy_before"), summary.get("val_accuracy_after")
     if before is not None and after is not None:
         facts.append(("held-out accuracy", f"{before:.3f} -> {after:.3f}  ({after - before:+.3f})"))
-    elif before is not None or after is not None:
-        facts.append(("held-out accuracy", f"{after if before is None else before:.3f}"))
+    elif after is not None:
+        facts.append(("held-out accuracy", f"{after:.3f}"))
+    elif before is not None:
+        facts.append(("held-out accuracy", f"{before:.3f} before training"))
     if present("steps"):
         took = f" in {duration(summary['train_seconds'])}" if present("train_seconds") else ""
         facts.append(("steps", f"{summary['steps']}{took}"))
@@ -64,7 +66,9 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def plain_summary(summary: Mapping[str, Any], title: str) -> list[str]:
     """Format the summary as plain lines."""
-    return [f"{title}: finished", *(f"  {label}: {text}" for label, text in summary_facts(summary))]
+    stopped = summary.get("stopped")
+    state = f"ended early ({stopped})" if stopped else "finished"
+    return [f"{title}: {state}", *(f"  {label}: {text}" for label, text in summary_facts(summary))]
 
 
 def _accuracy_bars(before: float, after: float, is_ascii: bool, width: int = 24) -> Text:
@@ -99,10 +103,11 @@ def summary_panel(
                     style="green",
                 ),
             )
+    stopped = summary.get("stopped")
     return Panel(
         grid,
-        title=Text(title, style="bold"),
+        title=Text(f"{title}: ended early ({stopped})" if stopped else title, style="bold"),
         box=box.ASCII if is_ascii else box.ROUNDED,
-        border_style="green",
+        border_style="yellow" if stopped else "green",
         padding=(1, 2),
     )

@@ -20,6 +20,7 @@ from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
+from megarl.trainer.state.run_identity import ID_FILE
 from megarl.trainer.state.run_state import RunState
 
 MINI_BATCH_ROWS = ("actor_mini_batch_rows", "critic_mini_batch_rows")
@@ -207,15 +208,16 @@ class PPOTrainer:
     def close(self) -> RunSummary:
         """Complete the last save, export the policy if configured, and write the summary."""
         stop_message = self.state.finish()
-        folder = self.config.trainer.hf_export_dir
+        trainer = self.config.trainer
+        folder = None if trainer.val_only else trainer.hf_export_dir
         if stop_message:
             folder = None  # there is no time for it, and the run is not over
             self.reporter.console.warn(stop_message)
         if folder:
             with self.reporter.console.phase("export", announce=True):
-                self.roles.actor.export_hf(folder)
+                self.roles.actor.export_hf(folder, {ID_FILE: self.reporter.run_id})
         for recorder in self.recorders:
             recorder.on_train_end(self.view())
-        summary = self.reporter.finish(folder)
+        summary = self.reporter.finish(folder, self.state.stopped)
         self.state.check_last_save()
         return summary

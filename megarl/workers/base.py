@@ -35,6 +35,7 @@ from megarl.megatron import (
 )
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM
 from megarl.models import ModelConfig, read_model_config
+from megarl.models.hf_writer import NO_FILES
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
 from megarl.workers.rows import PackedRows
 from megarl.workers.saving import SavingWorker
@@ -142,9 +143,14 @@ class MegatronWorker(SavingWorker):
 
     @verb(Dispatch.ALL)
     @offload_after
-    def export_hf(self, path: str) -> None:
-        """Write the model as a Hugging Face folder with the initial model's tokenizer; replaces an existing folder."""
-        self.engine.export_hf(Path(path), source=Path(self.settings.model_path), overwrite=True)
+    def export_hf(self, path: str, files: Mapping[str, str] = NO_FILES) -> None:
+        """Write the model as a Hugging Face folder with the initial model's tokenizer; replaces an existing folder.
+
+        Args:
+            path: the folder.
+            files: text of further files, by name.
+        """
+        self.engine.export_hf(Path(path), source=Path(self.settings.model_path), overwrite=True, files=files)
 
     def update(
         self,

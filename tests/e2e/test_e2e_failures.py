@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cli_runs import REWARDS, CliRun, RunFiles
+from reward_functions import PAUSE_AT, PAUSED
 
 from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.trainer.state.checkpoint_store import CheckpointStore
@@ -61,6 +63,49 @@ def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Call
     run.signal_group(signal.SIGINT)
     output = assert_ends(run, 130)
     assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
+    assert re.search(r"Ended in step \d+ of 5000 \(Ctrl-C\), not saved: trainer.save_freq=-1. To start again:", output)
+    files = RunFiles(run.folder, "endless")
+    assert files.summary["stopped"] == "Ctrl-C" and files.summary["steps"] >= 2
+    assert "endless: ended early (Ctrl-C)" in output and (files.newest / "report.html").is_file()
+
+
+def test_ctrl_c_saves_and_names_the_command_that_continues(
+    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
+) -> None:
+    run = start(*endless, *one_device, "trainer.save_freq=1000", "trainer.hf_export_dir=export")
+    run.wait_until(lambda: in_third_step(run))
+    run.signal_group(signal.SIGINT)
+    output = assert_ends(run, 130)
+    assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
+    assert "Ctrl-C: the run ends after the current step and saves" in output
+    files = RunFiles(run.folder, "endless")
+    (step,) = CheckpointStore(files.root / "checkpoints").steps()
+    assert max(files.steps) == step >= 2 and files.summary["stopped"] == "Ctrl-C"
+    assert (files.newest / "report.html").is_file() and not (run.folder / "export").exists()
+    saved = re.search(rf"saved in \S*/global_step_{step}\. To go on: (python\S* .*?); or from elsewhere", output)
+    assert saved, output
+    words = shlex.split(saved[1])
+    assert words[1:3] == ["-m", "megarl.train"] and words[-1] == "trainer.resume_mode=auto"
+    # The printed command, one step longer.
+    again = start(*words[3:], f"trainer.total_training_steps={step + 1}", folder=run.folder)
+    assert again.wait() == 0, again.output
+    assert sorted(RunFiles(run.folder, "endless").steps) == [*range(1, step + 2)]
+    assert (run.folder / "export" / "run_id").is_file()
+
+
+def test_a_second_ctrl_c_ends_at_once_without_a_save(
+    endless: list[str], one_device: list[str], dense_reward: list[str], start: Callable[..., CliRun], tmp_path: Path
+) -> None:
+    paused = tmp_path / "paused"  # in the middle of the first step
+    env = {ENVIRONMENT: "1", PAUSE_AT: "5", PAUSED: str(paused)}
+    run = start(*endless, *one_device, *dense_reward, "trainer.save_freq=1000", env=env)
+    run.wait_until(paused.exists)
+    run.signal_group(signal.SIGINT)
+    run.wait_until(lambda: "Ctrl-C: the run ends after the current step" in run.output)
+    run.signal_group(signal.SIGINT)
+    output = assert_ends(run, 130)
+    assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
+    assert not (run.folder / "outputs" / "endless" / "checkpoints").exists()
 
 
 def test_ctrl_c_during_worker_start_ends_all_processes(endless: list[str], start: Callable[..., CliRun]) -> None:

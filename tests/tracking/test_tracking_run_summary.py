@@ -16,6 +16,15 @@ def test_unknown_entries_are_skipped():
     ]  # fmt: skip
 
 
+def test_a_single_accuracy_is_no_change():
+    assert summary_facts({"val_accuracy_before": 0.5}) == [("held-out accuracy", "0.500 before training")]
+    assert summary_facts({"val_accuracy_after": 0.597}) == [("held-out accuracy", "0.597")]
+
+
+def test_an_early_end_is_named():
+    assert plain_summary({"stopped": "Ctrl-C"}, "run") == ["run: ended early (Ctrl-C)"]
+
+
 @pytest.mark.parametrize(("before", "after", "text"), [(0.3, 0.9, "(+0.600)"), (0.9, 0.3, "(-0.600)")])
 def test_accuracy_change_is_formatted(before, after, text):
     ((label, fact),) = summary_facts({"val_accuracy_before": before, "val_accuracy_after": after})

@@ -217,8 +217,8 @@ def test_retention_ignores_damaged_checkpoints(tmp_path: Path) -> None:
     assert store.steps() == [1, 2, 3]
 
 
-def test_a_new_run_in_an_old_folder_keeps_its_checkpoints(tmp_path: Path) -> None:
-    """After ``resume_mode=disable`` the steps count from zero again: higher ones of the old run are the older ones."""
+def test_retention_counts_by_time_of_saving(tmp_path: Path) -> None:
+    """A run that went back repeats lower steps: the higher ones are the older ones."""
     save(CheckpointStore(tmp_path), 10), save(CheckpointStore(tmp_path), 20)
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
     save(store, 1)
@@ -226,6 +226,47 @@ def test_a_new_run_in_an_old_folder_keeps_its_checkpoints(tmp_path: Path) -> Non
     assert step_of(store.resolve("auto")) == 1
     (tmp_path / POINTER).unlink()
     assert step_of(store.resolve("auto")) == 1
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
+    best = BestBy("val/acc")
+    other = CheckpointStore(tmp_path, Retention(best=best), "other")
+    with other.saving(10, Score("val/acc", 0.9)) as folder:
+        fill(folder, 10)
+    before = tree(tmp_path / "global_step_10")
+    store = CheckpointStore(tmp_path, Retention({"actor": 1, "critic": 1}, best), "mine")
+    for step, value in ((1, 0.1), (2, 0.2), (3, 0.1)):
+        with store.saving(step, Score("val/acc", value)) as folder:
+            fill(folder, step)
+    assert store.steps() == [2, 3, 10] and store.own_steps() == [2, 3]
+    assert store.best().step == 2 and (tmp_path / BEST_POINTER).read_text() == "2\n"
+    assert tree(tmp_path / "global_step_10") == before
+    with pytest.raises(CheckpointError, match=r"global_step_10 is a checkpoint of another run; .*overwrite_output"):
+        save(store, 10)
+    assert tree(tmp_path / "global_step_10") == before and not hidden(tmp_path)
+
+
+def test_a_resumed_run_prunes_the_checkpoints_before_it(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(CheckpointStore(tmp_path, None, "mine"), step)
+    save(CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}), "mine"), 3)
+    assert CheckpointStore(tmp_path).steps() == [2, 3]
+
+
+def test_overwrite_replaces_other_runs_at_the_first_save(tmp_path: Path) -> None:
+    save(CheckpointStore(tmp_path, None, "other"), 10)
+    truncate(save(CheckpointStore(tmp_path, None, "other"), 20))
+    store = CheckpointStore(tmp_path, None, "mine", overwrite=True)
+    with pytest.raises(CheckpointError), store.saving(10):
+        raise OSError("disk full")
+    assert store.steps() == [10, 20], "the save failed"
+    save(store, 10)
+    assert store.steps() == [10] and (tmp_path / "global_step_10" / "run_id").read_text() == "mine"
+    assert store.resolve("auto") == tmp_path / "global_step_10"
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
@@ -17,12 +19,12 @@ from megarl.trainer.records.reporting import RunReporter
 
 @pytest.fixture
 def reporter(train_config: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., RunReporter]:
-    def make(name: str = "run", resumed_from: tuple[Path, int] | None = None) -> RunReporter:
+    def make(name: str = "run", resumed_from: tuple[Path, int] | None = None, **more: Any) -> RunReporter:
         folder = tmp_path / "outputs" / name
         folder.mkdir(parents=True)
         console = Console(output=RichConsole(file=io.StringIO(), width=120))
         config = train_config({"trainer.logger": ["console"]}).trainer
-        return RunReporter(config, {"a": {"b": 1}}, folder, console, resumed_from)
+        return RunReporter(config, {"a": {"b": 1}}, folder, console, resumed_from, **more)
 
     return make
 
@@ -68,11 +70,12 @@ def test_supervised_fine_tuning_has_one_update_and_no_rollout(reporter: Callable
 
 
 def test_a_run_without_steps(reporter: Callable[..., RunReporter]) -> None:
-    """As with ``val_only``: the one validation is both before and after."""
+    """As with ``val_only``: there is no validation after a step."""
     run = reporter()
     run.log_validation(0, {"val-core/a/reward/mean@1": 0.25})
     summary = run.finish(None)
-    assert (summary.val_accuracy_before, summary.val_accuracy_after, summary.steps) == (0.25, 0.25, 0)
+    assert (summary.val_accuracy_before, summary.val_accuracy_after, summary.steps) == (0.25, None, 0)
+    assert run.accuracy == 0.25
     assert summary.update_tokens_per_s is None and summary.train_seconds == 0
 
 
@@ -105,3 +108,37 @@ def test_samples_of_an_older_run_are_moved_aside(reporter: Callable[..., RunRepo
     again.keep_samples(2, [{"output": "new"}], "train")
     assert [path.name for path in (first.folder / "samples" / "train").iterdir()] == ["2.jsonl"]
     assert (first.folder / "samples.old" / "train" / "1.jsonl").exists()
+
+
+def test_without_a_validation_before_training_there_is_no_accuracy_before(reporter: Callable[..., RunReporter]) -> None:
+    run = reporter()
+    step(run, 8, {"step": 1.0}, **{"val-core/a/reward/mean@1": 0.5})
+    step(run, 16, {"step": 1.0}, **{"val-core/a/reward/mean@1": 0.75})
+    summary = run.finish(None)
+    assert (summary.val_accuracy_before, summary.val_accuracy_after) == (None, 0.75)
+
+
+def test_a_resumed_run_has_the_accuracy_before_its_first_part(
+    reporter: Callable[..., RunReporter], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    rows = [{"step": 0, "val-core/a/reward/mean@1": 0.25}, {"step": 1, "val-core/a/reward/mean@1": 0.5}]
+    (checkpoint / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = reporter("second", (checkpoint, 1))
+    step(run, 2, {"step": 1.0}, **{"val-core/a/reward/mean@1": 0.75})
+    summary = run.finish(None)
+    assert (summary.val_accuracy_before, summary.val_accuracy_after) == (0.25, 0.75)
+
+
+def test_the_whole_run_counts_from_the_command(reporter: Callable[..., RunReporter]) -> None:
+    run = reporter(started=time.time() - 75.0)
+    assert 75.0 <= run.finish(None).wall_seconds < 80.0
+
+
+def test_the_summary_names_the_reason_of_an_early_end(reporter: Callable[..., RunReporter]) -> None:
+    run = reporter(run_id="abc")
+    run.finish(None, stopped="Ctrl-C")
+    assert json.loads((run.folder / "summary.json").read_text())["stopped"] == "Ctrl-C"
+    assert f"{run.config.experiment_name}: ended early (Ctrl-C)" in run.console.output.file.getvalue()
+    assert (run.folder / "run_id").read_text() == "abc"

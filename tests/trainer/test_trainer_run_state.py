@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +220,7 @@ def test_a_stop_request_ends_after_the_step_and_saves(train_config: Callable[...
     saved(state.config, 2)
     state.saver.newest = state.saver.store.resolve("auto")
     message = state.finish()
+    assert state.stopped == "SIGTERM"
     assert message.startswith(f"Ended after step 2 of 8 (SIGTERM), saved in {state.saver.newest}.")
     assert f"trainer.resume_from_path={state.saver.newest}" in message and "\n" not in message
     state.check_last_save()
@@ -243,3 +247,43 @@ def test_a_stop_request_before_the_first_step(train_config: Callable[..., TrainC
     state = RunState(train_config(), loader(), None, 8, None, stop)
     assert list(state.remaining_prompts(3)) == []
     assert "before the first step (SIGTERM)" in state.finish()
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides"),
+    [
+        ({}, []),
+        ({"trainer.resume_mode": "disable"}, ["trainer.resume_mode=auto"]),
+        (
+            {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "x/global_step_1"},
+            ["trainer.resume_mode=auto", "trainer.resume_from_path=null"],
+        ),
+    ],
+)
+def test_the_command_to_go_on_resumes_from_the_last_save(
+    train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, changes: Any, overrides: list[str]
+) -> None:
+    argv = ["/venv/bin/python", "-m", "megarl.train", "--config-name", "ppo", "data.train_files=[a b.parquet]"]
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    state = RunState(train_config({"trainer.save_freq": 100, **changes}), loader(), None, 8, None)
+    state.step, state.stop.reason, state.saver.newest = 3, "Ctrl-C", Path("/c/global_step_3")
+    words = shlex.join(["python", *argv[1:], *overrides])
+    assert f"Ended after step 3 of 8 (Ctrl-C), saved in /c/global_step_3. To go on: {words};" in state.finish()
+
+
+def test_an_interruption_without_a_save_says_why(train_config: Callable[..., TrainConfig]) -> None:
+    state = RunState(train_config(), loader(), None, 8, None)
+    assert "Ended before the first step (Ctrl-C), not saved: trainer.save_freq=-1." in state.describe_interruption()
+    state.step = 3
+    assert "Ended in step 3 of 8 (Ctrl-C), not saved: trainer.save_freq=-1." in state.describe_interruption()
+
+
+def test_steps_of_another_run_do_not_count_as_saved(train_config: Callable[..., TrainConfig]) -> None:
+    config = train_config({"trainer.save_freq": 100})
+    with checkpoint_store(config, "other").saving(1):
+        pass
+    state = RunState(config, loader(), None, 8, None, run_id="mine")
+    state.step = 1
+    with pytest.raises(CheckpointError, match="is a checkpoint of another run"):
+        state.save_now([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 
 import pytest
@@ -13,7 +14,7 @@ from megarl.trainer.state.stopping import (
     FIRST_SAVE_S,
     Deadline,
     StopCondition,
-    ends_on_sigterm,
+    ends_on_signals,
     find_deadlines,
 )
 
@@ -96,23 +97,55 @@ def test_a_malformed_expiry_is_an_error(text: str) -> None:
         find_deadlines(None, 1000.0, {"SLURM_JOB_END_TIME": text})
 
 
-def test_the_first_sigterm_requests_and_the_second_ends() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, "SIGTERM"),
+        (signal.SIGINT, signal.SIGINT, "Ctrl-C"),
+        (signal.SIGINT, signal.SIGTERM, "Ctrl-C"),
+    ],
+)
+def test_the_first_signal_requests_and_the_second_ends(
+    first: signal.Signals, second: signal.Signals, reason: str
+) -> None:
     class Ended(Exception):
         pass
 
     def end(*_: object) -> None:
         raise Ended
 
-    before = signal.signal(signal.SIGTERM, end)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, end) for number in numbers}
+    lines: queue.Queue[str] = queue.Queue()
     try:
         stop = StopCondition()
-        with pytest.raises(Ended), ends_on_sigterm(stop):
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.requested == "SIGTERM" and stop.reason is None  # the step under way is finished
-            assert stop.step_done(None) == "SIGTERM"
-            os.kill(os.getpid(), signal.SIGTERM)
-        with ends_on_sigterm(StopCondition()):
+        with pytest.raises(Ended), ends_on_signals(stop, lines.put):
+            os.kill(os.getpid(), first)
+            assert stop.requested == reason and stop.reason is None  # the step under way is finished
+            line = lines.get(timeout=10)
+            assert line.startswith(f"{reason}: the run ends after the current step") and f"another {reason}" in line
+            assert stop.step_done(None) == reason
+            os.kill(os.getpid(), second)
+        with ends_on_signals(StopCondition()):
             pass
-        assert signal.getsignal(signal.SIGTERM) is end
+        assert all(signal.getsignal(number) is end for number in numbers)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    """As in a shell's background job."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop = StopCondition()
+        with ends_on_signals(stop):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_time_limit_counts_from_the_command() -> None:
+    (deadline,) = find_deadlines(60.0, 1000.0, {}, started=970.0)
+    assert deadline.at == 1030.0

@@ -171,6 +171,11 @@ class TrainingRunConfig(RunConfig):
     default_local_dir: str | None = key(
         None, "Folder of the checkpoints; null = `outputs/<experiment_name>/checkpoints`."
     )
+    overwrite_output: bool = key(
+        False,
+        "Replace the work of another run in `default_local_dir` (its checkpoints, at the first save) and "
+        "`hf_export_dir`; false = such a folder is an error before the run starts (see docs/checkpoints.md).",
+    )
     max_wall_seconds: float | None = key(
         None,
         "Wall-clock limit of the run, in seconds from its start: it saves and ends in time, with exit status 0, after "

@@ -30,6 +30,7 @@ from megarl.ops.doctor.node.storage import check_checkpoint_room
 from megarl.ops.plan.report import shortfall_lines
 from megarl.ops.plan.suggestion import plan_run
 from megarl.tracking import check_trackers
+from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.state.run_state import find_resume
 
@@ -216,6 +217,7 @@ class DryRun(ABC):
         else:
             yield "no checkpoints (trainer.save_freq=-1)"
         resume = find_resume(config)
+        check_output_folders(config, resume.path if resume else None)
         yield f"resumes from {resume.path}, after step {resume.state.step}" if resume else "starts at step 0"
 
     def trackers(self) -> Iterator[str]:

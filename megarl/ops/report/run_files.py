@@ -125,7 +125,10 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
         problems.append(str(error))
     trainer = config.get("trainer")
     name = trainer.get("experiment_name") if isinstance(trainer, Mapping) else None
-    status = "finished" if summary else _status(folder / METRICS_FILE, rows, time.time() if now is None else now)
+    if summary:
+        status = "ended early" if summary.get("stopped") else "finished"
+    else:
+        status = _status(folder / METRICS_FILE, rows, time.time() if now is None else now)
     return RunRecord(folder, str(name or folder.name), rows, config, facts, summary, status, tuple(problems), balance)
 
 

@@ -65,7 +65,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         # The table below replaces the console's tracker.
         trackers = [name for name in config.trainer.logger if name != "console"]
         logged = dataclasses.replace(config.trainer, logger=trackers)
-        reporter = RunReporter(logged, dataclasses.asdict(config), output_dir, session.console)
+        reporter = RunReporter(logged, dataclasses.asdict(config), output_dir, session.console, started=session.started)
         endpoint = build_endpoint(config, tokenizer)
         pool = session.start(functions, endpoint)
         with session.starting_workers():

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal
 
 from megarl.base.errors import ResourceError
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
+from megarl.base.run_clock import run_started
 from megarl.cluster import PlacedPool, RaySession, ResourcePool
 from megarl.cluster.resources import cluster_nodes
 from megarl.config.keys import with_values
@@ -16,9 +17,11 @@ from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig
 from megarl.config.schema.run import RunConfig
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
+from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.tracing import RunTracing, role_profiles
-from megarl.trainer.state.run_state import Resume, find_resume
-from megarl.trainer.state.stopping import StopCondition, ends_on_sigterm, process_deadlines
+from megarl.trainer.state.run_identity import identify_run
+from megarl.trainer.state.run_state import Resume, RunState, find_resume
+from megarl.trainer.state.stopping import CTRL_C, StopCondition, ends_on_signals, process_deadlines
 
 
 @contextmanager
@@ -53,6 +56,8 @@ class JobSession(Generic[JobT]):
         logs: log files of its processes.
         stop: decides when a training job ends early.
         resume: checkpoint that a training job resumes from; None = start at step 0.
+        run_id: ID of the run; a resumed run keeps it.
+        started: UNIX time at which the command was entered.
         tracing: timeline, profilers and watchdog; set by :meth:`start`.
     """
 
@@ -65,13 +70,15 @@ class JobSession(Generic[JobT]):
         self.logs = ProcessLogs(output_dir.resolve() / LOGS_FOLDER, config.trainer.log_level)
         self.stop = StopCondition()
         self.resume: Resume | None = None
+        self.started = run_started()
         self._stack = stack
         self._saves = False
         if isinstance(config, TrainConfig | SupervisedConfig):
             run = config.trainer
-            self.stop = StopCondition(process_deadlines(run.max_wall_seconds), run.esi_redundant_time)
+            self.stop = StopCondition(process_deadlines(run.max_wall_seconds, self.started), run.esi_redundant_time)
             self.resume = find_resume(config)
             self._saves = run.save_freq > 0
+        self.run_id = identify_run(self.resume.path if self.resume else None)
 
     def start(self, *resources: AbstractContextManager[object] | None) -> PlacedPool:
         """Open the job's other resources, a Ray session with the devices, and tracing.
@@ -102,11 +109,34 @@ class JobSession(Generic[JobT]):
 
     @contextmanager
     def starting_workers(self) -> Iterator[None]:
-        """Show and time the start of the workers; from then on a first SIGTERM ends training after the current step."""
+        """Show and time the start of the workers."""
         with self.console.phase("start workers", announce=True), span("start_workers", PHASE):
             yield
-        if self._saves:
-            self._stack.enter_context(ends_on_sigterm(self.stop))
+
+    @contextmanager
+    def training(self, state: RunState, reporter: RunReporter) -> Iterator[None]:
+        """Handle the signals that end training: a run that saves finishes its step; otherwise Ctrl-C ends it at once.
+
+        Args:
+            state: of the run.
+            reporter: of the run; it writes the summary in any case.
+
+        Raises:
+            KeyboardInterrupt: training was ended by Ctrl-C; the summary is written.
+        """
+        with ExitStack() as stack:
+            if self._saves:
+                stack.enter_context(ends_on_signals(self.stop, self.console.warn))
+            try:
+                yield
+            except KeyboardInterrupt:
+                # A second Ctrl-C must not wait for anything; a stall is reported by the watchdog.
+                if self.stop.requested is None and not self.tracing.is_stalled:
+                    self.console.warn(state.describe_interruption())
+                    reporter.finish(None, stopped=CTRL_C)
+                raise
+        if self.stop.requested == CTRL_C:
+            raise KeyboardInterrupt
 
 
 def _reserve_devices(session: RaySession, run: RunConfig) -> PlacedPool:

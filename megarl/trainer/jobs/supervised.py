@@ -21,6 +21,7 @@ from megarl.data.loader import PromptQueue
 from megarl.models import read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.tracking import SFT_COLUMNS, MetricColumn, check_trackers, read_metrics
+from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_learners, check_schedules
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.jobs.worker_groups import budget
@@ -28,6 +29,7 @@ from megarl.trainer.phases.data_loading import load_tokenizer, training_files, t
 from megarl.trainer.records.metrics import Metrics, phase_tokens, rank_balance
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
+from megarl.trainer.state.run_identity import ID_FILE
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
 from megarl.workers.settings import RoleSettings, layout_of
 
@@ -124,6 +126,7 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
     job.check()
     with open_job(job.config, output_dir, columns=job.columns) as session:
         config, console = session.config, session.console
+        check_output_folders(config, session.resume.path if session.resume else None)
         batches = plan_batches(config)
         rows = PromptQueue(job.training_loader())
         if session.resume is not None:
@@ -134,7 +137,7 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         console.message("\n".join([render_plan(batches), *inexact_checkpoints(config)]))
         pool = session.start()
         config = session.config
-        state = RunState(config, rows, None, total_steps, session.resume, session.stop, console.message)
+        state = RunState(config, rows, None, total_steps, session.resume, session.stop, console.message, session.run_id)
         resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
         reporter = RunReporter(
             config.trainer,
@@ -143,12 +146,15 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
             console,
             resumed_from,
             on_phase_end=state.saver.advance,
+            run_id=session.run_id,
+            started=session.started,
         )
         with session.starting_workers():
             workers = _start_workers(job, batches.phase(config.role), total_steps, pool)
         console.message(workers.describe())
-        _fit(job, workers, state, reporter, session.tracing)
-        return _close(config, workers, state, reporter)
+        with session.training(state, reporter):
+            _fit(job, workers, state, reporter, session.tracing)
+            return _close(config, workers, state, reporter)
 
 
 def _fit(
@@ -190,8 +196,8 @@ def _close(config: SupervisedConfig, workers: MegatronGroup, state: RunState, re
         reporter.console.warn(stop_message)
     if folder:
         with reporter.console.phase("export", announce=True):
-            workers.export_hf(folder)
-    summary = reporter.finish(folder)
+            workers.export_hf(folder, {ID_FILE: reporter.run_id})
+    summary = reporter.finish(folder, state.stopped)
     state.check_last_save()
     return summary
 

@@ -13,6 +13,7 @@ from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
 from megarl.models.hf_folder import all_eos_token_ids
 from megarl.trainer.callbacks import load_callbacks
+from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules, check_train
 from megarl.trainer.jobs.roles import RoleBuilder, Roles
 from megarl.trainer.jobs.session import JobSession, open_job
@@ -41,12 +42,14 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
     """
     check_train(config)
     with open_job(config, output_dir) as session:
+        check_output_folders(config, session.resume.path if session.resume else None)
         builder = TrainerBuilder(session)
         session.console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
         pool = session.start(builder.endpoint, builder.reward_functions)
         with session.starting_workers():
             trainer = builder.build(pool)
-        return trainer.fit()
+        with session.training(trainer.state, trainer.reporter):
+            return trainer.fit()
 
 
 class TrainerBuilder:
@@ -92,6 +95,7 @@ class TrainerBuilder:
             session.resume,
             session.stop,
             console.message,
+            session.run_id,
         )
         resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
         reporter = RunReporter(
@@ -101,6 +105,8 @@ class TrainerBuilder:
             console,
             resumed_from,
             on_phase_end=state.saver.advance,
+            run_id=session.run_id,
+            started=session.started,
         )
         roles = RoleBuilder(config, self.batches, self.total_steps, pool).build()
         console.message(roles.describe())

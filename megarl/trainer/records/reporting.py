@@ -11,22 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from megarl.base.atomic_write import atomic_write_text
 from megarl.base.logs import LOGS_FOLDER
 from megarl.config.schema.run import RunConfig
 from megarl.tracing import PHASE, span
-from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers
+from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
 from megarl.tracking.run_summary import REPORT_FILE
 from megarl.tracking.sample_files import SampleFiles, begin_samples
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.records.samples import Sample
+from megarl.trainer.state.run_identity import ID_FILE, identify_run
 
 ACCURACY_PREFIX = "val-core/"
-ID_FILE, ID_LETTERS = "run_id", 20
-RUN_FILES = (METRICS_FILE, BALANCE_FILE, ID_FILE)
+RUN_FILES = (METRICS_FILE, BALANCE_FILE)
 UPDATE_PHASES = ("update_actor", "update_critic", "update")  # update: supervised jobs
 
 
@@ -35,15 +34,17 @@ class RunSummary:
     """Key numbers of a run, as in ``summary.json``; None if a number does not apply.
 
     Attributes:
-        val_accuracy_before: mean reward over the data sources at the first validation, normally before training.
-        val_accuracy_after: mean reward over the data sources at the last validation.
+        val_accuracy_before: mean reward over the data sources at the validation before the first step; of a resumed
+            run, before the first step of the run that it continues.
+        val_accuracy_after: mean reward over the data sources at the last validation after a step.
         steps: training steps of this run.
         train_seconds: wall seconds in training steps.
-        wall_seconds: wall seconds of the run, including start-up and validation.
+        wall_seconds: wall seconds since the command was entered, including imports, start-up and validation.
         rollout_tokens_per_s: generated tokens per second of rollout, over all replicas.
         update_tokens_per_s: tokens (prompts and responses) per second of updates, actor and critic together.
         hf_dir: folder of the exported policy in Hugging Face format.
         report: path of the HTML report.
+        stopped: reason of an end before the last step, such as ``Ctrl-C``.
     """
 
     val_accuracy_before: float | None
@@ -55,6 +56,7 @@ class RunSummary:
     update_tokens_per_s: float | None
     hf_dir: str | None
     report: str
+    stopped: str | None = None
 
 
 class RunReporter:
@@ -67,6 +69,8 @@ class RunReporter:
         console: of the run.
         resumed_from: folder and step of the checkpoint whose metrics the run continues; None for a new run.
         on_phase_end: called after each successful phase.
+        run_id: ID of the run, for its folder and its trackers; None = a new one.
+        started: UNIX time at which the run started; None = now.
     """
 
     def __init__(
@@ -77,16 +81,20 @@ class RunReporter:
         console: Console,
         resumed_from: tuple[Path, int] | None = None,
         on_phase_end: Callable[[], None] = lambda: None,
+        run_id: str | None = None,
+        started: float | None = None,
     ) -> None:
         self.config = config
         self.resolved = resolved
         self.folder = folder
         self.console = console
+        self.run_id = run_id or identify_run()
+        self.started = time.time() if started is None else started
         self.timer = PhaseTimer()
         self._on_phase_end = on_phase_end
-        self.started = time.perf_counter()
         self.metrics_file = folder / METRICS_FILE
-        self._accuracies: list[float] = []
+        self._accuracy_before: float | None = None
+        self._accuracy_after: float | None = None
         self._totals: dict[str, float] = {
             "steps": 0,
             "train": 0.0,
@@ -101,6 +109,7 @@ class RunReporter:
         self.samples = {kind: SampleFiles(folder / "samples" / kind) for kind in ("train", "validation")}
         if resumed_from is not None:
             self._copy_run_files(resumed_from[0])
+            self._accuracy_before = _accuracy_of_start(self.metrics_file)
         self._balance = BalanceFile(folder / BALANCE_FILE, resumed_step)
         self.trackers = self._open_trackers(resumed_step)
 
@@ -110,9 +119,7 @@ class RunReporter:
                 shutil.copyfile(checkpoint / name, self.folder / name)
 
     def _open_trackers(self, resumed_step: int | None) -> Trackers:
-        id_file = self.folder / ID_FILE
-        if resumed_step is None or not id_file.exists():
-            id_file.write_text(uuid4().hex[:ID_LETTERS])
+        (self.folder / ID_FILE).write_text(self.run_id, encoding="ascii")
         run = RunInfo(
             self.config.project_name,
             self.config.experiment_name,
@@ -120,7 +127,7 @@ class RunReporter:
             self.resolved,
             resumed_step,
             self.console,
-            run_id=id_file.read_text(),
+            run_id=self.run_id,
             timeout_s=self.config.tracker_timeout_s,
             logs=self.folder / LOGS_FOLDER,
         )
@@ -162,13 +169,14 @@ class RunReporter:
         self._totals["update"] += sum(seconds[phase] for phase in updates)
         # Actor and critic train on the same tokens, which count once.
         self._totals["updated"] += max((tokens.get(phase, 0) for phase in updates), default=0)
-        self._note_accuracy(metrics)
+        accuracy = _accuracy(metrics)
+        self._accuracy_after = self._accuracy_after if accuracy is None else accuracy
         self.trackers.log({**metrics, **self.timer.metrics(tokens)}, step)
         self.timer.reset()
 
     def log_validation(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a validation outside a training step."""
-        self._note_accuracy(metrics)
+        """Log the metrics of a validation before the first training step, or without training."""
+        self._accuracy_before = _accuracy(metrics)
         self.trackers.log({**metrics, **self.timer.metrics()}, step)
         self.timer.reset()
 
@@ -185,9 +193,14 @@ class RunReporter:
         """Append the work of each data-parallel rank to the balance file."""
         self._balance.add(step, lists)
 
-    def finish(self, hf_dir: str | None) -> RunSummary:
-        """Close the trackers, and write and print the summary."""
-        summary = self._summary(hf_dir)
+    def finish(self, hf_dir: str | None, stopped: str | None = None) -> RunSummary:
+        """Close the trackers, and write and print the summary.
+
+        Args:
+            hf_dir: folder of the exported policy; None without one.
+            stopped: reason of an end before the last step.
+        """
+        summary = self._summary(hf_dir, stopped)
         self.close(dataclasses.asdict(summary))
         return summary
 
@@ -211,23 +224,18 @@ class RunReporter:
     @property
     def accuracy(self) -> float | None:
         """Mean reward over the data sources at the last validation; None before the first."""
-        return self._accuracies[-1] if self._accuracies else None
+        return self._accuracy_before if self._accuracy_after is None else self._accuracy_after
 
     @property
     def wall_seconds(self) -> float:
         """Wall seconds since the start of the run."""
-        return time.perf_counter() - self.started
+        return time.time() - self.started
 
-    def _note_accuracy(self, metrics: Metrics) -> None:
-        rewards = [value for name, value in metrics.items() if name.startswith(ACCURACY_PREFIX) and "/mean@" in name]
-        if rewards:
-            self._accuracies.append(sum(rewards) / len(rewards))
-
-    def _summary(self, hf_dir: str | None) -> RunSummary:
+    def _summary(self, hf_dir: str | None, stopped: str | None) -> RunSummary:
         totals = self._totals
         return RunSummary(
-            val_accuracy_before=self._accuracies[0] if self._accuracies else None,
-            val_accuracy_after=self.accuracy,
+            val_accuracy_before=self._accuracy_before,
+            val_accuracy_after=self._accuracy_after,
             steps=int(totals["steps"]),
             train_seconds=totals["train"],
             wall_seconds=self.wall_seconds,
@@ -235,4 +243,16 @@ class RunReporter:
             update_tokens_per_s=totals["updated"] / totals["update"] if totals["update"] else None,
             hf_dir=hf_dir,
             report=str(self.report),
+            stopped=stopped,
         )
+
+
+def _accuracy(metrics: Mapping[str, float]) -> float | None:
+    """Mean reward over the data sources of a validation; None without one."""
+    rewards = [value for name, value in metrics.items() if name.startswith(ACCURACY_PREFIX) and "/mean@" in name]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def _accuracy_of_start(metrics_file: Path) -> float | None:
+    """Accuracy before the first step, in the metrics of the run that this one resumes."""
+    return next((_accuracy(row) for row in read_metrics(metrics_file) if row["step"] == 0), None)

@@ -287,6 +287,11 @@ class RunTracing:
                 self._timeline.close(self.processes if error is None else None)
             unwatch_process()
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the watchdog ends the run."""
+        return self._watchdog.stall is not None
+
     def begin_step(self, step: int) -> None:
         """Begin a step; 0 = everything before the first step."""
         if self._timeline is not None:

@@ -8,7 +8,7 @@
 
 A save is written into a hidden folder, flushed, listed in its manifest, and then renamed into place. A second rename
 updates the pointer. A save that is killed at any moment leaves the earlier checkpoints and a pointer to one of them.
-One run at a time saves into a root.
+One run at a time saves into a root. Each checkpoint has the ID of its run; a run removes its own checkpoints only.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from megarl.trainer.state.checkpoint_manifest import (
     write_document,
     write_manifest,
 )
+from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 POINTER = "latest_checkpointed_iteration.txt"
 BEST_POINTER = "best_checkpointed_iteration.txt"
@@ -55,24 +56,38 @@ class CheckpointStore:
     Args:
         root: folder of the checkpoints, created at the first save.
         retention: selects the checkpoints to keep; by default all.
+        run_id: ID of the run, written into its checkpoints; None = no ID.
+        overwrite: replace the checkpoints of other runs at the first save.
     """
 
-    def __init__(self, root: str | Path, retention: Retention | None = None) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        retention: Retention | None = None,
+        run_id: str | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> None:
         self.root = Path(root).absolute()  # workers have other working folders
         self.retention = retention or Retention()
+        self.run_id = run_id
+        self.overwrite = overwrite
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for a save of driver and workers; remove unfinished saves of dead runs.
 
         Raises:
-            CheckpointError: the folder cannot be created.
+            CheckpointError: the folder cannot be created, or another run has saved this step.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._restore_replaced()
             self._remove_leftovers()
+            self._check_owner(step)
             folder = self.unfinished(step)
             folder.mkdir()
+            if self.run_id is not None:
+                (folder / ID_FILE).write_text(self.run_id, encoding="ascii")
         except OSError as error:
             raise CheckpointError(f"no checkpoint of step {step} can be written to {self.root}: {error}") from error
         return folder
@@ -103,6 +118,8 @@ class CheckpointStore:
         except (OSError, CheckpointError) as error:
             self.abort(step)
             raise self._failure(step, error) from error
+        if self.overwrite:
+            self._remove_others()
         self._apply_retention()
         return folder
 
@@ -136,8 +153,8 @@ class CheckpointStore:
         )
 
     def best(self) -> Manifest | None:
-        """Return the best complete checkpoint by the metric of the retention; None without one."""
-        return self.retention.best_of(self._complete())
+        """Return the run's best complete checkpoint by the metric of the retention; None without one."""
+        return self.retention.best_of(self._own())
 
     def resolve(
         self, resume_mode: str, resume_from_path: str | Path | None = None, roles: Collection[str] = ()
@@ -206,6 +223,10 @@ class CheckpointStore:
         matches = (_FOLDER.fullmatch(entry.name) for entry in self.root.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def own_steps(self) -> list[int]:
+        """List the steps of :meth:`steps` that this run, or a run it resumed from, has saved."""
+        return [step for step in self.steps() if self._is_own(step)]
+
     def _newest(self, roles: Collection[str]) -> Path | None:
         self._restore_replaced()
         steps, pointer = self.steps(), self.root / POINTER
@@ -231,7 +252,8 @@ class CheckpointStore:
             return folder
         raise CheckpointError(
             f"nothing to continue from in {self.root}: {'; '.join(problems)}. "
-            "To start at step 0 anyway, set trainer.resume_mode=disable"
+            "To start at step 0, set trainer.resume_mode=disable and another trainer.default_local_dir, or "
+            "trainer.overwrite_output=true"
         )
 
     def _read_pointer(self) -> int | str:
@@ -257,15 +279,39 @@ class CheckpointStore:
                 manifests.append(replace(read_manifest(self.root / f"global_step_{step}"), step=step))
         return manifests
 
-    def _complete(self) -> list[Manifest]:
-        return [manifest for manifest in self._manifests() if is_whole(self.root / f"global_step_{manifest.step}")]
+    def _is_own(self, step: int) -> bool:
+        return read_run_id(self.root / f"global_step_{step}") == self.run_id
+
+    def _own(self) -> list[Manifest]:
+        """Complete checkpoints of this run and the runs it resumed from."""
+        complete = [manifest for manifest in self._manifests() if is_whole(self.root / f"global_step_{manifest.step}")]
+        return [manifest for manifest in complete if self._is_own(manifest.step)]
+
+    def _check_owner(self, step: int) -> None:
+        """Reject a step that another run has saved; a damaged checkpoint has no owner."""
+        folder = self.root / f"global_step_{step}"
+        if not self.overwrite and is_whole(folder) and not self._is_own(step):
+            raise CheckpointError(
+                f"{folder} is a checkpoint of another run; set another trainer.default_local_dir, or "
+                "trainer.overwrite_output=true"
+            )
+
+    def _remove_others(self) -> None:
+        """Remove the checkpoints of other runs; log failures."""
+        for step in self.steps():
+            if self._is_own(step):
+                continue
+            try:
+                self._remove(step)
+            except OSError as error:
+                logger.warning("the checkpoint of step %d of another run could not be removed: %s", step, error)
 
     def _apply_retention(self) -> None:
-        """Update the pointer to the best checkpoint and remove surplus ones; log failures.
+        """Update the pointer to the best checkpoint and remove surplus ones of this run; log failures.
 
         Damaged folders are ignored: they neither displace a complete checkpoint nor are they removed.
         """
-        complete = self._complete()
+        complete = self._own()
         best = self.retention.best_of(complete)
         try:
             if best is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms import KLController
+from megarl.base.command_line import command_with
 from megarl.base.errors import CheckpointError, ConfigError, StepImpossible
 from megarl.cluster import WorkerGroup, wait_all
 from megarl.config.compose import to_yaml
@@ -22,7 +23,7 @@ from megarl.models import read_model_config
 from megarl.trainer.state.checkpoint_manifest import BestBy, Retention, Score
 from megarl.trainer.state.checkpoint_saver import CheckpointSaver
 from megarl.trainer.state.checkpoint_store import CheckpointStore
-from megarl.trainer.state.stopping import StopCondition
+from megarl.trainer.state.stopping import CTRL_C, StopCondition
 from megarl.trainer.state.trainer_state import TrainerState, model_fingerprint
 
 CONFIG_FILE = "config.yaml"
@@ -81,17 +82,23 @@ def inexact_checkpoints(config: TrainConfig | SupervisedConfig) -> list[str]:
     ]
 
 
-def checkpoint_store(config: TrainConfig | SupervisedConfig) -> CheckpointStore:
-    """Build the checkpoint store of a run with its retention."""
+def checkpoint_store(config: TrainConfig | SupervisedConfig, run_id: str | None = None) -> CheckpointStore:
+    """Build the checkpoint store of a run with its retention.
+
+    Args:
+        config: complete.
+        run_id: ID of the run; None to read only.
+    """
+    root, overwrite = str(config.trainer.default_local_dir), config.trainer.overwrite_output
     if isinstance(config, SupervisedConfig):
         kept = Retention({config.role: config.trainer.max_ckpt_to_keep})
-        return CheckpointStore(str(config.trainer.default_local_dir), kept)
+        return CheckpointStore(root, kept, run_id, overwrite=overwrite)
     trainer = config.trainer
     limits = {"actor": trainer.max_actor_ckpt_to_keep}
     if config.uses_critic:
         limits["critic"] = trainer.max_critic_ckpt_to_keep
     best = None if trainer.best_metric is None else BestBy(trainer.best_metric, trainer.best_mode)
-    return CheckpointStore(str(trainer.default_local_dir), Retention(limits, best))
+    return CheckpointStore(root, Retention(limits, best), run_id, overwrite=overwrite)
 
 
 def find_resume(config: TrainConfig | SupervisedConfig) -> Resume | None:
@@ -124,6 +131,7 @@ class RunState:
         resume: checkpoint to resume from.
         stop: decides when to end before the last step.
         message: prints a line for the user.
+        run_id: ID of the run, which its checkpoints get.
 
     Attributes:
         step: the current step, or the last finished one; counted from 1.
@@ -139,6 +147,7 @@ class RunState:
         resume: Resume | None,
         stop: StopCondition | None = None,
         message: Callable[[str], None] = logger.warning,
+        run_id: str | None = None,
     ) -> None:
         self.config = config
         self.prompts = prompts
@@ -149,7 +158,7 @@ class RunState:
         self.step = 0
         self._position: tuple[int, dict[str, Any]] = (0, {})
         self._undone = False
-        self.saver = CheckpointSaver(checkpoint_store(config), role_contents(config), message)
+        self.saver = CheckpointSaver(checkpoint_store(config, run_id), role_contents(config), message)
         self._best_by = self.saver.store.retention.best
         self._score: Score | None = None
 
@@ -282,7 +291,7 @@ class RunState:
             CheckpointError: the save failed.
         """
         self.saver.wait()
-        if self.step > 0 and self.step not in self.saver.store.steps():
+        if self.step > 0 and self.step not in self.saver.store.own_steps():
             self.save(learners, files)
             self.saver.wait()
             self.check_last_save()
@@ -296,21 +305,44 @@ class RunState:
         saved = f"saved in {folder}; resume from there" if folder else "no step is finished"
         return StepImpossible(f"{error}\nThe run ends after step {self.step}; {saved}.")
 
+    @property
+    def stopped(self) -> str | None:
+        """Reason of an end before the last step; None without one."""
+        return None if self.is_last_step else self.stop.reason
+
     def finish(self) -> str | None:
         """Complete the pending save; return a message if the run ends early, else None."""
         self.saver.wait()
-        if self.stop.reason is None or self.is_last_step:
+        if self.stopped is None:
             return None
         folder = self.saver.newest
         if self.saver.failure is not None:
-            return f"Ended after step {self.step} of {self.total_steps} ({self.stop.reason}), not saved."
+            return f"Ended after step {self.step} of {self.total_steps} ({self.stopped}), not saved."
         if folder is None:
-            return f"Ended before the first step ({self.stop.reason}); nothing is lost. To start, run the same command."
+            return f"Ended before the first step ({self.stopped}); nothing is lost. To start: {command_with([])}"
         return (
-            f"Ended after step {self.step} of {self.total_steps} ({self.stop.reason}), saved in {folder}. To go on, "
-            "run the same command with trainer.resume_mode=auto, or from elsewhere with "
+            f"Ended after step {self.step} of {self.total_steps} ({self.stopped}), saved in {folder}. To go on: "
+            f"{self._continuation()}; or from elsewhere: the same command with "
             f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
         )
+
+    def describe_interruption(self) -> str:
+        """Describe a run that ends at once, in the middle of a step, without a save."""
+        place = f"in step {self.step} of {self.total_steps}" if self.step else "before the first step"
+        reason = ": trainer.save_freq=-1" if self.config.trainer.save_freq < 1 else ""
+        where = f"Ended {place} ({CTRL_C}), not saved{reason}."
+        if self.saver.newest is not None:
+            return f"{where} To go on from {self.saver.newest}: {self._continuation()}"
+        return f"{where} To start again: {command_with([])}"
+
+    def _continuation(self) -> str:
+        """The command that resumes this run from its folder."""
+        trainer, overrides = self.config.trainer, []
+        if trainer.resume_mode not in ("auto", "must"):
+            overrides.append("trainer.resume_mode=auto")
+        if trainer.resume_from_path is not None:
+            overrides.append("trainer.resume_from_path=null")
+        return command_with(overrides)
 
     def check_last_save(self) -> None:
         """Fail the run if its last save failed.

@@ -1,4 +1,4 @@
-"""Stop conditions of a run: a time limit, a scheduler's deadline, a SIGTERM."""
+"""Stop conditions of a run: a time limit, a scheduler's deadline, a SIGTERM, a Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ EXPIRY_VARIABLES = (
 )
 """Environment variables with the UNIX time, in seconds, at which the machine or job ends."""
 
+CTRL_C, SIGTERM = "Ctrl-C", "SIGTERM"
+_REASONS = {signal.SIGTERM: SIGTERM, signal.SIGINT: CTRL_C}
 FIRST_SAVE_S = 60.0
 """Assumed seconds of a save before the first."""
 STEPS_REMEMBERED = 10
@@ -42,20 +44,24 @@ class Deadline(NamedTuple):
     name: str
 
 
-def find_deadlines(max_wall_seconds: float | None, now: float, environment: Mapping[str, str]) -> list[Deadline]:
-    """List the deadlines of a run that starts now.
+def find_deadlines(
+    max_wall_seconds: float | None, now: float, environment: Mapping[str, str], started: float | None = None
+) -> list[Deadline]:
+    """List the deadlines of a run.
 
     Args:
         max_wall_seconds: ``trainer.max_wall_seconds``.
         now: UNIX time in seconds.
         environment: environment variables.
+        started: UNIX time at which the run started; None = now.
 
     Raises:
         ConfigError: one of :data:`EXPIRY_VARIABLES` is not a time.
     """
     deadlines = []
     if max_wall_seconds is not None:
-        deadlines.append(Deadline(now + max_wall_seconds, f"trainer.max_wall_seconds={max_wall_seconds:g}"))
+        start = now if started is None else started
+        deadlines.append(Deadline(start + max_wall_seconds, f"trainer.max_wall_seconds={max_wall_seconds:g}"))
     for name in EXPIRY_VARIABLES:
         text = environment.get(name, "").strip()
         if not text:
@@ -136,28 +142,42 @@ class StopCondition:
 
 
 @contextmanager
-def ends_on_sigterm(stop: StopCondition) -> Iterator[None]:
-    """Handle the first SIGTERM as a request to end after the current step; a second one has its earlier effect.
+def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.warning) -> Iterator[None]:
+    """Handle the first SIGTERM or Ctrl-C as a request to end after the current step; the next has its earlier effect.
 
     Has no effect outside the main thread, since Python handles no signals there.
+
+    Args:
+        stop: condition of the run.
+        notify: prints a line for the user.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous: Any = signal.getsignal(signal.SIGTERM)
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in _REASONS}
+    handled = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
+
+    def restore() -> None:
+        for number in handled:
+            if signal.getsignal(number) is handle:
+                signal.signal(number, previous[number])
 
     def handle(number: int, frame: FrameType | None) -> None:
-        stop.request("SIGTERM")
-        signal.signal(signal.SIGTERM, previous)
+        reason = _REASONS[signal.Signals(number)]
+        stop.request(reason)
+        restore()
+        text = f"{reason}: the run ends after the current step and saves; another {reason} ends it at once"
+        # Not in this handler, which may interrupt a print that holds a lock.
+        threading.Thread(target=notify, args=(text,), daemon=True).start()
 
-    signal.signal(signal.SIGTERM, handle)
+    for number in handled:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is handle:
-            signal.signal(signal.SIGTERM, previous)
+        restore()
 
 
-def process_deadlines(max_wall_seconds: float | None) -> list[Deadline]:
+def process_deadlines(max_wall_seconds: float | None, started: float) -> list[Deadline]:
     """List the deadlines of this process from now on; see :func:`find_deadlines`."""
-    return find_deadlines(max_wall_seconds, time.time(), os.environ)
+    return find_deadlines(max_wall_seconds, time.time(), os.environ, started)

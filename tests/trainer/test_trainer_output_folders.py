@@ -1,0 +1,117 @@
+"""Folders with the work of another run are rejected before any process starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.base.errors import ConfigError
+from megarl.config import SFTConfig, TrainConfig
+from megarl.trainer.jobs.output_folders import check_output_folders, may_save
+from megarl.trainer.state.checkpoint_store import CheckpointStore
+
+Config = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, object]:
+    """Overrides of a run that saves and exports."""
+    return {
+        "trainer.save_freq": 1,
+        "trainer.default_local_dir": str(tmp_path / "checkpoints"),
+        "trainer.hf_export_dir": str(tmp_path / "export"),
+    }
+
+
+def save(root: Path, step: int, run_id: str | None) -> Path:
+    with CheckpointStore(root, None, run_id).saving(step):
+        pass
+    return root / f"global_step_{step}"
+
+
+def export(folder: Path, run_id: str | None) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    if run_id is not None:
+        (folder / "run_id").write_text(run_id)
+
+
+def test_a_new_run_accepts_absent_and_empty_folders(train_config: Config, folders: dict, tmp_path: Path) -> None:
+    config = train_config(folders)
+    check_output_folders(config, None)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "export").mkdir()
+    check_output_folders(config, None)
+
+
+def test_a_new_run_is_rejected_with_the_alternatives(train_config: Config, folders: dict, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 20, "other"), save(tmp_path / "checkpoints", 40, "other")
+    export(tmp_path / "export", "other")
+    config = train_config({**folders, "trainer.resume_mode": "disable"})
+    with pytest.raises(ConfigError) as raised:
+        check_output_folders(config, None)
+    text = str(raised.value)
+    assert f"trainer.default_local_dir={tmp_path}/checkpoints holds 2 checkpoints of another run, up to step 40" in text
+    assert f"trainer.hf_export_dir={tmp_path}/export is not empty, and this run did not write it" in text
+    assert re.findall(r"^  (.*?): ", text, re.M) == ["continue the other run", "keep both", "replace the other's"]
+    assert "trainer.resume_mode=auto" in text and "trainer.overwrite_output=true" in text
+    assert "trainer.default_local_dir=<another folder> trainer.hf_export_dir=<another folder>" in text
+    check_output_folders(train_config({**folders, "trainer.overwrite_output": True}), None)
+
+
+@pytest.mark.parametrize("run_id", ["other", None])
+def test_an_export_alone_cannot_be_resumed(
+    train_config: Config, folders: dict, tmp_path: Path, run_id: str | None
+) -> None:
+    """Also a folder without an ID, such as a downloaded model."""
+    export(tmp_path / "export", run_id)
+    with pytest.raises(ConfigError, match=r"trainer\.hf_export_dir=") as raised:
+        check_output_folders(train_config(folders), None)
+    assert "resume_mode" not in str(raised.value) and "default_local_dir" not in str(raised.value)
+    check_output_folders(train_config({**folders, "trainer.val_only": True, "data.val_files": "x"}), None)
+
+
+def test_a_resumed_run_replaces_its_own_work(train_config: Config, folders: dict, tmp_path: Path) -> None:
+    first = save(tmp_path / "checkpoints", 20, "mine")
+    save(tmp_path / "checkpoints", 40, "mine")
+    export(tmp_path / "export", "mine")
+    check_output_folders(train_config(folders), first)
+
+
+def test_a_resumed_run_is_rejected_for_later_steps_of_another(
+    train_config: Config, folders: dict, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    save(root, 10, "other")
+    mine = save(root, 20, "mine")
+    check_output_folders(train_config(folders), mine)
+    save(root, 40, "other")
+    with pytest.raises(ConfigError, match="holds 1 checkpoint of another run, up to step 40"):
+        check_output_folders(train_config(folders), mine)
+
+
+def test_a_checkpoint_from_elsewhere_does_not_open_a_folder_of_another_run(
+    train_config: Config, folders: dict, tmp_path: Path
+) -> None:
+    elsewhere = save(tmp_path / "elsewhere", 40, "mine")
+    save(tmp_path / "checkpoints", 10, "other")
+    with pytest.raises(ConfigError, match="holds 1 checkpoint of another run"):
+        check_output_folders(train_config(folders), elsewhere)
+
+
+def test_a_run_that_does_not_save_ignores_checkpoints(train_config: Config, folders: dict, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 40, "other")
+    config = train_config({**folders, "trainer.save_freq": -1, "trainer.resume_mode": "disable"})
+    assert not may_save(config)
+    check_output_folders(config, None)
+    limited = train_config({**folders, "trainer.save_freq": -1, "trainer.max_wall_seconds": 60})
+    assert may_save(limited)
+
+
+def test_supervised_jobs_are_checked_too(sft_config: Callable[..., SFTConfig], folders: dict, tmp_path: Path) -> None:
+    export(tmp_path / "export", "other")
+    with pytest.raises(ConfigError, match=r"trainer\.hf_export_dir="):
+        check_output_folders(sft_config(folders), None)
