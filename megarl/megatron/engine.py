@@ -24,7 +24,7 @@ from megarl.megatron import cuda_on_cpu
 from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, gather_outputs, part_tokens
 from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.host_memory import HostCopy
-from megarl.megatron.kernels import kernels, uses_transformer_engine
+from megarl.megatron.kernels import kernels
 from megarl.megatron.loading import LoadedMicroBatch, MicroBatchLoader
 from megarl.megatron.model import build_model
 from megarl.megatron.moe import drop_autograd_graphs
@@ -149,7 +149,8 @@ class MegatronEngine:
     def describe(self) -> str:
         """One line: layout, number format and kernels."""
         options = self.options
-        used = kernels(self.runtime.device, options.dtype, trains=options.optimizer is not None)
+        trains, has_experts = options.optimizer is not None, self.model.experts is not None
+        used = kernels(self.runtime.device, options.dtype, trains=trains, has_experts=has_experts)
         name = str(options.dtype).removeprefix("torch.")
         return f"{self.runtime.layout.describe()} on {self.runtime.device.type} in {name}; {used.describe()}"
 
@@ -352,9 +353,8 @@ class MegatronEngine:
 
     @property
     def can_share_prompts(self) -> bool:
-        """Whether micro-batches may store a shared prompt once; not with context parallelism or Transformer Engine."""
-        fused = uses_transformer_engine(self.runtime.device, self.options.dtype)
-        return self.runtime.layout.cp == 1 and not fused
+        """Whether micro-batches may store a shared prompt once; not with context parallelism."""
+        return self.runtime.layout.cp == 1
 
     @property
     def learning_rate(self) -> float:

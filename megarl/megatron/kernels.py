@@ -24,17 +24,20 @@ class Kernels(NamedTuple):
     Attributes:
         layers: of the decoder.
         attention: within the layers.
+        experts: of a mixture of experts; empty for a dense model.
         adam: of the optimizer; empty for inference.
     """
 
     layers: str
     attention: str
+    experts: str
     adam: str
 
     def describe(self) -> str:
         """One line, such as ``layers: torch, attention: torch's, Adam: torch's, Megatron-Core 0.16.1``."""
-        adam = f", Adam: {self.adam}" if self.adam else ""
-        return f"layers: {self.layers}, attention: {self.attention}{adam}, Megatron-Core {megatron_version}"
+        named = {"layers": self.layers, "attention": self.attention, "experts": self.experts, "Adam": self.adam}
+        parts = [f"{name}: {kernel}" for name, kernel in named.items() if kernel]
+        return ", ".join([*parts, f"Megatron-Core {megatron_version}"])
 
 
 def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
@@ -42,13 +45,15 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype is torch.bfloat16 and has_transformer_engine()
 
 
-def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool) -> Kernels:
+def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool, has_experts: bool = False) -> Kernels:
     """Kernels for a model of this number format on this device."""
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
     if uses_transformer_engine(device, dtype):
-        return Kernels("Transformer Engine", "Transformer Engine's", adam)
+        grouped = "Transformer Engine's (grouped)" if has_experts else ""
+        return Kernels("Transformer Engine", "Transformer Engine's", grouped, adam)
     packed = device.type == "cuda" and dtype is torch.bfloat16 and packed_attention() is not None
-    return Kernels("torch", "torch's varlen_attn" if packed else "torch's, length by length", adam)
+    attention = "torch's varlen_attn" if packed else "torch's, length by length"
+    return Kernels("torch", attention, "one after the other" if has_experts else "", adam)
 
 
 def adam_kernel(adam: type) -> str:

@@ -6,6 +6,7 @@ head.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,8 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         runs: runs of neighbouring sequences of equal length: (number of sequences, their length), padding included.
-        rotation: cosine and sine of each token's rotary embedding, each ``[tokens (of this rank), 1, head_dim / 2]``.
+        rotation: cosine and sine of each token's rotary embedding, each ``[tokens (of this rank), 1, head_dim / 2]``;
+            None if Megatron rotates, or has rotated.
         sharers: context-parallel ranks that divide each sequence zig-zag; None if this rank has whole sequences.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
     """
@@ -137,6 +139,42 @@ class PackedAttention(nn.Module):
             query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=causal
         )
         return attended.flatten(1)
+
+
+class SharedPromptAttention(nn.Module):
+    """Transformer Engine's attention over packed sequences that may share prompts.
+
+    Megatron rotates queries and keys sequence by sequence before it calls the attention. Tokens that are stored once
+    for several sequences are rotated here instead, in place of Megatron, and spread to whole sequences.
+
+    Args:
+        kernel: class of the attention over whole sequences; takes the further arguments, which are Megatron's.
+    """
+
+    def __init__(self, *args: Any, kernel: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.kernel = kernel(*args, **options)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: PackedSequences, **options: Any
+    ) -> Tensor:
+        """Compute the attention output of the stored tokens, in the kernel's shape ``[tokens, ...]``.
+
+        Args:
+            query: ``[stored tokens, heads, head_dim]``.
+            key: ``[stored tokens, key-value heads, head_dim]``.
+            value: like ``key``; its last dimension may differ.
+            args: passed to the kernel.
+            packed_seq_params: boundaries of the whole sequences; queries and keys are rotated if it has a rotation.
+            options: passed to the kernel.
+        """
+        if packed_seq_params.rotation is not None:
+            query, key = (rotate(heads, *packed_seq_params.rotation) for heads in (query, key))
+        shared = packed_seq_params.shared
+        if shared is not None:
+            query, key, value = (heads.index_select(0, shared.spread) for heads in (query, key, value))
+        attended: Tensor = self.kernel(query, key, value, *args, packed_seq_params=packed_seq_params, **options)
+        return attended if shared is None else attended.index_select(0, shared.kept)
 
 
 class ValueHead(nn.Module):

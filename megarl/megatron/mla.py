@@ -93,8 +93,7 @@ class LatentAttention(nn.Module):
         self.tp_group = groups.tp
         self.heads = model.num_attention_heads // self.tp_group.size()
         self._build_projections(submodules, model)
-        self.core_attention = build_module(
-            submodules.core_attention,
+        self.core_attention = submodules.core_attention(
             config=config,
             layer_number=layer_number,
             attn_mask_type=AttnMaskType.causal,

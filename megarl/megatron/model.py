@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -29,6 +30,7 @@ from megarl.megatron.layers import (
     PackedAttention,
     PackedSequences,
     RMSNorm,
+    SharedPromptAttention,
     SwiGLU,
     ValueHead,
     rotation_table,
@@ -69,7 +71,7 @@ class PackedModel(GPTModel):
         if self.pre_process:
             embedded = self.embedding(input_ids=part.tokens[None], position_ids=None)
         rotary = None
-        if self.position_embedding_type == "rope":
+        if sequences.rotation is None:
             rotary = self.rotary_pos_emb(sequences.max_seqlen_q, packed_seq=True)
         hidden = self.decoder(
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=sequences
@@ -116,6 +118,13 @@ class StageModel:
     chunks: tuple[PackedModel, ...]
     frequencies: Tensor
 
+    @property
+    def _megatron_rotates(self) -> bool:
+        return bool(self.chunks[0].position_embedding_type == "rope")
+
+    def _rotation(self, part: MicroBatchPart) -> tuple[Tensor, Tensor]:
+        return rotation_table(part.positions, self.frequencies)
+
     def sequences(self, part: MicroBatchPart) -> PackedSequences:
         """Sequence boundaries and rotations of ``part``, computed once for all layers.
 
@@ -138,7 +147,8 @@ class StageModel:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             runs=part.runs(),
-            rotation=rotation_table(part.positions, self.frequencies),
+            # Megatron rotates sequence by sequence, which requires whole sequences.
+            rotation=None if self._megatron_rotates and part.shared is None else self._rotation(part),
             sharers=self.chunks[0].pg_collection.cp if divided else None,
             shared=part.shared,
         )
@@ -243,8 +253,10 @@ def _fused_layer(model: ModelConfig, has_experts: bool) -> ModuleSpec:
         num_experts=model.experts.count if has_experts and model.experts is not None else None,
         moe_grouped_gemm=has_experts,
     )
+    engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = partial(SharedPromptAttention, kernel=engine.TEDotProductAttention)
     if model.latent is not None:
-        engine = importlib.import_module("megatron.core.extensions.transformer_engine")
         layer.submodules.input_layernorm = engine.TENorm
         layer.submodules.self_attention = latent_attention_spec(
             model, layer.submodules.self_attention, engine.TEColumnParallelLinear

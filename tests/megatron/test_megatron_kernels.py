@@ -25,8 +25,17 @@ ENDS = torch.tensor([0, 4, 8, 12, 17], dtype=torch.int32)
 
 def test_cpu_uses_torch_kernels() -> None:
     chosen = kernels.kernels(torch.device("cpu"), torch.bfloat16, trains=False)
-    assert chosen == ("torch", "torch's, length by length", "")
+    assert chosen == ("torch", "torch's, length by length", "", "")
     assert chosen.describe().startswith("layers: torch, attention: torch's, length by length, Megatron-Core 0.")
+
+
+@pytest.mark.parametrize(
+    ("usable", "experts"), [(True, "Transformer Engine's (grouped)"), (False, "one after the other")]
+)
+def test_kernel_of_the_experts_is_described(monkeypatch: pytest.MonkeyPatch, usable: bool, experts: str) -> None:
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
+    chosen = kernels.kernels(torch.device("cuda"), torch.bfloat16, trains=True, has_experts=True)
+    assert chosen.experts == experts and f", experts: {experts}, Adam: torch's, Megatron-Core" in chosen.describe()
 
 
 @pytest.mark.parametrize(
