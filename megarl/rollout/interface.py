@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
+from megarl.config.schema.rollout import RolloutConfig, ValSamplingConfig
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
@@ -53,6 +54,9 @@ class SamplingParams:
         temperature: divides the logits; 0 = greedy (ties: the lowest id).
         top_p: sample from the smallest set of tokens with this total probability, after ``top_k``; 1 = all.
         top_k: sample from the ``top_k`` most likely tokens; -1 = all.
+        min_p: sample from the tokens with at least this share of the largest probability; 0 = all.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the response so far,
+            before the temperature; 1 = none.
         stop_token_ids: generation stops after any of these, in addition to the engine's end-of-sequence tokens.
         stop: generation stops after the token that completes any of these strings in the decoded response. The whole
             token is kept.
@@ -63,6 +67,8 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -76,6 +82,22 @@ class SamplingParams:
             raise RolloutError(f"top_p={self.top_p}, expected a number in (0, 1]")
         if self.top_k != -1 and self.top_k < 1:
             raise RolloutError(f"top_k={self.top_k}, expected -1 (all) or at least 1")
+        if not 0 <= self.min_p <= 1:
+            raise RolloutError(f"min_p={self.min_p}, expected a number in [0, 1]")
+        if not 0 < self.repetition_penalty <= 2:
+            raise RolloutError(f"repetition_penalty={self.repetition_penalty}, expected a number in (0, 2]")
+
+    @classmethod
+    def of(cls, keys: RolloutConfig | ValSamplingConfig, max_new_tokens: int) -> SamplingParams:
+        """Read the parameters of the section ``rollout``, or of its ``val_kwargs``."""
+        return cls(
+            max_new_tokens=max_new_tokens,
+            temperature=keys.temperature,
+            top_p=keys.top_p,
+            top_k=keys.top_k,
+            min_p=keys.min_p,
+            repetition_penalty=keys.repetition_penalty,
+        )
 
 
 @dataclass(frozen=True)
@@ -103,8 +125,8 @@ class Completion:
     Attributes:
         request_id: id of the request.
         token_ids: generated tokens, including the stop token.
-        log_probs: natural log-prob of each token at the request's temperature over the whole vocabulary, before
-            ``top_k`` and ``top_p``; at temperature 1 for greedy requests.
+        log_probs: natural log-prob of each token at the request's temperature and repetition penalty over the whole
+            vocabulary, before ``top_k``, ``top_p`` and ``min_p``; at temperature 1 for greedy requests.
         finish_reason: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``abort`` after
             :meth:`RolloutEngine.abort`, with the tokens generated so far, possibly none.
         weight_version: version of the weights that generated it; the oldest if there were several.

@@ -171,7 +171,7 @@ def test_possible_combination(values: dict[str, Any]) -> None:
         ({"data.max_token_len_per_gpu": 100}, "data.max_token_len_per_gpu", "data.max_length = 1024"),
         ({"optim.min_lr": 1.0}, "optim.min_lr", "must not exceed optim.lr"),
         ({"data.max_prompt_length": 5}, "data.max_prompt_length", "unknown key"),
-        ({"trainer.test_freq": 5}, "trainer.test_freq", "unknown key"),
+        ({"trainer.test_freq": 5}, "trainer.test_freq", "megarl.sft does not validate"),
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "must be set with"),
         ({"trainer.checkpoint.save_contents": ["optimizer"]}, "trainer.checkpoint.save_contents", "without model"),
     ],
@@ -300,3 +300,13 @@ def test_a_reward_model_alone_calls_no_function_and_reads_whole_rollouts() -> No
 )
 def test_impossible_training_of_reward_models(values: dict[str, Any], path: str, expected: str) -> None:
     assert expected in problems_of(values, RewardTrainingConfig, SFT)[path].text
+
+
+def test_min_p_needs_sglang_without_its_deterministic_mode() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    sglang = {f"{rollout}.name": "sglang", f"{rollout}.min_p": 0.1, f"{rollout}.val_kwargs.min_p": 0.2}
+    for keys in ({"trainer.device": "cpu"}, {f"{rollout}.engine_kwargs.sglang.deterministic": True}):
+        problems = problems_of(sglang | keys)
+        assert set(problems) == {f"{rollout}.min_p", f"{rollout}.val_kwargs.min_p"}
+    free = {"trainer.device": "cpu", f"{rollout}.engine_kwargs.sglang.deterministic": False}
+    assert build(TrainConfig, with_keys(sglang | free)).actor_rollout_ref.rollout.min_p == 0.1

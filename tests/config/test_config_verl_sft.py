@@ -54,7 +54,7 @@ _REFUSED = {
         "optim.betas",  # its quotes make it a text
     },
     "examples/sft/gsm8k/run_nemotron_nano_v3_megatron.sh": set(),
-    "tests/special_e2e/sft/run_sft_engine.sh": set(),
+    "tests/special_e2e/sft/run_sft_engine.sh": {"trainer.test_freq"},
 }
 
 
@@ -70,7 +70,7 @@ def test_share_of_accepted_keys(capsys: pytest.CaptureFixture[str]) -> None:
     refused = {path for script in FACTS["scripts"] for path in composed(script)[1]}
     with capsys.disabled():
         print(f"\n{len(keys)} keys of verl's SFT scripts, {len(keys & refused)} refused: {sorted(keys & refused)}")
-    assert len(keys) == 62 and len(keys & refused) <= 6
+    assert len(keys) == 62 and len(keys & refused) <= 7
 
 
 def test_values_reach_megarls_keys() -> None:

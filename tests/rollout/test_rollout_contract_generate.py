@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -128,6 +129,46 @@ def test_top_k_and_top_p_sample_only_likely_tokens(engine_for, reference_for, ma
     assert drawn(top_p=1e-6) == {ranked[0]}
 
 
+def test_min_p_samples_only_likely_tokens(engine_for, reference_for, make_folder):
+    folder, prompt = make_folder(), [9, 4, 30, 2]
+    probs = reference_for(folder).next_logits(prompt).softmax(-1)
+    ranked = probs.argsort(descending=True).tolist()
+    share = float((probs[ranked[4]] + probs[ranked[5]]) / 2 / probs[ranked[0]])  # between the fifth and the sixth
+    engine = engine_for(folder, max_num_seqs=512)
+
+    def drawn(**params):
+        completions = engine.generate(requests_of([prompt] * 400, max_new_tokens=1, **params))
+        for c in completions[:20]:
+            assert c.log_probs[0] == pytest.approx(float(probs[c.token_ids[0]].log()), abs=1e-5)
+        return {c.token_ids[0] for c in completions}
+
+    assert drawn(min_p=share) == set(ranked[:5])
+    assert drawn(min_p=1.0) == {ranked[0]}
+    assert drawn(min_p=share, top_k=3) == set(ranked[:3])
+
+
+def test_repetition_penalty_lowers_the_tokens_of_the_response(engine_for, reference_for, make_folder):
+    folder, prompt, penalty = make_folder(), [9, 4, 30, 2], 1.8
+    reference = reference_for(folder)
+    greedy = requests_of([prompt], max_new_tokens=10, temperature=0.0, repetition_penalty=penalty, ignore_eos=True)
+    sampled = requests_of([prompt] * 3, max_new_tokens=10, temperature=0.7, repetition_penalty=penalty, ignore_eos=True)
+    plain = requests_of([prompt], max_new_tokens=10, temperature=0.0, ignore_eos=True)
+    requests = [replace(r, request_id=f"p{i}") for i, r in enumerate([*greedy, *sampled, *plain])]
+    completions = engine_for(folder, max_num_seqs=16).generate(requests)
+    assert completions[-1].token_ids == reference.greedy(prompt, 10)  # a neighbour without penalty
+    for request, completion in zip(requests[:-1], completions[:-1], strict=True):
+        ids: list[int] = []
+        for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
+            logits = reference.next_logits([*prompt, *ids]).clone()
+            for seen in set(ids):  # of the response, not of the prompt
+                logits[seen] = logits[seen] / penalty if logits[seen] > 0 else logits[seen] * penalty
+            expected = (logits / (request.params.temperature or 1.0)).log_softmax(-1)
+            assert log_prob == pytest.approx(float(expected[token]), abs=2e-5)
+            if request.params.temperature == 0:
+                assert token == int(logits.argmax())
+            ids.append(token)
+
+
 class TestStopping:
     @pytest.fixture
     def answer(self, reference_for, make_folder):
@@ -204,6 +245,10 @@ def test_an_invalid_request_is_refused_by_id(engine_for, make_folder, prompt, pa
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": 0},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": 2.1},
     ],
 )
 def test_sampling_parameters_out_of_range_are_refused(field):

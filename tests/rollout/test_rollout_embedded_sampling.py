@@ -109,15 +109,16 @@ def test_impossible_tokens_are_never_drawn(monkeypatch):
 
 def test_each_row_has_its_own_parameters():
     torch.manual_seed(0)
-    logits = torch.randn(1, 30).expand(5, 30)
+    logits = torch.randn(1, 30).expand(6, 30)
     settings_ = [
         SamplingParams(1),
         SamplingParams(1, 0.0),
         SamplingParams(1, 1.7),
         SamplingParams(1, top_k=4),
         SamplingParams(1, top_p=0.5),
+        SamplingParams(1, min_p=0.4),
     ]
-    together = draw(logits, settings_, seeds=[3] * 5)
+    together = draw(logits, settings_, seeds=[3] * 6)
     for row, params in enumerate(settings_):
         token, log_prob = draw(logits[:1], [params], seeds=[3])
         assert (together[0][row], together[1][row]) == (token[0], log_prob[0])
@@ -130,3 +131,15 @@ def test_a_random_stream_continues_with_the_steps():
     params = [SamplingParams(50)]
     drawn = [int(draw(logits, params, [9], torch.tensor([step]))[0]) for step in range(50)]
     assert drawn == [int(u * 1000) for u in uniform_table([9], 50)[0]]
+
+
+def test_repetition_penalty_forgets_the_lanes_former_request():
+    sampler, lanes = Sampler(2, torch.device("cpu")), torch.tensor([0, 1])
+    logits = torch.tensor([[1.0, 0.9, -0.5], [1.0, 0.9, -0.5]])
+    greedy = SamplingParams(9, 0.0, repetition_penalty=2.0)
+    sampler.assign([0, 1], [greedy, SamplingParams(9, 0.0)], [0, 0])
+    drawn = [sampler.draw(logits, lanes, torch.full((2,), step))[0].tolist() for step in range(3)]
+    assert drawn == [[0, 0], [1, 0], [0, 0]]  # 1.0; then 0.9 above 1.0 / 2; then 0.5 above 0.45
+    sampler.release([0])
+    sampler.assign([0], [greedy], [0])
+    assert sampler.draw(logits, lanes, torch.zeros(2, dtype=torch.int64))[0].tolist() == [0, 0]

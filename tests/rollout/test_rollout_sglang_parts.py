@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -287,6 +288,14 @@ def test_seeds_are_sent_in_deterministic_mode_only():
     seeded = request_payload(REQUEST, "x-1", frozenset({7}), 50)["sampling_params"]
     assert (seeded["sampling_seed"], seeded["top_k"], seeded["stop_token_ids"]) == (5, 50, [7])
     assert "sampling_seed" not in request_payload(REQUEST, "x-1", frozenset({7}), 0)["sampling_params"]
+
+
+def test_token_filters_are_sent():
+    request = replace(REQUEST, params=replace(REQUEST.params, min_p=0.1, repetition_penalty=1.2, top_k=3, top_p=0.5))
+    sent = request_payload(request, "x-1", frozenset({7}), 0)["sampling_params"]
+    assert [sent[name] for name in ("min_p", "repetition_penalty", "top_k", "top_p")] == [0.1, 1.2, 3, 0.5]
+    with pytest.raises(RolloutError, match=r"min_p=0\.1: SGLang's deterministic mode has no min_p"):
+        request_payload(request, "x-1", frozenset({7}), 50)
 
 
 def test_environment_of_sglangs_ranks(monkeypatch):

@@ -214,7 +214,7 @@ def build_endpoint(config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBa
         data.apply_chat_template_kwargs,
         stop_strings=_supports_stop_strings(rollout, policy.model.path),
     )
-    sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
+    sampling = SamplingParams.of(rollout, data.max_response_length)
     longest = read_model_config(policy.model.path).max_position_embeddings
     tokens = min(data.max_prompt_length + data.max_response_length, longest)
     limits = ExternalRequestLimits(sampling, tokens, endpoint.wait_s)

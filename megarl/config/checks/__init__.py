@@ -47,6 +47,7 @@ _TRAIN: tuple[Check, ...] = (
     learning.losses,
     run.validation,
     generation.validation_sampling,
+    generation.token_filters,
     run.resume,
     run.checkpoints,
     generation.agents,
@@ -75,6 +76,7 @@ _EVALUATE: tuple[Check, ...] = (
     run.timeline_and_watchdog,
     layout.replicas,
     generation.validation_sampling,
+    generation.token_filters,
     generation.agents,
     scoring.reward_model,
     scoring.reward_functions,
@@ -85,6 +87,7 @@ _GENERATE: tuple[Check, ...] = (
     run.experiment_name,
     layout.replicas,
     generation.validation_sampling,
+    generation.token_filters,
     generation.agents,
 )
 _CHECKS: dict[type, tuple[Check, ...]] = {

@@ -34,6 +34,18 @@ def validation_sampling(config: TrainConfig | EvaluateConfig | GenerateConfig) -
         yield Problem(f"{path}.n", sampling.n, f"{path}.temperature=0 is greedy and gives {sampling.n} equal answers")
 
 
+def token_filters(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
+    """Check that the engine can filter tokens as configured."""
+    rollout = config.actor_rollout_ref.rollout
+    deterministic = rollout.engine_kwargs.sglang.deterministic
+    if rollout.name != "sglang" or not (config.trainer.device == "cpu" if deterministic is None else deterministic):
+        return
+    for path, keys in ((_ROLLOUT, rollout), (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs)):
+        if keys.min_p:
+            text = f"SGLang's deterministic mode has no min_p; set 0, or {_ROLLOUT}.engine_kwargs.sglang.deterministic"
+            yield Problem(f"{path}.min_p", keys.min_p, f"{text}=false")
+
+
 def agents(config: GenerationJobConfig) -> Iterator[Problem]:
     """Check the settings of agent loops, tools, retrieval and endpoint."""
     rollout, retriever = config.actor_rollout_ref.rollout, config.retriever

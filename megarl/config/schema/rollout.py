@@ -133,12 +133,31 @@ class RetrieverConfig:
 
 
 @dataclass(frozen=True)
-class ValSamplingConfig:
+class TokenFilterConfig:
+    """Restrictions of the sampled tokens, besides the temperature."""
+
+    top_p: float = key(1.0, "Smallest probability mass to sample from.", above=0, at_most=1)
+    top_k: int = key(-1, "Most likely tokens to sample from; -1 = all.", at_least=1, allowed=(-1,))
+    min_p: float = key(
+        0.0,
+        "Sample from the tokens with at least this share of the most likely token's probability; 0 = all.",
+        at_least=0,
+        at_most=1,
+    )
+    repetition_penalty: float = key(
+        1.0,
+        "Divides positive logits, and multiplies negative ones, of tokens that the response contains already; 1 = no "
+        "penalty. Training does not apply it (see docs/rollout.md).",
+        above=0,
+        at_most=2,
+    )
+
+
+@dataclass(frozen=True)
+class ValSamplingConfig(TokenFilterConfig):
     """Sampling in validation."""
 
     temperature: float = key(0.0, "Sampling temperature; 0 = greedy.", at_least=0)
-    top_p: float = key(1.0, "Smallest probability mass to sample from.", above=0, at_most=1)
-    top_k: int = key(-1, "Most likely tokens to sample from; -1 = all.", at_least=1, allowed=(-1,))
     n: int = key(1, "Responses per prompt.", at_least=1)
 
 
@@ -150,14 +169,12 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig(LogProbBatchConfig):
+class RolloutConfig(TokenFilterConfig, LogProbBatchConfig):
     """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
 
     name: str = key("embedded", "Rollout engine.", choices=("embedded", "sglang"))
     n: int = key(1, "Responses per prompt.", at_least=1)
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
-    top_p: float = key(1.0, "Smallest probability mass to sample from.", above=0, at_most=1)
-    top_k: int = key(-1, "Most likely tokens to sample from; -1 = all.", at_least=1, allowed=(-1,))
     tensor_model_parallel_size: int = key(1, "Devices per engine replica.", at_least=1)
     replicas: int | None = key(None, "Engine replicas; null = as many as fit the trainer's devices.", at_least=1)
     max_num_seqs: int = key(256, "Sequences that one replica generates concurrently.", at_least=1)

@@ -41,7 +41,7 @@ _RUN: dict[str, Rule] = {
     "checkpoint.strict": NoEffect("every weight must be there exactly once"),
     "checkpoint.mbridge_config.*": NoEffect("megarl's weight maps write Hugging Face folders"),
     "trainer.default_hdfs_dir": Refused("set trainer.default_local_dir to a folder on a mounted file system"),
-    "trainer.test_freq": NoEffect(_NO_VALIDATION),
+    "trainer.test_freq": Only((-1,), _NO_VALIDATION),
     "trainer.balance_batch": NoEffect("data-parallel ranks always get equal work"),
     "trainer.profile_interval": Only(([-1, -1],), "megarl.sft has no profiler; set trainer.timeline.enable"),
     "profiler.enable": Only((False,), "megarl.sft has no profiler; set trainer.timeline.enable"),

@@ -63,6 +63,8 @@ class Sampler:
 
         self._greedy, self._temperature = column(torch.bool), column(torch.float32)
         self._top_p, self._top_k = column(torch.float64), column(torch.int64)
+        self._min_p, self._penalty = column(torch.float32), column(torch.float32)
+        self._drawn = torch.zeros(lanes, 0, dtype=torch.bool, device=device)
         self._uniforms = torch.zeros(lanes, 0, dtype=torch.float64, device=device)
         self._params: dict[int, SamplingParams] = {}
         self._survey()
@@ -80,6 +82,9 @@ class Sampler:
         fill(self._temperature, [p.temperature or 1.0 for p in params])
         fill(self._top_p, [p.top_p for p in params])
         fill(self._top_k, [p.top_k if p.top_k > 0 else 2**31 for p in params])
+        fill(self._min_p, [p.min_p for p in params])
+        fill(self._penalty, [p.repetition_penalty for p in params])
+        self._drawn[at] = False
         longest = max((p.max_new_tokens for p in params if p.temperature > 0), default=0)
         if longest > self._uniforms.shape[1]:
             self._uniforms = F.pad(self._uniforms, (0, longest - self._uniforms.shape[1]))
@@ -98,6 +103,8 @@ class Sampler:
         self._any_greedy = any(p.temperature == 0 for p in params)
         self._scaled = any(p.temperature not in (0, 1) for p in params)
         self._filtered = any(p.top_p < 1 or p.top_k > 0 for p in params)
+        self._min_filtered = any(p.min_p > 0 for p in params)
+        self._penalized = any(p.repetition_penalty != 1 for p in params)
 
     def draw(self, logits: Tensor, lanes: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one token per row.
@@ -109,8 +116,10 @@ class Sampler:
 
         Returns:
             Token ids int64 ``[rows]``, and their log-probs float32 ``[rows]`` at the request's temperature (1 if
-            greedy), before top-k and top-p.
+            greedy) and repetition penalty, before top-k, top-p and min-p.
         """
+        if self._penalized:
+            logits = self._penalize(logits, lanes)
         if self._scaled:
             logits = logits / self._temperature[lanes, None]
         log_probs = logits.log_softmax(-1)
@@ -120,12 +129,23 @@ class Sampler:
             tokens = self._invert_cdf(log_probs.exp(), lanes, steps)
             if self._any_greedy:
                 tokens = torch.where(self._greedy[lanes], log_probs.argmax(-1), tokens)
+        if self._penalized:
+            self._drawn[lanes, tokens] = True
         return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
+
+    def _penalize(self, logits: Tensor, lanes: Tensor) -> Tensor:
+        """Lower the logits of tokens that the requests have drawn; a request with penalty 1 keeps its logits."""
+        if not self._drawn.shape[1]:  # the table exists once a request needs it
+            self._drawn = torch.zeros(len(self._drawn), logits.shape[1], dtype=torch.bool, device=logits.device)
+        penalty = self._penalty[lanes, None]
+        return torch.where(self._drawn[lanes], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
     def _invert_cdf(self, probs: Tensor, lanes: Tensor, steps: Tensor) -> Tensor:
         """Return the token at the row's random number in the cumulative distribution over token ids."""
         if self._filtered:
             probs = filter_top_k_top_p(probs, self._top_k[lanes], self._top_p[lanes])
+        if self._min_filtered:
+            probs = probs.masked_fill(probs < self._min_p[lanes, None] * probs.amax(-1, keepdim=True), 0)
         cumulated = probs.cumsum(-1, dtype=torch.float64)
         # At most 1 - 2^-53, so the product is below the total after rounding: the chosen token has probability > 0.
         target = self._uniforms[lanes, steps][:, None] * cumulated[:, -1:]

@@ -190,13 +190,23 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
         rid: SGLang's id of the request; no id may be a prefix of another, since SGLang aborts by prefix.
         eos: tokens that end every response.
         every_token: vocabulary size in deterministic mode, else 0.
+
+    Raises:
+        RolloutError: ``min_p`` in deterministic mode, whose sampler lacks it.
     """
     params = request.params
+    if every_token and params.min_p:
+        raise RolloutError(
+            f"min_p={params.min_p}: SGLang's deterministic mode has no min_p; set it to 0, or set "
+            "rollout.engine_kwargs.sglang.deterministic=false"
+        )
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": every_token if every_token and params.top_k == -1 else params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,

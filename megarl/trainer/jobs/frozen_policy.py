@@ -174,6 +174,10 @@ class FrozenPolicy(Generic[_Config]):
         how = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}" if sampling.temperature else "greedy"
         if sampling.temperature and sampling.top_k != -1:
             how += f", top_k {sampling.top_k}"
+        if sampling.temperature and sampling.min_p:
+            how += f", min_p {sampling.min_p:g}"
+        if sampling.repetition_penalty != 1:
+            how += f", repetition_penalty {sampling.repetition_penalty:g}"
         answers = "1 answer" if sampling.n == 1 else f"{sampling.n} answers"
         return f"{self.model.source.path}, step {self.model.step}: {answers} per prompt, {how}"
 

@@ -122,12 +122,7 @@ class RolloutPhase:
         stream: tuple[int, ...],
         with_baseline: bool = False,
     ) -> tuple[DataProto, Metrics]:
-        params = SamplingParams(
-            max_new_tokens=self.config.data.max_response_length,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
+        params = SamplingParams.of(sampling, self.config.data.max_response_length)
         seeds = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, len(prompts)).tolist()
         params_per_sample = [params] * samples + [dataclasses.replace(params, temperature=0.0)] * with_baseline
         conversations = self._conversations(prompts, params_per_sample, seeds)
