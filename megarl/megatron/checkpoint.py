@@ -174,7 +174,7 @@ def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[
 
     state, index = all_ranks_or_raise(runtime, read_local, doing)
     items = all_ranks_or_raise(runtime, lambda: list(_wanted_items(engine, optimizer is not None)), doing)
-    read_items(folder, index, items)
+    read_items(runtime, folder, index, items)
     engine.offload_manager.mark_changed(PARAM, OPTIMIZER)
     if optimizer is not None:
         assert state.steps is not None

@@ -144,10 +144,11 @@ class ItemWriter:
         return self._storage.prepare_global_plan(plans)
 
 
-def read_items(folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
+def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
     """Fill the memory of this rank's items; communicates.
 
     Args:
+        runtime: this rank's process groups.
         folder: the checkpoint.
         metadata: its index, from :func:`megarl.base.checkpoint_index.read_index`.
         items: this rank's items, each in one piece; may be cut differently from the saved ones.
@@ -157,7 +158,7 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
             elements.
     """
     try:
-        dcp.load({}, storage_reader=_Reader(folder, metadata), planner=_LoadPlanner(items))
+        dcp.load({}, storage_reader=_Reader(runtime, folder, metadata), planner=_LoadPlanner(items))
     except CheckpointException as error:
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {_reasons(error)}") from error
 
@@ -255,8 +256,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 class _Reader(FileSystemReader):
     """Reads with an already loaded index, and checks each file before it is read."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, runtime: Runtime, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
+        self._barrier = runtime.barrier
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -284,11 +286,20 @@ class _Reader(FileSystemReader):
         return plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read file by file.
+        """Read file by file, and wait for the other ranks outside the collective that follows.
 
         Raises:
             CheckpointError: names the damaged file.
         """
+        try:
+            self._read_files(plan, planner)
+        finally:
+            self._barrier.wait_for_all()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_files(self, plan: LoadPlan, planner: Any) -> None:
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for read in plan.items:
             by_file[self.storage_data[read.storage_index].relative_path].append(read)
@@ -297,9 +308,6 @@ class _Reader(FileSystemReader):
                 super().read_data(replace(plan, items=reads), planner)
             except Exception as error:  # a damaged file may raise anything
                 raise CheckpointError(f"{Path(self.path) / name} is damaged: {error}") from error
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 def _reasons(error: CheckpointException) -> str:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megarl.base.errors import CheckpointError
 from megarl.base.files import FileEntry, read_entry
-from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_format import INDEX, Item, ItemWriter
 from megarl.megatron.engine import MegatronEngine
 from megarl.megatron.host_memory import CHUNK_BYTES, HostBuffer
 from megarl.megatron.runtime import Runtime, all_ranks_or_raise
-from megarl.models import LocalParam
-from megarl.models.hf_writer import HFWriter
 
 HF_FOLDER = "huggingface"
 
@@ -80,6 +75,7 @@ class PendingSave:
         if self._thread is not None:
             self._thread.join()
         doing = f"saving to {self._folder}"
+        self._runtime.barrier.wait_for_all()  # ranks write at different speeds
         all_ranks_or_raise(self._runtime, self._raise_failure, doing)
         if self._writer is not None:
             self._writer.finish()
@@ -149,11 +145,10 @@ class HostSnapshot:
         """
         resident = [item for item in items if not item.memory.is_offloaded]
         data = [item.memory.joined().view(torch.uint8) for item in resident]
-        offsets = iter(self._buffer.write(data))
+        copies = iter(zip(self._buffer.write(data), map(len, data), strict=True))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        sizes = iter([len(part) for part in data])
-        return [item if item.memory.is_offloaded else self._copied(item, next(offsets), next(sizes)) for item in items]
+        return [item if item.memory.is_offloaded else self._copied(item, *next(copies)) for item in items]
 
     def _copied(self, item: Item, offset: int, nbytes: int) -> Item:
         pieces = self._buffer.pieces(offset, nbytes)
@@ -177,14 +172,10 @@ def export_beside(engine: MegatronEngine, folder: Path, copy_from: str | Path | 
         CheckpointError: on every rank, if rank 0 could not write.
     """
     failure: Exception | None = None
-    with cuda_on_cpu.active():
-        if engine.runtime.rank != 0:
-            engine.weights.export(lambda param, part: None)
-        else:
-            try:
-                _write_export(engine, folder / HF_FOLDER, copy_from)
-            except Exception as error:  # raised on every rank below
-                failure = error
+    try:
+        engine.export_hf(folder / HF_FOLDER, copy_from)
+    except Exception as error:  # raised on every rank below, once all have noticed
+        failure = error
 
     def list_files() -> set[str]:
         if failure is not None:
@@ -195,29 +186,3 @@ def export_beside(engine: MegatronEngine, folder: Path, copy_from: str | Path | 
         return {path.relative_to(folder).as_posix() for path in paths if path.is_file()}
 
     return all_ranks_or_raise(engine.runtime, list_files, f"exporting to {folder / HF_FOLDER}")
-
-
-def _write_export(engine: MegatronEngine, path: Path, copy_from: str | Path | None) -> None:
-    """Receive every part from the other ranks, even after a failure: they must not wait forever."""
-    shapes = engine.weight_map.hf_shapes()
-    exact = [name for name in shapes if engine.weight_map.is_float32(name)]
-    failure: Exception | None = None
-    writer: HFWriter | None = None
-    with ExitStack() as stack:
-        try:
-            options = HFWriter(path, engine.model, shapes, float32=exact, copy_from=copy_from)
-            writer = stack.enter_context(options)
-        except Exception as error:
-            failure = error
-
-        def add(param: LocalParam, part: Tensor) -> None:
-            nonlocal failure
-            if writer is not None and failure is None:
-                try:
-                    writer.add(param, part)
-                except Exception as error:
-                    failure = error
-
-        engine.weights.export(add)
-        if failure is not None:
-            raise failure

@@ -186,18 +186,16 @@ class MegatronEngine:
             files: text of further files, by name.
 
         Raises:
-            CheckpointError: the folder exists and ``overwrite`` is off.
+            CheckpointError: on every rank, if rank 0 cannot write, or the folder exists and ``overwrite`` is off.
         """
-        with cuda_on_cpu.active():
-            if self.runtime.rank != 0:
-                self.weights.export(lambda param, part: None)
-                return
+
+        def writer() -> HFWriter:
             shapes = self.weight_map.hf_shapes()
             exact = [name for name in shapes if self.weight_map.is_float32(name)]
-            with HFWriter(
-                path, self.model, shapes, float32=exact, copy_from=source, overwrite=overwrite, files=files
-            ) as writer:
-                self.weights.export(writer.add)
+            return HFWriter(path, self.model, shapes, float32=exact, copy_from=source, overwrite=overwrite, files=files)
+
+        with cuda_on_cpu.active():
+            self.weights.export(writer)
 
     def named_local_params(self) -> dict[str, Tensor]:
         """This rank's weights (not copies) by their names in the weight map; may communicate."""

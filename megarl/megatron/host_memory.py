@@ -1,4 +1,4 @@
-"""Host memory that receives copies of device memory; page-locked (pinned) for a GPU, so that it copies at full speed."""
+"""Host memory that receives copies of device memory; page-locked (pinned) for a GPU, for copies at full speed."""
 
 from __future__ import annotations
 

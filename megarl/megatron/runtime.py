@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megarl.base.errors import CheckpointError, ConfigError, ResourceError
 from megarl.megatron import cuda_on_cpu
+from megarl.megatron.store_barrier import StoreBarrier
 from megarl.megatron.transformer_engine import transformer_engine_error
 from megarl.models import ParallelLayout, RankCoordinate
 
@@ -64,6 +65,7 @@ class Runtime:
         ep_group: expert-parallel ranks, which divide the experts with this one.
         etp_group: expert-tensor-parallel ranks, which share each expert with this one.
         edp_group: ranks with the same experts.
+        barrier: waits without a time limit of collectives.
     """
 
     layout: ParallelLayout
@@ -77,6 +79,7 @@ class Runtime:
     ep_group: dist.ProcessGroup = field(repr=False)
     etp_group: dist.ProcessGroup = field(repr=False)
     edp_group: dist.ProcessGroup = field(repr=False)
+    barrier: StoreBarrier = field(repr=False)
 
     @property
     def coordinate(self) -> RankCoordinate:
@@ -115,7 +118,7 @@ def init_runtime(
         master_port: free port there; rank 0 listens on it.
         device: ``cpu``, ``cuda`` or ``auto`` (CUDA if available).
         seed: seed of the role; tensor-parallel ranks and stages derive theirs from it like Megatron.
-        timeout_s: seconds after which an incomplete collective fails.
+        timeout_s: seconds after which an incomplete collective fails; reading and writing files may take longer.
 
     Raises:
         ConfigError: the layout does not have ``world_size`` processes, or ``device`` is unknown.
@@ -172,6 +175,7 @@ def init_runtime(
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         edp_group=parallel_state.get_expert_data_parallel_group(),
+        barrier=StoreBarrier(rank, world_size),
     )
 
 

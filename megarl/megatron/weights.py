@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from megarl.base.errors import ModelError
 from megarl.megatron.offload import PARAM, OffloadManager
 from megarl.megatron.runtime import Runtime
+from megarl.megatron.store_barrier import RankTurns
 from megarl.models import LocalParam, ParallelLayout, WeightMap, canonical_name
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.hf_writer import HFWriter
 
 VALUE_HEAD = ("score.weight", "score.bias")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -119,22 +121,35 @@ class RankWeights:
         if absent:
             raise ModelError(f"weight map has no entry for the model's parameters {sorted(absent)}")
 
-    def export(self, consume: Callable[[LocalParam, Tensor], None]) -> None:
-        """Send every part of the model to rank 0, one at a time; all ranks must call this.
+    def export(self, writer: Callable[[], HFWriter]) -> None:
+        """Write the whole model on rank 0, which receives it part by part; all ranks must call this.
+
+        The other ranks wait for their turns outside collectives, because rank 0 writes large files meanwhile. The parts
+        of one parameter are consecutive, so that whole tensors can be written early.
 
         Args:
-            consume: called on rank 0 with each part and its values on the CPU. The parts of one parameter are
-                consecutive, so that whole tensors can be written early.
+            writer: creates the writer on rank 0.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 could not write.
         """
         self._gather()
-        for owner, param in self._export_order():
-            if self._runtime.rank == 0:
-                part = self._values(param) if owner == 0 else self._empty(param)
-                if owner != 0:
-                    dist.recv(part, src=owner)
-                consume(param, part.cpu())
-            elif self._runtime.rank == owner:
+        turns, rank = self._runtime.barrier.turns(), self._runtime.rank
+        if rank != 0:
+            for param in [param for owner, param in self._export_order() if owner == rank]:
+                turns.wait()
                 dist.send(self._values(param).to(self._runtime.device), dst=0)
+            turns.wait()  # for the end
+            return
+        try:
+            with writer() as files:
+                for owner, param in self._export_order():
+                    files.add(param, (self._values(param) if owner == 0 else self._receive(param, owner, turns)).cpu())
+        except BaseException as error:
+            turns.fail(f"{type(error).__name__}: {error}")
+            raise
+        for other in range(1, self._runtime.layout.world_size):
+            turns.call(other)
 
     def to_host(self) -> dict[str, Tensor]:
         """Copy the weights to host memory."""
@@ -148,10 +163,14 @@ class RankWeights:
         """The values of a weight: a view on the device, or a copy of offloaded memory."""
         return self._offload_manager.memory(self._params[param.name]).joined().view(param.shape)
 
-    def _empty(self, param: LocalParam) -> Tensor:
+    def _receive(self, param: LocalParam, owner: int, turns: RankTurns) -> Tensor:
+        """Receive a weight from its owner."""
         exact = any(self._map.is_float32(piece.hf_name) for piece in param.pieces)
         dtype = torch.float32 if exact else self._dtype
-        return torch.empty(param.shape, dtype=dtype, device=self._runtime.device)
+        part = torch.empty(param.shape, dtype=dtype, device=self._runtime.device)
+        turns.call(owner)
+        dist.recv(part, src=owner)
+        return part
 
     def _export_order(self) -> Iterator[tuple[int, LocalParam]]:
         layout = self._runtime.layout

@@ -1,0 +1,101 @@
+"""Ranks wait for slow files longer than a collective may take."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from distributed import Place, ProcessPool
+from test_megatron_checkpoint import build, fill
+
+from megarl.base.errors import CheckpointError
+from megarl.megatron import shutdown_runtime
+from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.megatron.checkpoint_format import ItemWriter, _Reader
+from megarl.megatron.store_barrier import StoreBarrier
+from megarl.models import ParallelLayout
+from megarl.models.hf_writer import HFWriter
+
+TP2 = ParallelLayout(tp=2)
+COLLECTIVE_S, SLOW_S = 3.0, 4.5
+SLOW = {"export": (HFWriter, "_finish", 0), "write": (ItemWriter, "write", 1), "read": (_Reader, "_read_files", 1)}
+"""Methods that read or write files, with the rank on which they are slow."""
+
+
+def save_and_load(place: Place, folder: str, case: str) -> int:
+    """Save, export and load while the first call of a method takes longer than a collective may."""
+    cls, name, slow_rank = SLOW[case]
+    real, calls = getattr(cls, name), []
+
+    def slow(*args: Any) -> Any:
+        calls.append(name)
+        time.sleep(SLOW_S if len(calls) == 1 else 0)
+        return real(*args)
+
+    try:
+        engine = build(place, TP2, {})
+        fill(engine)
+        for group in (dist.group.WORLD, engine.runtime.tp_group):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), group)
+        with pytest.MonkeyPatch.context() as patch:
+            if place.rank == slow_rank:
+                patch.setattr(cls, name, slow)
+            save_sharded(engine, folder, ["model", "hf_model"])
+            load_sharded(engine, folder, ["model"])
+        return len(calls)
+    finally:
+        shutdown_runtime()
+
+
+def export_to_an_existing_folder(place: Place, folder: str) -> str:
+    try:
+        engine = build(place, TP2, {})
+        fill(engine)
+        with pytest.raises(CheckpointError) as caught:
+            engine.export_hf(folder)
+        return str(caught.value)
+    finally:
+        shutdown_runtime()
+
+
+def collective_after(place: Place, seconds: float) -> None:
+    """A collective in which one rank arrives late; shows that the groups' time limit is in force."""
+    try:
+        build(place, TP2, {})
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), dist.group.WORLD)
+        time.sleep(seconds if place.rank == 1 else 0)
+        with pytest.raises(RuntimeError):
+            dist.all_gather_object([None, None], place.rank)
+    finally:
+        shutdown_runtime()
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_files_may_take_longer_than_a_collective(pool: ProcessPool, tmp_path: Any, case: str) -> None:
+    calls = pool.run(save_and_load, 2, str(tmp_path / "saved"), case)
+    assert calls[SLOW[case][2]] > 0 and calls[1 - SLOW[case][2]] == 0
+
+
+def test_late_rank_fails_a_collective(pool: ProcessPool) -> None:
+    pool.run(collective_after, 2, SLOW_S)
+
+
+def test_failed_export_is_raised_on_the_ranks_that_wait_for_rank_0(pool: ProcessPool, tmp_path: Any) -> None:
+    for message in pool.run(export_to_an_existing_folder, 2, str(tmp_path)):
+        assert f"{tmp_path} exists already" in message
+
+
+def test_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr("megarl.megatron.store_barrier._get_default_store", lambda: store)
+    with pytest.raises(CheckpointError, match="waited 0 s"):
+        StoreBarrier(0, 2, longest_wait_s=0.05).wait_for_all()
+    with pytest.raises(CheckpointError, match="waited 0 s"):
+        StoreBarrier(1, 2, longest_wait_s=0.05).turns().wait()
+
+
+def test_single_rank_waits_for_nothing() -> None:
+    StoreBarrier(0, 1).wait_for_all()
