@@ -247,9 +247,9 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, ...]:
-    """Return the host memory of the fullest node: offloaded states and two copies of the reference weights.
+    """Return the host memory of the fullest node: offloaded states and the reference weights.
 
-    While the reference computes, host memory holds its weights and the actor's swapped-out weights.
+    While the reference computes, host memory also holds the actor's weights, as an offload does.
     """
     nodes = []
     for node in range(job.nodes):
@@ -265,8 +265,9 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, 
                 if role.megatron.optimizer_offload:
                     totals[role.name, "optimizer"] += _in_chunks(states.optimizer)
                 if role.holds_reference:
-                    totals[role.name, "reference copy"] += states.parameters * role.dtype_bytes
-                    totals[role.name, "swapped weights"] += states.parameters * role.dtype_bytes
+                    totals[role.name, "reference copy"] += _in_chunks(states.weights)
+                    if not role.megatron.param_offload:
+                        totals[role.name, "swapped weights"] += _in_chunks(states.weights)
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
         nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
     return max(nodes, key=lambda parts: sum(part.nbytes for part in parts))

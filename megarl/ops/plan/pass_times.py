@@ -284,9 +284,11 @@ class PassTimer:
     def _host_copies(self, planned: PlannedPass) -> TimeBreakdown:
         """Return the time to onload and offload states around the pass, and to swap in the reference weights."""
         megatron = self.role.megatron
-        copies = 2 if megatron.param_offload else 0
+        # Unchanged weights are offloaded without a copy.
+        copies = int(megatron.param_offload) * (1 + planned.updates)
         if planned.phase == "ref" and self.role.holds_reference:
-            copies += 3  # actor weights out, reference weights in, actor weights in again
+            # The reference weights in; weights that are not offloaded also out, and in again.
+            copies = 1 if megatron.param_offload else 3
         nbytes = 0.0
         if planned.updates and megatron.optimizer_offload:
             nbytes = 2 * optimized_elements(self.role, self._most) * FLOAT32 * (MOMENTS + (megatron.dtype != "float32"))

@@ -131,9 +131,9 @@ def _generation(
 
 
 def _sync(job: PlannedJob, hardware: Hardware, seconds: float) -> PassTime:
-    """Return the time of the transfers, and of onloading and offloading the actor's weights."""
+    """Return the time of the transfers, and of onloading the actor's weights."""
     actor = job.role("actor")
-    host = 2 * weights_copy_s(actor, hardware) if actor.megatron.param_offload else 0.0
+    host = weights_copy_s(actor, hardware) if actor.megatron.param_offload else 0.0
     return PassTime("update_weights", "actor", TimeBreakdown(network=seconds, host=host), FlopCount())
 
 

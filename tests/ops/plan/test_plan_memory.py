@@ -31,13 +31,22 @@ def test_offloaded_states_are_on_the_device_only_in_their_phases() -> None:
     assert resident.peak.nbytes > offloaded.peak.nbytes and resident.host_bytes < offloaded.host_bytes
 
 
-def test_a_swapped_reference_uses_host_memory_twice() -> None:
+def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor() -> None:
     with_kl = {"actor_rollout_ref__actor__use_kl_loss": True}
     job = train_job("Qwen2.5-7B", megatron(4), **with_kl)
     plan = plan_memory(job, 80 * GIB)
     assert job.phases == ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
-    weights = sum(2 * plan.roles["actor"].stages[0].states.parameters for _ in range(8))
-    assert {c.name: c.nbytes for c in plan.host} == {"reference copy": weights, "swapped weights": weights}
+    rank = 2 * 7615616512 / 4  # bfloat16 on 4 tensor-parallel ranks; norms are on each
+    copies = {c.name: c.nbytes for c in plan.host}
+    assert copies.keys() == {"reference copy", "swapped weights"}
+    # One copy in chunks of 256 MiB on each of 8 ranks.
+    assert all(8 * rank <= nbytes <= 8 * (1.01 * rank + 2**28) and nbytes % 2**28 == 0 for nbytes in copies.values())
+
+    offloaded = plan_memory(train_job("Qwen2.5-7B", megatron(4, param_offload=True), **with_kl), 80 * GIB)
+    assert {c.name: c.nbytes for c in offloaded.host} == {
+        "reference copy": copies["reference copy"],
+        "weights": copies["swapped weights"],  # an offload's copy of the weights serves the swap
+    }
 
     separate = train_job("Qwen2.5-7B", megatron(4), actor_rollout_ref__ref__megatron=megatron(2), **with_kl)
     plan = plan_memory(separate, 80 * GIB)
