@@ -6,16 +6,22 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.base.compilers import fusion_error
 from megarl.megatron.transformer_engine import has_transformer_engine
+
+logger = logging.getLogger(__name__)
 
 
 class Kernels(NamedTuple):
@@ -93,6 +99,27 @@ def fits_packed_attention(query: Tensor, value: Tensor) -> bool:
         and query.shape[-1] % 8 == 0
         and packed_attention() is not None
     )
+
+
+def check_fusions(config: TransformerConfig, device: torch.device) -> None:
+    """Test whether torch can compile Megatron's fused functions; otherwise all ranks run their operations one by one.
+
+    Communicates if the configuration has such functions on a GPU.
+
+    Args:
+        config: configuration of the model.
+        device: of this rank.
+    """
+    if device.type != "cuda" or not (config.bias_activation_fusion or config.bias_dropout_fusion):
+        return
+    errors = [""] * dist.get_world_size()
+    dist.all_gather_object(errors, fusion_error(device.type))
+    failed = [rank for rank, error in enumerate(errors) if error]
+    if failed:
+        importlib.import_module("torch._dynamo").config.disable = True
+        if dist.get_rank() == 0:
+            reason = f"rank {failed[0]}: {errors[failed[0]]}"
+            logger.warning("torch cannot compile, so fused operations run one by one (`megarl doctor`); %s", reason)
 
 
 def causal_attention(

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.megatron.context_parallel import MicroBatchPart
-from megarl.megatron.kernels import uses_transformer_engine
+from megarl.megatron.kernels import check_fusions, uses_transformer_engine
 from megarl.megatron.layers import (
     PackedAttention,
     PackedSequences,
@@ -165,6 +165,7 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
     layout = runtime.layout
     fused = uses_transformer_engine(runtime.device, options.dtype)
     config = build_transformer_config(model, layout, options, fused=fused)
+    check_fusions(config, runtime.device)
     frequencies = inverse_frequencies(model).to(runtime.device)
     chunks = tuple(_build_chunk(model, runtime, options, config, chunk, fused) for chunk in range(layout.vpp))
     if fused and model.latent is None:

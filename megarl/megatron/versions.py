@@ -12,6 +12,8 @@ import torch
 from megatron.core.tensor_parallel import random
 from torch import Tensor
 
+from megarl.base.compilers import missing_extension_tools
+
 
 def supported_arguments(config: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the ``arguments`` that a configuration class of the installed release does not have.
@@ -52,8 +54,8 @@ def patch_megatron_gaps() -> None:
     """Patch the functions that recomputing norms (``recompute_modules=[layernorm]``) needs; once per process.
 
     Megatron calls Transformer Engine's 8-bit functions there, installed or not. Later releases also compile an
-    extension that lets two tensors share memory. On a CPU the compilation costs more than it saves, so a copy replaces
-    it.
+    extension that lets two tensors share memory. A copy replaces it on a CPU, where the compilation costs more than it
+    saves, and on machines that cannot compile.
     """
     if not random.HAVE_TE:
         for name, substitute in (
@@ -62,7 +64,7 @@ def patch_megatron_gaps() -> None:
             ("activation_recompute_forward", lambda **_: contextlib.nullcontext()),
         ):
             setattr(random, name, substitute)
-    if hasattr(random, "_get_share_storage") and not torch.cuda.is_available():
+    if hasattr(random, "_get_share_storage") and (not torch.cuda.is_available() or missing_extension_tools()):
         random._get_share_storage = lambda: _fill
 
 

@@ -6,10 +6,16 @@ import ast
 from typing import Any
 
 import pytest
+from config_cases import problems_of, with_keys
 
+from megarl.config import TrainConfig
+from megarl.config.build import build
 from megarl.config.checks import transformer_fields
 from megarl.config.checks.transformer_field_table import OWNED, REJECTED, REJECTED_VALUES, SUPPORTED
 from megarl.config.checks.transformer_fields import TransformerField, override_problems
+
+CRITIC = "critic.megatron"
+OVERLAP = {"overlap_p2p_comm": True}
 
 
 @pytest.mark.parametrize(
@@ -71,3 +77,11 @@ def test_a_field_of_another_release_is_rejected(monkeypatch: pytest.MonkeyPatch)
 def test_each_field_has_one_class() -> None:
     assert not SUPPORTED & OWNED.keys() and not SUPPORTED & REJECTED.keys() and not OWNED.keys() & REJECTED.keys()
     assert REJECTED_VALUES.keys() <= SUPPORTED
+
+
+def test_overlapped_exchange_needs_an_interleaved_pipeline() -> None:
+    values = {f"{CRITIC}.pipeline_model_parallel_size": 2, f"{CRITIC}.override_transformer_config": OVERLAP}
+    (problem,) = problems_of(values).values()
+    assert problem.path == f"{CRITIC}.override_transformer_config.overlap_p2p_comm"
+    assert problem.text == "needs virtual_pipeline_model_parallel_size of at least 2"
+    build(TrainConfig, with_keys({**values, f"{CRITIC}.virtual_pipeline_model_parallel_size": 2}))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed import Place, ProcessPool
 from torch import Tensor
 
-from megarl.megatron import kernels, layers
+from megarl.megatron import init_runtime, kernels, layers, shutdown_runtime, versions
 from megarl.megatron.layers import PackedAttention, PackedSequences
+from megarl.models import ParallelLayout
 
 RUNS = ((3, 4), (1, 5))
 ENDS = torch.tensor([0, 4, 8, 12, 17], dtype=torch.int32)
@@ -212,3 +215,64 @@ def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch: pytest.Monk
     assert [heads.shape[1] for heads in plain.call_args.args] == [4, 4, 4]
     torch.testing.assert_close(repeated, grouped)
     torch.testing.assert_close(torch.autograd.grad(repeated, (query, key, value), seed), expected)
+
+
+class FusionCase(NamedTuple):
+    """Effect of a missing compiler on rank 1, on each rank: results of a compiled function, and the warnings."""
+
+    results: list[float]
+    warnings: list[str]
+
+
+def fusions_without_compiler(place: Place) -> FusionCase:
+    warnings: list[str] = []
+    error = "no C compiler" if place.rank == 1 else ""
+    dynamo = importlib.import_module("torch._dynamo")
+    runtime = init_runtime(ParallelLayout(dp=2), place.rank, 2, "127.0.0.1", place.port, device="cpu", timeout_s=60)
+    fused = mock.Mock(bias_activation_fusion=True, bias_dropout_fusion=False)
+    plain = mock.Mock(bias_activation_fusion=False, bias_dropout_fusion=False)
+    compiled = torch.compile(lambda x: x * 2, backend=lambda graph, inputs: mock.Mock(side_effect=RuntimeError("no C")))
+    try:
+        with (
+            mock.patch.object(kernels, "fusion_error", lambda device: error),
+            mock.patch.object(kernels.logger, "warning", lambda text, *args: warnings.append(text % args)),
+        ):
+            kernels.check_fusions(fused, runtime.device)  # a CPU: nothing to compile
+            kernels.check_fusions(plain, torch.device("cuda"))
+            before = dynamo.config.disable
+            kernels.check_fusions(fused, torch.device("cuda"))
+        return FusionCase([float(before), float(dynamo.config.disable), compiled(torch.ones(())).item()], warnings)
+    finally:
+        dynamo.config.disable = False
+        shutdown_runtime()
+
+
+def test_fused_functions_run_uncompiled_on_all_ranks_if_one_lacks_a_compiler(pool: ProcessPool) -> None:
+    text = "torch cannot compile, so fused operations run one by one (`megarl doctor`); rank 1: no C compiler"
+    assert pool.run(fusions_without_compiler, 2) == [
+        FusionCase([0.0, 1.0, 2.0], [text]),
+        FusionCase([0.0, 1.0, 2.0], []),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "missing", "copies"), [(True, [], False), (True, ["ninja"], True), (False, [], True)]
+)
+def test_recomputed_norms_copy_where_no_extension_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool, missing: list[str], copies: bool
+) -> None:
+    extension = object()
+    monkeypatch.setattr(versions.random, "_get_share_storage", lambda: extension, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(versions, "missing_extension_tools", lambda: missing)
+    versions.patch_megatron_gaps()
+    share = versions.random._get_share_storage()
+    assert (share is not extension) == copies
+    if copies:
+        emptied, recomputed = torch.ones(6), torch.arange(6.0)
+        view = emptied.view(2, 3)
+        emptied.untyped_storage().resize_(0)
+        share(emptied, recomputed)
+        assert view.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+        recomputed.fill_(9)
+        assert emptied.sum() == 15  # a copy

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,7 +50,7 @@ class WholeSequences(nn.Module):
         assert packed_seq_params is not None and len(query) == packed_seq_params.cu_seqlens_q[-1]
         ends = packed_seq_params.cu_seqlens_q.tolist()
         parts = []
-        for start, stop in zip(ends[:-1], ends[1:], strict=True):
+        for start, stop in pairwise(ends):
             q, k, v = (heads[start:stop].transpose(0, 1)[None] for heads in (query, key, value))
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             parts.append(attended[0].transpose(0, 1).flatten(1))

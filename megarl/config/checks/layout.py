@@ -87,9 +87,16 @@ def _layout(megatron: MegatronConfig, trainer: RunConfig, path: str) -> Iterator
     """Check the layout of one role, as far as possible without its model; ``path`` is the key of its section."""
     for key, text in (*_devices(megatron, trainer), *_pipeline(megatron), *_memory(megatron)):
         yield Problem(f"{path}.{key}", getattr(megatron, key), text)
-    for name, text in override_problems(megatron.override_transformer_config):
+    problems = dict(override_problems(megatron.override_transformer_config))
+    if megatron.override_transformer_config.get("overlap_p2p_comm") is True and not _is_interleaved(megatron):
+        problems["overlap_p2p_comm"] = "needs virtual_pipeline_model_parallel_size of at least 2"
+    for name, text in problems.items():
         value = megatron.override_transformer_config[name]
         yield Problem(f"{path}.override_transformer_config.{name}", value, text)
+
+
+def _is_interleaved(megatron: MegatronConfig) -> bool:
+    return (megatron.virtual_pipeline_model_parallel_size or 1) > 1
 
 
 def _devices(megatron: MegatronConfig, trainer: RunConfig) -> _KeyProblems:
@@ -128,7 +135,7 @@ def _pipeline(megatron: MegatronConfig) -> _KeyProblems:
         "account_for_loss_in_pipeline_split": megatron.account_for_loss_in_pipeline_split,
     }
     if megatron.pipeline_model_parallel_size == 1:
-        if (megatron.virtual_pipeline_model_parallel_size or 1) > 1:
+        if _is_interleaved(megatron):
             yield "virtual_pipeline_model_parallel_size", "needs pipeline_model_parallel_size of at least 2; set null"
         for keys, off in ((fixed, "null"), (counted, "false")):
             for key in (key for key, is_set in keys.items() if is_set):

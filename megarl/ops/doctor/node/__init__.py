@@ -10,10 +10,12 @@ from __future__ import annotations
 import platform
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from megarl.ops.doctor.node import system
 from megarl.ops.doctor.node.collective import check_all_reduce
 from megarl.ops.doctor.node.gpus import Inventory, check_gpus
+from megarl.ops.doctor.node.kernels import check_kernels
 from megarl.ops.doctor.node.needs import Needs, needs_of
 from megarl.ops.doctor.node.results import CheckResult, NodeReport, Status
 from megarl.ops.doctor.node.storage import check_checkpoint_room, check_disk_speed, check_folders
@@ -45,7 +47,9 @@ def check_node(needs: Needs) -> NodeReport:
         results += _run_check(check, needs)
     gpu_results, inventory = _gpus(needs)
     count = len(inventory.gpus) if inventory else 0
-    results += [*gpu_results, *_run_check(lambda needs: check_all_reduce(needs, count), needs)]
+    results += gpu_results
+    for check_of_gpus in (check_kernels, check_all_reduce):
+        results += _run_check(partial(check_of_gpus, gpus=count), needs)
     return NodeReport(socket.gethostname(), results, _facts(inventory))
 
 
@@ -53,7 +57,8 @@ def _run_check(check: Callable[[Needs], CheckResult | list[CheckResult]], needs:
     try:
         result = check(needs)
     except Exception as error:  # any error of the check itself
-        return [_check_error(getattr(check, "__name__", "check"), error)]
+        function = check.func if isinstance(check, partial) else check
+        return [_check_error(getattr(function, "__name__", "check"), error)]
     return result if isinstance(result, list) else [result]
 
 

@@ -1,0 +1,39 @@
+"""Detection of compilers that torch calls at run time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megarl.base.compilers import missing_extension_tools
+
+SCRIPT = "from megarl.base.compilers import fusion_error; print(fusion_error('cpu'))"
+
+
+@pytest.mark.parametrize("compiler", ["", "/nowhere/g++"])
+def test_a_kernel_is_really_compiled(tmp_path: Path, compiler: str) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment |= {"CXX": compiler} if compiler else {}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (compiler in done.stdout) if compiler else done.stdout == "\n"
+    assert any(tmp_path.rglob("*.so")) == (not compiler)
+
+
+def test_missing_tools_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tool in ("c++", "ninja"):
+        (tmp_path / tool).touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert missing_extension_tools() == []
+    monkeypatch.setenv("CXX", "clang++")
+    (tmp_path / "ninja").unlink()
+    (tmp_path / "Python.h").unlink()
+    assert missing_extension_tools() == ["clang++", "ninja", "Python.h"]
