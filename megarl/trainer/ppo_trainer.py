@@ -10,6 +10,7 @@ from types import MappingProxyType
 from megarl.base.errors import StepImpossible
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, stratified_minibatch_order
+from megarl.data.order import permutation
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
@@ -177,8 +178,11 @@ class PPOTrainer:
     def balance(self, batch: DataProto) -> DataProto:
         """Order the batch so that its mini-batches have similar lengths; samples of a prompt stay together.
 
-        The order serves actor and critic, and does not depend on their numbers of ranks.
+        With ``actor.shuffle``, shuffle the samples instead. The order serves actor and critic, and does not depend on
+        their numbers of ranks.
         """
+        if self.config.actor_rollout_ref.actor.shuffle:
+            return batch.reorder(permutation(len(batch), self.config.trainer.seed, self.state.step).tolist())
         if not self.config.trainer.balance_batch:
             return batch
         rows = [batch.meta_info[name] for name in MINI_BATCH_ROWS if name in batch.meta_info]

@@ -11,7 +11,7 @@ from megarl.base.errors import DataError
 from megarl.config.correction_bounds import REJECTION_OPTIONS
 from megarl.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from megarl.data import DataProto
-from megarl.trainer.phases.correction_phase import PreferencePhase, RolloutCorrectionPhase
+from megarl.trainer.phases.correction_phase import PreferencePhase, RolloutCorrectionPhase, TruncatedResponsesPhase
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0]])
 RATIOS = torch.tensor([[1.0, 4.0, 0.5], [1.0, 9.0, 1.25], [0.1, 1.0, 1.0]])
@@ -120,3 +120,18 @@ def test_pf_ppo_draws_whole_rows_by_their_scores() -> None:
     assert 0 < metrics["pf_ppo/rows_fraction"] <= 0.75
     repeated = phase.run(given, 7, {})
     assert torch.equal(repeated.tensors["values"], drawn[7].tensors["values"]), "the draw depends on seed and step"
+
+
+def test_truncated_responses_are_left_out_of_the_update() -> None:
+    eos, other_eos = 9, 8
+    responses = torch.tensor([[5, 5, eos], [5, 5, 5], [5, other_eos, 0], [eos, 5, 0]])
+    lengths = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0]])
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 1, 0]])
+    tensors = {"prompts": torch.ones(4, 1, dtype=torch.int64), "responses": responses, "attention_mask": lengths}
+    given = DataProto.from_dict({**tensors, "response_mask": mask, "advantages": torch.ones(4, 3)})
+    metrics: dict[str, float] = {}
+    trained = TruncatedResponsesPhase({eos, other_eos}).run(given, 1, metrics)
+    assert trained.tensors["response_mask"].tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert metrics == {"actor/truncated_masked_fraction": 0.5}
+    assert trained.tensors["response_mask"].dtype == mask.dtype
+    assert torch.equal(given.tensors["response_mask"], mask)  # reports keep all samples

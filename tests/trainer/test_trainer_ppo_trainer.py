@@ -19,9 +19,11 @@ def batch_of(**meta):
     return DataProto.from_dict({"attention_mask": mask}, {"uid": uids}, meta)
 
 
-def balance(batch, on=True):
-    config = SimpleNamespace(trainer=SimpleNamespace(balance_batch=on), samples_per_prompt=ANSWERS)
-    return PPOTrainer.balance(SimpleNamespace(config=config), batch)
+def balance(batch, on=True, shuffle=False, step=1, seed=7):
+    actor = SimpleNamespace(actor=SimpleNamespace(shuffle=shuffle))
+    trainer = SimpleNamespace(balance_batch=on, seed=seed)
+    config = SimpleNamespace(trainer=trainer, samples_per_prompt=ANSWERS, actor_rollout_ref=actor)
+    return PPOTrainer.balance(SimpleNamespace(config=config, state=SimpleNamespace(step=step)), batch)
 
 
 def prompts_of(batch):
@@ -48,3 +50,18 @@ def test_mini_batches_of_actor_and_critic_have_similar_lengths():
 def test_the_order_stays_without_balancing(rows, on):
     given = batch_of(actor_mini_batch_rows=rows)
     assert prompts_of(balance(given, on)) == prompts_of(given)
+
+
+def test_shuffled_samples_depend_on_seed_and_step_alone():
+    given = batch_of(actor_mini_batch_rows=96)
+
+    def order(**keys):
+        return balance(given, shuffle=True, **keys).non_tensor_batch["uid"].tolist()
+
+    uids = given.non_tensor_batch["uid"].tolist()
+    assert sorted(order()) == sorted(uids) and order() != uids
+    assert order() == order(on=False) and order() not in (order(step=2), order(seed=8))
+    # samples of a prompt are in any mini-batch, as independent draws are: half of the pairs are split, +- 4 sigma
+    first = order()[: len(uids) // 2]
+    split = sum(first.count(uid) == 1 for uid in set(uids))
+    assert abs(split - PROMPTS / 2) < 4 * (PROMPTS / 4) ** 0.5

@@ -10,7 +10,7 @@ from megarl.base.errors import RewardError
 from megarl.config import TrainConfig
 from megarl.config.problems import InvalidConfigError
 from megarl.rewards.calling import RewardTask
-from megarl.trainer.phases.reward_functions import check_rewards, reward_plan
+from megarl.trainer.phases.reward_functions import check_rewards, reward_plan, val_reward_config
 
 Build = Callable[..., TrainConfig]
 OWN = """
@@ -160,3 +160,18 @@ def test_contradicting_keys_are_errors(train_config: Build, changes: dict[str, A
         train_config(changes)
     problems = {problem.path: problem.text for problem in caught.value.problems}
     assert text in problems[path]
+
+
+def test_validation_has_its_own_reward_function(train_config: Build, own: str) -> None:
+    training = {"reward_model.functions": {"gsm8k": 1.0, "format": 0.2}, "reward_model.reward_kwargs.max_resp_len": 9}
+    assert val_reward_config(train_config(training)) is None
+    keys = {"val_reward_fn.path": own, "val_reward_fn.name": "mine", "val_reward_fn.reward_kwargs": {"bonus": 1}}
+    config = train_config(training | keys)
+    validation = val_reward_config(config)
+    assert validation is not None and functions_for(config, "s") == {"gsm8k": ("gsm8k", 1.0), "format": ("format", 0.2)}
+    assert functions_for(validation, "s") == {"custom": (f"{own}:mine", 1.0)} and score(validation, "x") == 1.5
+    check_rewards(config)
+    with pytest.raises(RewardError, match="nothing"):
+        check_rewards(train_config(keys | {"val_reward_fn.name": "nothing"}))
+    with pytest.raises(InvalidConfigError, match=r"val_reward_fn\.path.*\n.*needs data\.val_files"):
+        train_config(keys | {"data.val_files": []})

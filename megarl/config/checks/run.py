@@ -66,6 +66,8 @@ def validation(config: TrainConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if config.data.val_files:
         return
+    if config.val_reward_fn.path is not None:
+        yield Problem("val_reward_fn.path", config.val_reward_fn.path, "needs data.val_files, which is empty")
     for name, enabled in (("val_only", trainer.val_only), ("val_before_train", trainer.val_before_train)):
         if enabled:
             yield Problem(f"trainer.{name}", enabled, "needs data.val_files, which is empty")

@@ -169,6 +169,11 @@ class AlgorithmConfig:
     missing_eos_penalty: float | None = key(
         None, "Penalty on the score of a response without an end-of-sequence token; null = none.", at_least=0
     )
+    mask_truncated_completions: bool = key(
+        False,
+        "Leave responses without a final end-of-sequence token out of the updates; their scores still count in the "
+        "baselines.",
+    )
     whiten_rewards: bool = key(
         False, "Scale the rewards of all trained tokens of a batch to variance 1 around their mean, before advantages."
     )

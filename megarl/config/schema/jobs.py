@@ -18,7 +18,7 @@ from megarl.config.schema.data import (
     SupervisedDataConfig,
 )
 from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig
-from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig
+from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig, ValRewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
 from megarl.config.schema.rollout import RetrieverConfig, RolloutConfig
 from megarl.config.schema.run import (
@@ -107,6 +107,7 @@ class TrainConfig(ScoredJobConfig):
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    val_reward_fn: ValRewardConfig = section(ValRewardConfig)
     sync: SyncConfig = section(SyncConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     global_profiler: ProfilerConfig = section(ProfilerConfig)

@@ -211,3 +211,12 @@ class CustomRewardConfig:
         "compute_score", "Name of the function; called as fn(data_source, solution_str, ground_truth, extra_info)."
     )
     reward_kwargs: dict[str, Any] = key({}, "Extra arguments of the function, by name.")
+
+
+@dataclass(frozen=True)
+class ValRewardConfig(CustomRewardConfig):
+    """Custom reward function of validation during training, instead of the training's rewards."""
+
+    path: str | None = key(
+        None, "Python file that holds the function; null = validation scores like training, with all its rewards."
+    )

@@ -43,6 +43,11 @@ class ActorConfig(UpdateBatchConfig):
         256, "PROMPTS per optimizer step; each brings its `rollout.n` samples, in every layout.", at_least=1
     )
     ppo_epochs: int = key(1, "Passes over a step's samples.", at_least=1)
+    shuffle: bool = key(
+        False,
+        "Shuffle a step's samples, also those of one prompt, before they are cut into mini-batches of actor and "
+        "critic; false = samples of a prompt stay together (see `trainer.balance_batch`).",
+    )
     clip_ratio: float = key(0.2, "Largest distance of the probability ratio from 1 before it is clipped.", above=0)
     clip_ratio_low: float | None = key(None, "Clip range below 1; null = `clip_ratio`.", above=0, at_most=1)
     clip_ratio_high: float | None = key(None, "Clip range above 1; null = `clip_ratio`.", above=0)

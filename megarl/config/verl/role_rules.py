@@ -116,8 +116,7 @@ _MODEL: dict[str, Rule] = {
 _UPDATE: dict[str, Rule] = {
     "ppo_micro_batch_size": Refused(_PER_GPU.format("ppo_micro_batch_size_per_gpu")),
     "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
-    "shuffle": Only((False,), "mini-batches follow the order of the batch; data.shuffle shuffles prompts"),
-    "data_loader_seed": NoEffect("mini-batches are not shuffled"),
+    "data_loader_seed": NoEffect("shuffling draws from trainer.seed"),
     "grad_clip": Renamed("{}.optim.clip_grad"),
     "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
     "fsdp_config.*": OtherBackend("FSDP", "the layout is in `megatron`"),
@@ -157,6 +156,7 @@ _REF_ONLY: dict[str, Rule] = {
 }
 
 _CRITIC_ONLY: dict[str, Rule] = {
+    "shuffle": Renamed("actor_rollout_ref.actor.shuffle", why="actor and critic have the same mini-batches"),
     "loss_scale_factor": Refused("seq-mean-token-sum-norm divides by data.max_response_length"),
     "forward_max_token_len_per_gpu": NoEffect("ppo_max_token_len_per_gpu limits the forward pass for values"),
     "nccl_timeout": NoEffect("collectives time out after 600 s"),

@@ -10,7 +10,7 @@ from megarl.algorithms import load_advantage, load_policy_loss, load_schedule, w
 from megarl.base.errors import ConfigError, ModelError
 from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
-from megarl.config.problems import InvalidConfigError, Problem
+from megarl.config.problems import InvalidConfigError, Problem, format_value
 from megarl.config.schema.algorithm import ScheduledWeightConfig
 from megarl.config.schema.data import DataConfig, DataSourceConfig
 from megarl.config.schema.jobs import SupervisedConfig
@@ -88,11 +88,16 @@ def check_algorithm(config: TrainConfig) -> None:
     load_advantage(config.algorithm.adv_estimator)
     load_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     model = config.actor_rollout_ref.model.path
-    if config.algorithm.missing_eos_penalty is not None and not all_eos_token_ids(model):
-        raise ConfigError(
-            f"algorithm.missing_eos_penalty={config.algorithm.missing_eos_penalty:g}: generation_config.json and "
-            f"config.json of {model} name no eos_token_id"
-        )
+    readers = {
+        "missing_eos_penalty": config.algorithm.missing_eos_penalty,
+        "mask_truncated_completions": config.algorithm.mask_truncated_completions or None,
+    }
+    for name, value in readers.items():
+        if value is not None and not all_eos_token_ids(model):
+            raise ConfigError(
+                f"algorithm.{name}={format_value(value)}: generation_config.json and config.json of {model} name no "
+                "eos_token_id"
+            )
 
 
 def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:

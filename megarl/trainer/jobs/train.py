@@ -18,9 +18,14 @@ from megarl.trainer.jobs.preflight import check_schedules, check_train
 from megarl.trainer.jobs.roles import RoleBuilder, Roles
 from megarl.trainer.jobs.session import JobSession, open_job
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
-from megarl.trainer.phases.correction_phase import PreferencePhase, RolloutCorrectionPhase
+from megarl.trainer.phases.correction_phase import (
+    PreferencePhase,
+    RolloutCorrectionPhase,
+    TruncatedResponsesPhase,
+)
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
 from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase, ReferenceLogProbPhase
+from megarl.trainer.phases.reward_functions import val_reward_config
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.phases.validation import Validator
@@ -45,7 +50,7 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
         check_output_folders(config, session.resume.path if session.resume else None)
         builder = TrainerBuilder(session)
         session.console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
-        pool = session.start(builder.endpoint, builder.reward_functions)
+        pool = session.start(builder.endpoint, builder.reward_functions, builder.val_functions)
         with session.starting_workers():
             trainer = builder.build(pool)
         with session.training(trainer.state, trainer.reporter):
@@ -68,6 +73,8 @@ class TrainerBuilder:
         self.batches = plan_batches(config)
         self.tokenizer = load_tokenizer(str(config.actor_rollout_ref.model.tokenizer_path))
         self.reward_functions = reward_manager(config, self.tokenizer, session.logs)
+        scoring = val_reward_config(config)
+        self.val_functions = None if scoring is None else reward_manager(scoring, self.tokenizer, session.logs)
         self.reader = SequenceReader(config.reward_model, self.tokenizer) if config.reward_model.enable else None
         self.callbacks = load_callbacks(config.trainer.callbacks)
         self.prompts = PromptQueue(prompt_loader(config, self.tokenizer))
@@ -115,7 +122,10 @@ class TrainerBuilder:
         phases = self._phases(roles, advantage)
         validator = None
         if self.val_loader is not None:
-            validator = Validator(phases.rollout, phases.rewards, self.val_loader, self.tokenizer)
+            rewards = phases.rewards
+            if self.val_functions is not None:
+                rewards = RewardPhase(self.val_functions, self.tokenizer, config.reward_model)
+            validator = Validator(phases.rollout, rewards, self.val_loader, self.tokenizer)
         recorders = build_recorders(
             config,
             roles.actor,
@@ -153,6 +163,8 @@ class TrainerBuilder:
             reference.append(AlignmentPhase(roles.reference, shaping.alignment, threshold, self.tokenizer, length))
         correction = RolloutCorrectionPhase(algorithm.rollout_correction)
         update: list[BatchPhase] = [correction]
+        if algorithm.mask_truncated_completions:
+            update.append(TruncatedResponsesPhase(all_eos_token_ids(config.actor_rollout_ref.model.path)))
         if algorithm.use_pf_ppo:
             update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed))
         return StepPhases(

@@ -1,15 +1,17 @@
-"""Rows, weights and mask that the updates train on: rollout correction, and the reweighting of PF-PPO."""
+"""Rows, weights and mask of the updates: rollout correction, truncated responses, and the reweighting of PF-PPO."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
-from megarl.algorithms import Rejection, Truncation, importance_weights, log_ratios, rejected_tokens
+from megarl.algorithms import Rejection, Truncation, importance_weights, log_ratios, missing_eos, rejected_tokens
 from megarl.algorithms.selection import policy_filtration_rows
 from megarl.base.errors import DataError
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
 from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
-from megarl.data import DataProto
+from megarl.data import DataProto, sequence_lengths
 from megarl.trainer.records.metrics import Metrics, compared_tokens
 
 LOG_PROB_COLUMNS = ("rollout_log_probs", "old_log_probs")
@@ -76,6 +78,32 @@ class RolloutCorrectionPhase:
             statistics |= rejection_statistics
         metrics |= {f"rollout_corr/{name}": value for name, value in statistics.items()}
         return batch.with_columns(columns, {})
+
+
+class TruncatedResponsesPhase:
+    """Masks responses without a final end-of-sequence token (TRL's ``mask_truncated_completions``).
+
+    It runs after the advantages: a truncated response still counts in the baseline of its group.
+
+    Args:
+        eos_token_ids: tokens that end a response.
+    """
+
+    name = "truncated_responses"
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self.eos_token_ids = eos_token_ids
+
+    def is_active(self, batch: DataProto, step: int) -> bool:
+        """Return True: every step may have truncated responses."""
+        return True
+
+    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Clear ``response_mask`` of truncated responses; ``actor/truncated_masked_fraction`` is their share."""
+        last = sequence_lengths(batch)[1] - 1
+        truncated = missing_eos(batch.tensors["responses"], last, self.eos_token_ids)
+        metrics["actor/truncated_masked_fraction"] = truncated.double().mean().item()
+        return batch.with_columns({"response_mask": batch.tensors["response_mask"] * ~truncated[:, None]}, {})
 
 
 class PreferencePhase:

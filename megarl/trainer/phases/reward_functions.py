@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs
-from megarl.config.schema.jobs import ScoredJobConfig
-from megarl.config.schema.rewards import CUSTOM_REWARD, RewardModelConfig
+from megarl.config.schema.jobs import ScoredJobConfig, TrainConfig
+from megarl.config.schema.rewards import (
+    CUSTOM_REWARD,
+    CustomRewardConfig,
+    RewardKwargsConfig,
+    RewardModelConfig,
+    ValRewardConfig,
+)
 from megarl.rewards import FunctionSpec, RewardManager, Scorer, ScoreTerm, custom_reward_spec
 from megarl.rewards.calling import LoadedFunction
 from megarl.rewards.manager import FailurePolicy, LengthShaping
@@ -69,12 +76,32 @@ def function_manager(
     )
 
 
+def val_reward_config(config: ScoredJobConfig) -> TrainConfig | None:
+    """The configuration with ``val_reward_fn`` as its only reward; None if validation scores like training."""
+    if not isinstance(config, TrainConfig):
+        return None
+    custom: ValRewardConfig = config.val_reward_fn
+    if custom.path is None:
+        return None
+    keys = dataclasses.replace(
+        config.reward_model, functions={}, function_weight=1.0, reward_manager=None, reward_kwargs=RewardKwargsConfig()
+    )
+    return dataclasses.replace(
+        config,
+        reward_model=keys,
+        custom_reward_function=CustomRewardConfig(custom.path, custom.name, custom.reward_kwargs),
+        val_reward_fn=ValRewardConfig(),
+    )
+
+
 def check_rewards(config: ScoredJobConfig) -> None:
-    """Check the rewards before any process starts.
+    """Check the rewards of training and validation before any process starts.
 
     Raises:
         RewardError: a function cannot be imported or called, this machine has no sandbox, or an API key is missing.
     """
+    if (validation := val_reward_config(config)) is not None:
+        check_rewards(validation)
     keys = config.reward_model
     if keys.function_weight == 0:
         return  # no function is called
