@@ -92,7 +92,7 @@ class Offloader:
         if index is None or not self.is_offloaded:
             return None
         width = tensor.element_size()
-        offset = self._copy.offsets[index] + tensor.storage_offset() * width
+        offset = self._copy.offsets[index] + int(tensor.storage_offset()) * width
         pieces = self._copy.buffer.pieces(offset, tensor.numel() * width)
         return tuple(piece.view(tensor.dtype) for piece in pieces)
 

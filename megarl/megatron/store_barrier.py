@@ -46,7 +46,7 @@ class StoreBarrier:
         if self._size > 1:
             store = _get_default_store()
             if store.add(f"{key}/arrived", 1) == self._size:
-                store.set(f"{key}/done", b"")
+                store.set(f"{key}/done", "")
             self.wait_for_key(store, f"{key}/done")
 
     def turns(self) -> RankTurns:
@@ -81,7 +81,7 @@ class RankTurns:
     def call(self, rank: int) -> None:
         """Rank 0: give a rank its next turn."""
         store = _get_default_store()
-        store.set(f"{self._key}/{rank}/{store.add(f'{self._key}/{rank}', 1)}", b"")
+        store.set(f"{self._key}/{rank}/{store.add(f'{self._key}/{rank}', 1)}", "")
 
     def fail(self, reason: str) -> None:
         """Rank 0: no turns follow; the other ranks raise ``reason``."""

@@ -33,6 +33,7 @@ from megarl.megatron import (
     StepResult,
     init_runtime,
 )
+from megarl.megatron.device_memory import read_device_memory
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
@@ -120,9 +121,11 @@ class MegatronWorker(SavingWorker):
             **place._asdict(),
             device=settings.device,
             seed=settings.seed,
+            timeout_s=settings.nccl_timeout,
         )
         self.engine: MegatronEngine
         self._skips: list[str] = []
+        self._has_updated = False
 
     @verb(Dispatch.ALL)
     @offload_after
@@ -131,6 +134,7 @@ class MegatronWorker(SavingWorker):
         settings = self.settings
         self.engine = MegatronEngine(self.model_config(), settings.layout, self.runtime, self._engine_options())
         self.engine.load_hf(settings.model_path)
+        self._log_device_memory("after its start")
 
     def model_config(self) -> ModelConfig:
         """Configuration of the model to build: that of the initial weights."""
@@ -282,11 +286,20 @@ class MegatronWorker(SavingWorker):
             torch.cuda.reset_peak_memory_stats(device)
         freed = self.engine.offload()
         gigabytes |= {f"offloaded_gb/{part}": size / 2**30 for part, size in freed.items()}
+        if not self._has_updated:
+            self._log_device_memory("after its first update")  # its collectives have allocated their buffers
+            self._has_updated = True
         if not gigabytes:
             return {}
         maxima = self.engine.max_over_ranks(torch.tensor(list(gigabytes.values()), dtype=torch.float64)).tolist()
         names = [f"perf/{name}" if self.prefix != "critic" else f"perf/critic/{name}" for name in gigabytes]
         return dict(zip(names, maxima, strict=True))
+
+    def _log_device_memory(self, when: str) -> None:
+        """Log the memory of this process, whose part outside of torch `megarl plan` assumes as ``reserved_gib``."""
+        if self.runtime.device.type == "cuda":
+            memory = read_device_memory(self.runtime.device).describe()
+            logger.info("%s rank %d on %s %s: %s", self.prefix, self.runtime.rank, self.runtime.device, when, memory)
 
     def _global_counts(self, counts: LossCounts) -> LossCounts:
         total = self.engine.all_reduce_dp(torch.tensor(counts, dtype=torch.int64))
