@@ -185,6 +185,7 @@ def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any
         total_updates=1000,
         device="cpu",
         seed=1,
+        nccl_timeout=600,
     )
     actor = ActorWorker(
         place,

@@ -44,6 +44,7 @@ class RoleSettings:
         total_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
         device: ``cpu``, ``cuda`` or ``auto``.
         seed: seed of every rank's generators.
+        nccl_timeout: seconds after which an incomplete collective fails.
         external_lib: user modules to import first, as ``path.py`` or ``package.module``.
     """
 
@@ -54,6 +55,7 @@ class RoleSettings:
     total_updates: int
     device: str
     seed: int
+    nccl_timeout: float
     external_lib: tuple[str, ...] = ()
 
 

@@ -76,6 +76,7 @@ def role_settings(
         total_updates=10,
         device="cpu",
         seed=1,
+        nccl_timeout=600,
     )
 
 

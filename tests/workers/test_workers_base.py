@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from megarl.base.ports import free_port
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.workers.actor import ActorWorker
 from megarl.workers.base import offloaded_parts, optimizer_options
@@ -79,3 +83,24 @@ def test_split_verbs_declare_their_columns(worker: type) -> None:
 
 def test_exchange_is_a_verb_of_one_rank() -> None:
     assert read_marks(RolloutWorker)["exchange"].dispatch is Dispatch.RANK
+
+
+TIMEOUTS = (
+    "import sys, torch.distributed as dist\n"
+    "from megarl.config import MegatronConfig\n"
+    "from megarl.models import ParallelLayout\n"
+    "from megarl.workers.base import MegatronWorker\n"
+    "from megarl.workers.dispatch import WorkerPlace\n"
+    "from megarl.workers.settings import RoleSettings\n"
+    "settings = RoleSettings('model', ParallelLayout(), MegatronConfig(), None, 0, 'cpu', 1, nccl_timeout=4321)\n"
+    "worker = MegatronWorker(WorkerPlace(0, 1, '127.0.0.1', int(sys.argv[1])), settings=settings)\n"
+    "groups = dist.group.WORLD, worker.runtime.tp_group, worker.runtime.dp_cp_group\n"
+    "print(*(int(group._get_backend(worker.runtime.device).options._timeout.total_seconds()) for group in groups))\n"
+)
+
+
+def test_process_groups_have_the_configured_timeout() -> None:
+    """In another process, since a process has one set of process groups."""
+    command = [sys.executable, "-c", TIMEOUTS, str(free_port())]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == ["4321", "4320", "4320"]  # Megatron's groups: whole minutes

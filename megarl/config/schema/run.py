@@ -30,8 +30,8 @@ class WatchdogConfig:
 
     timeout_s: float | None = key(
         540.0,
-        "Seconds a phase may take before the watchdog reports which process waits for which; null = no limit. The "
-        "default is just below the 600 s timeout of collectives.",
+        "Seconds a phase may take before the watchdog reports which process waits for which; null = no limit. It should "
+        "be below `trainer.nccl_timeout`.",
         above=0,
     )
     phases: dict[str, Any] = key({}, "Seconds by phase, such as `{gen: 3600}`, replacing `timeout_s`; null = none.")
@@ -146,7 +146,19 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class TrainingRunConfig(RunConfig):
+class CollectivesConfig:
+    """Process groups of the Megatron roles."""
+
+    nccl_timeout: int = key(
+        1800,
+        "Seconds after which an incomplete collective ends a worker, and so the run (NCCL and gloo, all roles). "
+        "Processes that end are detected at once; this limit is for those that hang.",
+        at_least=1,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingRunConfig(CollectivesConfig, RunConfig):
     """Length, devices, checkpoints and records of a training run."""
 
     total_epochs: int = key(1, "Passes over the training data.", at_least=1)
@@ -249,7 +261,7 @@ class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
 
 
 @dataclass(frozen=True)
-class EvaluateRunConfig(ValidationRecordsConfig, RunConfig):
+class EvaluateRunConfig(ValidationRecordsConfig, CollectivesConfig, RunConfig):
     """The run: devices and records."""
 
     validation_data_dir: str | None = key(

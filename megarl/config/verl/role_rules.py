@@ -159,7 +159,7 @@ _CRITIC_ONLY: dict[str, Rule] = {
     "shuffle": Renamed("actor_rollout_ref.actor.shuffle", why="actor and critic have the same mini-batches"),
     "loss_scale_factor": Refused("seq-mean-token-sum-norm divides by data.max_response_length"),
     "forward_max_token_len_per_gpu": NoEffect("ppo_max_token_len_per_gpu limits the forward pass for values"),
-    "nccl_timeout": NoEffect("collectives time out after 600 s"),
+    "nccl_timeout": Renamed("trainer.nccl_timeout", why="for all roles"),
     "model.tokenizer_path": NoEffect("the critic reads the token ids of the actor's tokenizer"),
     "model.fsdp_config.*": OtherBackend("FSDP", "the layout is in critic.megatron"),
 }
@@ -167,7 +167,7 @@ _CRITIC_ONLY: dict[str, Rule] = {
 _REWARD_ONLY: dict[str, Rule] = {
     "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
     "micro_batch_size": Refused(_PER_GPU.format("micro_batch_size_per_gpu")),
-    "nccl_timeout": NoEffect("collectives time out after 600 s"),
+    "nccl_timeout": Renamed("trainer.nccl_timeout", why="for all roles"),
     "load_weight": Only((True,), "a model without its weights scores nothing"),
     "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
     "model.use_shm": NoEffect("each rank reads its slices of the files through the page cache"),

@@ -109,7 +109,7 @@ _ALGORITHM: dict[str, Rule] = {
 _RUN: dict[str, Rule] = {
     "model_engine": Only(("megatron",), "megarl trains with Megatron; set model_engine=megatron"),
     "actor_rollout_ref.hybrid_engine": Only((True,), "trainer and engines share the devices"),
-    "actor_rollout_ref.nccl_timeout": NoEffect("collectives time out after 600 s"),
+    "actor_rollout_ref.nccl_timeout": Renamed("trainer.nccl_timeout", why="for all roles"),
     "trainer.default_hdfs_dir": Refused("set trainer.default_local_dir to a folder on a mounted file system"),
     "trainer.del_local_ckpt_after_load": Only((False,), "see trainer.max_actor_ckpt_to_keep"),
     "trainer.ray_wait_register_center_timeout": NoEffect("Ray connects the workers"),

@@ -292,6 +292,7 @@ class RoleBuilder:
             total_updates=updates,
             device=self.pool.pool.device,
             seed=self.config.trainer.seed,
+            nccl_timeout=self.config.trainer.nccl_timeout,
             external_lib=self.policy.model.user_modules,
         )
 

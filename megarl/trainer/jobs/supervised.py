@@ -221,6 +221,7 @@ def _start_workers(job: SupervisedJob, phase: PhasePlan, total_steps: int, pool:
         total_updates=total_steps,
         device=pool.pool.device,
         seed=config.trainer.seed,
+        nccl_timeout=config.trainer.nccl_timeout,
         external_lib=config.model.user_modules,
     )
     cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)

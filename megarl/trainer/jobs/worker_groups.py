@@ -78,6 +78,7 @@ def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -
         total_updates=0,
         device=pool.pool.device,
         seed=config.trainer.seed,
+        nccl_timeout=config.trainer.nccl_timeout,
         external_lib=config.actor_rollout_ref.model.user_modules,
     )
     micro = budget(reward_micro_batches(config), sequence_cost(read_model_config(path), value_head=True))
