@@ -82,6 +82,8 @@ def test_translated(key: str, value: Any, to: str, becomes: Any) -> None:
         ("distillation.teacher_models.one.inference.name", "vllm"),
         ("trainer.default_hdfs_dir", None),
         ("model_engine", "megatron"),
+        ("ray_kwargs.ray_init.runtime_env.py_executable", None),
+        ("ray_kwargs.ray_init.num_cpus", None),
         (f"{ROLLOUT}.mode", "async"),
         ("skip.rollout.enable", False),
         ("algorithm.filter_groups.metric", None),
@@ -116,6 +118,10 @@ def test_accepted_without_a_change(key: str, value: Any) -> None:
         ("skip.rollout.enable", True, "every step generates new responses"),
         ("algorithm.rollout_correction.rollout_is_level", "token", "is called rollout_is"),
         ("ray_kwargs.timeline_json_file", "x", "RAY_ADDRESS"),
+        ("ray_kwargs.ray_init.num_cpus", 16, "taskset"),
+        ("ray_kwargs.ray_init.runtime_env.py_executable", "uv run", "VERL_USE_UV=0"),
+        ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG", "INFO", "export the variable"),
+        ("ray_kwargs.ray_init.runtime_env.working_dir", "/x", "driver's environment"),
     ],
 )
 def test_refused_by_name(key: str, value: Any, words: str) -> None:

@@ -116,8 +116,17 @@ _RUN: dict[str, Rule] = {
     "trainer.use_v1": NoEffect("megarl has one trainer"),
     "trainer.use_legacy_worker_impl": NoEffect("megarl has one implementation of each worker"),
     "trainer.v1.*": Feature("trainer.v1.trainer_mode", ("sync",), _ASYNC),
-    "ray_kwargs.ray_init.num_cpus": NoEffect("set RAY_ADDRESS to join a running cluster"),
-    "ray_kwargs.ray_init.runtime_env.*": NoEffect("workers run in the driver's environment"),
+    "ray_kwargs.ray_init.num_cpus": Refused(
+        "each worker counts as one CPU; limit cores with taskset or the scheduler, or join a cluster by RAY_ADDRESS"
+    ),
+    "ray_kwargs.ray_init.runtime_env.py_executable": Refused(
+        "workers run with the driver's Python; set VERL_USE_UV=0 for verl's scripts, and start them in megarl's "
+        "environment"
+    ),
+    "ray_kwargs.ray_init.runtime_env.env_vars.*": Refused(
+        "workers inherit the driver's environment; export the variable before the command"
+    ),
+    "ray_kwargs.ray_init.runtime_env.*": Refused("workers run in the driver's environment and folder"),
     "ray_kwargs.*": Refused("workers run in the driver's environment; RAY_ADDRESS names a running cluster"),
     "ray_init.*": Refused("workers run in the driver's environment; RAY_ADDRESS names a running cluster"),
     "transfer_queue.enable": NoEffect("batches travel through Ray's object store"),
