@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
-from ray._private import node, parameter, ray_constants
+from ray._private import node, parameter, ray_constants, services
 
 from megarl.cluster import fork_client
 from megarl.cluster.fork_server import fork_address
@@ -26,6 +27,8 @@ def start_local_ray(num_cpus: int, object_store_bytes: int, log_to_driver: bool,
 
     Ray runs without API server and autoscaler, and without log monitor unless the driver prints the output of workers:
     they take a second to start, and serve dashboards and growing clusters. With a fork server, workers are its forks.
+    Signals to this process's group do not reach Ray's processes, which end with this process: a driver whose Ray is
+    gone waits for it for a minute.
     """
     settings: dict[str, Any] = {"no_monitor": True, "include_log_monitor": log_to_driver}
     variables = {_LOOPBACK_SWITCH: "0"}
@@ -46,6 +49,7 @@ def start_local_ray(num_cpus: int, object_store_bytes: int, log_to_driver: bool,
         stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
         stack.enter_context(_replaced(parameter, "RayParams", Parameters))
         stack.enter_context(_replaced(node, "Node", _HeadNode))
+        stack.enter_context(_replaced(services, "ConsolePopen", _Daemon))
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -55,6 +59,18 @@ def start_local_ray(num_cpus: int, object_store_bytes: int, log_to_driver: bool,
             logging_level="ERROR",
             _temp_dir=temp_dir,
         )
+
+
+class _Daemon(services.ConsolePopen):
+    """A process of Ray in a process group of its own, which SIGTERM can end even if it is held here."""
+
+    def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> None:
+        def prepare() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+            if preexec_fn is not None:
+                preexec_fn()
+
+        super().__init__(*args, preexec_fn=prepare, process_group=0, **kwargs)
 
 
 class _HeadNode(node.Node):

@@ -85,8 +85,9 @@ class RaySession:
         before = set(psutil.Process().children())
         self._catch_signals()
         try:
-            self._connect() if self.address else self._start()
-            self._catch_signals()  # again: Ray installed handlers that abort this process
+            with _signals_held():  # until Ray is complete: half a Ray cannot be shut down
+                self._connect() if self.address else self._start()
+                self._catch_signals()  # again: Ray installed handlers that abort this process
         except BaseException:
             self._daemons = [child for child in psutil.Process().children() if child not in before]
             self.close()
@@ -171,6 +172,16 @@ def _signals_ignored() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold SIGTERM and SIGHUP back until the end of the block, also from the handlers that Ray installs in it."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -23,6 +23,7 @@ import os, signal, sys
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup
 from megarl.models.layout import ParallelLayout
 
+print("start", flush=True)
 with RaySession(num_cpus=1) as session:
     pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
     group = WorkerGroup("sleeper", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
@@ -56,7 +57,7 @@ def script(tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, mode],
             cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            preexec_fn=restore_interrupts,
+            preexec_fn=restore_interrupts, start_new_session=True,
         )  # fmt: skip
         started.append(process)
         return process, mark
@@ -70,11 +71,11 @@ def script(tmp_path):
             process.kill()
 
 
-def wait_until_busy(process):
-    for line in process.stdout:
-        if line.strip() == "busy":
+def wait_until_busy(process, line="busy"):
+    for printed in process.stdout:
+        if printed.strip() == line:
             return
-    pytest.fail("the script ended before its verb ran")
+    pytest.fail(f"the script ended before it printed {line}")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,18 @@ def test_signal_during_a_verb_leaves_no_process(script, number, returncodes):
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode in returncodes
+    assert marked_processes(mark) == []
+
+
+@pytest.mark.parametrize("delay", [0.2, 1.0, 2.0, 3.0])
+def test_sigterm_to_the_group_while_ray_starts_ends_soon_and_in_order(script, delay):
+    process, mark = script("busy")
+    wait_until_busy(process, "start")
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=25)  # a driver whose Ray is gone waits for a minute
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "GCS" not in output and "SIGTERM received" not in output
     assert marked_processes(mark) == []
 
 
