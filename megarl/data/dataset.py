@@ -36,6 +36,10 @@ RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "weight_ve
 """Columns that megarl adds to a batch; a file must not contain them."""
 
 
+VOCABULARY_ROWS = 8
+"""Prompts in which a tokenizer must know something."""
+
+
 class RowDataset(torch.utils.data.Dataset[Sample]):
     """A subset of the rows of files, in file order.
 
@@ -51,6 +55,17 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def check_vocabulary(self, encoder: PromptEncoder, reader: PromptReader) -> None:
+        """Check that the tokenizer knows the text of the first prompts.
+
+        Raises:
+            DataError: it encodes them to nothing.
+        """
+        rows = self._rows[:VOCABULARY_ROWS].tolist()
+        if rows:
+            prompts = [reader.read(self.source[row], self.source.location(row)) for row in rows]
+            encoder.check_vocabulary(prompts, self.source.location(rows[0]))
 
     def rows_of_files(self) -> list[int]:
         """Number of kept rows of each file."""
@@ -192,6 +207,7 @@ class RLHFDataset(RowDataset):
         self.truncation = truncation
         self.dropped = 0
         self._passed_columns = self._select_columns()
+        self.check_vocabulary(self.encoder, self.reader)
         if filter_overlong_prompts or truncation == "error":
             self._check_lengths(filter_overlong_prompts, workers)
 

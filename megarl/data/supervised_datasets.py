@@ -100,6 +100,7 @@ class SFTDataset(RowDataset):
         self.max_length = max_length
         self.truncation = truncation
         self.dropped = 0
+        self.check_vocabulary(self.encoder, self.reader)
         self._check_lengths(workers)
 
     def __getitem__(self, item: int) -> Sample:

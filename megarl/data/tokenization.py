@@ -197,6 +197,26 @@ class PromptEncoder:
                 ids[index] = prompt_ids
         return ids
 
+    def check_vocabulary(self, prompts: Sequence[Prompt], location: str) -> None:
+        """Check that the tokenizer knows the text of at least one of the first prompts.
+
+        Args:
+            prompts: some prompts.
+            location: file and row of the first, for the error.
+
+        Raises:
+            DataError: their text becomes no tokens, or unknown ones only.
+        """
+        texts = [text for text in map(_text_of, prompts) if text.strip()]
+        if not texts:
+            return
+        ids = {number for text in texts for number in self.tokenizer(text, add_special_tokens=False)["input_ids"]}
+        if ids <= {self.tokenizer.unk_token_id}:
+            raise DataError(
+                f"{location}: the tokenizer {self.tokenizer.name_or_path!r} knows nothing of the first prompts, such "
+                f"as {texts[0][:60]!r}; set the model's tokenizer_path to the tokenizer of the model"
+            )
+
     @property
     def identity(self) -> str:
         """Fingerprint of everything except the prompts that determines the token ids."""
@@ -216,6 +236,11 @@ class PromptEncoder:
             **self.template_kwargs,
         )
         return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _text_of(prompt: Prompt) -> str:
+    contents = [message.get("content") for message in prompt.messages]
+    return prompt.text or "\n".join(content for content in contents if isinstance(content, str))
 
 
 def _user_message(text: str) -> dict[str, Any]:

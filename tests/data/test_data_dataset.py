@@ -4,6 +4,8 @@ import logging
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import DataError
 from megarl.data import DataProto, RLHFDataset, SFTDataset, lengths, sequence_lengths
@@ -130,6 +132,18 @@ def test_filtering_counts_dropped_prompts(write, question_rows, tokenizer, trunc
 def test_filtering_everything_is_an_error(write, question_rows, tokenizer):
     with pytest.raises(DataError, match=r"all 3 prompts are longer than 2 tokens .the shortest has 4"):
         RLHFDataset(write(question_rows(3)), tokenizer, 2, filter_overlong_prompts=True)
+
+
+@pytest.mark.parametrize("unknown", [None, "<unk>"])
+@pytest.mark.parametrize("kind", [RLHFDataset, SFTDataset])
+def test_a_tokenizer_that_knows_nothing_of_the_prompts_is_rejected(write, question_rows, tokenizer, unknown, kind):
+    vocabulary = {"<|end|>": 0, "Unrelated": 1, **({unknown: 2} if unknown else {})}
+    core = Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
+    stranger = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", unk_token=unknown)
+    stranger.chat_template = tokenizer.chat_template
+    rows = [{**row, "response": "x"} for row in question_rows(3)]
+    with pytest.raises(DataError, match=r"train\.parquet, row 0: the tokenizer .* knows nothing of the first prompts"):
+        kind(write(rows), stranger, 50)
 
 
 def test_prompt_rejected_by_the_template(write, question_rows, tokenizer):

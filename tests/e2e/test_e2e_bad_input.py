@@ -186,6 +186,15 @@ def test_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:
     assert_contains(message, str(model), "chat_template", "tokenizer_config.json")
 
 
+@pytest.mark.parametrize("removed", [("tokenizer.json",), ("tokenizer.json", "tokenizer_config.json")])
+def test_model_without_tokenizer_files(refuse: Refuse, model: Path, removed: tuple[str, ...]) -> None:
+    """transformers builds an empty tokenizer for it, with which every prompt would be empty."""
+    for name in removed:
+        (model / name).unlink()
+    message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
+    assert_contains(message, str(model), "no vocabulary", "tokenizer.json", "tokenizer_path")
+
+
 # Layouts and batches
 
 
@@ -293,7 +302,8 @@ def checkpoint(small: list[str], start: Callable[..., CliRun]) -> Path:
     folder = run.folder / "outputs" / "quickstart" / "checkpoints" / "global_step_1"
     line = " ".join(run.output.split())  # the terminal wraps
     assert_contains(line, "Ended after step 1 of 5 (trainer.max_wall_seconds=1: 0 s are left")
-    assert_contains(line.replace(" ", ""), f"savedin{folder}.Togoon,runthesamecommandwithtrainer.resume_mode=auto")
+    assert_contains(line.replace(" ", ""), f"savedin{folder}.Togoon:python")
+    assert_contains(line, "trainer.resume_mode=auto or from elsewhere: the same command with")
     assert not (run.folder / "too_late").exists()
     return folder
 

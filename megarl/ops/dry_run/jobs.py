@@ -16,7 +16,7 @@ from megarl.base.units import count_noun, gib
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.models import WeightMap, read_model_config
-from megarl.ops.dry_run.parts import DryRun
+from megarl.ops.dry_run.parts import WARNING, DryRun
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
@@ -30,6 +30,12 @@ from megarl.workers.settings import layout_of
 
 CHECKED_RANKS = 8
 """Ranks of a replica whose weight coverage is checked."""
+ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""Formats of an answer that reward functions of common data sets read."""
+NOTHING_SCORED = (
+    f"{WARNING}the ground truth itself scores nothing, so perhaps no answer is ever rewarded; check the reward "
+    "function and reward_model.ground_truth of the data, unless the function reads yet another format"
+)
 
 
 class TrainDryRun(DryRun):
@@ -105,16 +111,20 @@ class TrainDryRun(DryRun):
         if services := _services(config, names):
             yield f"would call {', '.join(names)}, which uses {services}: not called here"
             return
-        row, answer = self._answered_row()
-        assert self._tokenizer is not None  # set, since the row needed it
         workers = config.reward_model.num_workers
         few = dataclasses.replace(config.reward_model, num_workers=1 if workers is None else min(workers, 1))
-        with reward_manager(dataclasses.replace(config, reward_model=few), self._tokenizer) as manager:
-            scored = manager.score(row).batch.tensors
-        assert scored is not None
-        score = float(scored["token_level_scores"].sum())
-        source = row.non_tensor_batch["data_source"][0]
-        yield f"{', '.join(names)} called on a row of {source!r} answered by {answer[:60]!r}: {score:g}"
+        truth, tokenizer = self._ground_truth(), self._needed(self._tokenizer, "tokenizer")
+        with reward_manager(dataclasses.replace(config, reward_model=few), tokenizer) as manager:
+            for answer in (form.format(truth) for form in ANSWER_FORMS):
+                row = self._answered_row(answer)
+                scored = manager.score(row).batch.tensors
+                assert scored is not None
+                score = float(scored["token_level_scores"].sum())
+                source = row.non_tensor_batch["data_source"][0]
+                yield f"{', '.join(names)} called on a row of {source!r} answered by {answer[:60]!r}: {score:g}"
+                if score > 0:
+                    return
+        yield NOTHING_SCORED
 
     def conversations(self) -> Iterator[str]:
         """Check agent loops, tools and the endpoint for external agents, which is not opened."""
@@ -155,16 +165,18 @@ class TrainDryRun(DryRun):
         rollout = self.config.actor_rollout_ref.rollout
         return RolloutLayout(tp=rollout.tensor_model_parallel_size, replicas=rollout.replicas or 1)
 
-    def _answered_row(self) -> tuple[DataProto, str]:
-        """Return the first prompt with its ground truth as the response, and the ground truth."""
+    def _ground_truth(self) -> str:
+        reward_model = self._needed(self._first_batch, "data").non_tensor_batch["reward_model"][0]
+        return str(reward_model.get("ground_truth") if hasattr(reward_model, "get") else reward_model)
+
+    def _answered_row(self, answer: str) -> DataProto:
+        """Return the first prompt with an answer as the response."""
         tokenizer, row = self._needed(self._tokenizer, "tokenizer"), self._needed(self._first_batch, "data")[:1]
-        reward_model = row.non_tensor_batch["reward_model"][0]
-        answer = str(reward_model.get("ground_truth") if hasattr(reward_model, "get") else reward_model)
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.eos_token_id]
         responses = torch.tensor([ids])
         mask = torch.cat([row.tensors["attention_mask"], torch.ones_like(responses)], 1)
         tensors = {"prompts": row.tensors["prompts"], "responses": responses, "attention_mask": mask}
-        return DataProto.from_dict(tensors, {**row.non_tensor_batch, "uid": np.array(["0"], dtype=object)}), answer
+        return DataProto.from_dict(tensors, {**row.non_tensor_batch, "uid": np.array(["0"], dtype=object)})
 
 
 def _services(config: TrainConfig, names: list[str]) -> str:

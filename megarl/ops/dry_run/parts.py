@@ -51,6 +51,8 @@ PARTS: Mapping[str, str] = {
     "trackers": "trackers",
 }
 """All parts in the order of a run, with the method that checks each; a job has the parts whose methods it defines."""
+WARNING = "warning: "
+"""Start of a line about a probable mistake that does not stop the run."""
 
 
 def check_parts(dry_run: DryRun, write: Callable[[str], None] = print) -> None:
@@ -63,7 +65,7 @@ def check_parts(dry_run: DryRun, write: Callable[[str], None] = print) -> None:
     Raises:
         ConfigError: a part failed; the message lists all failed parts, and each failure was printed.
     """
-    parts, failed = dry_run.parts(), []
+    parts, failed, doubtful = dry_run.parts(), [], []
     for name, part in parts.items():
         started = time.perf_counter()
         try:
@@ -72,12 +74,15 @@ def check_parts(dry_run: DryRun, write: Callable[[str], None] = print) -> None:
             failed.append(name)
             write(f"fail  {name}: {error}")
             continue
-        write(f"ok    {name} ({time.perf_counter() - started:.1f} s)")
+        warns = any(line.startswith(WARNING) for line in lines)
+        doubtful += [name] if warns else []
+        write(f"{'warn ' if warns else 'ok   '} {name} ({time.perf_counter() - started:.1f} s)")
         for line in lines:
             write(f"      {line}")
     if failed:
         raise ConfigError(f"dry run: {len(failed)} of {len(parts)} parts failed: {', '.join(failed)}")
-    write("dry run: every part is fine; without trainer.dry_run the workers would be started now")
+    result = f"no part failed; read the warnings of: {', '.join(doubtful)}" if doubtful else "every part is fine"
+    write(f"dry run: {result}; without trainer.dry_run the workers would be started now")
 
 
 class DryRun(ABC):

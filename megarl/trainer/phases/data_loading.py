@@ -35,13 +35,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder.
 
     Raises:
-        ModelError: it cannot be loaded, or has no chat template or no end-of-sequence token.
+        ModelError: it cannot be loaded, or has no vocabulary, no chat template or no end-of-sequence token.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
+    # transformers builds an empty tokenizer for a folder without tokenizer files.
+    special = {*map(str, tokenizer.added_tokens_decoder.values()), *tokenizer.all_special_tokens}
+    if not tokenizer.get_vocab().keys() - special:
+        raise ModelError(
+            f"the tokenizer in {path} has no vocabulary: tokenizer.json (or vocab.json, tokenizer.model, ...) is "
+            "missing there. Copy the tokenizer files of the model into the folder, or name a folder that has them in "
+            "the model's tokenizer_path"
+        )
     for name in ("chat_template", "eos_token"):
         if getattr(tokenizer, name, None) is None:
             raise ModelError(f"the tokenizer in {path} has no {name}; set it in its tokenizer_config.json")

@@ -169,6 +169,37 @@ def test_a_failing_reward_function_is_found_by_a_call(
     assert "KeyError" in failed and "gold" in failed
 
 
+@pytest.mark.parametrize(
+    ("score", "warns"),
+    [
+        ("0.0", True),
+        ("float(solution_str == ground_truth)", False),
+        (r"float(solution_str == '\\boxed{' + ground_truth + '}')", False),
+    ],
+)
+def test_a_ground_truth_that_scores_nothing_is_a_warning(
+    train_config: Callable[..., TrainConfig], tmp_path: Path, score: str, warns: bool
+) -> None:
+    file = tmp_path / "score.py"
+    file.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {score}\n")
+    lines = report(train_config({"custom_reward_function.path": str(file)}))
+    warned = [line for line in lines if "the ground truth itself scores nothing" in line]
+    assert len(warned) == warns and any(line.startswith("warn  rewards") for line in lines) == warns
+    assert ("every part is fine" in lines[-1]) != warns and ("read the warnings of: rewards" in lines[-1]) == warns
+
+
+def test_a_folder_with_the_work_of_another_run_fails_the_part_of_checkpoints(
+    train_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    export = tmp_path / "export"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="parts failed: checkpoints"):
+        check_parts(TrainDryRun(train_config({"trainer.hf_export_dir": str(export)})), lines.append)
+    assert any(line.startswith(f"fail  checkpoints: trainer.hf_export_dir={export} is not empty") for line in lines)
+
+
 def test_services_are_listed_but_not_called(train_config: Callable[..., TrainConfig]) -> None:
     judge = {"reward_model.name": "judge", "reward_model.judge.base_url": "http://judge.invalid/v1"}
     text = "\n".join(report(train_config(judge | {"reward_model.judge.model": "m"})))
