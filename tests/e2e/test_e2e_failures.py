@@ -82,7 +82,7 @@ def test_ctrl_c_saves_and_names_the_command_that_continues(
     (step,) = CheckpointStore(files.root / "checkpoints").steps()
     assert max(files.steps) == step >= 2 and files.summary["stopped"] == "Ctrl-C"
     assert (files.newest / "report.html").is_file() and not (run.folder / "export").exists()
-    saved = re.search(rf"saved in \S*/global_step_{step}\. To go on: (python\S* .*?); or from elsewhere", output)
+    saved = re.search(rf"saved in \S*/global_step_{step}\. To go on:\n  (python\S* .*)\nor from elsewhere", output)
     assert saved, output
     words = shlex.split(saved[1])
     assert words[1:3] == ["-m", "megarl.train"] and words[-1] == "trainer.resume_mode=auto"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -50,16 +51,30 @@ def test_resources_close_in_reverse_order_after_an_error(
 
 
 @pytest.mark.parametrize("save_freq", [-1, 5])
-def test_sigterm_is_handled_after_the_start_of_the_workers_if_the_job_saves(
-    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path, save_freq: int
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_handled_while_a_job_that_saves_trains(
+    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path, number: int, save_freq: int
 ) -> None:
-    previous = signal.getsignal(signal.SIGTERM)
+    previous = signal.getsignal(number)
     with open_job(train_config({"trainer.save_freq": save_freq}), tmp_path) as session:
         session.start()
         with session.starting_workers():
-            assert signal.getsignal(signal.SIGTERM) is previous
-        assert (signal.getsignal(signal.SIGTERM) is not previous) == (save_freq > 0)
-    assert signal.getsignal(signal.SIGTERM) is previous
+            assert signal.getsignal(number) is previous
+        with session.training(cast(Any, None), cast(Any, None)):
+            assert (signal.getsignal(number) is not previous) == (save_freq > 0)
+        assert signal.getsignal(number) is previous
+
+
+def test_a_run_that_was_ended_by_ctrl_c_is_interrupted_after_its_last_save(
+    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
+) -> None:
+    saved = False
+    with pytest.raises(KeyboardInterrupt), open_job(train_config({"trainer.save_freq": 5}), tmp_path) as session:
+        session.start()
+        with session.training(cast(Any, None), cast(Any, None)):
+            os.kill(os.getpid(), signal.SIGINT)
+            saved = session.stop.step_done(None) == "Ctrl-C"
+    assert saved
 
 
 def test_training_needs_its_checkpoint_before_any_process(

@@ -319,10 +319,10 @@ class RunState:
         if self.saver.failure is not None:
             return f"Ended after step {self.step} of {self.total_steps} ({self.stopped}), not saved."
         if folder is None:
-            return f"Ended before the first step ({self.stopped}); nothing is lost. To start: {command_with([])}"
+            return f"Ended before the first step ({self.stopped}); nothing is lost. To start:\n  {command_with([])}"
         return (
-            f"Ended after step {self.step} of {self.total_steps} ({self.stopped}), saved in {folder}. To go on: "
-            f"{self._continuation()}; or from elsewhere: the same command with "
+            f"Ended after step {self.step} of {self.total_steps} ({self.stopped}), saved in {folder}. To go on:\n"
+            f"  {self._continuation()}\nor from elsewhere: the same command with "
             f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
         )
 
@@ -332,8 +332,8 @@ class RunState:
         reason = ": trainer.save_freq=-1" if self.config.trainer.save_freq < 1 else ""
         where = f"Ended {place} ({CTRL_C}), not saved{reason}."
         if self.saver.newest is not None:
-            return f"{where} To go on from {self.saver.newest}: {self._continuation()}"
-        return f"{where} To start again: {command_with([])}"
+            return f"{where} To go on from {self.saver.newest}:\n  {self._continuation()}"
+        return f"{where} To start again:\n  {command_with([])}"
 
     def _continuation(self) -> str:
         """The command that resumes this run from its folder."""
