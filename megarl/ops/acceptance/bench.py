@@ -16,7 +16,7 @@ import torch
 
 from megarl.base.errors import ConfigError
 from megarl.base.provenance import installed_versions
-from megarl.ops.acceptance.results import Outcome, Result, StageReport
+from megarl.ops.acceptance.results import Result, StageReport, Verdict
 
 if TYPE_CHECKING:
     from megarl.ops.plan.hardware import Hardware
@@ -80,16 +80,16 @@ class Bench:
             action: returns the result; raises :class:`MissingError` for an absent package.
         """
         before = next((result for result in self.report.results if result.check == name), None)
-        if before is not None and before.outcome in (Outcome.OK, Outcome.INFO):
+        if before is not None and before.outcome in (Verdict.OK, Verdict.INFO):
             return
         try:
             result = replace(action(), check=name)
         except (MissingError, ModuleNotFoundError) as error:
-            result = Result(name, Outcome.MISSING, note=str(error))
+            result = Result(name, Verdict.MISSING, note=str(error))
         except Exception as error:
             logger.exception("%s failed", name)
             text = " ".join(str(error).split())
-            result = Result(name, Outcome.FAIL, note=f"{type(error).__name__}: {text[:300]}")
+            result = Result(name, Verdict.FAIL, note=f"{type(error).__name__}: {text[:300]}")
         self._record(result)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -119,8 +119,8 @@ class Bench:
     def speed(self, value: float, target: float, unit: str, note: str = "") -> Result:
         """Result of a speed; below its target it is no failure, and tiny sizes have no target."""
         if self.is_tiny:
-            return Result("", Outcome.INFO, value, unit, note=note)
-        outcome = Outcome.OK if value >= target else Outcome.BELOW
+            return Result("", Verdict.INFO, value, unit, note=note)
+        outcome = Verdict.OK if value >= target else Verdict.BELOW
         return Result("", outcome, value, unit, f"at least {target:.3g}", note)
 
     def _record(self, result: Result) -> None:
@@ -131,14 +131,14 @@ class Bench:
 
 def within(value: float, limit: float, unit: str = "", note: str = "") -> Result:
     """Result of a number with an upper limit; NaN fails."""
-    outcome = Outcome.OK if value <= limit else Outcome.FAIL
+    outcome = Verdict.OK if value <= limit else Verdict.FAIL
     return Result("", outcome, value, unit, f"at most {limit:.3g}", note)
 
 
 def near_plan(value: float, plan: float, unit: str, tolerance: float, note: str = "") -> Result:
     """Result of a measurement beside the estimate of ``megarl plan``."""
     difference = value / plan - 1
-    outcome = Outcome.OK if abs(difference) <= tolerance else Outcome.BELOW
+    outcome = Verdict.OK if abs(difference) <= tolerance else Verdict.BELOW
     return Result(
         "", outcome, value, unit, f"plan {plan:.3g} ± {tolerance:.0%}", f"{difference:+.0%}; {note}".rstrip("; ")
     )

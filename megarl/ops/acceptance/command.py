@@ -14,7 +14,15 @@ from pathlib import Path
 from megarl.base.atomic_write import atomic_write_text
 from megarl.base.child_process import kill_process_tree
 from megarl.base.errors import ConfigError, MegarlError
-from megarl.ops.acceptance.results import Outcome, Result, StageReport, markdown, read_report, result_lines, summary
+from megarl.ops.acceptance.results import (
+    Result,
+    StageReport,
+    Verdict,
+    count_verdicts,
+    markdown,
+    read_report,
+    result_lines,
+)
 from megarl.ops.acceptance.stages import STAGES
 
 STAGE_LIMIT_S = 480.0
@@ -48,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(report) for report in reports]))
     else:
         print("\n".join(line for report in reports for line in ["", *result_lines(report)]))
-        print(f"\n{summary(reports)}; tables for a page: {options.out / 'results.md'}")
-    failed = any(report.count(Outcome.FAIL) or not report.is_complete for report in reports)
+        print(f"\n{count_verdicts(reports)}; tables for a page: {options.out / 'results.md'}")
+    failed = any(report.count(Verdict.FAIL) or not report.is_complete for report in reports)
     return EXIT_FAILED if failed else 0
 
 
@@ -67,7 +75,7 @@ def run_stages(names: Sequence[str], options: argparse.Namespace) -> list[StageR
     reports = []
     for name in names:
         report = StageReport(name, scale) if options.again else read_report(options.out, name, scale)
-        if not report.is_complete or report.count(Outcome.FAIL) or report.count(Outcome.MISSING):
+        if not report.is_complete or report.count(Verdict.FAIL) or report.count(Verdict.MISSING):
             report.write(options.out)
             report = _run(name, scale, device, options)
         reports.append(report)
@@ -97,7 +105,7 @@ def _run(name: str, scale: str, device: str, options: argparse.Namespace) -> Sta
         report.write(options.out)
         return report
     report = replace(report, seconds=time.monotonic() - started)
-    report = report.with_result(Result(UNFINISHED, Outcome.FAIL, note=f"{ending}; {_last_line(log)}"))
+    report = report.with_result(Result(UNFINISHED, Verdict.FAIL, note=f"{ending}; {_last_line(log)}"))
     report.write(options.out)
     return report
 

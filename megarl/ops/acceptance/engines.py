@@ -14,7 +14,7 @@ import torch
 from megarl.megatron import MegatronOptions, OutputOptions, PackedMicroBatch
 from megarl.ops.acceptance.bench import Bench, MissingError, checkout, require_package, within
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine, random_shape
-from megarl.ops.acceptance.results import Outcome, Result
+from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout import Completion, EngineOptions, Request, RolloutEngine, SamplingParams, create_engine
 
 FLOAT32_LIMIT = 1e-4
@@ -56,7 +56,7 @@ class _Case:
         theirs = _generate(model, ids, self.response, do_sample=False)[:, self.prompt :].tolist()
         ours = [c.token_ids for c in self._generated(self._engine(self.small, "float32"), temperature=0.0)]
         equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
-        outcome = Outcome.OK if equal == self.count else Outcome.FAIL
+        outcome = Verdict.OK if equal == self.count else Verdict.FAIL
         return Result("", outcome, equal, f"of {self.count} answers", f"{self.count}")
 
     def mismatch(self) -> Result:
@@ -135,12 +135,12 @@ def _contract(bench: Bench, tests: str, marker: str) -> Result:
     try:
         subprocess.run(command, cwd=checkout(), stdout=2, timeout=CONTRACT_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Result("", Outcome.FAIL, note=f"not finished after {CONTRACT_LIMIT_S:.0f} s")
+        return Result("", Verdict.FAIL, note=f"not finished after {CONTRACT_LIMIT_S:.0f} s")
     if not report.is_file():
         raise MissingError("pytest wrote no report; see the log")
     suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
     total, bad = int(suite.get("tests", 0)), int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     failed = [case.get("name", "") for case in suite.iter("testcase") if len(case) and case[0].tag != "skipped"]
-    outcome = Outcome.OK if total and not bad else Outcome.FAIL
+    outcome = Verdict.OK if total and not bad else Verdict.FAIL
     return Result("", outcome, total - bad, f"of {total} tests", "all", ", ".join(failed[:3]))

@@ -7,7 +7,7 @@ import importlib
 import torch
 
 from megarl.ops.acceptance.bench import Bench, MissingError, require_package, within
-from megarl.ops.acceptance.results import Outcome, Result
+from megarl.ops.acceptance.results import Result, Verdict
 
 CAPABILITY = (8, 9)
 """Smallest compute capability with FP8 products (Ada)."""
@@ -55,7 +55,7 @@ def run(bench: Bench) -> None:
 
     bench.check("torch's scaled product", product)
     bench.check("linear layer of Transformer Engine", layer)
-    bench.check("training", lambda: Result("", Outcome.MISSING, note="megarl trains in bfloat16 or float32"))
+    bench.check("training", lambda: Result("", Verdict.MISSING, note="megarl trains in bfloat16 or float32"))
 
 
 def _require_fp8(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.base.child_process import kill_process_tree
 from megarl.ops.acceptance.bench import Bench, checkout, require_package, within
-from megarl.ops.acceptance.results import Outcome, Result
+from megarl.ops.acceptance.results import Result, Verdict
 
 RISE = 0.05
 """Smallest rise of the mean score from the first to the last fifth of a run."""
@@ -65,7 +65,7 @@ class _Case:
         """Train on the lessons."""
         started = time.monotonic()
         assert self.warm.is_dir()
-        return Result("", Outcome.OK, time.monotonic() - started, "s")
+        return Result("", Verdict.OK, time.monotonic() - started, "s")
 
     def learns(self, config: str) -> Result:
         """Train, and compare the score at the start and at the end."""
@@ -77,7 +77,7 @@ class _Case:
         count = max(1, len(values) // 5)
         first, last = statistics.mean(values[:count]), statistics.mean(values[-count:])
         learned = self.bench.is_tiny or last - first >= RISE
-        outcome = Outcome.FAIL if len(rows) != self.steps else Outcome.OK if learned else Outcome.BELOW
+        outcome = Verdict.FAIL if len(rows) != self.steps else Verdict.OK if learned else Verdict.BELOW
         note = f"score {first:.3f} to {last:.3f}; {seconds:.1f} s per step with the start"
         return Result(
             "", outcome, len(rows), "steps", f"{self.steps} steps" + ("" if self.bench.is_tiny else f", +{RISE}"), note
@@ -93,7 +93,7 @@ class _Case:
         end = max(_metric(folder, SCORE), default=0)
         killed = f"killed in step {before + 1}"
         if end != self.steps:
-            return Result("", Outcome.FAIL, end, "steps", f"{self.steps}", killed)
+            return Result("", Verdict.FAIL, end, "steps", f"{self.steps}", killed)
         is_exact = self.bench.device.type == "cpu"
         difference = max(
             _largest_difference(whole, folder, name) for name in ((SCORE, ENTROPY) if is_exact else (SCORE,))

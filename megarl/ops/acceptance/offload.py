@@ -13,7 +13,7 @@ from megarl.megatron import MegatronOptions, OptimizerOptions
 from megarl.megatron.offload import PARTS
 from megarl.ops.acceptance.bench import Bench, MissingError
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
-from megarl.ops.acceptance.results import Outcome, Result
+from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.acceptance.speed import one_step
 from megarl.ops.plan.pass_times import ADAM_BYTES
 
@@ -45,7 +45,7 @@ class _Case:
 
     def plain(self, to_host: bool) -> Result:
         """Rate of one copy between the device and pinned memory."""
-        return Result("", Outcome.INFO, self._copy_rates[0 if to_host else 1], "GB/s")
+        return Result("", Verdict.INFO, self._copy_rates[0 if to_host else 1], "GB/s")
 
     def moved(self, direction: str) -> Result:
         """Rate of an offload or onload of weights, gradients and optimizer state."""
@@ -63,7 +63,7 @@ class _Case:
             engine.offload_manager.onload(*PARTS)
             after = engine.weights_to_host()
         changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
-        return Result("", Outcome.FAIL if changed else Outcome.OK, note=", ".join(changed[:3]) or "unchanged")
+        return Result("", Verdict.FAIL if changed else Verdict.OK, note=", ".join(changed[:3]) or "unchanged")
 
     def optimizer(self) -> Result:
         """Rate of an optimizer step beside the device's memory bandwidth."""
@@ -87,7 +87,7 @@ class _Case:
                 torch.cuda.memory._dump_snapshot(str(path))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-        return Result("", Outcome.OK, path.stat().st_size / 1e6, "MB", note=str(path))
+        return Result("", Verdict.OK, path.stat().st_size / 1e6, "MB", note=str(path))
 
     @cached_property
     def _copy_rates(self) -> tuple[float, float]:

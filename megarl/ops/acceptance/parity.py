@@ -24,7 +24,7 @@ from megarl.megatron import (
 from megarl.models import ParallelLayout, WeightMap
 from megarl.ops.acceptance.bench import Bench, within
 from megarl.ops.acceptance.models import FAMILIES, VOCABULARY, SingleRankEngine, random_family
-from megarl.ops.acceptance.results import Outcome, Result
+from megarl.ops.acceptance.results import Result, Verdict
 
 FLOAT32_LIMIT = 5e-5
 """Largest difference of log-probs in nats, and of gradients relative to the largest gradient."""
@@ -117,14 +117,14 @@ class _Case:
         rows = [row._replace(prompt=self.rows[0].prompt) for row in self.rows]
         with self._engine(dtype) as engine:
             if not engine.can_share_prompts:
-                return Result("", Outcome.INFO, note=f"not available with {engine.describe()}")
+                return Result("", Verdict.INFO, note=f"not available with {engine.describe()}")
             difference = _log_probs(engine, [_pack(rows)]) - _log_probs(engine, [_pack(rows, share_prompts=True)])
             return within(float(difference.abs().max()), PACKED_LIMIT[dtype], "nats")
 
     def kernels(self, dtype: torch.dtype) -> Result:
         """Name the kernels."""
         with self._engine(dtype) as engine:
-            return Result("", Outcome.INFO, note=engine.describe())
+            return Result("", Verdict.INFO, note=engine.describe())
 
     def _engine(self, dtype: torch.dtype) -> SingleRankEngine:
         assert self.model is not None  # writes the folder

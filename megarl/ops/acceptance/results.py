@@ -15,7 +15,7 @@ from megarl.base.table import table_lines
 from megarl.base.units import count_noun, duration
 
 
-class Outcome(StrEnum):
+class Verdict(StrEnum):
     """Outcome of a check; only ``FAIL`` makes the command fail."""
 
     OK = "ok"
@@ -31,7 +31,7 @@ class Result:
 
     Attributes:
         check: name, unique within its stage.
-        outcome: see :class:`Outcome`.
+        outcome: see :class:`Verdict`.
         value: measured number; None without one.
         unit: unit of ``value``.
         target: expected value or limit, in words.
@@ -39,7 +39,7 @@ class Result:
     """
 
     check: str
-    outcome: Outcome
+    outcome: Verdict
     value: float | None = None
     unit: str = ""
     target: str = ""
@@ -83,7 +83,7 @@ class StageReport:
         """Drop the result of a check."""
         return replace(self, results=tuple(each for each in self.results if each.check != check))
 
-    def count(self, outcome: Outcome) -> int:
+    def count(self, outcome: Verdict) -> int:
         """Number of results with an outcome."""
         return sum(result.outcome is outcome for result in self.results)
 
@@ -104,7 +104,7 @@ def read_report(folder: Path, stage: str, scale: str) -> StageReport:
         return StageReport(stage, scale)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        results = tuple(Result(**{**row, "outcome": Outcome(row["outcome"])}) for row in values.pop("results"))
+        results = tuple(Result(**{**row, "outcome": Verdict(row["outcome"])}) for row in values.pop("results"))
         report = StageReport(**values, results=results)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{file} is not a report of an acceptance stage: {error}; remove it") from error
@@ -115,13 +115,13 @@ def result_lines(report: StageReport) -> list[str]:
     """Format a report as lines of a text table."""
     rows = [(r.outcome.value, r.check, r.number, r.target, r.note) for r in report.results]
     ending = "" if report.is_complete else ", not finished"
-    return [f"== {report.stage}: {summary([report])}, {duration(report.seconds)}{ending}", *table_lines(rows)]
+    return [f"== {report.stage}: {count_verdicts([report])}, {duration(report.seconds)}{ending}", *table_lines(rows)]
 
 
-def summary(reports: Iterable[StageReport]) -> str:
+def count_verdicts(reports: Iterable[StageReport]) -> str:
     """Count the outcomes: ``12 checks: 11 ok, 1 missing``."""
     results = [result for report in reports for result in report.results]
-    counts = [(sum(result.outcome is outcome for result in results), outcome.value) for outcome in Outcome]
+    counts = [(sum(result.outcome is outcome for result in results), outcome.value) for outcome in Verdict]
     text = ", ".join(f"{number} {word}" for number, word in counts if number)
     return f"{count_noun(len(results), 'check')}: {text}" if results else "no check"
 
@@ -131,7 +131,7 @@ def markdown(reports: Iterable[StageReport]) -> str:
     lines: list[str] = []
     for report in reports:
         facts = ", ".join(f"{name} {value}" for name, value in report.facts.items())
-        lines += [f"### {report.stage}", "", f"{facts}; {summary([report])}; {duration(report.seconds)}", ""]
+        lines += [f"### {report.stage}", "", f"{facts}; {count_verdicts([report])}; {duration(report.seconds)}", ""]
         lines += ["| check | outcome | value | target | note |", "|---|---|---|---|---|"]
         for row in report.results:
             cells = (row.check, row.outcome.value, row.number, row.target, row.note)

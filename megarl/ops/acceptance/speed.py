@@ -14,7 +14,7 @@ from megarl.megatron.kernels import uses_transformer_engine
 from megarl.models import ParallelLayout, parse_model_config
 from megarl.ops.acceptance.bench import Bench, MissingError, near_plan
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
-from megarl.ops.acceptance.results import Outcome, Result
+from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.plan.flops import SequenceStats, model_flops
 from megarl.ops.plan.job import PlannedPass, PlannedRole
 from megarl.ops.plan.pass_activations import role_activations
@@ -63,7 +63,7 @@ def _matrix_product(bench: Bench) -> Result:
     a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     flops = 2 * size**3 / bench.seconds(lambda: a @ b)
     share = flops / bench.hardware.peak_flops("bfloat16")
-    return Result("", Outcome.INFO, flops / 1e12, "TFLOP/s", note=f"{share:.0%} of {bench.hardware.name}'s peak")
+    return Result("", Verdict.INFO, flops / 1e12, "TFLOP/s", note=f"{share:.0%} of {bench.hardware.name}'s peak")
 
 
 class _Figures(NamedTuple):
@@ -88,7 +88,7 @@ class _Case:
     def log_probs(self) -> Result:
         """MFU of a forward pass with log-probs."""
         share, note = self._share(self.figures.log_probs_s, updates=False)
-        return Result("", Outcome.INFO, share, "% MFU", note=note)
+        return Result("", Verdict.INFO, share, "% MFU", note=note)
 
     def memory(self) -> Result:
         """Peak of torch's allocator beside the plan."""

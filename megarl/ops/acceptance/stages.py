@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.ops.acceptance.results import Outcome, Result, read_report
+from megarl.ops.acceptance.results import Result, Verdict, read_report
 
 if TYPE_CHECKING:
     from megarl.ops.acceptance.bench import Bench
@@ -70,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = read_report(options.folder, options.stage, options.scale)
     bench = Bench(report, options.folder, options.device, _show)
     if stage.hides is not None and not hidden:
-        bench.check("stage", lambda: Result("", Outcome.INFO, note=f"{stage.hides} is not installed: nothing to add"))
+        bench.check("stage", lambda: Result("", Verdict.INFO, note=f"{stage.hides} is not installed: nothing to add"))
     elif module := _import(stage.module, bench):
         module.run(bench)
     bench.finish()
-    return 1 if bench.report.count(Outcome.FAIL) else 0
+    return 1 if bench.report.count(Verdict.FAIL) else 0
 
 
 def _import(name: str, bench: Bench) -> Any:
@@ -83,7 +83,7 @@ def _import(name: str, bench: Bench) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         text = str(error)
-        bench.check("packages", lambda: Result("", Outcome.MISSING, note=text))
+        bench.check("packages", lambda: Result("", Verdict.MISSING, note=text))
         return None
 
 

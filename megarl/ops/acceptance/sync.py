@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, parse_model_config
 from megarl.ops.acceptance.bench import Bench
 from megarl.ops.acceptance.models import SHAPES
-from megarl.ops.acceptance.results import Outcome, Result
+from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.sharding import RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.placement import ProcessLocation, current_location
@@ -57,12 +57,12 @@ class _Case:
         """Name the chosen transport."""
         name = self._figures[0]
         expected = "cuda_ipc" if self.bench.device.type == "cuda" else "shared_memory"
-        return Result("", Outcome.OK if name == expected else Outcome.FAIL, target=expected, note=name)
+        return Result("", Verdict.OK if name == expected else Verdict.FAIL, target=expected, note=name)
 
     def bits(self) -> Result:
         """Report parameters that differ in the engine's process."""
         different = self._figures[1]
-        outcome = Outcome.FAIL if different else Outcome.OK
+        outcome = Verdict.FAIL if different else Verdict.OK
         return Result("", outcome, len(different), "different parameters", "0", ", ".join(different[:3]))
 
     def speed(self) -> Result:

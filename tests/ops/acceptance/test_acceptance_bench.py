@@ -10,9 +10,9 @@ import torch
 
 from megarl.base.errors import DataError
 from megarl.ops.acceptance.bench import Bench, MissingError, near_plan, within
-from megarl.ops.acceptance.results import Outcome, Result, StageReport, markdown, read_report, result_lines
+from megarl.ops.acceptance.results import Result, StageReport, Verdict, markdown, read_report, result_lines
 
-PASSED = Result("", Outcome.OK, 1.0, "s")
+PASSED = Result("", Verdict.OK, 1.0, "s")
 
 
 def bench_of(folder: Path) -> Bench:
@@ -50,7 +50,7 @@ def test_second_run_repeats_only_checks_that_did_not_pass(tmp_path: Path) -> Non
     for name in ("works", "fails", "new"):
         resumed.check(name, lambda n=name: calls.append(n) or PASSED)
     assert calls == ["fails", "new"]
-    assert [result.outcome for result in resumed.report.results] == [Outcome.OK] * 3
+    assert [result.outcome for result in resumed.report.results] == [Verdict.OK] * 3
 
 
 def test_report_of_another_scale_is_not_reused(tmp_path: Path) -> None:
@@ -68,26 +68,26 @@ def test_damaged_report_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "outcome"),
     [
-        (within(1e-6, 1e-5), Outcome.OK),
-        (within(2e-5, 1e-5), Outcome.FAIL),
-        (within(float("nan"), 1e-5), Outcome.FAIL),
-        (near_plan(11.0, 10.0, "GB", 0.15), Outcome.OK),
-        (near_plan(8.0, 10.0, "GB", 0.15), Outcome.BELOW),
+        (within(1e-6, 1e-5), Verdict.OK),
+        (within(2e-5, 1e-5), Verdict.FAIL),
+        (within(float("nan"), 1e-5), Verdict.FAIL),
+        (near_plan(11.0, 10.0, "GB", 0.15), Verdict.OK),
+        (near_plan(8.0, 10.0, "GB", 0.15), Verdict.BELOW),
     ],
 )
-def test_limits(result: Result, outcome: Outcome) -> None:
+def test_limits(result: Result, outcome: Verdict) -> None:
     assert result.outcome is outcome
 
 
 def test_speed_below_its_target_is_no_failure(tmp_path: Path) -> None:
     full = Bench(StageReport("sample", "full"), tmp_path, "cpu", lambda result: None)
-    assert full.speed(40.0, 48.0, "% MFU").outcome is Outcome.BELOW
-    assert full.speed(49.0, 48.0, "% MFU").outcome is Outcome.OK
-    assert bench_of(tmp_path).speed(1.0, 48.0, "% MFU").outcome is Outcome.INFO
+    assert full.speed(40.0, 48.0, "% MFU").outcome is Verdict.BELOW
+    assert full.speed(49.0, 48.0, "% MFU").outcome is Verdict.OK
+    assert bench_of(tmp_path).speed(1.0, 48.0, "% MFU").outcome is Verdict.INFO
 
 
 def test_tables_have_a_row_per_check() -> None:
-    report = StageReport("sample", "full", (Result("a | b", Outcome.OK, 1234.5, "tokens/s", "at least 1e+03"),))
+    report = StageReport("sample", "full", (Result("a | b", Verdict.OK, 1234.5, "tokens/s", "at least 1e+03"),))
     assert result_lines(report)[0] == "== sample: 1 check: 1 ok, 0.0 s, not finished"
     assert result_lines(report)[1].split("  ") == ["ok", "a | b", "1,234 tokens/s", "at least 1e+03"]
     assert "| a / b | ok | 1,234 tokens/s | at least 1e+03 |  |" in markdown([report])
