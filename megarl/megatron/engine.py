@@ -137,14 +137,17 @@ class MegatronEngine:
                     chunk.start_param_sync(force_sync=True)
             self._weights_unsettled = False
 
-    def offload(self) -> dict[str, int]:
+    def offload(self, *, return_cached: bool = True) -> dict[str, int]:
         """Free device memory at the end of a phase: offload the configured parts, and return cached memory.
+
+        Args:
+            return_cached: see :meth:`~megarl.megatron.offload.OffloadManager.offload`.
 
         Returns:
             Released device bytes of each part.
         """
         self._faults = FaultWatch()  # it holds the outputs of the last step
-        return self.offload_manager.offload()
+        return self.offload_manager.offload(return_cached=return_cached)
 
     def describe(self) -> str:
         """One line: layout, number format and kernels."""

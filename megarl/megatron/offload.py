@@ -225,10 +225,12 @@ class OffloadManager:
                 with span(f"onload {part}", "copy"):
                     self._offloaders[part].onload()
 
-    def offload(self) -> dict[str, int]:
+    def offload(self, *, return_cached: bool = True) -> dict[str, int]:
         """Offload the configured parts at the end of a phase, and return cached device memory to the driver.
 
-        Other processes of the device, such as a rollout engine that wakes, can only use the driver's memory.
+        Args:
+            return_cached: call ``torch.cuda.empty_cache``. Other processes of the device, such as a rollout engine that
+                wakes, can only use the driver's memory.
 
         Returns:
             Released device bytes of each part.
@@ -237,7 +239,8 @@ class OffloadManager:
             self._optimizer.zero_grad()  # main parameters' gradients are views of the buffers
         # Weights go last: the optimizer's state is recognized by not sharing their storages.
         freed = {part: self._offload_part(part) for part in reversed(PARTS) if part in self._offloaders}
-        torch.cuda.empty_cache()  # no effect in a process that does not use a GPU
+        if return_cached:
+            torch.cuda.empty_cache()  # no effect in a process that does not use a GPU
         if self._state_bytes:
             # The first step creates most of the state: meanwhile a thread allocates its host memory.
             self._offloaders[OPTIMIZER].host.reserve_in_background(self._state_bytes)

@@ -256,7 +256,7 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.ALL, phase="update_weights")
     def make_room(self) -> None:
         """Offload the configured parts before the engines wake."""
-        self.engine.offload()
+        self.free_device()
 
     @verb(Dispatch.ALL, phase="update_weights")
     def open_transfer(self, session: int) -> None:
@@ -283,7 +283,7 @@ class ActorWorker(PolicyWorker):
     def close_transfer(self, completed: bool) -> int:
         """End the transfer; returns the peak bytes of sending on this rank."""
         peak = self._sender.close(completed)
-        self.engine.offload()
+        self.free_device()
         return peak
 
 

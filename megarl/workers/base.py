@@ -90,7 +90,7 @@ def offload_after(method: Callable[Concatenate[_Worker, _Arguments], _Result]) -
     @functools.wraps(method)
     def wrapped(self: _Worker, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         result = method(self, *args, **kwargs)
-        self.engine.offload()
+        self.free_device()
         return result
 
     return wrapped
@@ -284,7 +284,7 @@ class MegatronWorker(SavingWorker):
         if device.type == "cuda":
             gigabytes["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
             torch.cuda.reset_peak_memory_stats(device)
-        freed = self.engine.offload()
+        freed = self.free_device()
         gigabytes |= {f"offloaded_gb/{part}": size / 2**30 for part, size in freed.items()}
         if not self._has_updated:
             self._log_device_memory("after its first update")  # its collectives have allocated their buffers

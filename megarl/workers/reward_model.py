@@ -106,6 +106,7 @@ class RewardTrainingWorker(MegatronWorker):
 
     prefix = "train"
     value_head = True
+    shares_device = False
 
     def __init__(
         self,

@@ -20,11 +20,18 @@ class SavingWorker:
     A failed save is a result, not an error: the role is unaffected, and the driver decides.
     """
 
+    shares_device = True
+    """Whether other processes use the role's devices: then each phase returns cached memory."""
+
     settings: RoleSettings
     engine: MegatronEngine
     _pending: PendingSave | None = None
     _begin_failure: str = ""
     _snapshot: HostSnapshot | None = None
+
+    def free_device(self) -> dict[str, int]:
+        """Offload the configured parts at the end of a phase; returns the released device bytes of each."""
+        return self.engine.offload(return_cached=self.shares_device)
 
     @verb(Dispatch.ALL)
     def save_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE, in_background: bool = False) -> None:
@@ -48,7 +55,7 @@ class SavingWorker:
             )
         except CheckpointError as error:
             self._begin_failure = str(error)
-        self.engine.offload()
+        self.free_device()
 
     @verb(Dispatch.ALL)
     def checkpoint_written(self) -> bool:
@@ -79,4 +86,4 @@ class SavingWorker:
             CheckpointError: something is missing, corrupt, or of another model.
         """
         load_sharded(self.engine, Path(path), contents)
-        self.engine.offload()
+        self.free_device()

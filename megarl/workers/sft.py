@@ -20,6 +20,7 @@ class SFTWorker(MegatronWorker):
     """
 
     prefix = "train"
+    shares_device = False
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from megarl.megatron.offload import PARTS
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import WorkerPlace
+from megarl.workers.sft import SFTWorker
 
 
 def actors_day(role: Role, models: Models, folder: Path, expected: tuple[str, ...]) -> list[Any]:
@@ -104,6 +105,25 @@ def test_every_phase_returns_cached_memory_also_without_offload(role_pool: Proce
     arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"], reference=True)
     (returns,) = role_pool.run(returns_of_cached_memory, 1, arguments, models.batch)
     assert returns == {phase: [0] for phase in (*PHASES, "make_room")}
+
+
+def returns_of_a_supervised_job(place: Place, arguments: dict[str, Any], batch: DataProto) -> list[int]:
+    worker = SFTWorker(WorkerPlace(place.rank, place.world_size, "127.0.0.1", place.port), **arguments)
+    try:
+        worker.init_model()
+        with pytest.MonkeyPatch.context() as patch:
+            returns: list[int] = []
+            patch.setattr(torch.cuda, "empty_cache", lambda: returns.append(1))
+            worker.update_sft(batch)
+            return returns
+    finally:
+        shutdown_runtime()
+
+
+def test_steps_of_a_supervised_job_keep_their_cached_memory(role_pool: ProcessPool, models: Models) -> None:
+    """No other process uses its GPUs, and the next step would allocate the same memory again."""
+    arguments = {"settings": role_settings(models.policy_path, LAYOUTS["tp1"]), "plan": update_plan()}
+    assert role_pool.run(returns_of_a_supervised_job, 1, arguments, models.batch) == [[]]
 
 
 def copies(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[int, list[tuple[int, int]]]:
