@@ -73,6 +73,7 @@ class PlannedRole:
         holds_reference: whether host memory keeps the reference weights, which are swapped into this role's model for
             phase ``ref``.
         reference_head: whether the device keeps a copy of the reference's output layer, for the exact KL.
+        saves_in_background: whether a save copies the state to host memory.
     """
 
     name: str
@@ -85,6 +86,7 @@ class PlannedRole:
     passes: tuple[PlannedPass, ...]
     holds_reference: bool = False
     reference_head: bool = False
+    saves_in_background: bool = False
 
     @property
     def dtype_bytes(self) -> int:
@@ -263,6 +265,7 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
         trains=True,
         holds_reference=swaps_reference,
         reference_head=learns_kl or computes_kl,
+        saves_in_background=config.trainer.save_freq > 0 and policy.actor.checkpoint.async_save,
     )
 
 
@@ -273,7 +276,14 @@ def _critic(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
     values = replace(values, updates=False, optimizer_steps=0, samples=batches.samples_per_step)
     update = _pass(config, phase, "update_critic")
     return _role(
-        "critic", "critic.megatron", model, config.critic.megatron, (values, update), value_head=True, trains=True
+        "critic",
+        "critic.megatron",
+        model,
+        config.critic.megatron,
+        (values, update),
+        value_head=True,
+        trains=True,
+        saves_in_background=config.trainer.save_freq > 0 and config.critic.checkpoint.async_save,
     )
 
 
@@ -312,7 +322,16 @@ def _supervised_job(config: SupervisedConfig, device: str) -> PlannedJob:
         longest=longest,
     )
     model = read_model_config(config.model.path)
-    role = _role(config.role, "megatron", model, config.megatron, (planned,), value_head=scores, trains=True)
+    role = _role(
+        config.role,
+        "megatron",
+        model,
+        config.megatron,
+        (planned,),
+        value_head=scores,
+        trains=True,
+        saves_in_background=config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save,
+    )
     return PlannedJob(
         roles=(role,),
         rollout=None,
@@ -336,12 +355,12 @@ def _role(
     *,
     value_head: bool = False,
     trains: bool = False,
-    holds_reference: bool = False,
-    reference_head: bool = False,
+    **options: bool,
 ) -> PlannedRole:
+    """Check and build a role; ``options`` are the last fields of :class:`PlannedRole`."""
     check_role(model, megatron, path)
     layout = layout_of(megatron)
-    return PlannedRole(name, path, model, layout, megatron, value_head, trains, passes, holds_reference, reference_head)
+    return PlannedRole(name, path, model, layout, megatron, value_head, trains, passes, **options)
 
 
 def _pass(

@@ -247,7 +247,7 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, ...]:
-    """Return the host memory of the fullest node: offloaded states and the reference weights.
+    """Return the host memory of the fullest node: offloaded states, reference weights, copies of background saves.
 
     While the reference computes, host memory also holds the actor's weights, as an offload does.
     """
@@ -268,9 +268,21 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, 
                     totals[role.name, "reference copy"] += _in_chunks(states.weights)
                     if not role.megatron.param_offload:
                         totals[role.name, "swapped weights"] += _in_chunks(states.weights)
+                if role.saves_in_background and (copied := _copied_for_save(role, states)):
+                    totals[role.name, "checkpoint copy"] += _in_chunks(copied)
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
         nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
     return max(nodes, key=lambda parts: sum(part.nbytes for part in parts))
+
+
+def _copied_for_save(role: PlannedRole, states: RankStates) -> int:
+    """Return the bytes that a save in the background copies on a rank: its share of states that are not offloaded."""
+    layout, megatron = role.layout, role.megatron
+    replicas = layout.dp * layout.cp  # they share the weights to write
+    weights = 0 if megatron.param_offload else states.weights // replicas
+    if megatron.optimizer_offload:
+        return weights
+    return weights + states.optimizer // (1 if megatron.use_distributed_optimizer else replicas)
 
 
 def _in_chunks(size: int) -> int:

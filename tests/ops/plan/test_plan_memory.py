@@ -53,6 +53,20 @@ def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor()
     assert ("reference", "weights") in names(plan, "gen") and not plan.host
 
 
+def test_background_save_copies_states_that_are_not_offloaded() -> None:
+    saves = {"trainer__save_freq": 10, "actor_rollout_ref__actor__checkpoint__async_save": True}
+
+    def copies(**options: bool) -> dict[str, int]:
+        plan = plan_memory(train_job("Qwen2.5-7B", megatron(4, **options), **saves), 80 * GIB)
+        return {component.name: component.nbytes for component in plan.host}
+
+    # Weights 2, main weights 4, two moments 8: each byte is written by one of 8 ranks, in chunks of 256 MiB.
+    for options in ({}, {"use_distributed_optimizer": False}):
+        assert copies(**options)["checkpoint copy"] == pytest.approx(14 * 7615616512, rel=0.03)
+    assert copies(optimizer_offload=True)["checkpoint copy"] == pytest.approx(2 * 7615616512, rel=0.15)
+    assert not copies(optimizer_offload=True, param_offload=True).get("checkpoint copy")
+
+
 def test_kv_cache_takes_the_static_fraction_without_weights() -> None:
     job = train_job(
         "Qwen2.5-7B",
