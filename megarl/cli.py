@@ -38,6 +38,7 @@ from megarl.config.schema.jobs import JobConfig
 from megarl.config.sweeps import SweepFolder
 from megarl.config.verl.table import table_of
 from megarl.models import read_model_config
+from megarl.trainer.jobs.hub_files import with_hub_files
 from megarl.workers.settings import check_role
 
 
@@ -263,6 +264,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
             print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
             (folder / "config.yaml").write_text(to_yaml(config))
             _record_start(folder, name, request.config_name, config, values, hydra.overrides.task)
+            config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
             with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
                 if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
                     importlib.import_module(DRY_RUN).run(config)

@@ -40,23 +40,32 @@ _INTRODUCTION = """\
 
 Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/from_verl.md`; do not edit.
 
-Change one line of a verl run script for Megatron, and it starts megarl:
+Four changes make a current run script of verl for Megatron start megarl:
+
+1. `-m verl.trainer.main_ppo` becomes `-m megarl.train`.
+2. `VERL_USE_UV=0`: the scripts start verl, and every Ray worker, by `uv run` in verl's environment. Without uv they
+   take the Python of the shell: activate megarl's environment.
+3. `INFER_BACKEND=sglang`: the scripts generate with vLLM by default. Scripts without this variable need the override
+   `actor_rollout_ref.rollout.name=sglang` (or `embedded`, on a CPU).
+4. `MODEL_PATH`, and the files of data, are folders and files on disk, because megarl downloads nothing unless
+   `hub.enable=true`.
 
 ```
--python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer' \\
-+python3 -m megarl.train --config-path=config --config-name='ppo_megatron_trainer' \\
-     algorithm.adv_estimator=grpo ...
+VERL_USE_UV=0 INFER_BACKEND=sglang MODEL_PATH=/models/Qwen3-8B bash examples/grpo_trainer/run_qwen3_8b_megatron.sh
+
+-"${LAUNCH[@]}" -m verl.trainer.main_ppo \\
++"${LAUNCH[@]}" -m megarl.train \\
+     "${DATA[@]}" \\
+     ...
 ```
 
-Keep the overrides as they are, with or without verl's leading `+`. `--config-name=ppo_megatron_trainer` starts from
-verl's defaults (`configs/ppo_megatron_trainer.yaml`); so does `model_engine=megatron`, which newer scripts use. megarl
-ignores `--config-path` if the folder has no such file. megarl accepts each key of verl with its meaning, translates it,
-or refuses it by name before any process starts. It reports translated keys and keys without effect once, on standard
-error. `--cfg job` prints the resulting configuration.
-
-Two settings need your attention. `actor_rollout_ref.model.path` must be a folder on disk, because megarl downloads
-nothing. `actor_rollout_ref.rollout.name` must be `sglang` (or `embedded`, on a CPU); the scripts set it by
-`INFER_BACKEND=sglang`.
+Keep the overrides as they are, with or without verl's leading `+`. `model_engine=megatron`, or
+`--config-name=ppo_megatron_trainer` in older scripts, starts from verl's defaults
+(`configs/ppo_megatron_trainer.yaml`). megarl ignores `--config-path` if the folder has no such file. megarl accepts
+each key of verl with its meaning, translates it, or refuses it by name before any process starts. It reports translated
+keys and keys without effect once, on standard error. `--cfg job` prints the resulting configuration. The tests train
+with the overrides of verl's GRPO and PPO scripts for Qwen3-8B, with a tiny model on a CPU
+(`tests/e2e/test_e2e_verl_scripts.py`).
 
 ## Accepted share of verl's scripts
 
@@ -88,7 +97,12 @@ Ascend NPUs.
 - `total_training_steps` of an optimizer counts optimizer steps, including warm-up.
 - `val_kwargs.temperature=0` is greedy; megarl refuses several greedy responses per prompt.
 - Rows that are too long stop the run with `data.truncation=error`, as in verl. `filter_overlong_prompts` counts the
-  dropped rows. `data.mixture` weights data sets; `data.sampler` and `data.custom_cls` take custom classes.
+  dropped rows. `data.mixture` weights data sets. `data.custom_cls` takes classes with verl's constructor, and
+  `data.sampler` verl's samplers; one with `update` needs `state_dict` and `load_state_dict` too, so that a run can be
+  resumed. A class derived from verl's `RLHFDataset` needs verl's package. `data.collate_fn` takes verl's form of a
+  collate function ([data](data.md)).
+- `actor.shuffle` shuffles the samples of a step once, for actor and critic; verl shuffles in every epoch.
+- `nccl_timeout` is `trainer.nccl_timeout`, for all roles: 1800 s by default, 600 s in verl.
 - `algorithm.filter_groups` generates `data.gen_batch_size` prompts per round, until `train_batch_size` groups differ in
   `metric` (`score` by default). If `max_num_gen_batches` rounds give too few, the run saves and stops, or fills the
   step (`on_shortage`).

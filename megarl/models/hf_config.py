@@ -144,7 +144,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelError(
             f"model folder {folder} does not exist; expected a folder with config.json and *.safetensors. A run "
-            f"downloads nothing: `hf download NAME --local-dir FOLDER` fetches a model of the Hub"
+            "downloads nothing unless hub.enable=true; `hf download NAME --local-dir FOLDER` fetches a model of the Hub"
         )
     file = folder / "config.json"
     if not file.is_file():

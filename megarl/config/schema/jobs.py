@@ -23,6 +23,7 @@ from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
 from megarl.config.schema.rollout import RetrieverConfig, RolloutConfig
 from megarl.config.schema.run import (
     EvaluateRunConfig,
+    HubConfig,
     PairRunConfig,
     ProfilerConfig,
     RoleProfilerConfig,
@@ -62,6 +63,7 @@ class GenerationJobConfig:
         2, "Turns of `search_agent` with search results; one more turn follows without a search.", at_least=0
     )
     retriever: RetrieverConfig = section(RetrieverConfig)
+    hub: HubConfig = section(HubConfig)
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ class SupervisedConfig:
     model: ModelPathConfig = section(ModelPathConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-5)
     megatron: MegatronConfig = section(MegatronConfig)
+    hub: HubConfig = section(HubConfig)
     trainer: SupervisedRunConfig = section(SupervisedRunConfig)
 
 

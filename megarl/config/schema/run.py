@@ -30,8 +30,8 @@ class WatchdogConfig:
 
     timeout_s: float | None = key(
         540.0,
-        "Seconds a phase may take before the watchdog reports which process waits for which; null = no limit. It should "
-        "be below `trainer.nccl_timeout`.",
+        "Seconds a phase may take before the watchdog reports which process waits for which; null = no limit. Keep it "
+        "below `trainer.nccl_timeout`.",
         above=0,
     )
     phases: dict[str, Any] = key({}, "Seconds by phase, such as `{gen: 3600}`, replacing `timeout_s`; null = none.")
@@ -39,6 +39,20 @@ class WatchdogConfig:
         "tell",
         "tell = report, continue, and double the limit of that phase; end = end the run with its processes.",
         choices=("tell", "end"),
+    )
+
+
+@dataclass(frozen=True)
+class HubConfig:
+    """Downloads from the Hugging Face Hub before a run; see docs/data.md."""
+
+    enable: bool = key(
+        False,
+        "Download models named `owner/name` (or `owner/name@revision`) and data files named "
+        "`hf://datasets/owner/name/file`; false = nothing is downloaded.",
+    )
+    cache_dir: str | None = key(
+        None, "Folder of the downloads, which all nodes must see; null = Hugging Face's cache (`HF_HOME`)."
     )
 
 

@@ -38,7 +38,10 @@ def expand_files(files: str | Sequence[str]) -> list[str]:
 
 def _expand(pattern: str) -> list[str]:
     if "://" in pattern:
-        raise DataError(f"{pattern}: only files of this machine's file systems are supported; copy the file to one")
+        raise DataError(
+            f"{pattern}: only files of this machine's file systems are supported; copy the file to one, or set "
+            "hub.enable=true for a file of the Hugging Face Hub (hf://datasets/owner/name/file)"
+        )
     path = os.path.expanduser(os.path.expandvars(pattern))
     if not os.path.exists(path) and glob.has_magic(path):
         matches = sorted(glob.glob(path, recursive=True))
