@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule
@@ -249,9 +250,9 @@ _TRANSFORMER: dict[str, Rule] = {
 }
 
 
-def _below(prefix: str, rules: dict[str, Rule]) -> dict[str, Rule]:
+def _below(prefix: str, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Rules with full paths; ``{}`` in the key that a rule names becomes the section's path."""
-    placed = {}
+    placed: dict[str, Rule] = {}
     for name, rule in rules.items():
         if isinstance(rule, Renamed):
             rule = Renamed(rule.to.format(prefix), rule.values, rule.left_out, rule.why)

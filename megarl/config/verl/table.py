@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 
 from megarl.config.schema.jobs import SFTConfig, TrainConfig
 from megarl.config.verl.role_rules import role_rules, supervised_role_rules
@@ -60,20 +60,6 @@ class VerlTable:
         """Sections with the keys that have the same name and meaning in verl and megarl."""
         for section, names in self.same.items():
             yield section, names.split()
-
-
-@cache
-def table_of(schema: type) -> VerlTable:
-    """The table of a job's configuration class; empty for a job without a counterpart in verl."""
-    if schema is TrainConfig:
-        return VerlTable(
-            run_rules() | role_rules(), VALUES, _SAME, selector="model_engine", preset="ppo_megatron_trainer"
-        )
-    if schema is SFTConfig:
-        groups = {"engine": "megatron", "optim": "megatron", "model": "hf_model"}
-        rules = sft_rules() | supervised_role_rules()
-        return VerlTable(rules, SFT_VALUES, _SFT_SAME, groups, selector="engine", preset="sft_trainer_engine")
-    return VerlTable()
 
 
 _MEGATRON = (
@@ -169,3 +155,23 @@ _SFT_SAME = {
         "resume_from_path resume_mode save_freq seed total_epochs total_training_steps"
     ),
 }
+
+_TABLES: dict[type, VerlTable] = {
+    TrainConfig: VerlTable(
+        run_rules() | role_rules(), VALUES, _SAME, selector="model_engine", preset="ppo_megatron_trainer"
+    ),
+    SFTConfig: VerlTable(
+        sft_rules() | supervised_role_rules(),
+        SFT_VALUES,
+        _SFT_SAME,
+        groups={"engine": "megatron", "optim": "megatron", "model": "hf_model"},
+        selector="engine",
+        preset="sft_trainer_engine",
+    ),
+}
+_NO_TABLE = VerlTable()
+
+
+def table_of(schema: type) -> VerlTable:
+    """The table of a job's configuration class; empty for a job without a counterpart in verl."""
+    return _TABLES.get(schema, _NO_TABLE)
