@@ -20,7 +20,7 @@ processes of one thread (``--peer-processes``); ratios compare with the faster o
 megarl is measured. To create such an interpreter:
 
     python -m venv /path/to/trl-venv
-    /path/to/trl-venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
+    /path/to/trl-venv/bin/pip install torch==2.13.0
     /path/to/trl-venv/bin/pip install trl accelerate datasets transformers
 
 Both sides run in turn, step by step; the table shows medians over the steps after the first. Tokens are response

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
 from pathlib import Path
 
 import yaml
@@ -44,3 +45,26 @@ def test_changelog_follows_keep_a_changelog() -> None:
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version) for version in versions[1:])
     kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+INSTALLS_BY_NAME = re.compile(r"pip install[^\n`#;]*(?<![/\w'])'?megarl(\[|['\s`\"]|$)")
+REGISTRY_HOSTS = re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|pypi\.nvidia\.com")
+TEXTS = (".py", ".md", ".sh", ".yaml", ".yml", ".toml", ".txt", ".cfg", ".ipynb", ".json")
+
+
+def test_no_text_installs_megarl_by_name_or_names_a_registry() -> None:
+    """The name belongs to another project on the public registry."""
+    assert INSTALLS_BY_NAME.search("run pip install 'megarl[gpu]' first")
+    assert INSTALLS_BY_NAME.search("pip install -c launch/constraints.txt megarl")
+    assert not INSTALLS_BY_NAME.search("pip install dist/megarl-0.1.0-py3-none-any.whl")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    names = {name for name in listed if name.endswith((*TEXTS, "Dockerfile"))} - {"tests/test_release_files.py"}
+    files = [ROOT / name for name in sorted(names)]
+    assert len(files) > 500
+    for file in files:
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            assert not INSTALLS_BY_NAME.search(text), f"{file}: {INSTALLS_BY_NAME.search(text)}"
+            assert not REGISTRY_HOSTS.search(text), f"{file}: {REGISTRY_HOSTS.search(text)}"

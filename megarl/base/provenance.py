@@ -17,6 +17,15 @@ _MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "t
 _GIT_SECONDS = 5.0
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of megarl, which is installed from its checkout only.
+
+    Args:
+        extra: name in ``setup.py``.
+    """
+    return f"in megarl's checkout, pip install -c launch/constraints.txt -e '.[{extra}]'"
+
+
 def installed_versions(also: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the versions of Python, megarl and its main packages; missing packages are skipped.
 

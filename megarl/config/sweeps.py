@@ -14,6 +14,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from megarl.base.errors import ConfigError
+from megarl.base.provenance import install_command
 from megarl.config.problems import nearest_keys
 
 SWEEPER = "hydra/sweeper"
@@ -61,7 +62,7 @@ def check_plugins(overrides: Sequence[Override], *, multirun: bool) -> None:
             raise ConfigError(f"{text}: {hint}there are {', '.join(plugins)}")
         if plugins[name] and not _is_installed(plugins[name]):
             package = plugins[name].removeprefix("hydra_plugins.").replace("_", "-")
-            raise ConfigError(f"{text}: {package} is not installed; pip install 'megarl[sweep]' installs it")
+            raise ConfigError(f"{text}: {package} is not installed; {install_command('sweep')} installs it")
 
 
 def _is_installed(module: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megarl.base.errors import ConfigError
+from megarl.base.provenance import install_command
 from megarl.base.registry import Registry
 from megarl.base.user_code import load_user_class
 from megarl.tracking.console import Console
@@ -94,10 +95,10 @@ def check_package(tracker: str, package: str) -> None:
         ConfigError: the package is missing; the message names the extra that installs it.
     """
     if importlib.util.find_spec(package) is None:
-        extra = f"megarl[{tracker}]" if tracker in TRACKERS else package
+        command = install_command(tracker) if tracker in TRACKERS else f"pip install '{package}'"
         raise ConfigError(
             f"trainer.logger={tracker!r} needs the package {package!r}, which is not installed: "
-            f"install it with `pip install '{extra}'`, or remove {tracker!r} from trainer.logger"
+            f"install it ({command}), or remove {tracker!r} from trainer.logger"
         )
 
 

@@ -63,7 +63,7 @@ def test_a_single_run_has_no_launcher() -> None:
 def test_a_missing_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"hydra/sweeper": {"optuna": "hydra_plugins.not_here_sweeper"}}
     monkeypatch.setattr(module, "PLUGINS", absent)
-    with pytest.raises(ConfigError, match=r"not-here-sweeper is not installed; pip install 'megarl\[sweep\]'"):
+    with pytest.raises(ConfigError, match=r"not-here-sweeper is not installed; in megarl's checkout, pip install .*'\.\[sweep\]'"):
         sweep("hydra/sweeper=optuna")
 
 

@@ -106,7 +106,7 @@ def test_custom_tracker_is_loaded_from_a_file(run, tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "tensorboard"])
 def test_missing_package_error_names_the_extra(run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"trainer\.logger='{name}'.*pip install 'megarl\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"trainer\.logger='{name}'.*pip install .*'\.\[{name}\]'"):
         open_trackers([name], run)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError
+from megarl.base.provenance import install_command
 from megarl.rollout.interface import EngineOptions
 
 MODES = ("in_process", "http")
@@ -144,8 +145,8 @@ def require_installed() -> None:
     """
     if not is_installed():
         raise ConfigError(
-            "rollout.name=sglang needs the package sglang (0.5.17 or later): pip install 'megarl[gpu]', or on a "
-            "machine without a GPU the environment of launch/sglang_cpu.sh"
+            f"rollout.name=sglang needs the package sglang (0.5.17 or later): {install_command('gpu')}; on a machine "
+            "without a GPU, the environment of launch/sglang_cpu.sh"
         )
 
 

@@ -15,6 +15,7 @@ from packaging.markers import default_environment
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
+from megarl.base.provenance import install_command
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
 
@@ -85,7 +86,7 @@ def check_versions(needs: Needs) -> list[CheckResult]:
     """Check the installed packages: missing ones, conflicting requirements, untested combinations."""
     versions = package_versions((*PACKAGES, "megarl"))
     if missing := [package for package in REQUIRED if package not in versions]:
-        remedy = "install megarl with its pins: pip install -c launch/constraints.txt megarl"
+        remedy = f"install megarl with its pins: {install_command('gpu')}"
         return [CheckResult("packages", Status.FAIL, f"not installed: {', '.join(missing)}", remedy)]
     return [check_requirements(versions, _requires), check_combination(versions)]
 
