@@ -160,7 +160,7 @@ def test_sigterm_saves_a_checkpoint_and_prints_how_to_resume(ended: CliRun) -> N
     files = RunFiles(ended.folder, "grpo")
     folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
     output = "".join(ended.output.split())  # the terminal wraps lines
-    assert f"Endedafterstep{ENDED_IN_STEP}of{STEPS}(SIGTERM),savedin{folder}.Togoon,runthesamecommandwith" in output
+    assert f"Endedafterstep{ENDED_IN_STEP}of{STEPS}(SIGTERM),savedin{folder}.Togoon:python" in output
     assert list(files.steps) == [1, ENDED_IN_STEP] and files.summary["steps"] == ENDED_IN_STEP
     assert [path.name for path in folder.parent.glob("*global_step*")] == [folder.name]
 
