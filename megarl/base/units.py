@@ -38,6 +38,12 @@ def seconds_digits(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
 
 
+def rough(number: float) -> str:
+    """Format an estimate with two significant digits: ``1,200``, ``12``, ``1.2``, ``0.012``."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 10 else f"{rounded:g}"
+
+
 def duration(seconds: float) -> str:
     """Format seconds in words: ``8.3 s``, ``3 min 12 s``, ``2 h 05 min``."""
     if seconds < 60:

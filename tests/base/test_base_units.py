@@ -11,6 +11,7 @@ from megarl.base.units import (
     gib,
     gigabytes,
     metric_count,
+    rough,
     seconds_digits,
 )
 
@@ -41,3 +42,14 @@ def test_sizes_counts_and_seconds() -> None:
     assert [gigabytes(nbytes) for nbytes in (3.1e6, 12.44e9)] == ["3.1 MB", "12.4 GB"]
     assert [metric_count(number) for number in (12, 1500, 494e6, 2.27e9)] == ["12", "1.5 K", "494 M", "2.27 B"]
     assert [seconds_digits(seconds) for seconds in (1.234, 12.34, 1234.5)] == ["1.23", "12.3", "1,234"]
+
+
+def test_estimates_have_two_digits() -> None:
+    assert [rough(number) for number in (0, 0.01234, 1.26, 12.6, 987.0, 12345.0)] == [
+        "0",
+        "0.012",
+        "1.3",
+        "13",
+        "990",
+        "12,000",
+    ]

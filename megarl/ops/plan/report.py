@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.base.table import table_lines
-from megarl.base.units import GIB, count_noun, gib, gigabytes, metric_count, seconds_digits
+from megarl.base.units import GIB, count_noun, gib, gigabytes, metric_count, rough
 from megarl.config.batch import render_plan
 from megarl.ops.plan.estimate import HOST_SHARE, Estimate
 from megarl.ops.plan.memory import PhaseMemory
@@ -38,6 +38,7 @@ CAUSES = {
 }
 """Display names of the fields of :class:`TimeBreakdown`."""
 SHOWN_CAUSES, LEAST_SHARE = 3, 0.03
+UNCALIBRATED = "uncalibrated: no time has been compared with a GPU run; use the estimates to compare configurations"
 WIDTH = 120
 """Line length of plain-text tables; only the last column wraps."""
 
@@ -122,7 +123,7 @@ def _times(plan: Estimate) -> ReportSection:
     rows = [
         [
             phase.phase,
-            seconds_digits(phase.cost.seconds),
+            rough(phase.cost.seconds),
             f"{phase.cost.seconds / step.seconds:.0%}",
             f"{step.mfu_of(phase):.0%}" if phase.flops.total else "-",
             causes(phase.cost),
@@ -132,15 +133,16 @@ def _times(plan: Estimate) -> ReportSection:
     total = TimeBreakdown()
     for phase in step.phases:
         total = total.plus(phase.cost)
-    rows.append(["step", seconds_digits(step.seconds), "100%", f"{step.mfu:.0%}", causes(total)])
-    lines = [f"{step.throughput:,.1f} tokens per second and device; without rewards, data loading and the driver"]
+    rows.append(["step", rough(step.seconds), "100%", f"{step.mfu:.0%}", causes(total)])
+    lines = [f"{rough(step.throughput)} tokens per second and device; without rewards, data loading and the driver"]
+    lines.append(UNCALIBRATED)
     if plan.job.rollout is not None and plan.job.rollout.is_external:
         lines.append("generation and the weight sync use external servers and are not timed")
     if step.generated is not None:
         generated = step.generated
         lines.append(
-            f"each replica: {seconds_digits(generated.prefill_s)} s of prefill and {generated.steps:,} decode steps "
-            f"of {1000 * generated.decode_s / max(1, generated.steps):.1f} ms, with {generated.mean_running:.0f} "
+            f"each replica: {rough(generated.prefill_s)} s of prefill and {generated.steps:,} decode steps "
+            f"of {rough(1000 * generated.decode_s / max(1, generated.steps))} ms, with {generated.mean_running:.0f} "
             "sequences on average"
         )
     return ReportSection("Seconds of a step", lines, ["phase", "s", "share", "MFU", "causes"], rows)
@@ -159,7 +161,7 @@ def _sync(sync: SyncTraffic) -> ReportSection:
         f"{gigabytes(sync.total)} in {count_noun(sync.buckets, 'bucket')}: {gigabytes(sync.on_device)} on the same "
         f"device, {gigabytes(sync.within_nodes)} inside nodes, {gigabytes(sync.between_nodes)} between nodes",
         f"at most {gigabytes(sync.most_received)} received and {gigabytes(sync.most_sent)} sent by a rank; "
-        f"{seconds_digits(sync.seconds)} s, paced by {sync.limit}",
+        f"{rough(sync.seconds)} s, paced by {sync.limit}",
     ]
     return ReportSection("Weight sync", lines)
 
@@ -201,7 +203,8 @@ def _largest(parts: Sequence[Any]) -> str:
 def search_sections(result: SearchResult, hardware_name: str) -> list[ReportSection]:
     """Return the report of a layout search."""
     lines = [
-        f"{result.timed:,} layouts of single roles timed, {result.planned:,} combinations planned on {hardware_name}"
+        f"{result.timed:,} layouts of single roles timed, {result.planned:,} combinations planned on {hardware_name}",
+        UNCALIBRATED,
     ]
     if not result.best:
         return [ReportSection("Search", [*lines, "none fits: offload more, recompute, or use more nodes"])]
@@ -222,8 +225,8 @@ def _candidate_row(number: int, candidate: Candidate) -> list[str]:
     layouts += [f"recompute {' and '.join(full)}"] if full else []
     return [
         str(number),
-        f"{plan.step.throughput:,.1f}",
-        seconds_digits(plan.step.seconds),
+        rough(plan.step.throughput),
+        rough(plan.step.seconds),
         f"{plan.step.mfu:.0%}",
         f"{plan.memory.peak.nbytes / plan.usable_bytes:.0%}",
         ", ".join(layouts),
