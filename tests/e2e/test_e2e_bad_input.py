@@ -101,10 +101,10 @@ def test_missing_column(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Pa
     assert_contains(message, "data.train_files", "train.parquet", "no column 'reward_model'", "did you mean 'reward'")
 
 
-def test_prompt_of_type_string(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    texts = [{**row, "prompt": row["prompt"][0]["content"]} for row in rows]
-    message = refuse(write(texts, tmp_path / "train.parquet"), code=2)
-    assert_contains(message, "data.train_files", "column 'prompt'", "list of chat messages", "it is string")
+def test_prompt_that_is_a_number(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    numbers = [{**row, "prompt": 3} for row in rows]
+    message = refuse(write(numbers, tmp_path / "train.parquet"), code=2)
+    assert_contains(message, "data.train_files", "column 'prompt'", "a text, or a list of chat messages", "it is int64")
 
 
 def test_null_ground_truth(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
