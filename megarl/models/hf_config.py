@@ -10,7 +10,14 @@ from typing import Any
 from megarl.base.errors import ConfigError, ModelError
 from megarl.models.layout import ParallelLayout, check_pipeline
 from megarl.models.model_config import Experts, ModelConfig
-from megarl.models.registry import count, family_of, known_architectures, refuse_settings
+from megarl.models.registry import (
+    count,
+    family_of,
+    known_architectures,
+    known_families,
+    refuse_other_kinds,
+    refuse_settings,
+)
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -44,12 +51,13 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     architectures = raw.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         raise ModelError(
-            f"config.json: architectures={architectures!r}, expected a list with one of: "
-            f"{', '.join(known_architectures())}"
+            f"config.json: architectures={architectures!r}, expected a list with a class of transformers, such as "
+            f"LlamaForCausalLM; families with a weight map: {', '.join(known_families())}"
         )
     causal = architectures[0].removesuffix("Model") + "ForCausalLM"
     is_bare = may_be_bare and architectures[0].endswith("Model") and causal in known_architectures()
     architecture = causal if is_bare else architectures[0]
+    refuse_other_kinds(architecture, raw)
     family = family_of(architecture)
     traits = family.traits(raw)
     refuse_settings(raw, quantization_config=None)

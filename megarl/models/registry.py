@@ -26,6 +26,9 @@ class Family(Protocol):
         """
 
 
+MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual")
+"""Fields of ``config.json`` that only models with images or sound have."""
+
 FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
 
 
@@ -48,18 +51,48 @@ def known_architectures() -> list[str]:
     return list(FAMILIES)
 
 
+def known_families() -> list[str]:
+    """Sorted names of the model families that have a weight map."""
+    return sorted({family.name for family in FAMILIES.values()})
+
+
 def family_of(architecture: str) -> Family:
     """Return the family of an architecture.
 
     Raises:
-        ModelError: no family has this architecture; the message lists the known ones.
+        ModelError: no family has this architecture; the message lists the known families.
     """
     if architecture not in FAMILIES:
         raise ModelError(
-            f"architecture '{architecture}' has no weight map; known ones: {', '.join(FAMILIES)}; declare a custom "
-            "family in a file and name it in external_lib (docs/add_a_model.md)"
+            f"architecture '{architecture}' has no weight map; families with one: {', '.join(known_families())}; "
+            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)"
         )
     return FAMILIES[architecture]
+
+
+def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
+    """Reject multimodal (VLM, audio) and encoder-decoder models, unless a family declares the architecture.
+
+    Args:
+        architecture: name from ``architectures``.
+        raw: the complete ``config.json``.
+
+    Raises:
+        ModelError: the model is not a decoder of text.
+    """
+    if architecture in FAMILIES:
+        return
+    parts = [field for field in MULTIMODAL_FIELDS if raw.get(field)]
+    if raw.get("is_encoder_decoder"):
+        kind = "an encoder-decoder model"
+    elif parts or architecture.endswith("ForConditionalGeneration"):
+        kind = f"a multimodal model{f' ({parts[0]})' if parts else ''}"
+    else:
+        return
+    raise ModelError(
+        f"architecture '{architecture}' is {kind}, and megarl trains decoders of text only; name a text-only model of "
+        f"one of the families {', '.join(known_families())}"
+    )
 
 
 def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:

@@ -69,7 +69,7 @@ def broken(model: Path, folder: Path, damage: str) -> Path:
     ("damage", "expected"),
     [
         ("no config", ["has no config.json"]),
-        ("unknown architecture", ["GPT2LMHeadModel", "known ones", "Qwen2ForCausalLM"]),
+        ("unknown architecture", ["GPT2LMHeadModel", "families with one", "qwen2"]),
         ("missing shard", ["lacks shard 'model-00001-of-00001.safetensors'"]),
         ("truncated", ["model.safetensors is truncated: 100000 bytes"]),
         ("wrong shape", ["'model.norm.weight' has shape [31], config.json implies [32]"]),

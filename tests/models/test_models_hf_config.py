@@ -93,7 +93,7 @@ def test_agrees_with_configs_of_transformers(family, real_model_folder):
 @pytest.mark.parametrize(
     "change,parts",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "no weight map", "Qwen3ForCausalLM"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "no weight map", "qwen2_moe, qwen3"]),
         ({"architectures": None}, ["architectures=None", "LlamaForCausalLM"]),
         ({"hidden_size": "896"}, ["hidden_size='896'", "positive integer"]),
         ({"vocab_size": 0}, ["vocab_size=0"]),
@@ -156,6 +156,40 @@ def test_layout_error_names_key_value_and_choices(layout, model, parts):
 def test_package_imports_without_torch():
     code = "import sys, megarl.models as m; m.known_architectures(); assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_architecture_lists_each_family_once():
+    with pytest.raises(ModelError) as error:
+        parse_model_config({**QWEN25, "architectures": ["MambaForCausalLM"]})
+    listed = str(error.value).partition("families with one: ")[2].partition(";")[0].split(", ")
+    assert len(listed) == len(set(listed)) < len(known_architectures()) / 2
+    assert {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3"} <= set(listed)
+    assert "ForCausalLM" not in str(error.value).replace("MambaForCausalLM", "")
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "kind"),
+    [
+        ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", "a multimodal model (vision_config)"),
+        ("Gemma3Config", "Gemma3ForConditionalGeneration", "a multimodal model (vision_config)"),
+        ("LlavaConfig", "LlavaForConditionalGeneration", "a multimodal model (vision_config)"),
+        ("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration", "a multimodal model (audio_config)"),
+        ("T5Config", "T5ForConditionalGeneration", "an encoder-decoder model"),
+    ],
+)
+def test_a_model_that_is_no_decoder_of_text_hears_text_only(tmp_path, config, architecture, kind):
+    import transformers
+
+    raw = getattr(transformers, config)().to_dict()
+    with pytest.raises(ModelError) as error:
+        read_model_config(write_config(tmp_path, {**raw, "architectures": [architecture]}))
+    for part in (architecture, kind, "text only", "qwen3_moe"):
+        assert part in str(error.value)
+
+
+def test_a_multimodal_model_without_its_parts_is_refused_by_name():
+    with pytest.raises(ModelError, match=r"is a multimodal model, .* text only"):
+        parse_model_config({"architectures": ["ChameleonForConditionalGeneration"]})
 
 
 def test_known_architectures_are_sorted_and_complete():
