@@ -38,13 +38,31 @@ def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root
     Raises:
         InvalidConfigError: with every problem.
     """
+    config = _complete(schema, values, files_root)
+    _raise(config, check(config) or list(_external_problems(config)))
+    return config
+
+
+def build_draft(schema: type[JobT], values: Mapping[str, Any] | DictConfig) -> JobT:
+    """Build as :func:`build`, without the checks across sections, for a search over keys that they may reject.
+
+    Raises:
+        InvalidConfigError: with every problem of single keys.
+    """
+    config = _complete(schema, values)
+    _raise(config, list(_external_problems(config)))
+    return config
+
+
+def _complete(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root: str | None = None) -> JobT:
     adopted = _adopted(schema, values)
-    config = with_derived(cast(JobT, read(schema, adopted.values, adopted.problems)), files_root)
-    problems = check(config) or list(_external_problems(config))
+    return with_derived(cast(JobT, read(schema, adopted.values, adopted.problems)), files_root)
+
+
+def _raise(config: JobConfig, problems: Sequence[Problem]) -> None:
     if problems:
         docs = {path: item.doc for path, item in walk(config)}
         raise InvalidConfigError(problem._replace(doc=docs.get(problem.path, "")) for problem in problems)
-    return config
 
 
 def _external_problems(config: JobConfig) -> Iterator[Problem]:

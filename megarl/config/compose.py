@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.base.errors import ConfigError
-from megarl.config.build import build, defaults, unknown_key
+from megarl.config.build import build, build_draft, defaults, unknown_key
 from megarl.config.keys import Key, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT
@@ -76,15 +76,21 @@ def compose(request: ConfigRequest[JobT]) -> JobT:
             ``InvalidConfigError`` with every problem).
     """
     check_plugins(_parse(request.overrides), multirun=False)
-    return _compose(request)
+    return _compose(request, build)
 
 
-def _compose(request: ConfigRequest[JobT]) -> JobT:
+def compose_draft(request: ConfigRequest[JobT]) -> JobT:
+    """Compose as :func:`compose`, without the checks across sections: layouts and batches may not divide."""
+    check_plugins(_parse(request.overrides), multirun=False)
+    return _compose(request, build_draft)
+
+
+def _compose(request: ConfigRequest[JobT], builder: Callable[[type[JobT], DictConfig], JobT]) -> JobT:
     keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
     problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong = {problem.path for problem in problems}
     try:
-        config = build(request.schema, _load(request, [o for o in parsed if o.key_or_group not in wrong], keys))
+        config = builder(request.schema, _load(request, [o for o in parsed if o.key_or_group not in wrong], keys))
     except InvalidConfigError as error:
         raise InvalidConfigError([*problems, *error.problems]) from error
     if problems:
@@ -104,7 +110,8 @@ def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
     check_plugins(parsed, multirun=True)
     for overrides in runs_of(parsed):
         try:
-            configs.append(_compose(ConfigRequest(request.schema, request.config_name, overrides, request.config_dir)))
+            run = ConfigRequest(request.schema, request.config_name, overrides, request.config_dir)
+            configs.append(_compose(run, build))
         except ConfigError as error:
             raise ConfigError(f"In the run of the sweep with {' '.join(overrides)}:\n{error}") from error
     return configs

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
-from megarl.config.compose import ConfigRequest, compose
+from megarl.config.compose import ConfigRequest, compose, compose_draft
 from megarl.ops.plan.estimate import Estimate, estimate
 from megarl.ops.plan.hardware import Hardware, hardware_of, known_hardware
 from megarl.ops.plan.lengths import Lengths, lengths_of
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.top is not None and not options.search:
         parser.error("--top needs --search")
     try:
-        config = compose(_request(options))
+        config = (compose_draft if options.search else compose)(_request(options))
         hardware = hardware_of(config, options.hardware)
         lengths = lengths_of(config, options.lengths)
         action = _search if options.search else _plan

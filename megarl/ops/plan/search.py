@@ -37,6 +37,17 @@ PLANNED_PER_RESULT = 2
 MAX_PLANNED = 400
 _TP, _PP, _CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 _RECOMPUTE = "recompute_granularity"
+_WITHOUT_OTHER_SPLITS = {
+    _CP: 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "data_parallel_size": None,
+    "virtual_pipeline_model_parallel_size": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -86,11 +97,17 @@ def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) 
     """Return the fastest layouts that fit.
 
     Args:
-        config: complete; the layouts of actor, critic or supervised model, and of the rollout, are replaced.
+        config: complete; the layouts of actor, critic or supervised model, and of the rollout, are replaced, so they
+            may be invalid.
         hardware: hardware of the job.
         lengths: prompt and response lengths.
         top: number of layouts to return.
+
+    Raises:
+        ConfigError, ModelError: the configuration is invalid with every layout; the error is that of its own layout.
     """
+    initial, start = config, initial_changes(config, hardware)
+    config = changed(initial, start)
     job = planned_job(config, device=hardware.device)
     choices = [role_layouts(config, role, hardware, lengths) for role in job.roles if role.trains]
     if isinstance(config, TrainConfig) and job.rollout is not None and not job.rollout.is_external:
@@ -108,8 +125,40 @@ def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) 
         if candidate is not None:
             planned[sizes] = candidate
     best = sorted(planned.values(), key=lambda candidate: candidate.estimate.step.seconds)[:top]
-    best = [candidate._replace(changes=_differing(config, candidate.changes)) for candidate in best]
+    best = [candidate._replace(changes=_differing(initial, {**start, **candidate.changes})) for candidate in best]
     return SearchResult(best, sum(map(len, choices)), planned_count)
+
+
+def initial_changes(config: Config, hardware: Hardware) -> dict[str, Any]:
+    """Return changes that make an invalid layout valid, the same sizes for each trained role; empty if it is valid.
+
+    Each role is timed beside the initial layouts of the others, which therefore have to be valid.
+
+    Raises:
+        ConfigError, ModelError: no such sizes exist; the error is that of the unchanged configuration.
+    """
+    own_error: MegarlError | None = None
+    for changes in ({}, *_uniform_layouts(config)):
+        try:
+            planned_job(changed(config, changes), device=hardware.device)
+            return changes
+        except MegarlError as error:
+            own_error = own_error or error
+    assert own_error is not None
+    raise own_error
+
+
+def _uniform_layouts(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield sizes for all trained roles alike, and for the rollout, that divide the devices; the smallest first."""
+    trainer, rollout = config.trainer, isinstance(config, TrainConfig)
+    sections = ["actor_rollout_ref.actor.megatron", "critic.megatron"] if rollout else ["megatron"]
+    devices = trainer.num_devices
+    for replica in _powers(trainer.n_gpus_per_node if rollout else 1):
+        engine = {f"{ROLLOUT}.tensor_model_parallel_size": replica, f"{ROLLOUT}.replicas": None} if rollout else {}
+        for pp in (pp for pp in range(1, devices + 1) if devices % pp == 0):
+            for tp in (tp for tp in _powers(trainer.n_gpus_per_node) if devices // pp % tp == 0):
+                sizes = {_TP: tp, _PP: pp, **_WITHOUT_OTHER_SPLITS}
+                yield engine | {f"{section}.{key}": value for section in sections for key, value in sizes.items()}
 
 
 def role_layouts(config: Config, role: PlannedRole, hardware: Hardware, lengths: Lengths) -> list[LayoutChoice]:

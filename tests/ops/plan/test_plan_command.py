@@ -61,6 +61,17 @@ def test_json_report(capsys):
     assert plan["sync"]["total"] == 4 * 2 * (70_553_706_496 + 7 * 161 * 8192), "norms are on each rank"
 
 
+def test_layout_search_of_a_command_whose_layout_does_not_divide(capsys):
+    invalid = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
+    arguments = [*LLAMA, FULL, invalid, "--hardware=h200"]
+    code, _, error = run(capsys, *arguments)
+    assert code == 2 and invalid in error
+    code, text, _ = run(capsys, *arguments, "--search", "--top=1", "--json")
+    assert code == 0
+    code, text, _ = run(capsys, *arguments, *json.loads(text)["best"][0]["overrides"])
+    assert code == 0 and "It fits" in text
+
+
 def test_layout_search(capsys):
     code, text, _ = run(capsys, *LLAMA, FULL, "--hardware=h200", "--search", "--top=2", "--json")
     best = json.loads(text)["best"]

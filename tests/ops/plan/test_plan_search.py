@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 from planned_jobs import MODELS, OFFLOAD, megatron, train_config
 
 from megarl.config import TrainConfig
-from megarl.config.compose import ConfigRequest, compose
+from megarl.config.compose import ConfigRequest, compose, compose_draft
+from megarl.config.problems import InvalidConfigError, format_value
 from megarl.ops.plan.estimate import estimate
 from megarl.ops.plan.hardware import read_hardware
 from megarl.ops.plan.job import planned_job
 from megarl.ops.plan.lengths import read_lengths
-from megarl.ops.plan.search import layouts, role_layouts, search
+from megarl.ops.plan.search import initial_changes, layouts, role_layouts, search
 
 LENGTHS = read_lengths("mean=400,sigma=0.8,prompt_mean=300", 1024, 1024)
 BASE = (
@@ -84,6 +85,50 @@ def test_uneven_layers_shorten_the_last_stage():
     key = "actor_rollout_ref.actor.megatron."
     eight = [sizes for sizes in layouts(role, 64, 8, 2048) if sizes[key + "pipeline_model_parallel_size"] == 8]
     assert eight and all(sizes[key + "num_layers_in_last_pipeline_stage"] == 61 - 7 * 8 for sizes in eight)
+
+
+def draft(name, model, nodes, *extra):
+    overrides = (*BASE, f"actor_rollout_ref.model.path={MODELS / model}", f"trainer.nnodes={nodes}", *extra)
+    return compose_draft(ConfigRequest(TrainConfig, name, overrides))
+
+
+@pytest.mark.parametrize(
+    "invalid",
+    [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3",  # divides neither devices nor heads
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=8",  # divides the devices, not the 4 KV heads
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=8",  # does not divide the 28 layers
+        "actor_rollout_ref.actor.megatron.data_parallel_size=32",  # more than the devices
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=3",
+    ],
+)
+def test_search_starts_from_an_invalid_layout_and_finds_those_of_a_valid_one(invalid):
+    node = read_hardware("h100")
+    changed = search(draft("grpo", "Qwen2.5-7B", 1, invalid), node, LENGTHS, top=2)
+    valid = search(composed("grpo", "Qwen2.5-7B", 1), node, LENGTHS, top=2)
+    steps = [candidate.estimate.step.seconds for candidate in changed.best]
+    assert steps == [candidate.estimate.step.seconds for candidate in valid.best]
+    for candidate in changed.best:
+        assert any(text.startswith(invalid.partition("=")[0]) for text in candidate.overrides())
+        config = composed("grpo", "Qwen2.5-7B", 1, invalid, *candidate.overrides())  # raises if it is invalid
+        assert estimate(config, node, LENGTHS).step.seconds == pytest.approx(candidate.estimate.step.seconds)
+
+
+def test_search_divides_more_devices_than_the_mini_batch_has_samples():
+    """With TP1 PP1 the 128 ranks of 16 nodes are more than the 64 samples of a mini-batch."""
+    extra = ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus")
+    with pytest.raises(InvalidConfigError, match="128"):
+        composed("grpo", "Qwen2.5-7B", 16, *extra)
+    changes = initial_changes(draft("grpo", "Qwen2.5-7B", 16, *extra), read_hardware("h100"))
+    path = "actor_rollout_ref.actor.megatron"
+    assert changes[f"{path}.tensor_model_parallel_size"] * changes[f"{path}.pipeline_model_parallel_size"] == 2
+    composed("grpo", "Qwen2.5-7B", 16, *extra, *(f"{key}={format_value(value)}" for key, value in changes.items()))
+
+
+def test_a_problem_that_no_layout_solves_is_the_error_of_a_search():
+    config = draft("grpo", "Qwen2.5-7B", 1, "actor_rollout_ref.actor.ppo_mini_batch_size=7")
+    with pytest.raises(InvalidConfigError, match="do not divide into mini-batches of 7"):
+        search(config, read_hardware("h100"), LENGTHS)
 
 
 def test_no_layout_is_listed_if_none_fits():
