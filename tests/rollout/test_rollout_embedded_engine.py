@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,3 +151,16 @@ class TestEndOfSequence:
 def test_unsupported_options_are_refused(make_folder, options, message):
     with pytest.raises(ConfigError, match=message):
         create_engine("embedded", str(make_folder()), EngineOptions(**options))
+
+
+def test_sleep_returns_cached_memory_to_the_gpu(make_folder, monkeypatch):
+    """Torch keeps freed blocks, which the trainer on the same GPU could not use."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(engine.weight_version))
+    engine = loaded(make_folder())
+    engine.sleep()
+    assert calls == []
+    engine.wake()
+    engine.options = replace(engine.options, device="cuda")
+    engine.sleep()
+    assert calls == [-1], "after the weights are gone"

@@ -161,6 +161,8 @@ class EmbeddedEngine(RolloutEngine):
             self._cache = None
         if "weights" in tags:
             self._weights.free()
+        if torch.device(self.options.device).type == "cuda":
+            torch.cuda.empty_cache()  # torch keeps freed blocks, which the trainer on the same GPU could not use
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract. The KV cache is allocated by the next :meth:`submit`."""
