@@ -108,12 +108,12 @@ def test_gpg_equals_the_papers_formula(case):
     rewards, mask, groups = case
     relative = by_rows(centred, *case)
     counted = [row for row in range(len(rewards)) if mask[row].any()]
-    told = 0
+    informative = 0
     for row in counted:
-        scores = {rewards[p].sum() for p in counted if groups[p] == groups[row]}
+        scores = {round(rewards[p].sum(), 9) for p in counted if groups[p] == groups[row]}  # without rounding errors
         single = sum(groups[p] == groups[row] for p in counted) == 1
-        told += bool(rewards[row].sum()) if single else len(scores) > 1
-    alpha = len(counted) / max(told, 1)
+        informative += bool(rewards[row].sum()) if single else len(scores) > 1
+    alpha = len(counted) / max(informative, 1)
     expected = np.where(mask, alpha * relative[:, None], 0.0)
     np.testing.assert_allclose(estimate("gpg", case), expected, rtol=1e-6, atol=1e-9)
 
