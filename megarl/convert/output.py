@@ -8,7 +8,7 @@ import math
 import pickle
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -42,6 +42,8 @@ class Selection:
     tensors: Mapping[str, TensorView]
     dtypes: Mapping[str, torch.dtype]
     config: Mapping[str, Any]
+    float32: Collection[str] = ()
+    """Tensors that the model keeps in float32 with every weight dtype; never trained."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,8 +61,8 @@ def select(source: CheckpointSource, dtype: torch.dtype | None = None, keep_valu
 
     Args:
         source: the checkpoint to read.
-        dtype: dtype of the weights; None keeps the dtype of each tensor. Weights that the model keeps in float32 stay
-            float32.
+        dtype: dtype of the weights; None keeps the dtype of each tensor. Weights that the model keeps in float32 keep
+            the dtype of the source.
         keep_value_head: whether to write the scalar head, as a token-classification model if the family has one, as
             critics of other frameworks are; otherwise the head is removed.
 
@@ -73,12 +75,12 @@ def select(source: CheckpointSource, dtype: torch.dtype | None = None, keep_valu
     if not tensors:
         raise CheckpointError(f"{source.path} holds no tensors")
     float32 = WeightMap(source.config).is_float32
-    dtypes = {n: torch.float32 if float32(n) else dtype or view.dtype for n, view in tensors.items()}
+    dtypes = {n: view.dtype if float32(n) else dtype or view.dtype for n, view in tensors.items()}
     config = exported_config(source.config, tensors, _most_common(tensors, dtypes))
     if SCORE[0] in tensors and needs_head_bias(config) and SCORE[1] not in tensors:
         tensors[SCORE[1]] = TensorView(SCORE[1], (1,), tensors[SCORE[0]].dtype, ())
         dtypes[SCORE[1]] = dtypes[SCORE[0]]
-    return Selection(tensors, dtypes, config)
+    return Selection(tensors, dtypes, config, frozenset(filter(float32, tensors)))
 
 
 def _most_common(tensors: Mapping[str, TensorView], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
@@ -194,13 +196,14 @@ def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
     """Plan a role checkpoint with weights only, in the format of :mod:`megarl.megatron.checkpoint`.
 
     Args:
-        selection: tensors to write, in one dtype, except weights that the model keeps in float32.
+        selection: tensors to write, in one dtype, except weights that the model keeps in float32 (in any dtype).
         max_shard_bytes: maximum size of a file.
 
     Raises:
         CheckpointError: the tensors have several dtypes.
     """
-    mixed = {selection.dtypes[n] for n in selection.tensors} - {selection.dtype, torch.float32}
+    trained = {dtype for name, dtype in selection.dtypes.items() if name not in selection.float32}
+    mixed = trained - {selection.dtype, torch.float32}
     if mixed:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in {*mixed, selection.dtype}))
         raise CheckpointError(f"the weights have several dtypes ({names}): choose one with --dtype")

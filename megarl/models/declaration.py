@@ -54,7 +54,7 @@ class Declaration(NamedTuple):
         tied_copy: a second copy of a tensor of another declaration. It exists only if the original is on another
             pipeline stage, and is never exported.
         when: whether a decoder layer of a model has the parameter; None = every layer has it.
-        float32: float32 in every weight dtype, in files too, and never trained.
+        float32: float32 in every weight dtype and never trained; a file may store it in a narrower dtype.
     """
 
     megatron: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +154,21 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     if size != 8 + length + end:
         raise ModelError(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
     return entries
+
+
+def stored_dtypes(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Return the dtypes in which a folder stores tensors, by safetensors' names such as ``BF16``.
+
+    Args:
+        folder: a model folder, or one without weights.
+        names: tensors to look up; absent ones are left out.
+
+    Raises:
+        ModelError: a weight file is damaged.
+    """
+    if not names or not ((folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()):
+        return {}
+    return {name: entry.dtype for name, entry in _tensor_entries(folder).items() if name in names}
 
 
 def eos_token_ids(folder: str | Path) -> tuple[int, ...]:

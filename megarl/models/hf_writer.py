@@ -22,7 +22,7 @@ from megarl.base.atomic_write import replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError
 from megarl.base.files import flush_path
 from megarl.models.hf_checkpoint import region
-from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE
+from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, stored_dtypes
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
 from megarl.models.partition import LocalParam, Piece
 from megarl.models.registry import known_architectures
@@ -39,6 +39,9 @@ COPIED_FILES = (
 """Files copied from the source folder of a model; weights and config are written separately."""
 
 NO_FILES: Mapping[str, str] = {}
+
+_NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""Dtypes, by their safetensors names, in which a checkpoint may store weights that the model keeps in float32."""
 
 _CAUSAL, _BARE = "ForCausalLM", "Model"
 
@@ -154,7 +157,8 @@ class HFWriter:
         config: the model; its ``config.json`` is written with the dtype of the weights and the architecture that loads
             them.
         shapes: the tensors to write, from :meth:`WeightMap.hf_shapes`.
-        float32: names of the tensors that are float32 in every weight dtype.
+        float32: names of the tensors that arrive in float32 with every weight dtype. They are written in the dtype of
+            ``copy_from`` if it holds their values exactly.
         max_shard_bytes: size limit of a shard file.
         copy_from: folder from which tokenizer, chat template and generation config are copied; None = no copies.
         overwrite: replace an existing ``path``; a reader sees the old folder or the new one.
@@ -188,10 +192,12 @@ class HFWriter:
         self._float32 = frozenset(float32)
         self._max_shard_bytes = max_shard_bytes
         self._copy_from = Path(copy_from) if copy_from is not None else None
+        self._narrow = {} if self._copy_from is None else stored_dtypes(self._copy_from, self._float32)
         self._overwrite = overwrite
         self._files = dict(files)
         self._folder = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
         self._dtype: torch.dtype | None = None
+        self._nbytes = 0  # of the written tensors
         self._shard_of: dict[str, int] = {}
         self._unwritten: list[set[str]] = []  # by shard, the incomplete tensors
         self._assemblies: dict[str, _Assembly] = {}
@@ -275,8 +281,15 @@ class HFWriter:
         self._unwritten[shard].remove(name)
         if not self._unwritten[shard]:
             names = [n for n, s in self._shard_of.items() if s == shard]
-            tensors = {n: self._assemblies.pop(n).tensor for n in names}
+            tensors = {n: self._in_file_dtype(n, self._assemblies.pop(n).tensor) for n in names}
+            self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
             save_file(tensors, str(self._folder / self._file_name(shard)), metadata={"format": "pt"})
+
+    def _in_file_dtype(self, name: str, tensor: Tensor) -> Tensor:
+        """Convert a float32 tensor to the narrower dtype of the source if that is exact."""
+        dtype = _NARROW.get(self._narrow.get(name, ""))
+        narrow = tensor if dtype is None else tensor.to(dtype)
+        return narrow if torch.equal(narrow.float(), tensor.float()) else tensor
 
     def _file_name(self, shard: int) -> str:
         count = len(self._unwritten)
@@ -302,12 +315,8 @@ class HFWriter:
         replace_folder(self._folder, self.path)
 
     def _write_index(self) -> None:
-        assert self._dtype is not None
-        total = sum(
-            prod(shape) * (4 if name in self._float32 else self._dtype.itemsize) for name, shape in self._shapes.items()
-        )
         file_of = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
-        self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": file_of})
+        self._write_json(INDEX_FILE, {"metadata": {"total_size": self._nbytes}, "weight_map": file_of})
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         (self._folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from whole_tensors import whole_tensors
 from megarl.models import ParallelLayout
 
 Model = Callable[[str], Path]
+CORRECTION_BIAS = "e_score_correction_bias"
 SAVED = [
     ("qwen2", ParallelLayout(tp=2, pp=2)),
     ("qwen2_tied", ParallelLayout(pp=2)),
@@ -130,6 +131,26 @@ def test_dtype_casts_all_but_float32_weights(model: Model, tmp_path: Path) -> No
     run("megatron-to-hf", tmp_path / "role", tmp_path / "out")
     written = tensors_of(tmp_path / "out")
     for name, tensor in tensors_of(source).items():
-        kept = name.endswith("e_score_correction_bias")
+        kept = name.endswith(CORRECTION_BIAS)
         assert torch.equal(written[name], tensor if kept else tensor.bfloat16()), name
     run("verify", source, tmp_path / "out", expect=1)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_correction_bias_keeps_the_dtype_of_its_checkpoint(
+    model: Model, pool: ProcessPool, tmp_path: Path, stored: torch.dtype
+) -> None:
+    """Through the converter, and loaded by an engine, which computes with it in float32."""
+    source = copytree(model("deepseek_v3"), tmp_path / "source")
+    tensors = tensors_of(source)
+    biases = {name: tensor.to(stored) for name, tensor in tensors.items() if name.endswith(CORRECTION_BIAS)}
+    assert len(biases) > 0 and all(bias.any() for bias in biases.values())
+    save_file(tensors | biases, source / "model.safetensors")
+    run("hf-to-megatron", source, tmp_path / "role")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "out")
+    assert_same(source, tmp_path / "out")
+    layout = ParallelLayout(pp=2)
+    loaded = pool.run(load_role, layout.world_size, str(source), str(tmp_path / "role"), layout)
+    assert {t.dtype for rank in loaded for name, t in rank.items() if "expert_bias" in name} == {torch.float32}
+    whole = whole_tensors(source, layout, loaded)
+    assert all(torch.equal(whole[name], bias.float()) for name, bias in biases.items())
