@@ -17,6 +17,7 @@ from megarl.config.derived import with_derived
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig
+from megarl.config.synonyms import synonyms
 from megarl.config.verl.adopt import Adoption, adopt
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -186,8 +187,8 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
 
 
 def unknown_key(path: str, value: Any, known: list[str]) -> Problem:
-    """The problem of a key that is in no schema, with the nearest known keys."""
-    nearest = " or ".join(nearest_keys(path, known))
+    """The problem of a key that is in no schema, with its name in megarl, or else the nearest known keys."""
+    nearest = " or ".join(synonyms(path, known) or nearest_keys(path, known))
     return Problem(path, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
 
 
