@@ -32,7 +32,15 @@ from megarl.config import (
     TrainConfig,
 )
 from megarl.config.build import build, verl_notes
-from megarl.config.compose import ConfigRequest, changed_keys, compose, compose_sweep, run_with_hydra, to_yaml
+from megarl.config.compose import (
+    ConfigRequest,
+    changed_keys,
+    check_run_folder,
+    compose,
+    compose_sweep,
+    run_with_hydra,
+    to_yaml,
+)
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.sweeps import SweepFolder
@@ -90,6 +98,7 @@ COMMANDS = {
 # Tools around a run are above the core, which finds them by name.
 DRY_RUN = "megarl.ops.dry_run"  # has run(config)
 REPORT = "megarl.ops.report"  # has report_run(folder) and compare_runs(folders)
+EARLY_CHECKS = "megarl.trainer.jobs.early_checks"  # has check_early(config); imports Ray and pyarrow, no torch
 
 SUMMARY_FILE = "summary.json"
 
@@ -150,8 +159,8 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the job's name; None = those of the process.
 
     Returns:
-        The exit code: 0; 1 if the run, or a run of a sweep, failed; 2 if configuration, model folder or data are wrong;
-        130 after Ctrl-C.
+        The exit code: 0; 1 if the run, or a run of a sweep, failed; 2 if configuration, model folder, data or this
+        machine's devices, packages or logins are wrong; 130 after Ctrl-C.
     """
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
@@ -160,6 +169,8 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         configs = compose_sweep(request) if options.multirun else [compose(request)]
         for config in configs:
             check_models(config)
+        if not options.cfg:
+            check_run_folder(request)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -269,6 +280,9 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
                 if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
                     importlib.import_module(DRY_RUN).run(config)
                 else:
+                    _say(config, f"{name} {config.trainer.experiment_name}: check files, devices and logins ...")
+                    importlib.import_module(EARLY_CHECKS).check_early(config)
+                    _say(config, "load libraries (torch, transformers, Ray) ...")
                     try:
                         with fork_server(_has_local_cpu_workers(config)):
                             import_large(job.module).run(config, folder)
@@ -294,6 +308,12 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
         if SweepFolder.noted is not None:
             codes += [EXIT_RUN_FAILED for _ in _close_sweep(SweepFolder.noted, minimize)]
     return codes[0] if codes else 0
+
+
+def _say(config: JobConfig, text: str) -> None:
+    """Print a line about the start of a run; the run's console opens later, after the imports."""
+    if not config.trainer.quiet:
+        print(text, flush=True)
 
 
 def _is_loss(config: JobConfig) -> bool:

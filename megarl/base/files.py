@@ -1,15 +1,18 @@
-"""Durable files: ``fsync``, and digests that detect changed or corrupt content."""
+"""Durable files: ``fsync``, digests that detect changed or corrupt content, and writable folders."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 DIGEST_BYTES = 32
 BLOCK_BYTES = 1 << 22
+WRITABLE = "name a folder that this user may write to"
+"""Remedy for a folder with a :func:`write_error`."""
 
 
 class FileEntry(NamedTuple):
@@ -55,3 +58,28 @@ def flush_file(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the folder, or its nearest parent that exists.
+
+    Raises:
+        NotADirectoryError: a parent is a file.
+        FileNotFoundError: no parent exists.
+    """
+    for candidate in (path.absolute(), *path.absolute().parents):
+        if candidate.is_dir():
+            return candidate
+        if candidate.exists():
+            raise NotADirectoryError(errno.ENOTDIR, f"{candidate} is a file", str(path))
+    raise FileNotFoundError(errno.ENOENT, "no parent folder exists", str(path))
+
+
+def write_error(folder: Path) -> str:
+    """Describe why a folder cannot be written or created; empty if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=nearest_folder(folder)) as file:
+            file.write(b"\0")
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

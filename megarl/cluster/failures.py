@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,15 @@ class WorkerCall:
     info: WorkerInfo | None = None
 
 
-def gather(calls: Sequence[WorkerCall], timeout_s: float | None = None) -> list[Any]:
+def gather(
+    calls: Sequence[WorkerCall], timeout_s: float | None = None, on_result: Callable[[WorkerCall], None] | None = None
+) -> list[Any]:
     """Return the results of all calls, in order; raises as soon as one fails, even while the others hang.
+
+    Args:
+        calls: the calls.
+        timeout_s: limit in seconds; None = none.
+        on_result: called for each call that has returned.
 
     Raises:
         WorkerFailed: a worker raised or died; a death takes precedence over the errors that it caused elsewhere.
@@ -94,6 +101,8 @@ def gather(calls: Sequence[WorkerCall], timeout_s: float | None = None) -> list[
             call = waiting.pop(ref)
             try:
                 results[ref] = ray.get(ref)
+                if on_result is not None:
+                    on_result(call)
             except RayError as error:
                 failures.append(worker_failure(call, error))
                 deadline = min(deadline or float("inf"), time.monotonic() + _ECHO_S)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
-from ray._private import node, parameter, ray_constants, services
+from ray._private import node, parameter, ray_constants, services, utils
 
 from megarl.cluster import fork_client
 from megarl.cluster.fork_server import fork_address
@@ -22,11 +22,13 @@ process has already read it, as ``ENABLE_RAY_CLUSTER``.
 """
 
 
-def start_local_ray(num_cpus: int, object_store_bytes: int, log_to_driver: bool, temp_dir: str | None) -> None:
-    """Start Ray and connect this process to it; the arguments are those of ``ray.init``.
+def start_local_ray(
+    num_cpus: int, object_store_bytes: int, log_to_driver: bool, temp_dir: str | None, dashboard: bool = False
+) -> str:
+    """Start Ray and connect this process to it; the arguments are those of ``ray.init``. Returns the dashboard's URL.
 
-    Ray runs without API server and autoscaler, and without log monitor unless the driver prints the output of workers:
-    they take a second to start, and serve dashboards and growing clusters. With a fork server, workers are its forks.
+    Ray runs without autoscaler, without API server unless it has a dashboard, and without log monitor unless the driver
+    prints the output of workers: they take a second to start. With a fork server, workers are its forks.
     Signals to this process's group do not reach Ray's processes, which end with this process: a driver whose Ray is
     gone waits for it for a minute.
     """
@@ -48,17 +50,25 @@ def start_local_ray(num_cpus: int, object_store_bytes: int, log_to_driver: bool,
         stack.enter_context(_environment(variables))
         stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
         stack.enter_context(_replaced(parameter, "RayParams", Parameters))
-        stack.enter_context(_replaced(node, "Node", _HeadNode))
+        if not dashboard:
+            stack.enter_context(_replaced(node, "Node", _HeadNode))
         stack.enter_context(_replaced(services, "ConsolePopen", _Daemon))
-        ray.init(
+        context = ray.init(
             address="local",
             num_cpus=num_cpus,
-            include_dashboard=False,
+            include_dashboard=dashboard,
             object_store_memory=object_store_bytes,
             log_to_driver=log_to_driver,
             logging_level="ERROR",
             _temp_dir=temp_dir,
         )
+        return f"http://{context.dashboard_url}" if dashboard else ""
+
+
+def dashboard_error() -> str:
+    """Describe the missing package of Ray's dashboard, without starting Ray; empty if all are installed."""
+    error = utils.get_dashboard_dependency_error()
+    return "" if error is None else str(error)
 
 
 class _Daemon(services.ConsolePopen):

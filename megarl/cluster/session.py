@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import ray
 
 from megarl.base.errors import ResourceError
 from megarl.base.logs import ProcessLogs
+from megarl.cluster.availability import available_cpus, check_cluster_answers, unreachable
 from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
@@ -22,12 +24,7 @@ DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
 _MINIMUM_OBJECT_STORE_BYTES = 75 * 2**20
 _EXIT_GRACE_S = 3.0
 
-
-def available_cpus() -> int:
-    """Number of CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+logger = logging.getLogger(__name__)
 
 
 class RaySession:
@@ -40,16 +37,21 @@ class RaySession:
 
     Args:
         address: cluster to join; default: ``RAY_ADDRESS`` if set, otherwise Ray is started here, reachable by loopback
-            only and without dashboard.
+            only.
         num_cpus: CPU slots of a started Ray; default: the cores that this process may run on.
         object_store_bytes: shared memory for objects of a started Ray; beyond it Ray spills to disk.
         log_to_driver: also print the output of the workers. It is in Ray's log folder either way, and the error of a
             dead worker shows its end.
         logs: log files of role processes; None: Ray's log folder.
         temp_dir: folder for logs and sockets of a started Ray; default: Ray's (``/tmp/ray``).
+        dashboard: whether a started Ray has its dashboard, for this machine only.
+
+    Attributes:
+        dashboard_url: address of the dashboard of a started Ray; empty without one.
 
     Raises:
-        ResourceError: ``num_cpus`` or ``object_store_bytes`` is too small, or the address does not respond.
+        ResourceError: ``num_cpus`` or ``object_store_bytes`` is too small, the address does not respond, or Ray does
+            not start in two attempts.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RaySession:
         log_to_driver: bool = False,
         temp_dir: str | None = None,
         logs: ProcessLogs | None = None,
+        dashboard: bool = False,
     ) -> None:
         if num_cpus is not None and num_cpus < 1:
             raise ResourceError(f"num_cpus={num_cpus} must be at least 1")
@@ -74,6 +77,8 @@ class RaySession:
         self.log_to_driver = log_to_driver
         self.temp_dir = temp_dir
         self.logs = logs
+        self.dashboard = dashboard
+        self.dashboard_url = ""
         self._pools: list[PlacedPool] = []
         self._daemons: list[psutil.Process] = []
         self._handlers: dict[int, Any] = {}
@@ -129,21 +134,36 @@ class RaySession:
         self._handlers = {}
 
     def _start(self) -> None:
-        start_local_ray(
-            num_cpus=self.num_cpus or available_cpus(),
-            object_store_bytes=self.object_store_bytes,
-            log_to_driver=self.log_to_driver,
-            temp_dir=self.temp_dir,
-        )
+        """Start Ray; a start that fails, as on a machine under load, is repeated once."""
+        before = set(psutil.Process().children(recursive=True))
+        for is_last in (False, True):
+            try:
+                self.dashboard_url = start_local_ray(
+                    num_cpus=self.num_cpus or available_cpus(),
+                    object_store_bytes=self.object_store_bytes,
+                    log_to_driver=self.log_to_driver,
+                    temp_dir=self.temp_dir,
+                    dashboard=self.dashboard,
+                )
+                return
+            except Exception as error:  # Ray raises many types, and for its time limit ``Exception`` itself
+                ray.shutdown()
+                _end([child for child in psutil.Process().children(recursive=True) if child not in before])
+                if is_last:
+                    raise ResourceError(
+                        f"Ray did not start on this machine, in two attempts: {error}. Its logs are in "
+                        f"{self.temp_dir or '/tmp/ray'}/session_latest/logs. Usual causes are a full /tmp or /dev/shm, "
+                        "a limit of processes (ulimit -u) and a machine under load; `megarl doctor` checks them"
+                    ) from error
+                logger.warning("Ray did not start and is started again: %s", error)
 
     def _connect(self) -> None:
+        address = str(self.address)
+        check_cluster_answers(address)
         try:
-            ray.init(address=self.address, log_to_driver=self.log_to_driver, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=self.log_to_driver, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ResourceError(
-                f"no Ray cluster answers at address={self.address!r} ({error}). Start one there with "
-                "`ray start --head`, or unset RAY_ADDRESS to have Ray started on this machine."
-            ) from error
+            raise unreachable(address, str(error)) from error
 
     def _catch_signals(self) -> None:
         """Turn SIGTERM and SIGHUP into an exception, so that the block exits in order."""

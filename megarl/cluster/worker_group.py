@@ -390,14 +390,24 @@ class WorkerGroup:
         return {**variables, **self._env}
 
 
-def wait_ready(groups: Iterable[WorkerGroup], timeout_s: float | None = None) -> None:
+def wait_ready(
+    groups: Iterable[WorkerGroup],
+    timeout_s: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Wait until the processes of all groups have built their workers.
+
+    Args:
+        groups: of all roles.
+        timeout_s: limit in seconds, for the processes and again for their workers; None = none.
+        progress: called with the number of built workers, and of all.
 
     Raises:
         WorkerFailed: the first failure, with role and rank.
         WorkerError: some process was not ready within ``timeout_s`` seconds.
     """
     starting = [group for group in groups if not group._infos]
+    count = _count_workers(starting, progress)
     # Processes are described first: an error during the start then shows the end of their log.
     described = iter(_gather(starting, [call for group in starting for call in group._described], timeout_s))
     calls: list[WorkerCall] = []
@@ -405,12 +415,29 @@ def wait_ready(groups: Iterable[WorkerGroup], timeout_s: float | None = None) ->
         infos = [next(described) for _ in group._described]
         group._processes = dict(enumerate(infos))
         calls += [replace(call, info=infos[call.rank]) for call in group._starting]
-    started = iter(_gather(starting, calls, timeout_s))
+    started = iter(_gather(starting, calls, timeout_s, count))
     for group in starting:
         group._infos = [next(started) for _ in group._starting][-group.world_size :]
         shadowed = sorted(group._infos[0].marks.keys() & set(dir(WorkerGroup)))
         if shadowed:
             raise TypeError(f"{group.role}: verbs {shadowed} have names of WorkerGroup's methods; rename them")
+
+
+def _count_workers(
+    groups: Sequence[WorkerGroup], progress: Callable[[int, int], None] | None
+) -> Callable[[WorkerCall], None] | None:
+    """Return a function that reports the number of built workers with each result."""
+    if progress is None:
+        return None
+    last_calls = {call.ref for group in groups for call in group._starting[-group.world_size :]}
+    built, total = itertools.count(1), len(last_calls)
+    progress(0, total)
+
+    def count_one(call: WorkerCall) -> None:
+        if call.ref in last_calls:
+            progress(next(built), total)
+
+    return count_one
 
 
 def wait_all(pending: Iterable[PendingCall], timeout_s: float | None = None) -> list[Any]:
@@ -428,10 +455,15 @@ def wait_all(pending: Iterable[PendingCall], timeout_s: float | None = None) -> 
     return [call.result() for call in pending]
 
 
-def _gather(groups: Sequence[WorkerGroup], calls: Sequence[WorkerCall], timeout_s: float | None) -> list[Any]:
+def _gather(
+    groups: Sequence[WorkerGroup],
+    calls: Sequence[WorkerCall],
+    timeout_s: float | None,
+    on_result: Callable[[WorkerCall], None] | None = None,
+) -> list[Any]:
     """Like :func:`gather`, and marks the failed group."""
     try:
-        return gather(calls, timeout_s)
+        return gather(calls, timeout_s, on_result)
     except WorkerFailed as failure:
         for group in groups:
             if group.role == failure.role:

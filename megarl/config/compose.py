@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.base.errors import ConfigError
+from megarl.base.files import WRITABLE, write_error
 from megarl.config.build import build, build_draft, defaults, unknown_key
 from megarl.config.keys import Key, walk
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
@@ -117,6 +118,25 @@ def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
     return configs
 
 
+def check_run_folder(request: ConfigRequest[Any]) -> None:
+    """Check that Hydra can create the folder of the run, or of the runs of a sweep.
+
+    Args:
+        request: already checked by :func:`compose` or :func:`compose_sweep`.
+
+    Raises:
+        ConfigError: this user may not write there.
+    """
+    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
+    hydra = _load(request, [o for o in parsed if not o.is_sweep_override()], keys, with_hydra=True).hydra
+    key, folder = ("hydra.sweep.dir", hydra.sweep.dir) if request.multirun else ("hydra.run.dir", hydra.run.dir)
+    if problem := write_error(Path(folder)):
+        raise ConfigError(
+            f"the folder of the run, {folder}, cannot be created ({problem}); start the command in another folder, or "
+            f"{WRITABLE}: {key}"
+        )
+
+
 def run_with_hydra(
     request: ConfigRequest[Any], name: str, task: Callable[[DictConfig], float | None], minimize: bool = False
 ) -> None:
@@ -194,13 +214,15 @@ def _parents(path: str) -> list[str]:
     return [path[:at] for at, letter in enumerate(path) if letter == "."]
 
 
-def _load(request: ConfigRequest[Any], overrides: Sequence[Override], keys: dict[str, Key]) -> DictConfig:
+def _load(
+    request: ConfigRequest[Any], overrides: Sequence[Override], keys: dict[str, Key], *, with_hydra: bool = False
+) -> DictConfig:
     arguments = [_reachable(override, keys, request) for override in overrides]
     _register(request)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(_folders(request)[0]), job_name="megarl", version_base="1.3"):
-            composed: DictConfig = hydra_compose(_JOB, overrides=arguments)
+            composed: DictConfig = hydra_compose(_JOB, overrides=arguments, return_hydra_config=with_hydra)
             return composed
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"Config '{request.config_name}' cannot be composed. {error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from megarl.base.errors import ConfigError
+from megarl.base.packages import is_installed
 from megarl.base.provenance import install_command
 from megarl.config.problems import nearest_keys
 
@@ -60,16 +60,9 @@ def check_plugins(overrides: Sequence[Override], *, multirun: bool) -> None:
             guess = " or ".join(nearest_keys(name, list(plugins)))
             hint = f"did you mean {guess}? " if guess else ""
             raise ConfigError(f"{text}: {hint}there are {', '.join(plugins)}")
-        if plugins[name] and not _is_installed(plugins[name]):
+        if plugins[name] and not is_installed(plugins[name]):
             package = plugins[name].removeprefix("hydra_plugins.").replace("_", "-")
             raise ConfigError(f"{text}: {package} is not installed; {install_command('sweep')} installs it")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # no hydra_plugins package at all
-        return False
 
 
 def sweeper_of(overrides: Sequence[Override]) -> str:

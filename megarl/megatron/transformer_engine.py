@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import logging
 import sys
+
+from megarl.base.packages import is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def transformer_engine_error() -> str:
     A package that cannot be imported is hidden from later imports in this process, and a warning is logged. Call this
     before the first import of ``megatron.core``.
     """
-    if not _is_installed():
+    if not is_installed(_PACKAGE):
         return ""
     try:
         importlib.import_module(f"{_PACKAGE}.pytorch")
@@ -41,10 +42,6 @@ def has_transformer_engine() -> bool:
     """Whether Megatron-Core found a Transformer Engine that it can use."""
     has: bool = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
     return has
-
-
-def _is_installed() -> bool:
-    return importlib.util.find_spec(_PACKAGE) is not None
 
 
 def _hide() -> None:

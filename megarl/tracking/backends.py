@@ -106,7 +106,7 @@ class WandbTracker(Tracker):
 
     @classmethod
     def check(cls) -> None:
-        """Check for a login in online mode.
+        """Check for a login in online mode: ``WANDB_API_KEY``, the settings file, or netrc.
 
         Raises:
             ConfigError: there is no login.
@@ -114,11 +114,14 @@ class WandbTracker(Tracker):
         import wandb
 
         settings = wandb.setup().settings
-        if settings.mode == "online" and wandb.api.api_key is None:
-            raise ConfigError(
-                f"trainer.logger='wandb': there is no login for {settings.base_url}; log in with `wandb login`, "
-                "or set WANDB_API_KEY, or WANDB_MODE=offline"
-            )
+        try:
+            if settings.mode == "online" and not _has_wandb_login(settings):
+                raise ConfigError(
+                    f"trainer.logger='wandb': there is no login for {settings.base_url}; log in with `wandb login`, "
+                    "or set WANDB_API_KEY, or WANDB_MODE=offline"
+                )
+        finally:
+            wandb.teardown()  # ends the service process, which the tracker's own process starts again
 
     def __init__(self, run: RunInfo) -> None:
         import wandb
@@ -160,6 +163,18 @@ class WandbTracker(Tracker):
         """Send all records, end the run, and wait for the exit of wandb's service process."""
         self.run.finish()
         self._wandb.teardown()
+
+
+def _has_wandb_login(settings: Any) -> bool:
+    if settings.api_key or getattr(settings, "identity_token_file", None):
+        return True
+    try:
+        from wandb.sdk.lib.wbauth import read_netrc_auth
+    except ImportError:  # wandb before 0.22
+        import wandb
+
+        return wandb.api.api_key is not None
+    return read_netrc_auth(host=settings.base_url) is not None
 
 
 @register_tracker("swanlab")

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 ROWS_PER_HEADER = 25
 VALIDATION_PREFIX = "val-core/"
+PROGRESS_S = 2.0
+"""Seconds between lines about the progress of a phase, where there is no live view."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -91,11 +93,15 @@ class Console:
 
         Args:
             name: the phase.
-            announce: print a line with the seconds at the end, for phases that happen once.
+            announce: print a line with the seconds at the end, for phases that happen once. Without a live view, also
+                lines at the start and about progress.
         """
         self._start_live()
         start = time.perf_counter()
         progress = self.status.enter(name)
+        if announce and not self._is_live:
+            self.message(f"{name} ...")
+            progress.on_update = _ProgressLines(self.message)
         finished = False
         try:
             yield progress
@@ -226,6 +232,24 @@ class Console:
                 self._streams.by_line = False
             self._live.stop()
             self._live = None
+
+
+class _ProgressLines:
+    """Prints the progress of a phase as lines: the first report, the last one, and in between one every few seconds.
+
+    Args:
+        show: prints a line.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._next = 0.0
+
+    def __call__(self, progress: PhaseProgress, completed: int, total: int) -> None:
+        now = time.monotonic()
+        if now >= self._next or completed >= total:
+            self._next = now + PROGRESS_S
+            self._show(f"{progress.name} {completed}/{total}")
 
 
 class CapturedStreams:

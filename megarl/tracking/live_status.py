@@ -40,9 +40,13 @@ class PhaseProgress:
         name: the phase.
         expected_seconds: its last duration; None the first time.
         clock: monotonic clock in seconds.
+
+    Attributes:
+        on_update: called with each report; None = only the bar shows it.
     """
 
     def __init__(self, name: str, expected_seconds: float | None, clock: Callable[[], float]) -> None:
+        self.on_update: Callable[[PhaseProgress, int, int], None] | None = None
         self.name = name
         self.expected_seconds = expected_seconds
         self._clock = clock
@@ -52,6 +56,8 @@ class PhaseProgress:
     def update(self, completed: int, total: int) -> None:
         """Report that ``completed`` of ``total`` items are done."""
         self._reported = (completed, total)
+        if self.on_update is not None:
+            self.on_update(self, completed, total)
 
     @property
     def seconds(self) -> float:

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.child_process import ChildProcess
-from megarl.base.errors import ConfigError
 from megarl.tracking.tracker import RunInfo, Tracker
-from megarl.tracking.tracker_worker import DONE, MISCONFIGURED, UNREACHABLE, CallResult
+from megarl.tracking.tracker_worker import DONE, UNREACHABLE, CallResult
 
 logger = logging.getLogger(__name__)
 
@@ -42,28 +41,25 @@ class RetryPolicy:
         attempts: attempts to send a record that is refused or kills the process.
         first_pause_s: pause after the first failure; it doubles with each further failure.
         longest_pause_s: limit of the pause.
-        check_s: deadline of the setup check, which the start of the run waits for.
     """
 
     queued: int = 1000
     attempts: int = 4
     first_pause_s: float = 1.0
     longest_pause_s: float = 60.0
-    check_s: float = 60.0
 
 
 class TrackerError(Exception):
     """A failed call to a tracker's process.
 
     Attributes:
-        misconfigured: the setup is wrong.
         retryable: the same call may succeed later, such as after a network error or a hang.
         lost: the process is unusable.
     """
 
-    def __init__(self, message: str, *, misconfigured: bool = False, retryable: bool = False, lost: bool = False):
+    def __init__(self, message: str, *, retryable: bool = False, lost: bool = False):
         super().__init__(message)
-        self.misconfigured, self.retryable, self.lost = misconfigured, retryable, lost
+        self.retryable, self.lost = retryable, lost
 
 
 class TrackerProcess:
@@ -92,16 +88,12 @@ class TrackerProcess:
         except EOFError as error:
             raise TrackerError(f"{error} in {name}", lost=True) from error
         if result.status != DONE:
-            raise TrackerError(
-                result.text,
-                misconfigured=result.status == MISCONFIGURED,
-                retryable=result.status == UNREACHABLE,
-            )
+            raise TrackerError(result.text, retryable=result.status == UNREACHABLE)
         return result.text
 
 
 class SubprocessTracker(Tracker):
-    """Runs a tracker in a subprocess; call :meth:`wait_checked` before the first record.
+    """Runs a tracker in a subprocess; its setup has passed :func:`megarl.tracking.check_trackers`.
 
     Args:
         name: entry of ``trainer.logger``; the subprocess imports the class.
@@ -128,22 +120,10 @@ class SubprocessTracker(Tracker):
         self._records: deque[tuple[str, Any, int]] = deque()
         self._change = threading.Condition()
         self._deadline: float | None = None  # set at the end of the run
-        self._checked = threading.Event()
-        self._misconfigured: str | None = None
         self._process: TrackerProcess | None = None
         self._opened = False
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
-
-    def wait_checked(self) -> None:
-        """Wait for the tracker's check of its setup.
-
-        Raises:
-            ConfigError: the setup is wrong.
-        """
-        self._checked.wait(self.policy.check_s)
-        if self._misconfigured is not None:
-            raise ConfigError(self._misconfigured)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Queue the metrics."""
@@ -199,23 +179,11 @@ class SubprocessTracker(Tracker):
 
     def _work(self) -> None:
         try:
-            self._check()
-            while self._misconfigured is None and (record := self._next()) is not None:
+            while (record := self._next()) is not None:
                 self._deliver(record)
             self._finish_process()
         finally:
-            self._checked.set()
             self._end_process()
-
-    def _check(self) -> None:
-        try:
-            self._started().call("check", self.name, timeout_s=self.policy.check_s)
-        except TrackerError as failure:
-            if failure.misconfigured:
-                self._misconfigured = str(failure).removeprefix("ConfigError: ")
-            else:
-                self._note(failure)
-        self._checked.set()
 
     def _next(self) -> tuple[str, Any, int] | None:
         """Wait for the next record; None at the end of the run."""

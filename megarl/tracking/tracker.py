@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megarl.base.errors import ConfigError
+from megarl.base.packages import is_installed
 from megarl.base.provenance import install_command
 from megarl.base.registry import Registry
 from megarl.base.user_code import load_user_class
@@ -94,7 +94,7 @@ def check_package(tracker: str, package: str) -> None:
     Raises:
         ConfigError: the package is missing; the message names the extra that installs it.
     """
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         command = install_command(tracker) if tracker in TRACKERS else f"pip install '{package}'"
         raise ConfigError(
             f"trainer.logger={tracker!r} needs the package {package!r}, which is not installed: "
@@ -103,10 +103,11 @@ def check_package(tracker: str, package: str) -> None:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that all trackers are known and their packages installed, before a job starts.
+    """Check that all trackers are known, their packages installed and their setup right, before a job starts.
 
     Raises:
-        ConfigError: a tracker is unknown, its package is missing, or it has the attribute of an earlier release.
+        ConfigError: a tracker is unknown, its package is missing or cannot be imported, its setup is wrong, such as a
+            missing login, or it has the attribute of an earlier release.
     """
     for name, factory in {name: TRACKERS.find(name) for name in names}.items():
         if hasattr(factory, "apart"):
@@ -114,3 +115,10 @@ def check_trackers(names: Sequence[str]) -> None:
         package = getattr(factory, "package", None)
         if package is not None:
             check_package(name, package)
+        if isinstance(factory, type) and issubclass(factory, Tracker):
+            try:
+                factory.check()
+            except ImportError as error:
+                raise ConfigError(
+                    f"trainer.logger={name!r}: the package {package!r} cannot be imported: {error}"
+                ) from error

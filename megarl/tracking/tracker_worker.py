@@ -9,17 +9,16 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from megarl.base.child_process import open_connection
-from megarl.base.errors import ConfigError
 from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker
 
-DONE, MISCONFIGURED, UNREACHABLE, REFUSED = "done", "misconfigured", "unreachable", "refused"
+DONE, UNREACHABLE, REFUSED = "done", "unreachable", "refused"
 
 
 class TrackerCall(NamedTuple):
-    """A call from the driver: ``check``, ``open``, or a method of the tracker, with its arguments."""
+    """A call from the driver: ``open``, or a method of the tracker, with its arguments."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -29,8 +28,8 @@ class CallResult(NamedTuple):
     """Result of a call.
 
     Attributes:
-        status: ``DONE``; ``MISCONFIGURED``: the setup is wrong; ``UNREACHABLE``: an I/O error that a retry may cure;
-            ``REFUSED``: any other error, taken as the fault of the record.
+        status: ``DONE``; ``UNREACHABLE``: an I/O error that a retry may cure; ``REFUSED``: any other error, taken as
+            the fault of the record.
         text: the error; for a successful ``open``, the text of :meth:`Tracker.leftover`.
     """
 
@@ -93,19 +92,12 @@ class TrackerWorker:
             self.execute(TrackerCall("finish"))
 
     def _method(self, name: str) -> Callable[..., Any]:
-        methods: dict[str, Callable[..., Any]] = {"check": self._check, "open": self._open, "finish": self._finish}
+        methods: dict[str, Callable[..., Any]] = {"open": self._open, "finish": self._finish}
         if name in methods:
             return methods[name]
         assert self.tracker is not None, "open() comes first"
         method: Callable[..., Any] = getattr(self.tracker, name)
         return method
-
-    def _check(self, name: str) -> None:
-        kind = cast(type[Tracker], TRACKERS.find(name))
-        try:
-            kind.check()
-        except ImportError as error:
-            raise ConfigError(f"the package {kind.package!r} cannot be imported: {error}") from error
 
     def _open(self, name: str, run: RunInfo) -> str:
         self.tracker = TRACKERS.find(name)(run)
@@ -118,8 +110,6 @@ class TrackerWorker:
 
 
 def _status(error: BaseException) -> str:
-    if isinstance(error, ConfigError):
-        return MISCONFIGURED
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, OSError):  # includes the errors of requests, sockets and files

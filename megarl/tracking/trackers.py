@@ -104,7 +104,7 @@ def open_trackers(names: Sequence[str], run: RunInfo, report: Callable[[str], No
         report: prints a message about a failing tracker; default: the run's console, or the log.
 
     Raises:
-        ConfigError: see :func:`check_trackers`; or the setup of a tracker is wrong, such as a missing login.
+        ConfigError: see :func:`check_trackers`.
     """
     check_trackers(names)
     report = report or (run.console.warn if run.console else logger.warning)
@@ -116,9 +116,6 @@ def open_trackers(names: Sequence[str], run: RunInfo, report: Callable[[str], No
                 trackers.trackers.append(SubprocessTracker(name, run, report))
             else:
                 trackers.trackers.append(GuardedTracker(name, factory(run), report))
-        for tracker in trackers.trackers:
-            if isinstance(tracker, SubprocessTracker):
-                tracker.wait_checked()
     except BaseException:
         trackers.finish()
         raise

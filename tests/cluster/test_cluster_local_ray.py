@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import psutil
+import pytest
 import ray
 from ray._private import node, parameter, ray_constants
 
 from megarl.cluster import RaySession
+from megarl.cluster.local_ray import dashboard_error, start_local_ray
 
 
 def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> None:
@@ -25,3 +28,19 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
         assert state() == before
         changed = {name for name in os.environ if os.environ[name] != variables.get(name)}
         assert not {name for name in changed if name.startswith("MEGARL") or "WINDOWS" in name}
+
+
+def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages are an extra of Ray, so the start of Ray itself is recorded here."""
+    started: list[dict[str, object]] = []
+
+    def init(**options: object) -> SimpleNamespace:
+        started.append({**options, "has API server": node.Node.start_api_server is api_server})
+        return SimpleNamespace(dashboard_url="127.0.0.1:8265")
+
+    api_server = node.Node.start_api_server
+    monkeypatch.setattr(ray, "init", init)
+    assert start_local_ray(1, 2**27, False, None, dashboard=True) == "http://127.0.0.1:8265"
+    assert start_local_ray(1, 2**27, False, None) == ""
+    assert [(call["include_dashboard"], call["has API server"]) for call in started] == [(True, True), (False, False)]
+    assert dashboard_error() == "" or "No module named" in dashboard_error()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from interrupts import restore_interrupts
 
 from megarl.base.errors import ResourceError
 from megarl.cluster import RaySession
+from megarl.cluster import session as session_module
+from megarl.cluster.local_ray import start_local_ray
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -161,7 +164,53 @@ def test_invalid_settings_raise():
 
 def test_address_without_a_cluster_raises():
     with (
-        pytest.raises(ResourceError, match=r"no Ray cluster answers at address='not an address'"),
+        pytest.raises(ResourceError, match="no Ray cluster answers at not an address: it is not of the form host:port"),
         RaySession(address="not an address"),
     ):
         pass
+
+
+def test_failed_start_of_ray_is_repeated_once(monkeypatch, tmp_path):
+    """The first start fails behind Ray's processes, as its time limit does; they end before the second start."""
+    attempts, left = [], []
+
+    def start(**options):
+        attempts.append(options)
+        if len(attempts) > 1:
+            left.extend(child for child in psutil.Process().children() if child.pid == attempts[0]["child"])
+            return start_local_ray(**options)
+        attempts[0]["child"] = subprocess.Popen(["sleep", "600"]).pid
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(session_module, "start_local_ray", start)
+    monkeypatch.setattr(session_module, "_EXIT_GRACE_S", 0.1)
+    with RaySession(num_cpus=1) as session:
+        assert ray.is_initialized() and session.dashboard_url == ""
+    assert len(attempts) == 2 and not left
+
+
+def test_ray_that_does_not_start_is_an_error_with_causes(monkeypatch):
+    attempts = []
+
+    def start(**options):
+        attempts.append(options)
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(session_module, "start_local_ray", start)
+    message = r"did not start on this machine, in two attempts: The current node timed out.*session_latest/logs.*doctor"
+    with pytest.raises(ResourceError, match=message), RaySession(num_cpus=1):
+        pass
+    assert len(attempts) == 2 and not ray.is_initialized()
+
+
+def test_address_of_a_hung_program_fails_before_ray_waits_for_it():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        begin = time.monotonic()
+        with (
+            pytest.raises(ResourceError, match="no Ray cluster answers at 127"),
+            RaySession(address=f"127.0.0.1:{server.getsockname()[1]}"),
+        ):
+            pass
+        assert time.monotonic() - begin < 20

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.base.errors import ConfigError
+from megarl.base.packages import is_installed
 from megarl.config import TrainConfig
 from megarl.config import sweeps as module
 from megarl.config.compose import ConfigRequest, compose, compose_sweep
@@ -63,13 +64,15 @@ def test_a_single_run_has_no_launcher() -> None:
 def test_a_missing_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"hydra/sweeper": {"optuna": "hydra_plugins.not_here_sweeper"}}
     monkeypatch.setattr(module, "PLUGINS", absent)
-    with pytest.raises(ConfigError, match=r"not-here-sweeper is not installed; in megarl's checkout, pip install .*'\.\[sweep\]'"):
+    with pytest.raises(
+        ConfigError, match=r"not-here-sweeper is not installed; in megarl's checkout, pip install .*'\.\[sweep\]'"
+    ):
         sweep("hydra/sweeper=optuna")
 
 
 def test_every_known_plugin_is_installed() -> None:
     names = {name for plugins in module.PLUGINS.values() for name in plugins.values() if name}
-    assert all(map(module._is_installed, names)) and len(names) == 3
+    assert all(map(is_installed, names)) and len(names) == 3
 
 
 def test_experiments_are_swept_over() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from cli_runs import ONE_BY_ONE, REWARDS, ROOT, CliRun
 
+from megarl.base.packages import is_installed
 from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
-from megarl.rollout.sglang.options import is_installed
 
 # SGLang is installed in a separate environment.
-collect_ignore = [] if is_installed() else ["test_e2e_sglang.py"]
+collect_ignore = [] if is_installed("sglang") else ["test_e2e_sglang.py"]
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ line.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -375,6 +376,73 @@ def test_checkpoint_of_another_dataset(
 ) -> None:
     message = refuse(*GRPO_ALONE, *resume_from(checkpoint), write(rows[:50], tmp_path / "train.parquet"), code=2)
     assert_contains(message, "80", "50", "trainer.resume_mode=disable")
+
+
+# Machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["trainer.device=cuda"], ("trainer.device=cuda", "0 GPUs", "driver", "trainer.device=cpu")),
+        (["trainer.logger=[console,wandb]"], ("trainer.logger='wandb'", "no login", "wandb login", "WANDB_MODE")),
+        (
+            ["trainer.save_freq=1", "trainer.default_local_dir=/proc/checkpoints"],
+            ("trainer.default_local_dir=/proc/checkpoints", "cannot be written to"),
+        ),
+        (["hydra.run.dir=/proc/run"], ("the folder of the run, /proc/run", "hydra.run.dir")),
+        (["trainer.ray_dashboard=true"], ("trainer.ray_dashboard=true", "ray[default]")),
+    ],
+    ids=["no GPU", "no login", "checkpoint folder", "run folder", "dashboard"],
+)
+def test_machine_that_cannot_run_the_job(
+    arguments: list[str], parts: tuple[str, ...], refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("megarl.trainer.jobs.devices.local_node", lambda: {"CPU": 2.0, "GPU": 0.0})
+    monkeypatch.setattr("megarl.trainer.jobs.devices.dashboard_error", lambda: "No module named 'aiohttp_cors'")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    assert_contains(refuse(*arguments, code=2), *parts)
+
+
+def test_machine_without_sglang(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    message = refuse("actor_rollout_ref.rollout.name=sglang", code=2)
+    assert_contains(message, "actor_rollout_ref.rollout.name=sglang", "package sglang", "embedded")
+
+
+def test_dead_cluster(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert_contains(refuse(code=1), "no Ray cluster answers at 127.0.0.1:1", "tried for 3 s", "unset RAY_ADDRESS")
+
+
+@pytest.mark.parametrize(
+    ("argument", "part"),
+    [
+        ("data.train_files=nowhere.parquet", "nowhere.parquet: there is no such file"),
+        ("data.train_files=broken.jsonl", "broken.jsonl, line 2: is not JSON"),
+        ("actor_rollout_ref.model.path=nowhere", "model folder nowhere does not exist"),
+        ("trainer.device=cuda", "this machine has 0 GPUs"),
+        ("trainer.save_freq=1", "cannot be written to"),
+    ],
+)
+def test_cheap_checks_precede_expensive_imports(argument: str, part: str, small: list[str], tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text(json.dumps({"prompt": "1+1", "data_source": "a"}) + '\n{"prompt": [\n')
+    arguments = ["train", "--config-name", "quickstart", *small, argument, "trainer.default_local_dir=/proc/x"]
+    code = (
+        "import sys\n"
+        "from megarl import cli\n"
+        f"code = cli.main({arguments!r})\n"
+        "imported = {'torch', 'transformers', 'megatron', 'wandb'} & set(sys.modules)\n"
+        "assert code == 2 and not imported, (code, imported)\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0 and part in result.stderr, result.stderr
+    assert result.stdout == "train quickstart: check files, devices and logins ...\n"
 
 
 # Real command lines

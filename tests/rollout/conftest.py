@@ -8,10 +8,10 @@ import torch
 import transformers
 from sglang_engines import IN_PROCESS, OVER_HTTP, TWO_RANKS, SGLangEngines, is_for_ci, is_for_engine
 
+from megarl.base.packages import is_installed
 from megarl.rollout import EngineOptions, create_engine
-from megarl.rollout.sglang.options import is_installed
 
-SGLANG = [IN_PROCESS, OVER_HTTP, TWO_RANKS] if is_installed() else []
+SGLANG = [IN_PROCESS, OVER_HTTP, TWO_RANKS] if is_installed("sglang") else []
 ENGINES = ["embedded", *SGLANG]
 # Run only with SGLang installed, in a separate environment.
 collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py", "test_rollout_sglang_experts.py"]

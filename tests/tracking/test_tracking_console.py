@@ -22,13 +22,16 @@ def make(terminal, width=100, total_steps=60):
 def test_output_without_terminal_is_plain_lines():
     console, text = make(terminal=False, width=40)
     with console:
-        with console.phase("start", announce=True), console.phase("inner"):
-            pass
+        with console.phase("start", announce=True) as phase, console.phase("inner"):
+            for ready in range(6):
+                phase.update(ready, 5)
         console.log({"val-core/arithmetic/reward/mean@1": 0.25}, 0)
         console.log(STEP, 1)
         console.log({**STEP, "val-core/arithmetic/reward/mean@1": 0.75}, 2)
         console.summary({"val_accuracy_before": 0.25, "val_accuracy_after": 0.75, "report": "/x/" + "long" * 30})
     lines = text.getvalue().splitlines()
+    assert lines[:3] == ["start ...", "start 0/5", "start 5/5"], "further lines about progress are seconds apart"
+    lines = lines[3:]
     assert lines[0].startswith("✓ start 0.")
     assert lines[1] == "◆ validation step 0  arithmetic/reward/mean@1 0.250"
     assert lines[2] == "step 1/60  reward=0.500  sec=2.00  tok/s=50  [gen 1.00]"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,7 +15,7 @@ import pytest
 from subprocess_trackers import CannotBeImported, FileTracker, WithoutLogin
 
 from megarl.base.errors import ConfigError
-from megarl.tracking import RunInfo, open_trackers
+from megarl.tracking import RunInfo, check_trackers, open_trackers
 from megarl.tracking.subprocess_tracker import RetryPolicy, SubprocessTracker
 
 QUICK = RetryPolicy(queued=50, attempts=3, first_pause_s=0.05, longest_pause_s=0.2)
@@ -53,7 +56,6 @@ def arrived(folder):
 
 def test_records_arrive_in_order_without_messages(start, tmp_path):
     tracker, messages = start()
-    tracker.wait_checked()
     log(tracker, range(1, 31))
     tracker.finish()
     assert arrived(tmp_path) == [*range(1, 31), "finish"]
@@ -127,12 +129,10 @@ def test_tracker_finishes_if_the_driver_is_gone(start, tmp_path):
     ("kind", "message"),
     [(WithoutLogin, "^there is no login"), (CannotBeImported, "'halfinstalled' cannot be imported")],
 )
-def test_wrong_setup_is_an_error_at_the_start(start, kind, message):
-    tracker, messages = start(kind=kind)
+def test_wrong_setup_is_an_error_before_the_start(monkeypatch, kind, message):
+    monkeypatch.setattr("megarl.tracking.tracker.is_installed", lambda package: True)
     with pytest.raises(ConfigError, match=message):
-        tracker.wait_checked()
-    tracker.finish()
-    assert messages == []
+        check_trackers([f"subprocess_trackers.{kind.__name__}"])
 
 
 @pytest.fixture
@@ -204,4 +204,39 @@ def test_missing_login_is_an_error_before_the_start(tmp_path, monkeypatch, name)
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=rf"trainer\.logger='{name}': there is no login.*{name} login"):
-        open_trackers([name], RunInfo("p", "n", tmp_path / "run"), print)
+        check_trackers([name])
+
+
+KEY = "0" * 40
+
+
+@pytest.mark.parametrize(
+    ("variables", "files"),
+    [
+        ({"WANDB_MODE": "offline"}, {}),
+        ({"WANDB_MODE": "disabled"}, {}),
+        ({"WANDB_API_KEY": KEY}, {}),
+        ({}, {".netrc": f"machine api.wandb.ai\n  login user\n  password {KEY}\n"}),
+        ({}, {".config/wandb/settings": f"[default]\napi_key = {KEY}\n"}),
+        ({}, {".config/wandb/settings": "[default]\nmode = offline\n"}),
+    ],
+    ids=["offline", "disabled", "key", "netrc", "key in the settings", "offline in the settings"],
+)
+def test_every_login_of_wandb_is_found_without_the_network(tmp_path, variables, files):
+    """In a process of its own: wandb reads its settings once."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    code = (
+        "import socket, psutil\n"
+        "from megarl.tracking import check_trackers\n"
+        "def connect(*_): raise AssertionError('the network is used')\n"
+        "socket.getaddrinfo = connect\n"
+        "check_trackers(['wandb'])\n"
+        "assert not psutil.Process().children()\n"
+    )
+    env = {**inherited, "HOME": str(tmp_path), "NETRC": str(tmp_path / ".netrc"), **variables}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

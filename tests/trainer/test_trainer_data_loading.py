@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.base.errors import ConfigError, DataError
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.problems import InvalidConfigError
+from megarl.trainer.jobs.early_checks import check_rows
 from megarl.trainer.jobs.preflight import check_train
 from megarl.trainer.jobs.sft import FineTuning
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
@@ -154,7 +155,7 @@ def test_mixture_errors_come_before_any_process(train_config: Callable[..., Trai
         check_train(train_config(sets))
     sets["data.mixture"]["small"] = {"files": "nowhere.parquet"}
     with pytest.raises(DataError, match=r"data\.mixture\.small\.files: nowhere\.parquet"):
-        check_train(train_config(sets))
+        check_rows(train_config(sets))
 
 
 def test_curriculum_order(train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,42 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
-from megarl.config import SFTConfig, TrainConfig
+from megarl.base.packages import require_sglang
+from megarl.config import EvaluateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.config.keys import with_values
+from megarl.trainer.jobs import devices, early_checks
+from megarl.trainer.jobs.early_checks import check_early
 from megarl.trainer.jobs.preflight import check_schedules, check_train
 from megarl.trainer.jobs.sft import FineTuning
 
 POLICY = "actor_rollout_ref"
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine of eight cores without GPU, cluster and logins, and with SGLang."""
+    for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 0.0})
+    monkeypatch.setattr(early_checks, "require_sglang", lambda: None)
+
+
+def check_all(config: TrainConfig) -> None:
+    """Check a configuration as the command line does."""
+    check_early(config)
+    check_train(config)
+
+
 def test_the_quickstart_task_passes(
-    train_config: Callable[..., TrainConfig], sft_config: Callable[..., SFTConfig]
+    train_config: Callable[..., TrainConfig],
+    sft_config: Callable[..., SFTConfig],
+    pair_config: Callable[..., RewardTrainingConfig],
+    evaluate_config: Callable[..., EvaluateConfig],
 ) -> None:
+    for config in (train_config(), sft_config(), pair_config(), evaluate_config()):
+        check_early(config)
     check_train(train_config())
     FineTuning(sft_config()).check()
 
@@ -33,6 +58,16 @@ def test_the_quickstart_task_passes(
     ("changes", "error", "message"),
     [
         ({f"{POLICY}.model.path": "/nowhere"}, ModelError, "/nowhere"),
+        (
+            {"trainer.default_local_dir": "/proc/x", "trainer.save_freq": 1},
+            ConfigError,
+            r"trainer.default_local_dir=/proc/x: cannot be written to \(No such file or directory\); name a folder",
+        ),
+        ({"trainer.hf_export_dir": "/proc/x"}, ConfigError, "trainer.hf_export_dir=/proc/x"),
+        ({"trainer.rollout_data_dir": "/proc/x"}, ConfigError, "trainer.rollout_data_dir=/proc/x"),
+        ({"trainer.logger": ["console", "wandb"]}, ConfigError, "trainer.logger='wandb': there is no login"),
+        ({"trainer.device": "cuda"}, ConfigError, "trainer.device=cuda: this machine has 0 GPUs"),
+        ({"trainer.n_gpus_per_node": 24}, ConfigError, "trainer.n_gpus_per_node=24.*set trainer.n_gpus_per_node to at"),
         ({f"{POLICY}.actor.megatron.tensor_model_parallel_size": 3}, ConfigError, f"{POLICY}.actor.megatron"),
         ({f"{POLICY}.actor.megatron.pipeline_model_parallel_size": 3}, ConfigError, f"{POLICY}.actor.megatron"),
         ({"critic.megatron.pipeline_model_parallel_size": 3}, ConfigError, "critic.megatron"),
@@ -64,7 +99,20 @@ def test_errors_name_the_key(
     sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": 24, "data.train_batch_size": 24}
     config = train_config({**sizes, "trainer.n_gpus_per_node": devices, **changes})
     with pytest.raises(error, match=message):
-        check_train(config)
+        check_all(config)
+
+
+def test_missing_sglang_is_refused_for_every_job_that_generates(
+    train_config: Callable[..., TrainConfig],
+    evaluate_config: Callable[..., EvaluateConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(early_checks, "require_sglang", require_sglang)
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    for make in (train_config, evaluate_config):
+        with pytest.raises(ConfigError, match="needs the package sglang"):
+            check_early(make({f"{POLICY}.rollout.name": "sglang"}))
+        check_early(make())
 
 
 def test_replicas_of_two_ranks_pass(train_config: Callable[..., TrainConfig]) -> None:
@@ -133,15 +181,15 @@ def test_the_export_cannot_replace_the_initial_model(
     config = train_config()
     folder = f"{config.actor_rollout_ref.model.path}/../{Path(config.critic.model.path).name}"
     with pytest.raises(ConfigError, match="hf_export_dir"):
-        check_train(with_values(config, {"trainer.hf_export_dir": folder}))
+        check_early(with_values(config, {"trainer.hf_export_dir": folder}))
     tuning = sft_config()
     tuning = with_values(tuning, {"trainer.hf_export_dir": tuning.model.path})
     with pytest.raises(ConfigError, match="hf_export_dir"):
-        FineTuning(tuning).check()
+        check_early(tuning)
 
 
 def test_an_unused_critic_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
-    check_train(
+    check_all(
         train_config(
             {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2, "critic.model.path": "/nowhere"}
         )
@@ -152,7 +200,7 @@ def test_a_missing_shard(train_config: Callable[..., TrainConfig], arithmetic: P
     shutil.copytree(arithmetic / "model", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        check_train(train_config({f"{POLICY}.model.path": str(tmp_path / "model")}))
+        check_early(train_config({f"{POLICY}.model.path": str(tmp_path / "model")}))
 
 
 @pytest.mark.parametrize("response", [7, None])
@@ -166,10 +214,10 @@ def test_sft_responses_must_be_text(
             del row["response"]
     pq.write_table(pa.Table.from_pylist(changed), tmp_path / "sft.parquet")
     with pytest.raises(DataError, match=r"data\.train_files: .*'response'"):
-        FineTuning(sft_config({"data.train_files": [str(tmp_path / "sft.parquet")]})).check()
+        check_early(sft_config({"data.train_files": [str(tmp_path / "sft.parquet")]}))
 
 
 def test_a_language_model_is_not_a_reward_model(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
     config = train_config({"reward_model.enable": True, "reward_model.model.path": str(arithmetic / "model")})
     with pytest.raises(ModelError, match=r"reward_model.model.path=.* is a language model and has no scalar head"):
-        check_train(config)
+        check_early(config)

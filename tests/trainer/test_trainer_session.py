@@ -15,25 +15,35 @@ import pytest
 from megarl.base.errors import CheckpointError
 from megarl.config import EvaluateConfig, TrainConfig
 from megarl.trainer.jobs import session as session_module
-from megarl.trainer.jobs.session import open_job, resolve_device
+from megarl.trainer.jobs.session import open_job
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Python's handler of SIGINT, which a background job of a shell ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Order in which resources open and close; Ray, devices and tracing are fakes."""
     events: list[str] = []
-    monkeypatch.setattr(session_module, "RaySession", lambda logs: resource("ray", events))
+    monkeypatch.setattr(
+        session_module, "RaySession", lambda **_: resource("ray", events, SimpleNamespace(dashboard_url=""))
+    )
     monkeypatch.setattr(session_module, "RunTracing", lambda *_: resource("tracing", events))
     pool = SimpleNamespace(pool=SimpleNamespace(device="cpu"))
-    monkeypatch.setattr(session_module, "_reserve_devices", lambda ray, run: pool)
+    monkeypatch.setattr(session_module, "reserve_devices", lambda ray, run: pool)
     return events
 
 
 @contextmanager
-def resource(name: str, events: list[str]) -> Iterator[Any]:
+def resource(name: str, events: list[str], value: Any = None) -> Iterator[Any]:
     events.append(f"+{name}")
     try:
-        yield name
+        yield value or name
     finally:
         events.append(f"-{name}")
 
@@ -98,9 +108,3 @@ def test_an_evaluation_neither_resumes_nor_handles_signals(
         with session.starting_workers():
             pass
         assert signal.getsignal(signal.SIGTERM) is previous
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda")])
-def test_auto_is_cuda_if_the_cluster_has_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, device: str) -> None:
-    monkeypatch.setattr(session_module, "cluster_nodes", lambda: [{"CPU": 4.0, "GPU": float(gpus)}])
-    assert resolve_device("auto") == device and resolve_device("cpu") == "cpu"

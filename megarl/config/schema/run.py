@@ -144,6 +144,11 @@ class RunConfig:
     nnodes: int = key(1, "Number of nodes.", at_least=1)
     n_gpus_per_node: int = key(8, "Devices per node: GPUs, or process slots if `device` is cpu.", at_least=1)
     device: str = key("auto", "Device type; auto = CUDA if the cluster has a GPU.", choices=("auto", "cpu", "cuda"))
+    ray_dashboard: bool = key(
+        False,
+        "Serve Ray's dashboard, for this machine only (needs `ray[default]`); read if the run starts Ray itself: a "
+        "cluster of `megarl launch` has one.",
+    )
     sweep_metric: str | None = key(
         None,
         "Metric that a sweep compares runs by, at its last value; null = mean of the last validation, or without one "

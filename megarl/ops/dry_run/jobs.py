@@ -20,7 +20,8 @@ from megarl.ops.dry_run.parts import WARNING, DryRun
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
-from megarl.trainer.jobs.preflight import check_algorithm, check_data, check_engine, check_learners, check_reward_model
+from megarl.trainer.jobs.early_checks import check_learners, check_reward_model, check_rows
+from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine
 from megarl.trainer.jobs.roles import ELEMENT_BYTES
 from megarl.trainer.jobs.supervised import SupervisedJob
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
@@ -76,7 +77,8 @@ class TrainDryRun(DryRun):
 
     def training_rows(self) -> StatefulLoader:
         """Return the prompt loader."""
-        check_data(self.config)
+        check_rows(self.config)
+        check_data_classes(self.config)
         return prompt_loader(self.config, self._needed(self._tokenizer, "tokenizer"))
 
     def held_out_rows(self) -> StatefulLoader | None:
@@ -212,7 +214,7 @@ class SupervisedDryRun(DryRun):
 
     def training_rows(self) -> StatefulLoader:
         """Return the loader of the training data."""
-        self.job.check_data()
+        check_rows(self.config)
         return self.job.training_loader()
 
     def held_out_rows(self) -> StatefulLoader | None:

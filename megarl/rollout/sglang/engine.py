@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
+from megarl.base.packages import require_sglang
 from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.hf_checkpoint import HFReader
 from megarl.models.hf_folder import all_eos_token_ids
@@ -44,7 +45,7 @@ from megarl.rollout.sglang.backend import (
     parse_completion,
     request_payload,
 )
-from megarl.rollout.sglang.options import KEY, MODES, TRANSPORTS, SGLangOptions, decodes, require_installed
+from megarl.rollout.sglang.options import KEY, MODES, TRANSPORTS, SGLangOptions, decodes
 from megarl.rollout.sglang.shards import SGLangShards, check_model_runs
 from megarl.rollout.sglang.weights import WeightSession
 
@@ -329,7 +330,7 @@ def create_sglang(model_path: str, options: EngineOptions) -> SGLangEngine:
 
 
 def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: RequestLoop) -> SGLangBackend:
-    require_installed()
+    require_sglang()
     if options.url is not None:
         from megarl.rollout.sglang.http import attach
 

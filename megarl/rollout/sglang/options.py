@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError
-from megarl.base.provenance import install_command
+from megarl.base.packages import is_installed
 from megarl.rollout.interface import EngineOptions
 
 MODES = ("in_process", "http")
@@ -132,24 +132,6 @@ class SGLangOptions(EngineOptions):
         return self.is_cpu if self.deterministic is None else self.deterministic
 
 
-def is_installed() -> bool:
-    """Whether SGLang can be imported, without the seconds that importing takes."""
-    return importlib.util.find_spec("sglang") is not None
-
-
-def require_installed() -> None:
-    """Check that SGLang is installed.
-
-    Raises:
-        ConfigError: it is missing; the message has the installation command.
-    """
-    if not is_installed():
-        raise ConfigError(
-            f"rollout.name=sglang needs the package sglang (0.5.17 or later): {install_command('gpu')}; on a machine "
-            "without a GPU, the environment of launch/sglang_cpu.sh"
-        )
-
-
 def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict[str, Any]:
     """Return the fields of ``ServerArgs`` for an engine that starts without weights.
 
@@ -180,7 +162,7 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
     if device == "cpu":
         arguments |= _CPU
     else:
-        arguments["enable_memory_saver"] = importlib.util.find_spec("torch_memory_saver") is not None
+        arguments["enable_memory_saver"] = is_installed("torch_memory_saver")
         if index:
             arguments["base_gpu_id"] = int(index)
     check_server_args(options.server_args)
@@ -205,7 +187,7 @@ def check_server_args(arguments: Mapping[str, Any]) -> None:
                 f"{KEY}.server_args.{name}={value!r}: SGLang's ranks would hold other parameters than a weight sync "
                 "writes; remove it"
             )
-    if not arguments or not is_installed():
+    if not arguments or not is_installed("sglang"):
         return
     supported = server_arg_names()
     for name in arguments:

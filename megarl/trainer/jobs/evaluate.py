@@ -18,7 +18,7 @@ from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
 from megarl.config.schema.jobs import BestAnswersConfig, EvaluateConfig
 from megarl.data import DataProto, sequence_lengths
-from megarl.tracking import check_trackers, validation_table
+from megarl.tracking import validation_table
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
 from megarl.trainer.jobs.preflight import check_answers
 from megarl.trainer.jobs.session import open_job
@@ -53,7 +53,6 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     Raises:
         MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
     """
-    check_trackers(config.trainer.logger)
     policy = FrozenPolicy(config, output_dir)
     check_answers(config, policy.model.config)
     tokenizer, step = policy.tokenizer, policy.model.step
@@ -68,9 +67,9 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         reporter = RunReporter(logged, dataclasses.asdict(config), output_dir, session.console, started=session.started)
         endpoint = build_endpoint(config, tokenizer)
         pool = session.start(functions, endpoint)
-        with session.starting_workers():
-            replicas = FrozenReplicas(config, pool)
-            scorer = RewardModelScorer(ready_reward_model(config, pool), reader) if reader else None
+        with session.starting_workers() as progress:
+            replicas = FrozenReplicas(config, pool, progress)
+            scorer = RewardModelScorer(ready_reward_model(config, pool, progress), reader) if reader else None
         session.tracing.begin_step(0)
         best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)
         with reporter.phase("testing"):

@@ -24,7 +24,7 @@ from megarl.convert.source import HUGGING_FACE, CheckpointSource
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.tracking import Console
-from megarl.trainer.jobs.worker_groups import restart_replicas, rollout_group, router_replicas
+from megarl.trainer.jobs.worker_groups import Progress, restart_replicas, rollout_group, router_replicas
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
@@ -203,15 +203,16 @@ class FrozenReplicas:
     Args:
         config: complete; its model path is a Hugging Face folder.
         pool: devices of the replicas.
+        progress: shows the start of the processes.
 
     Raises:
         WorkerError: a process failed.
     """
 
-    def __init__(self, config: EvaluateConfig | GenerateConfig, pool: PlacedPool) -> None:
+    def __init__(self, config: EvaluateConfig | GenerateConfig, pool: PlacedPool, progress: Progress) -> None:
         self.config = config
         self.group: RolloutGroup = rollout_group(config.actor_rollout_ref, pool)
-        wait_ready([self.group])
+        wait_ready([self.group], progress=progress)
         self.group.init_model()
         self.group.load_hf()
 

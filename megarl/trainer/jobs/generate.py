@@ -57,8 +57,8 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
         session.config = config = policy.convert(console)
         endpoint = build_endpoint(config, policy.tokenizer)
         pool = session.start(endpoint)
-        with session.starting_workers():
-            replicas = FrozenReplicas(config, pool)
+        with session.starting_workers() as progress:
+            replicas = FrozenReplicas(config, pool, progress)
         session.tracing.begin_step(0)
         rollout = replicas.rollout_phase(policy.tokenizer, endpoint)
         rows: list[dict[str, Any]] = []

@@ -1,80 +1,58 @@
-"""Preflight: checks of models, layouts, data, algorithm and rewards before any process starts."""
+"""Preflight: checks of user code, algorithm, engine, rewards and agents before any process starts.
+
+:mod:`megarl.trainer.jobs.early_checks` has the checks that need no torch; the command line runs them first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 from megarl.agents import check_agent_loops
 from megarl.algorithms import load_advantage, load_policy_loss, load_schedule, warmup_steps
-from megarl.base.errors import ConfigError, ModelError
-from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, OptimConfig, TrainConfig
+from megarl.base.errors import ConfigError
+from megarl.config import EvaluateConfig, GenerateConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.problems import InvalidConfigError, Problem, format_value
 from megarl.config.schema.algorithm import ScheduledWeightConfig
-from megarl.config.schema.data import DataConfig, DataSourceConfig
 from megarl.config.schema.jobs import SupervisedConfig
-from megarl.data import check_files
-from megarl.models import ModelConfig, ParallelLayout, check_layout, check_model_folder, read_model_config
+from megarl.models import ModelConfig, ParallelLayout, check_layout, read_model_config
 from megarl.models.hf_folder import all_eos_token_ids
 from megarl.rollout import check_engine_model
 from megarl.rollout.settings import engine_options
-from megarl.tracking import check_trackers
 from megarl.trainer.callbacks import load_callbacks
+from megarl.trainer.jobs.early_checks import check_prompt_rows
 from megarl.trainer.jobs.roles import run_updates
 from megarl.trainer.phases.data_classes import collate_function, reads_its_files, user_sampler
 from megarl.trainer.phases.data_loading import mixture_weights
 from megarl.trainer.phases.reward_functions import check_rewards
-from megarl.workers.settings import check_role, schedule_steps
+from megarl.workers.settings import schedule_steps
 
 
 def check_train(config: TrainConfig) -> None:
-    """Check models, layouts, files, algorithm, callbacks, reward functions and agents of a training job.
+    """Check user code, algorithm, engine, reward functions and agents of a training job.
+
+    Args:
+        config: complete; :func:`~megarl.trainer.jobs.early_checks.check_early` has passed.
 
     Raises:
         ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
     """
-    check_trackers(config.trainer.logger)
     load_callbacks(config.trainer.callbacks)
-    check_learners(config)
-    check_data(config)
+    check_data_classes(config)
     check_algorithm(config)
-    check_answers(config, check_model_folder(config.actor_rollout_ref.model.path).config)
+    check_answers(config, read_model_config(config.actor_rollout_ref.model.path))
 
 
-def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = True) -> None:
-    """Check the models of the training roles and the reference, and their layouts.
-
-    Args:
-        config: complete.
-        weights: require weights; if False, a ``config.json`` is enough.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
-    """
-    if isinstance(config, SupervisedConfig):
-        _check_model(config.model.path, config.megatron, "megatron", weights=weights)
-        check_export(config.trainer.hf_export_dir, [config.model.path])
-        return
-    policy = config.actor_rollout_ref
-    _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
-    if config.uses_reference and policy.ref.megatron is not None:
-        _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
-    if config.uses_critic:
-        _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron", weights=weights)
-    others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
-    check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
-
-
-def check_data(config: TrainConfig) -> None:
-    """Check the training files, and the user's dataset and sampler classes.
+def check_data_classes(config: TrainConfig) -> None:
+    """Check the weights of a mixture, and the user's dataset, sampler and collate function.
 
     Raises:
         DataError, ConfigError: names the key, the file, and the remedy.
     """
     data = config.data
-    if not reads_its_files(data.custom_cls):
-        check_training_rows(data, (data.reward_fn_key, "reward_model"), (), data.prompt_key, data.reward_fn_key)
+    mixture_weights(data)
+    if data.custom_cls.path is not None and not reads_its_files(data.custom_cls):
+        check_prompt_rows(config)
     user_sampler(data.sampler)
     collate_function(data)
 
@@ -101,7 +79,7 @@ def check_algorithm(config: TrainConfig) -> None:
 
 
 def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:
-    """Check layout, held-out files, reward functions and agents of a job that generates and scores.
+    """Check layout, reward functions and agents of a job that generates and scores.
 
     Args:
         config: complete.
@@ -110,13 +88,7 @@ def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> N
     Raises:
         ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
     """
-    if config.reward_model.enable:
-        check_reward_model(config)
     check_generation(config, model)
-    data = config.data
-    if data.val_files and not (isinstance(data, DataConfig) and reads_its_files(data.custom_cls)):
-        columns = (data.reward_fn_key, "reward_model")
-        check_files(data.val_files, columns, "data.val_files", data.prompt_key, source_key=data.reward_fn_key)
     check_rewards(config)
 
 
@@ -143,31 +115,6 @@ def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: M
     rollout = config.actor_rollout_ref.rollout
     check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
     check_engine_model(rollout.name, model, engine_options(rollout, config.trainer.device))
-
-
-def check_training_rows(
-    data: DataSourceConfig,
-    columns: Sequence[str],
-    texts: Sequence[str],
-    prompt: str | None,
-    source_key: str = "data_source",
-) -> None:
-    """Check the training files, or the files and weights of a mixture.
-
-    Args:
-        data: the section ``data``.
-        columns: required columns.
-        texts: columns of strings or messages.
-        prompt: column of chat messages; None without one.
-        source_key: column with the name of the data source.
-
-    Raises:
-        DataError: names the key, the file, and the remedy.
-    """
-    mixture_weights(data)
-    named = {f"data.mixture.{name}.files": entry["files"] for name, entry in data.mixture.items()}
-    for field, files in (named or {"data.train_files": data.train_files}).items():
-        check_files(files, columns, field, prompt, texts, source_key)
 
 
 def check_schedules(config: TrainConfig | SupervisedConfig, batches: BatchPlan, total_steps: int) -> None:
@@ -233,40 +180,3 @@ def _weight(weight: ScheduledWeightConfig, path: str, total_steps: int) -> Itera
         load_schedule(weight.schedule)
     except ConfigError as error:
         yield Problem(f"{path}.schedule", weight.schedule, str(error))
-
-
-def check_export(folder: str | None, models: Sequence[str]) -> None:
-    """Check that the export replaces none of the models that the run starts from.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if folder is not None and Path(folder).resolve() in {Path(path).resolve() for path in models}:
-        raise ConfigError(
-            f"trainer.hf_export_dir={folder} is the model that the run starts from, which the export would replace; "
-            "choose another folder"
-        )
-
-
-def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = True) -> None:
-    """Check that the reward model has a scalar head and fits its layout.
-
-    Args:
-        config: complete.
-        weights: require weights; if False, a ``config.json`` is enough.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
-    """
-    path = str(config.reward_model.model.path)
-    if not read_model_config(path).is_value_model:
-        raise ModelError(
-            f"reward_model.model.path={path} is a language model and has no scalar head; name a model of sequence "
-            "classification with one label, such as megarl.reward_model writes"
-        )
-    _check_model(path, config.reward_model.megatron, "reward_model.megatron", weights=weights)
-
-
-def _check_model(path: str, megatron: MegatronConfig, field: str, *, weights: bool = True) -> None:
-    model = check_model_folder(path).config if weights else read_model_config(path)
-    check_role(model, megatron, field)

@@ -34,6 +34,7 @@ from megarl.sharding import (
     sender_plans,
 )
 from megarl.trainer.jobs.worker_groups import (
+    Progress,
     budget,
     restart_replicas,
     reward_model_group,
@@ -166,6 +167,7 @@ class RoleBuilder:
         batches: batch plan of ``config``.
         total_steps: training steps of the whole run.
         pool: devices that all roles share.
+        progress: shows the start of the processes.
     """
 
     def __init__(
@@ -174,12 +176,14 @@ class RoleBuilder:
         batches: BatchPlan,
         total_steps: int,
         pool: PlacedPool,
+        progress: Progress | None = None,
     ) -> None:
         self.config = config
         self.policy = config.actor_rollout_ref
         self.batches = batches
         self.total_steps = total_steps
         self.pool = pool
+        self.progress = progress
 
     def build(self) -> Roles:
         """Start all groups in parallel, build their models, and connect the weight sync.
@@ -192,7 +196,7 @@ class RoleBuilder:
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = reward_model_group(self.config, self.pool) if self.config.reward_model.enable else None
         groups = [group for group in (actor, rollout, critic, reference_group, reward_model) if group]
-        wait_ready(groups)
+        wait_ready(groups, progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)

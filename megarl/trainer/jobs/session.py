@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
-from megarl.base.errors import ResourceError
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
 from megarl.base.run_clock import run_started
-from megarl.cluster import PlacedPool, RaySession, ResourcePool
-from megarl.cluster.resources import cluster_nodes
+from megarl.cluster import PlacedPool, RaySession
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig
-from megarl.config.schema.run import RunConfig
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
+from megarl.trainer.jobs.devices import reserve_devices
+from megarl.trainer.jobs.worker_groups import Progress
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.tracing import RunTracing, role_profiles
 from megarl.trainer.state.run_identity import identify_run
@@ -96,8 +95,12 @@ class JobSession(Generic[JobT]):
         for resource in resources:
             if resource is not None:
                 self._stack.enter_context(resource)
-        ray = self._stack.enter_context(RaySession(logs=self.logs))
-        pool = _reserve_devices(ray, self.config.trainer)
+        run = self.config.trainer
+        with self.console.phase("start Ray", announce=True):
+            ray = self._stack.enter_context(RaySession(logs=self.logs, dashboard=run.ray_dashboard))
+        if ray.dashboard_url:
+            self.console.message(f"Ray's dashboard: {ray.dashboard_url}")
+        pool = reserve_devices(ray, run)
         self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
         profiles, profiler = {}, None
         if isinstance(config, TrainConfig):
@@ -108,10 +111,10 @@ class JobSession(Generic[JobT]):
         return pool
 
     @contextmanager
-    def starting_workers(self) -> Iterator[None]:
-        """Show and time the start of the workers."""
-        with self.console.phase("start workers", announce=True), span("start_workers", PHASE):
-            yield
+    def starting_workers(self) -> Iterator[Progress]:
+        """Show and time the start of the workers; yields a function that shows the number of workers that are ready."""
+        with self.console.phase("start workers", announce=True) as phase, span("start_workers", PHASE):
+            yield phase.update
 
     @contextmanager
     def training(self, state: RunState, reporter: RunReporter) -> Iterator[None]:
@@ -137,25 +140,3 @@ class JobSession(Generic[JobT]):
                 raise
         if self.stop.requested == CTRL_C:
             raise KeyboardInterrupt
-
-
-def _reserve_devices(session: RaySession, run: RunConfig) -> PlacedPool:
-    device = resolve_device(run.device)
-    pool = ResourcePool("devices", device, [run.n_gpus_per_node] * run.nnodes)
-    try:
-        return session.place([pool])["devices"]
-    except ResourceError as error:
-        keys = f"trainer.nnodes={run.nnodes}, trainer.n_gpus_per_node={run.n_gpus_per_node}"
-        cluster = (
-            f"The cluster is that of RAY_ADDRESS={session.address}."
-            if session.address
-            else "Ray was started on this machine alone: `megarl launch` starts it on several, RAY_ADDRESS names one."
-        )
-        raise ResourceError(f"{keys}, trainer.device={device}: {error} {cluster}") from error
-
-
-def resolve_device(device: str) -> Literal["cpu", "cuda"]:
-    """Resolve ``auto`` to CUDA if the connected cluster has a GPU, else to the CPU."""
-    if device == "auto":
-        device = "cuda" if any(node.get("GPU", 0) > 0 for node in cluster_nodes()) else "cpu"
-    return "cuda" if device == "cuda" else "cpu"

@@ -10,7 +10,6 @@ from megarl.config.batch import PhasePlan
 from megarl.config.schema.jobs import SFTConfig
 from megarl.data import SFTDataset
 from megarl.models.sequence_cost import SequenceCost
-from megarl.trainer.jobs.preflight import check_training_rows
 from megarl.trainer.jobs.supervised import SupervisedJob, run_supervised
 from megarl.trainer.jobs.worker_groups import update_plan
 from megarl.trainer.phases.data_loading import subset_options
@@ -27,12 +26,6 @@ class FineTuning(SupervisedJob):
 
     worker = "megarl.workers.sft:SFTWorker"
     config: SFTConfig
-
-    def check_data(self) -> None:
-        """Check that the files have prompts and responses."""
-        data = self.config.data
-        texts = () if data.messages_key else (data.response_key,)
-        check_training_rows(data, (), texts, data.messages_key or data.prompt_key)
 
     def dataset(self, files: Sequence[str]) -> SFTDataset:
         """Build the dataset of some files."""

@@ -20,12 +20,12 @@ from megarl.data import PairDataset, SFTDataset, StatefulLoader
 from megarl.data.loader import PromptQueue
 from megarl.models import read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
-from megarl.tracking import SFT_COLUMNS, MetricColumn, check_trackers, read_metrics
+from megarl.tracking import SFT_COLUMNS, MetricColumn, read_metrics
 from megarl.trainer.jobs.output_folders import check_output_folders
-from megarl.trainer.jobs.preflight import check_learners, check_schedules
+from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.jobs.session import open_job
-from megarl.trainer.jobs.worker_groups import budget
-from megarl.trainer.phases.data_loading import load_tokenizer, training_files, training_order
+from megarl.trainer.jobs.worker_groups import Progress, budget
+from megarl.trainer.phases.data_loading import load_tokenizer, mixture_weights, training_files, training_order
 from megarl.trainer.records.metrics import Metrics, phase_tokens, rank_balance
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
@@ -62,23 +62,13 @@ class SupervisedJob(ABC):
         return f"update_{self.config.role}"
 
     def check(self) -> None:
-        """Check model and data, including held-out rows, before any process starts.
+        """Check mixture and held-out rows, before any process starts.
 
         Raises:
             ModelError, ConfigError, DataError: names the key, its value, and the remedy.
         """
-        check_trackers(self.config.trainer.logger)
-        check_learners(self.config)
-        self.check_data()
+        mixture_weights(self.config.data)
         _ = self.held_out
-
-    @abstractmethod
-    def check_data(self) -> None:
-        """Check the columns of the data files.
-
-        Raises:
-            DataError: names the key, the file, and the remedy.
-        """
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -149,8 +139,8 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
             run_id=session.run_id,
             started=session.started,
         )
-        with session.starting_workers():
-            workers = _start_workers(job, batches.phase(config.role), total_steps, pool)
+        with session.starting_workers() as progress:
+            workers = _start_workers(job, batches.phase(config.role), total_steps, pool, progress)
         console.message(workers.describe())
         with session.training(state, reporter):
             _fit(job, workers, state, reporter, session.tracing)
@@ -211,7 +201,9 @@ def _reached(recent: Collection[float], target: float | None) -> bool:
     return target is not None and len(recent) == TARGET_WINDOW and sum(recent) / TARGET_WINDOW >= target
 
 
-def _start_workers(job: SupervisedJob, phase: PhasePlan, total_steps: int, pool: PlacedPool) -> MegatronGroup:
+def _start_workers(
+    job: SupervisedJob, phase: PhasePlan, total_steps: int, pool: PlacedPool, progress: Progress
+) -> MegatronGroup:
     config = job.config
     settings = RoleSettings(
         model_path=config.model.path,
@@ -228,6 +220,6 @@ def _start_workers(job: SupervisedJob, phase: PhasePlan, total_steps: int, pool:
     kwargs = {"settings": settings, **job.worker_arguments(phase, cost)}
     budgets = {job.update: budget(phase.micro, cost)}
     workers = MegatronGroup(config.role, job.worker, kwargs, settings.layout, pool, budgets=budgets)
-    wait_ready([workers])
+    wait_ready([workers], progress=progress)
     workers.init_model()
     return workers

@@ -17,6 +17,7 @@ from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules, check_train
 from megarl.trainer.jobs.roles import RoleBuilder, Roles
 from megarl.trainer.jobs.session import JobSession, open_job
+from megarl.trainer.jobs.worker_groups import Progress
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
 from megarl.trainer.phases.correction_phase import (
     PreferencePhase,
@@ -48,11 +49,12 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
     check_train(config)
     with open_job(config, output_dir) as session:
         check_output_folders(config, session.resume.path if session.resume else None)
-        builder = TrainerBuilder(session)
+        with session.console.phase("read data", announce=True):
+            builder = TrainerBuilder(session)
         session.console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
         pool = session.start(builder.endpoint, builder.reward_functions, builder.val_functions)
-        with session.starting_workers():
-            trainer = builder.build(pool)
+        with session.starting_workers() as progress:
+            trainer = builder.build(pool, progress)
         with session.training(trainer.state, trainer.reporter):
             return trainer.fit()
 
@@ -85,8 +87,12 @@ class TrainerBuilder:
         check_schedules(config, self.batches, self.total_steps)
         self.endpoint = build_endpoint(config, self.tokenizer)
 
-    def build(self, pool: PlacedPool) -> PPOTrainer:
+    def build(self, pool: PlacedPool, progress: Progress) -> PPOTrainer:
         """Start the workers on the devices of the pool, and build the trainer.
+
+        Args:
+            pool: devices of the job.
+            progress: shows the start of the workers.
 
         Raises:
             WorkerError: a worker failed to start.
@@ -115,7 +121,7 @@ class TrainerBuilder:
             run_id=session.run_id,
             started=session.started,
         )
-        roles = RoleBuilder(config, self.batches, self.total_steps, pool).build()
+        roles = RoleBuilder(config, self.batches, self.total_steps, pool, progress).build()
         console.message(roles.describe())
         if self.endpoint:
             console.message(self.endpoint.describe())

@@ -14,10 +14,9 @@ from megarl.algorithms import bradley_terry_loss
 from megarl.cluster.role_groups import MegatronGroup, RewardTrainingGroup
 from megarl.config.batch import PhasePlan
 from megarl.config.schema.jobs import RewardTrainingConfig
-from megarl.data import PairDataset, StatefulLoader, check_files
+from megarl.data import PairDataset, StatefulLoader
 from megarl.models.sequence_cost import SequenceCost
 from megarl.tracking import PAIR_COLUMNS
-from megarl.trainer.jobs.preflight import check_training_rows
 from megarl.trainer.jobs.supervised import SupervisedJob, run_supervised
 from megarl.trainer.jobs.worker_groups import budget
 from megarl.trainer.phases.data_loading import subset_options
@@ -39,16 +38,6 @@ class RewardTraining(SupervisedJob):
     columns = PAIR_COLUMNS
     rows = "pairs"
     config: RewardTrainingConfig
-
-    def check_data(self) -> None:
-        """Check that the training and held-out files have pairs."""
-        data = self.config.data
-        prompt = None if data.conversations else data.prompt_key
-        margins = [data.margin_key] if data.margin_key else []
-        texts = [data.chosen_key, data.rejected_key]
-        check_training_rows(data, margins, texts, prompt)
-        if data.val_files:
-            check_files(data.val_files, margins, "data.val_files", prompt, texts)
 
     @cached_property
     def held_out(self) -> StatefulLoader | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from megarl.cluster import PlacedPool, wait_ready
 from megarl.cluster.adapters import GroupReplica
@@ -12,6 +12,10 @@ from megarl.config.schema.jobs import EvaluateConfig, PolicyConfig, TrainConfig
 from megarl.models import ParallelLayout, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan, layout_of
+
+
+Progress = Callable[[int, int], None]
+"""Shows the number of workers that are built, and of all."""
 
 
 def budget(micro: MicroBatches, cost: SequenceCost) -> MicroBatchBudget:
@@ -86,13 +90,13 @@ def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -
     return RewardModelGroup("reward_model", worker, kwargs, settings.layout, pool, budgets={"compute_rm_score": micro})
 
 
-def ready_reward_model(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -> RewardModelGroup:
+def ready_reward_model(config: TrainConfig | EvaluateConfig, pool: PlacedPool, progress: Progress) -> RewardModelGroup:
     """Start the reward model alone, and wait until it is ready to score.
 
     Raises:
         WorkerError: a process failed.
     """
     workers = reward_model_group(config, pool)
-    wait_ready([workers])
+    wait_ready([workers], progress=progress)
     workers.init_model()
     return workers

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.base.units import GIB, MIB
+from megarl.cluster.availability import NO_GPU_REMEDY
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
 
@@ -154,8 +155,7 @@ def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:
 
 def _no_gpus(needs: Needs) -> CheckResult:
     if needs.device == "cuda":
-        remedy = "run on a node with GPUs and a driver (a container: --gpus all), or set trainer.device=cpu"
-        return CheckResult("GPUs", Status.FAIL, "no nvidia-smi here, and the run needs GPUs", remedy)
+        return CheckResult("GPUs", Status.FAIL, "no nvidia-smi here, and the run needs GPUs", NO_GPU_REMEDY)
     reason = "not requested" if needs.device == "cpu" else "none (no nvidia-smi)"
     return CheckResult("GPUs", Status.PASS, f"{reason}; computes on CPU")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.base.files import WRITABLE, nearest_folder, write_error
 from megarl.base.units import GIB, MIB
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
@@ -31,14 +32,9 @@ def check_checkpoint_room(needs: Needs) -> list[CheckResult]:
     name, folder = "checkpoint folder", needs.checkpoint_dir
     if folder is None:
         return []
-    try:
-        existing = nearest_folder(Path(folder))
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(b"\0")
-    except OSError as error:
-        remedy = "name a folder that this user may write to: trainer.default_local_dir"
-        return [CheckResult(name, Status.FAIL, f"{folder}: {error.strerror or error}", remedy)]
-    free = shutil.disk_usage(existing).free
+    if problem := write_error(Path(folder)):
+        return [CheckResult(name, Status.FAIL, f"{folder}: {problem}", f"{WRITABLE}: trainer.default_local_dir")]
+    free = shutil.disk_usage(nearest_folder(Path(folder))).free
     observation = f"{free / GIB:.1f} GiB free at {folder}"
     if needs.checkpoint_bytes is None:
         return [CheckResult(name, Status.PASS if free > GIB else Status.WARN, observation, "" if free > GIB else _ROOM)]
@@ -147,18 +143,3 @@ def _hugging_face_cache() -> list[CheckResult]:
     return [
         CheckResult("Hugging Face cache", Status.WARN, problem, "set HF_HOME to a folder that this user may write to")
     ]
-
-
-def nearest_folder(path: Path) -> Path:
-    """Return the folder, or its nearest parent that exists.
-
-    Raises:
-        NotADirectoryError: a parent is a file.
-        FileNotFoundError: no parent exists.
-    """
-    for candidate in (path.absolute(), *path.absolute().parents):
-        if candidate.is_dir():
-            return candidate
-        if candidate.exists():
-            raise NotADirectoryError(f"{candidate} is a file")
-    raise FileNotFoundError(f"{path}: no parent folder exists")

@@ -1,0 +1,192 @@
+"""Early preflight: packages, folders, models, data, devices and logins of a job, before anything imports torch.
+
+The command line runs these checks within a second or two, before the imports of a job. The checks in
+:mod:`megarl.trainer.jobs.preflight` need the imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megarl.base.errors import ConfigError, ModelError
+from megarl.base.files import WRITABLE, write_error
+from megarl.base.packages import require_sglang
+from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config.schema.data import DataSourceConfig
+from megarl.config.schema.jobs import JobConfig, SupervisedConfig
+from megarl.data import check_files
+from megarl.models import check_model_folder, read_model_config
+from megarl.tracking import check_trackers
+from megarl.trainer.jobs.devices import check_dashboard, check_devices
+from megarl.trainer.jobs.output_folders import CHECKPOINTS_KEY, EXPORT_KEY, may_save
+from megarl.workers.settings import check_role
+
+
+def check_early(config: JobConfig) -> None:
+    """Check everything that needs no torch; a second or two after the command, a wrong input is reported.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+
+    Raises:
+        ConfigError, ModelError, DataError: names the key, its value, and the remedy.
+        ResourceError: the cluster at ``RAY_ADDRESS`` does not answer.
+    """
+    if not isinstance(config, SupervisedConfig) and config.actor_rollout_ref.rollout.name == "sglang":
+        require_sglang()
+    check_writable(config)
+    if isinstance(config, TrainConfig | SupervisedConfig):
+        check_learners(config)
+    if isinstance(config, TrainConfig | EvaluateConfig) and config.reward_model.enable:
+        check_reward_model(config)
+    check_rows(config)
+    check_devices(config.trainer)
+    check_dashboard(config.trainer)
+    check_trackers(config.trainer.logger)
+
+
+def check_writable(config: JobConfig) -> None:
+    """Check that the folders of checkpoints, export and responses can be written.
+
+    Raises:
+        ConfigError: names the first that cannot, by key.
+    """
+    for key, folder in _output_folders(config):
+        if problem := write_error(Path(folder)):
+            raise ConfigError(f"{key}={folder}: cannot be written to ({problem}); {WRITABLE}")
+
+
+def _output_folders(config: JobConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config, TrainConfig | SupervisedConfig):
+        if may_save(config):
+            yield CHECKPOINTS_KEY, str(config.trainer.default_local_dir)
+        if config.trainer.hf_export_dir is not None:
+            yield EXPORT_KEY, config.trainer.hf_export_dir
+    for name in ("rollout_data_dir", "validation_data_dir"):
+        if (folder := getattr(config.trainer, name, None)) is not None:
+            yield f"trainer.{name}", folder
+    if isinstance(config, GenerateConfig) and config.data.output_path is not None:
+        yield "data.output_path", str(Path(config.data.output_path).parent)
+
+
+def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = True) -> None:
+    """Check the models of the training roles and the reference, and their layouts.
+
+    Args:
+        config: complete.
+        weights: require weights; if False, a ``config.json`` is enough.
+
+    Raises:
+        ModelError, ConfigError: names the key, its value, and the remedy.
+    """
+    if isinstance(config, SupervisedConfig):
+        _check_model(config.model.path, config.megatron, "megatron", weights=weights)
+        check_export(config.trainer.hf_export_dir, [config.model.path])
+        return
+    policy = config.actor_rollout_ref
+    _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
+    if config.uses_reference and policy.ref.megatron is not None:
+        _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
+    if config.uses_critic:
+        _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron", weights=weights)
+    others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
+    check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
+
+
+def check_export(folder: str | None, models: Sequence[str]) -> None:
+    """Check that the export replaces none of the models that the run starts from.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if folder is not None and Path(folder).resolve() in {Path(path).resolve() for path in models}:
+        raise ConfigError(
+            f"trainer.hf_export_dir={folder} is the model that the run starts from, which the export would replace; "
+            "choose another folder"
+        )
+
+
+def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = True) -> None:
+    """Check that the reward model has a scalar head and fits its layout.
+
+    Args:
+        config: complete.
+        weights: require weights; if False, a ``config.json`` is enough.
+
+    Raises:
+        ModelError, ConfigError: names the key, its value, and the remedy.
+    """
+    path = str(config.reward_model.model.path)
+    if not read_model_config(path).is_value_model:
+        raise ModelError(
+            f"reward_model.model.path={path} is a language model and has no scalar head; name a model of sequence "
+            "classification with one label, such as megarl.reward_model writes"
+        )
+    _check_model(path, config.reward_model.megatron, "reward_model.megatron", weights=weights)
+
+
+def _check_model(path: str, megatron: MegatronConfig, field: str, *, weights: bool = True) -> None:
+    model = check_model_folder(path).config if weights else read_model_config(path)
+    check_role(model, megatron, field)
+
+
+def check_rows(config: JobConfig) -> None:
+    """Check the data files of a job: schema, and for JSON the first rows.
+
+    A user's data set class may read files of any kind, so its files are checked when the class is imported.
+
+    Raises:
+        DataError: names the key, the file, and the remedy.
+    """
+    if isinstance(config, GenerateConfig):
+        if config.data.val_files:  # otherwise the prompts are texts, or on the standard input
+            check_files(config.data.val_files, (), "data.val_files", config.data.prompt_key)
+    elif isinstance(config, SFTConfig):
+        texts = () if config.data.messages_key else (config.data.response_key,)
+        _check_training_files(config.data, prompt=config.data.messages_key or config.data.prompt_key, texts=texts)
+    elif isinstance(config, RewardTrainingConfig):
+        _check_pairs(config)
+    elif isinstance(config, EvaluateConfig) or (
+        isinstance(config, TrainConfig) and config.data.custom_cls.path is None
+    ):
+        check_prompt_rows(config)
+
+
+def check_prompt_rows(config: TrainConfig | EvaluateConfig) -> None:
+    """Check that the files have prompts, data sources and ground truths.
+
+    Raises:
+        DataError: names the key, the file, and the remedy.
+    """
+    data = config.data
+    columns = (data.reward_fn_key, "reward_model")
+    if isinstance(config, TrainConfig):
+        _check_training_files(config.data, columns, data.prompt_key, source_key=data.reward_fn_key)
+    if data.val_files:
+        check_files(data.val_files, columns, "data.val_files", data.prompt_key, source_key=data.reward_fn_key)
+
+
+def _check_pairs(config: RewardTrainingConfig) -> None:
+    data = config.data
+    prompt = None if data.conversations else data.prompt_key
+    margins = [data.margin_key] if data.margin_key else []
+    texts = [data.chosen_key, data.rejected_key]
+    _check_training_files(data, margins, prompt, texts)
+    if data.val_files:
+        check_files(data.val_files, margins, "data.val_files", prompt, texts)
+
+
+def _check_training_files(
+    data: DataSourceConfig,
+    columns: Sequence[str] = (),
+    prompt: str | None = None,
+    texts: Sequence[str] = (),
+    source_key: str = "data_source",
+) -> None:
+    """Check the training files, or the files of a mixture; arguments as of :func:`megarl.data.check_files`."""
+    mixture: Mapping[str, Sequence[str]] = {
+        f"data.mixture.{name}.files": entry["files"] for name, entry in data.mixture.items()
+    }
+    for field, files in (mixture or {"data.train_files": data.train_files}).items():
+        check_files(files, columns, field, prompt, texts, source_key)

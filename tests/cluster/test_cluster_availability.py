@@ -1,0 +1,96 @@
+"""Devices of this machine, and the probe of a cluster's address, with real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+from megarl.base.errors import ResourceError
+from megarl.cluster import availability
+from megarl.cluster.availability import check_cluster_answers, local_node
+
+SETTINGS_FRAME = b"\0\0\0\x04\0\0\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("present", "visible", "gpus"), [(0, None, 0), (8, None, 8), (8, "2,3", 2), (8, "", 0), (1, "0,1", 1)]
+)
+def test_gpus_of_this_machine_are_those_that_ray_would_have(
+    monkeypatch: pytest.MonkeyPatch, present: int, visible: str | None, gpus: int
+) -> None:
+    monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: present)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert local_node() == {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(gpus)}
+
+
+def serve(reply: bytes | None) -> str:
+    """Start a server of one connection; it sends the reply, or with None is silent. Returns its address."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = server.accept()
+        received = connection.recv(100)
+        assert received.startswith(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        connection.sendall(reply or b"")
+        time.sleep(0 if reply else 2.0)
+        connection.close()
+        server.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_grpc_server_passes() -> None:
+    check_cluster_answers(serve(SETTINGS_FRAME))
+    check_cluster_answers(f"ray://{serve(SETTINGS_FRAME)}")
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [(None, "no answer"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no gRPC server answers there|Connection refused")],
+    ids=["hung", "web server"],
+)
+def test_another_server_is_no_cluster(reply: bytes | None, problem: str) -> None:
+    address, begin = serve(reply), time.monotonic()
+    with pytest.raises(ResourceError, match=rf"no Ray cluster answers at {address}: .*({problem}).*unset RAY_ADDRESS"):
+        check_cluster_answers(address, timeout_s=0.6)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_dead_address_fails_after_the_time_of_the_probe() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    begin = time.monotonic()
+    with pytest.raises(ResourceError, match=r"Connection refused, tried for 0\.5 s"):
+        check_cluster_answers(address, timeout_s=0.5)
+    assert 0.4 < time.monotonic() - begin < 10
+
+
+def test_a_cluster_that_starts_during_the_probe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([ConnectionRefusedError(111, "Connection refused"), None])
+
+    def connect(*_: object) -> bool:
+        if (error := next(answers)) is not None:
+            raise error
+        return True
+
+    monkeypatch.setattr(availability, "_is_grpc_server", connect)
+    check_cluster_answers("head:6379")
+
+
+@pytest.mark.parametrize("address", ["not an address", "head", ":6379"])
+def test_malformed_addresses_are_refused_at_once(address: str) -> None:
+    with pytest.raises(ResourceError, match="it is not of the form host:port"):
+        check_cluster_answers(address)
+
+
+def test_names_that_ray_resolves_are_not_probed() -> None:
+    check_cluster_answers("auto")
+    check_cluster_answers("local")

@@ -1,0 +1,89 @@
+"""Devices of a job: the check of this machine before Ray starts, and the kind of device."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from typing import Any
+
+import pytest
+
+from megarl.base.errors import ConfigError, ResourceError
+from megarl.config.schema.run import RunConfig
+from megarl.trainer.jobs import devices
+from megarl.trainer.jobs.devices import check_dashboard, check_devices, resolve_device
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def run(**keys: Any) -> RunConfig:
+    return dataclasses.replace(RunConfig(experiment_name="x"), **keys)
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda")])
+def test_auto_is_cuda_if_the_cluster_has_a_gpu(gpus: int, device: str) -> None:
+    nodes = [{"CPU": 4.0}, {"CPU": 4.0, "GPU": float(gpus)}]
+    assert resolve_device("auto", nodes) == device and resolve_device("cpu", nodes) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "keys", "message"),
+    [
+        (64, 0, {"device": "cuda"}, "0 GPUs and 64 CPU cores: run on a node with GPUs and a driver .*device=cpu"),
+        (64, 4, {"device": "cuda"}, "4 GPUs and 64 CPU cores: set trainer.n_gpus_per_node to at most 4"),
+        (64, 4, {"device": "auto"}, r"trainer.device=auto \(cuda\): this machine has 4 GPUs"),
+        (4, 8, {"device": "cuda"}, "each GPU takes a core: set trainer.n_gpus_per_node to at most 4"),
+        (2, 0, {"device": "cpu"}, "trainer.n_gpus_per_node to at most 2. .*ray start --head --num-cpus=8"),
+        (2, 0, {"device": "auto"}, r"trainer.device=auto \(cpu\): this machine has 0 GPUs and 2 CPU cores"),
+        (64, 8, {"nnodes": 2}, "a run on 2 nodes needs a Ray cluster.*megarl launch.*RAY_ADDRESS"),
+    ],
+)
+def test_too_few_devices_are_an_error_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, gpus: int, keys: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(devices, "local_node", lambda: {"CPU": float(cpus), "GPU": float(gpus)})
+    with pytest.raises(ConfigError, match=rf"(?s)^trainer.nnodes=.*trainer.n_gpus_per_node=8.*{message}"):
+        check_devices(run(n_gpus_per_node=8, **keys))
+
+
+def test_enough_devices_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 8.0})
+    check_devices(run(n_gpus_per_node=8, device="auto"))
+    check_devices(run(n_gpus_per_node=8, device="cpu"))
+
+
+def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 1.0})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match=r"1 GPU and 8 CPU cores \(CUDA_VISIBLE_DEVICES='3'\): set .* at most 1"):
+        check_devices(run(n_gpus_per_node=2, device="cuda"))
+
+
+def test_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster is only probed: its devices are counted after the connection."""
+    probed: list[str] = []
+    monkeypatch.setattr(devices, "check_cluster_answers", probed.append)
+    monkeypatch.setattr(devices, "local_node", lambda: pytest.fail("this machine is not asked"))
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    check_devices(run(n_gpus_per_node=8, nnodes=100, device="cuda"))
+    assert probed == ["head:6379"]
+
+
+def test_a_dead_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+    with pytest.raises(ResourceError, match="no Ray cluster answers at 127"):
+        check_devices(run())
+
+
+def test_a_dashboard_needs_its_packages_if_the_run_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "dashboard_error", lambda: "No module named 'aiohttp_cors'")
+    check_dashboard(run())
+    with pytest.raises(ConfigError, match=r"trainer.ray_dashboard=true .*'aiohttp_cors'.*ray\[default\]"):
+        check_dashboard(run(ray_dashboard=True))
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    check_dashboard(run(ray_dashboard=True))
