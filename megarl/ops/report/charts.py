@@ -187,6 +187,7 @@ FAILURES = {
     "rollout/requests_moved": "requests moved to another replica",
     "actor/skipped_steps": "actor updates skipped for a non-finite gradient",
     "critic/skipped_steps": "critic updates skipped for a non-finite gradient",
+    "train/skipped_steps": "updates skipped for a non-finite gradient",
     "checkpoint/failed_saves": "saves that failed",
     "val-aux/failed_rewards": "validation answers whose reward failed",
     "val-aux/agent/failed": "validation conversations that failed",

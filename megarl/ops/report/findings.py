@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from megarl.base.units import count_noun, duration
 from megarl.ops.report.charts import FAILURES, VALIDATION_PREFIX, non_finite_counts
+from megarl.ops.report.rules import RULES, Rows, finite_values, recent_mean
 from megarl.ops.report.run_files import RunRecord
 
-Rows = Sequence[Mapping[str, float]]
 BAD, WARN = "bad", "warn"
 _FAILED_ONLY = frozenset(FAILURES) - {"rollout/requests_moved", "reward/retries", "reward/processes_replaced"}
 
@@ -22,22 +21,13 @@ class ReportFinding(NamedTuple):
         level: ``bad`` or ``warn``.
         text: description, with the value and a possible cause.
         metric: metric with the curve; empty if there is none.
+        reason: reason of the threshold and possible remedies; may be empty.
     """
 
     level: str
     text: str
     metric: str = ""
-
-
-def finite_values(rows: Rows, name: str) -> list[float]:
-    """Return the finite values of a metric, in the order of steps."""
-    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
-
-
-def recent_mean(values: Sequence[float]) -> float | None:
-    """Return the mean of the last tenth of the values, at least five; None without values."""
-    last = values[-max(5, len(values) // 10) :]
-    return sum(last) / len(last) if last else None
+    reason: str = ""
 
 
 def accuracies(rows: Rows) -> list[tuple[int, float]]:
@@ -108,6 +98,9 @@ def run_findings(run: RunRecord) -> list[ReportFinding]:
         results.append(ReportFinding(BAD, f"{len(broken) - 5:,} more metrics were not finite at some step."))
     for check in _CHECKS:
         results += check(run)
+    for rule in RULES:
+        if text := rule.finding(run):
+            results.append(ReportFinding(WARN, text, rule.metric, rule.reason))
     return sorted(results, key=lambda finding: finding.level != BAD)
 
 
@@ -132,20 +125,15 @@ def _reward_gap(run: RunRecord) -> Iterator[ReportFinding]:
         yield ReportFinding(BAD, f"{text}: overfitting, or reward hacking.", "critic/score/mean")
 
 
-def _entropy(run: RunRecord) -> Iterator[ReportFinding]:
-    values = finite_values(run.rows, "actor/entropy")
-    last = recent_mean(values)
-    if last is not None and values[0] > 0 and len(values) > 5 and last < 0.1 * values[0]:
-        text = f"Entropy fell to {last:.3g}, {last / values[0]:.0%} of its start: the policy hardly explores."
-        yield ReportFinding(WARN, text, "actor/entropy")
-
-
-def _critic(run: RunRecord) -> Iterator[ReportFinding]:
-    values = finite_values(run.rows, "critic/vf_explained_var")
-    last = recent_mean(values)
-    if last is not None and len(values) >= 20 and last < 0:
-        text = f"The critic is worse than a constant prediction (explained variance {last:.2f})."
-        yield ReportFinding(WARN, text, "critic/vf_explained_var")
+def _constant_score(run: RunRecord) -> Iterator[ReportFinding]:
+    recent = [row for row in run.rows if "critic/score/max" in row and "critic/score/min" in row][-5:]
+    scores = {row[name] for row in recent for name in ("critic/score/min", "critic/score/max")}
+    if len(recent) == 5 and len(scores) == 1:
+        text = f"All answers of the last {len(recent)} steps have the score {scores.pop():g}"
+        reason = (
+            "Equal scores carry no signal: look at the answers and the reward function, and at the prompts' difficulty."
+        )
+        yield ReportFinding(WARN, f"{text}.", "critic/score/mean", reason)
 
 
 def _slower(run: RunRecord) -> Iterator[ReportFinding]:
@@ -158,49 +146,8 @@ def _slower(run: RunRecord) -> Iterator[ReportFinding]:
         yield ReportFinding(WARN, text, "timing_s/step")
 
 
-def _above(metric: str, limit: float, words: str) -> Callable[[RunRecord], Iterator[ReportFinding]]:
-    """Build a check that the recent mean of a metric is at most a limit.
-
-    Args:
-        metric: name of the metric.
-        limit: upper limit.
-        words: text of the finding, with a placeholder for the recent mean.
-    """
-
-    def check(run: RunRecord) -> Iterator[ReportFinding]:
-        """Compare the recent mean with the limit."""
-        last = recent_mean(finite_values(run.rows, metric))
-        if last is not None and last > limit:
-            yield ReportFinding(WARN, words.format(last), metric)
-
-    return check
-
-
-_cut_answers = _above(
-    "response_length/clip_ratio",
-    0.1,
-    "{:.0%} of the latest answers reach the length limit and are cut (data.max_response_length).",
-)
-_mismatch = _above(
-    "training/rollout_probs_diff_mean",
-    0.02,
-    "Engine and actor give sampled tokens probabilities that differ by {:.3g} on average; "
-    "megarl doctor logprobs finds the cause.",
-)
-_imbalance = _above(
-    "global_seqlen/balanced_imbalance",
-    1.15,
-    "Ranks wait for the busiest: the update takes {:.2f} times as long as with perfect balance.",
-)
-_ratio = _above(
-    "actor/pg_clipfrac",
-    0.3,
-    "The gradient of {:.0%} of the tokens is clipped: steps are too large for the clip range.",
-)
-
-
 _CHECKS: tuple[Callable[[RunRecord], Iterator[ReportFinding]], ...] = (
-    _accuracy, _reward_gap, _entropy, _cut_answers, _mismatch, _imbalance, _critic, _ratio, _slower,
+    _accuracy, _reward_gap, _constant_score, _slower,
 )  # fmt: skip
 
 

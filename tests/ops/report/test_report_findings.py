@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from report_runs import MakeRun
 
 from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict
+from megarl.ops.report.rules import RULES
 from megarl.ops.report.run_files import RunRecord, read_run
 
 
-def run(values: dict[str, list[float]], status: str = "finished") -> RunRecord:
+def run(
+    values: dict[str, list[float]], status: str = "finished", config: dict[str, dict[str, object]] | None = None
+) -> RunRecord:
     length = max(map(len, values.values()))
     rows = [{"step": n + 1, **{name: v[n] for name, v in values.items() if n < len(v)}} for n in range(length)]
-    return RunRecord(Path("run"), "run", rows, status=status)
+    return RunRecord(Path("run"), "run", rows, config or {}, status=status)
 
 
 def levels(values: dict[str, list[float]]) -> list[tuple[str, str]]:
@@ -48,12 +52,28 @@ def test_verdict_of_a_run(make_run: MakeRun) -> None:
             [("bad", "critic/score/mean"), ("warn", ACCURACY)],
         ),
         ({"actor/entropy": [1.0, *[0.09] * 9]}, [("warn", "actor/entropy")]),
-        ({"actor/entropy": [1.0, *[0.11] * 9]}, []),
+        ({"actor/entropy": [0.215 - 0.178 * n / 39 for n in range(40)]}, [("warn", "actor/entropy")]),
+        ({"actor/entropy": [1.0, *[0.26] * 9]}, []),
+        ({"actor/entropy": [1.0, *[0.01] * 4]}, []),  # too short
+        ({"actor/entropy": [-1.0, *[-2.0] * 9]}, []),  # of a start below zero there is no share
         ({"response_length/clip_ratio": [0.0, *[0.2] * 9]}, [("warn", "response_length/clip_ratio")]),
         ({"training/rollout_probs_diff_mean": [0.03] * 5}, [("warn", "training/rollout_probs_diff_mean")]),
         ({"global_seqlen/balanced_imbalance": [1.3] * 5}, [("warn", "global_seqlen/balanced_imbalance")]),
         ({"critic/vf_explained_var": [-0.5] * 20}, [("warn", "critic/vf_explained_var")]),
         ({"critic/vf_explained_var": [-0.5] * 10}, []),
+        ({"critic/vf_explained_var": [0.01] * 40}, [("warn", "critic/vf_explained_var")]),
+        ({"critic/vf_explained_var": [0.01] * 30 + [0.3] * 10}, []),
+        ({"actor/ppo_kl": [0.2] * 5}, [("warn", "actor/ppo_kl")]),
+        ({"actor/ppo_kl": [0.2] + [0.001] * 5}, []),
+        ({"actor/reward_kl_penalty": [1.5] * 5}, [("warn", "actor/reward_kl_penalty")]),
+        ({"actor/kl_loss": [1.5] * 5}, [("warn", "actor/kl_loss")]),
+        ({"filter_groups/efficiency": [0.1] * 5}, [("warn", "filter_groups/efficiency")]),
+        ({"train/skipped_steps": [0.0, 1.0]}, [("bad", "train/skipped_steps")]),
+        (
+            {"critic/score/max": [1.0, *[0.0] * 5], "critic/score/min": [0.0] * 6},
+            [("warn", "critic/score/mean")],
+        ),
+        ({"critic/score/max": [0.0] * 5 + [1.0], "critic/score/min": [0.0] * 6}, []),
         ({"actor/pg_clipfrac": [0.5] * 5}, [("warn", "actor/pg_clipfrac")]),
         ({"timing_s/step": [1.0] * 30 + [2.0] * 10}, [("warn", "timing_s/step")]),
         ({"timing_s/step": [1.0] * 40}, []),
@@ -64,6 +84,58 @@ def test_verdict_of_a_run(make_run: MakeRun) -> None:
 )
 def test_findings_by_metric(values: dict[str, list[float]], expected: list[tuple[str, str]]) -> None:
     assert levels(values) == expected
+
+
+def test_critic_is_judged_after_its_warmup() -> None:
+    values = {"critic/vf_explained_var": [0.0] * 10 + [0.02] * 19}
+    warmup = {"trainer": {"critic_warmup": 10}}
+    assert run_findings(run(values, config=warmup)) == [], "19 steps after the warm-up are too few"
+    values["critic/vf_explained_var"].append(0.02)
+    (finding,) = run_findings(run(values, config=warmup))
+    assert "explained variance 0.02" in finding.text and "critic.optim.lr" in finding.reason
+
+
+@pytest.mark.parametrize(("estimator", "count"), [("grpo", 1), ("rloo", 1), ("gae", 0), ("reinforce_plus_plus", 0)])
+def test_zero_variance_groups_matter_to_group_estimators(estimator: str, count: int) -> None:
+    values = {"critic/score/zero_variance_fraction": [0.2] * 10 + [0.8] * 5}
+    findings = run_findings(run(values, config={"algorithm": {"adv_estimator": estimator}}))
+    assert len(findings) == count
+    assert [finding.text for finding in findings] == ["All answers score the same in 80% of the groups."] * count
+
+
+def test_healthy_run_has_no_findings() -> None:
+    """Fifty steps of GAE and of GRPO: reward and accuracy rise, entropy falls to half, KL grows slowly."""
+    steps = range(50)
+    values = {
+        ACCURACY: [0.2 + n / 100 for n in steps],
+        "critic/score/mean": [0.2 + n / 100 for n in steps],
+        "critic/score/max": [1.0 for _ in steps],
+        "critic/score/min": [0.0 for _ in steps],
+        "critic/score/zero_variance_fraction": [0.4 - 0.1 * (n % 2) for n in steps],
+        "actor/entropy": [0.6 - 0.3 * n / 49 for n in steps],
+        "actor/pg_clipfrac": [0.02 for _ in steps],
+        "actor/ppo_kl": [0.002 * (-1) ** n for n in steps],
+        "actor/reward_kl_penalty": [0.004 * n for n in steps],
+        "actor/skipped_steps": [0.0 for _ in steps],
+        "response_length/clip_ratio": [0.03 for _ in steps],
+        "training/rollout_probs_diff_mean": [0.004 for _ in steps],
+        "global_seqlen/balanced_imbalance": [1.02 for _ in steps],
+        "timing_s/step": [2.0 + 0.3 * (n % 3) for n in steps],
+    }
+    assert run_findings(run(values, config={"algorithm": {"adv_estimator": "grpo"}})) == []
+    critic = {
+        "critic/vf_explained_var": [min(0.7, n / 30) for n in steps],
+        "critic/skipped_steps": [0.0 for _ in steps],
+    }
+    assert run_findings(run({**values, **critic}, config={"algorithm": {"adv_estimator": "gae"}})) == []
+
+
+def test_page_of_the_report_lists_each_rule_with_its_threshold() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "report.md").read_text(encoding="utf-8")
+    for rule in RULES:
+        limit = f"above {rule.above:g}" if rule.above < math.inf else f"below {rule.below:g}"
+        begin = f"| {rule.name} | `{rule.metric}` | {limit}"
+        assert any(line.startswith((f"{begin} ", f"{begin},")) for line in text.splitlines()), begin
 
 
 def test_failures_are_summed() -> None:

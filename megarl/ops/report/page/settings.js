@@ -40,6 +40,7 @@ function drawFindings(run) {
       button.addEventListener("click", () => showMetric(finding.metric));
       item.append(" ", button);
     }
+    if (finding.reason) item.append(element("div", "quiet", finding.reason));
     list.append(item);
   }
   if (!run.findings.length) list.append(element("li", "fine", run.rows ? "No findings, and no failure was counted." : "Nothing was logged yet."));
