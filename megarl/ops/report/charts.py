@@ -36,6 +36,7 @@ class Chart:
         prefix: metrics with this prefix are series too, labelled by the rest of their names.
         kind: ``line``, ``points`` (lines with markers, for metrics not measured at every step) or ``stack`` (bars).
         wide: whether it takes the whole width.
+        share: whether values are shares; their axis then ends at 1, or at the largest value if that is small.
     """
 
     title: str
@@ -44,15 +45,18 @@ class Chart:
     prefix: str | None = None
     kind: str = "line"
     wide: bool = False
+    share: bool = False
 
 
 LEARNING = (
     Chart("Reward", "Score of an answer, mean over the step.", {
         "critic/score/mean": "score", "critic/rewards/mean": "training reward: shaped, minus the KL",
     }),
-    Chart("Held-out accuracy", "On the validation problems.", prefix=VALIDATION_PREFIX, kind="points"),
+    Chart("Held-out accuracy", "On the validation problems.", prefix=VALIDATION_PREFIX, kind="points", share=True),
     Chart("Loss", "Cross-entropy per token, in nats.", {"train/loss": "training", "val/loss": "held out"}),
-    Chart("Accuracy", "Of the supervised model.", {"train/accuracy": "training", "val/accuracy": "held out"}),
+    Chart("Accuracy", "Of the supervised model.", {
+        "train/accuracy": "training", "val/accuracy": "held out",
+    }, share=True),
     Chart("KL", "Nats per token.", {
         "actor/reward_kl_penalty": "to the reference (in the reward)",
         "actor/kl_loss": "to the reference (in the loss)",
@@ -64,7 +68,7 @@ LEARNING = (
     }),
     Chart("Cut answers", "Share of answers that reached the length limit.", {
         "response_length/clip_ratio": "answers", "prompt_length/clip_ratio": "prompts",
-    }),
+    }, share=True),
     Chart("Tools", "Per conversation.", {
         "tool_call_counts/mean": "tool calls",
         "env/number_of_valid_search": "valid searches",
@@ -76,10 +80,10 @@ OPTIMISATION = (
     Chart("Value loss", "Of the critic.", {"critic/vf_loss": "value loss"}),
     Chart("Explained variance", "Share of the returns' variance that the critic explains; 1 is perfect.", {
         "critic/vf_explained_var": "explained variance",
-    }),
+    }, share=True),
     Chart("Clipped share", "Share of tokens with a clipped gradient.", {
         "actor/pg_clipfrac": "policy", "actor/pg_clipfrac_lower": "policy, dual clip", "critic/vf_clipfrac": "critic",
-    }),
+    }, share=True),
     Chart("Gradient norm", "Before clipping.", {
         "actor/grad_norm": "actor", "critic/grad_norm": "critic", "train/grad_norm": "model",
     }),
@@ -103,10 +107,10 @@ TIME = (
         "perf/rollout_tokens_per_s": "generated", "perf/update_tokens_per_s": "trained on",
     }),
     Chart("Throughput", "Tokens per second and device, over the whole step.", {"perf/throughput": "throughput"}),
-    Chart("Model FLOPs utilization", "Share of the devices' peak.", prefix="perf/mfu/"),
+    Chart("Model FLOPs utilization", "Share of the devices' peak.", prefix="perf/mfu/", share=True),
     Chart("Rollout replicas", "Share of the generation time in which a replica had work.", {
         "rollout/replica_utilization/mean": "mean", "rollout/replica_utilization/min": "least busy",
-    }),
+    }, share=True),
 )  # fmt: skip
 
 BALANCE = (
@@ -227,6 +231,7 @@ def _described(chart: Chart, present: Sequence[str]) -> dict[str, Any]:
         "note": chart.note,
         "kind": chart.kind,
         "wide": chart.wide,
+        "share": chart.share,
         "series": [{"metric": metric, "label": label} for metric, label in series],
     }
 

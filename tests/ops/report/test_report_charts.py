@@ -70,5 +70,6 @@ def test_charts_of_the_present_metrics() -> None:
     assert groups["Learning"]["Held-out accuracy"]["series"] == [
         {"metric": "val-core/arithmetic/reward/mean@1", "label": "arithmetic reward mean@1"}
     ]
+    assert groups["Learning"]["Held-out accuracy"]["share"] and not groups["Learning"]["KL"]["share"]
     phases = [series["label"] for series in groups["Time"]["Time per phase"]["series"]]
     assert phases == ["gen", "adv", "save_checkpoint", "zzz"], "in the order of the step; the step itself is their sum"

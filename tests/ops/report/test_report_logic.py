@@ -100,6 +100,63 @@ def test_steps_are_converted_to_time(call: Call) -> None:
     assert call("curveOf", run, "b", "step") is None and call("curveOf", run, "never", "step") is None
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 1, [0, 1]), (0, 7, list(range(8))), (0, 63, [0, 10, 20, 30, 40, 50, 60]), (3, 5, [3, 4, 5]), (4, 4, [4])],
+)
+def test_labels_of_ranks_are_whole_and_differ(call: Call, low: int, high: int, ticks: list[int]) -> None:
+    axis = call("wholeAxis", low, high)
+    assert axis["tickmode"] == "linear" and axis["dtick"] == int(axis["dtick"]) >= 1
+    first = math.ceil((low - axis["tick0"]) / axis["dtick"]) * axis["dtick"] + axis["tick0"]
+    assert list(range(first, high + 1, axis["dtick"])) == ticks
+
+
+@pytest.mark.parametrize(
+    ("curves", "share", "expected"),
+    [
+        ([{"y": [0, 0, 0]}], True, [-0.03, 1.05]),
+        ([{"y": [0.2, 0.9]}], True, [-0.03, 1.05]),
+        ([{"y": [0.001, 0.002]}], True, [-0.00006, 0.0021]),
+        ([{"y": [0.1], "low": [0.0], "high": [0.6]}], True, [-0.03, 1.05]),
+        ([{"y": [-0.5, 0.5]}], True, "normal"),
+        ([{"y": [0.5, 1.5]}], True, "nonnegative"),
+        ([{"y": [0, 0]}], False, "nonnegative"),
+        ([{"y": [0, 3]}, {"y": [-1]}], False, "normal"),
+        ([], True, "normal"),
+    ],
+)
+def test_axis_of_values(call: Call, curves: list[Any], share: bool, expected: list[float] | str) -> None:
+    """A constant 0 has no axis from -1 to 1."""
+    axis = call("valueAxis", curves, share)
+    if isinstance(expected, str):
+        assert axis == {"rangemode": expected}
+    else:
+        assert axis["range"] == pytest.approx(expected)
+
+
+def test_axes_of_charts() -> None:
+    """Two ranks and three steps: whole labels; a share that is 0: an axis from 0 to 1."""
+    page, context = resources.files("megarl.ops.report").joinpath("page"), quickjs.Context()
+    context.eval("var hiddenRuns = new Set(), isDark = () => false, IntersectionObserver = class {};")
+    for name in ("logic.js", "curves.js"):
+        context.eval(page.joinpath(name).read_text(encoding="utf-8"))
+    ranks = {"steps": [1, 2, 3], "ranks": [0, 1], "each": 1, "mean": [1, 1, 1], "load": [[1, 1, 1], [1, 1, 1]]}
+    run = {"name": "r", "ranks": {"m": ranks}, "axes": [[1, 2, 3]], "metrics": {"s": {"x": 0, "y": [0, 0, 0], "n": 3}}}
+    context.eval(f"var data = {json.dumps({'runs': [run]})};")
+
+    def layout(function: str, chart: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(context.eval(f"JSON.stringify({function}({json.dumps(chart)}))"))
+
+    axes = layout("rankLayout", {"kind": "ranks", "series": [{"metric": "m", "label": "m"}]})
+    assert axes["yaxis"]["range"] == [-0.5, 1.5] and axes["yaxis"]["dtick"] == axes["xaxis"]["dtick"] == 1
+    share = {"kind": "line", "share": True, "series": [{"metric": "s", "label": "s"}]}
+    axes = layout("layout", share)
+    assert axes["yaxis"]["range"] == pytest.approx([-0.03, 1.05]) and axes["xaxis"]["dtick"] == 1
+    context.eval("curveView.log = true")
+    axes = layout("layout", share)
+    assert axes["yaxis"]["type"] == "log" and "range" not in axes["yaxis"]
+
+
 def test_search_and_filters(call: Call) -> None:
     assert rows(call) == [0, 2, 1, 3], "by step"
     assert rows(call, text="FOUR") == [0, 1] and rows(call, text="it four") == [0]

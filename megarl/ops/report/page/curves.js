@@ -82,11 +82,18 @@ function comparedStack(chart, lines) {
   });
 }
 
+// Steps are whole numbers; longer axes have such labels anyway.
+function stepAxis(curves) {
+  const steps = curves.flatMap((curve) => [curve.x[0], curve.x[curve.x.length - 1]]);
+  const low = Math.min(...steps), high = Math.max(...steps);
+  return high - low < 8 ? wholeAxis(low, high) : {};
+}
+
 function layout(chart) {
   const { text, grid, card } = theme(), bars = chart.kind === "stack" && data.runs.length > 1;
   const axis = { gridcolor: grid, zeroline: false, linecolor: grid, tickfont: { color: text, size: 11 }, automargin: true };
-  const values = chart.kind === "points" ? linesOf(chart).flatMap((line) => line.curve.y) : [];
-  const share = values.length > 0 && !curveView.log && values.every((value) => value >= 0 && value <= 1);
+  const curves = linesOf(chart).map((line) => line.curve), log = !bars && curveView.log && chart.kind !== "stack";
+  const values = chart.kind === "stack" ? { rangemode: "tozero" } : log ? {} : valueAxis(curves, chart.share);
   const title = (words) => ({ title: { text: words, font: { size: 11 }, standoff: 4 } });
   return {
     margin: { l: 8, r: 8, t: 8, b: 8 },
@@ -96,20 +103,20 @@ function layout(chart) {
     barmode: "stack", bargap: 0.15,
     showlegend: chart.series.length * data.runs.length > 1,
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 11 } },
-    xaxis: { ...axis, showgrid: bars, ...title(bars ? "seconds, mean of a step" : curveView.axis === "time" ? "hours of training" : "step") },
-    yaxis: {
-      ...axis, type: !bars && curveView.log && chart.kind !== "stack" ? "log" : undefined,
-      rangemode: chart.kind === "stack" ? "tozero" : "normal", ...(share ? { range: [-0.03, 1.05] } : {}),
-    },
+    xaxis: { ...axis, showgrid: bars, ...(bars || curveView.axis === "time" ? {} : stepAxis(curves)), ...title(bars ? "seconds, mean of a step" : curveView.axis === "time" ? "hours of training" : "step") },
+    yaxis: { ...axis, type: log ? "log" : undefined, ...values },
   };
 }
 
 function rankLayout(chart) {
-  const base = layout(chart), whole = { tickformat: "d", showgrid: false };
+  const base = layout(chart), { steps, ranks, each } = rankMap(chart), last = ranks[ranks.length - 1];
   const title = (text) => ({ title: { text, font: { size: 11 }, standoff: 4 } });
   return {
     ...base, hovermode: "closest", showlegend: false,
-    xaxis: { ...base.xaxis, ...whole, ...title("step") }, yaxis: { ...base.yaxis, ...whole, type: "linear", ...title("rank") },
+    xaxis: { ...base.xaxis, showgrid: false, ...stepAxis([{ x: steps }]), ...title("step") },
+    yaxis: {
+      ...base.yaxis, showgrid: false, type: "linear", ...wholeAxis(ranks[0], last), range: [ranks[0] - each / 2, last + each / 2], ...title("rank"),
+    },
   };
 }
 

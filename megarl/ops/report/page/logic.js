@@ -60,6 +60,24 @@ function describeCurve(label, curve) {
     `between ${formatNumber(low)} and ${formatNumber(high)}`;
 }
 
+// Settings of a value axis. Without negative values it starts at or above 0, even if all values are equal. An axis of shares
+// ends at 1, or at the largest value if that is below 0.3.
+function valueAxis(curves, isShare) {
+  const values = curves.flatMap((curve) => [...curve.y, ...(curve.low || []), ...(curve.high || [])]);
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (!values.length || low < 0) return { rangemode: "normal" };
+  if (!isShare || high > 1) return { rangemode: "nonnegative" };
+  const top = high > 0 && high < 0.3 ? high : 1;
+  return { range: [-0.03 * top, 1.05 * top] };
+}
+
+// Settings of an axis of whole numbers, such as ranks: no label between two of them, and at most about eight labels.
+function wholeAxis(low, high) {
+  const raw = Math.max(1, (high - low) / 8), scale = 10 ** Math.floor(Math.log10(raw));
+  const dtick = [1, 2, 5, 10].map((step) => step * scale).find((step) => step >= raw);
+  return { tickmode: "linear", tick0: 0, dtick, tickformat: "d" };
+}
+
 // Row of a step's busiest rank in a map of ranks over steps.
 const busiestRow = (map, at) => map.load.reduce((best, row, number) => (row[at] > map.load[best][at] ? number : best), 0);
 
