@@ -287,6 +287,8 @@ class _EngineProcess:
 class _Target:
     """The embedded engine's weights, as the receiver writes them."""
 
+    staging_bytes = 0
+
     def __init__(self, store: WeightStore) -> None:
         self._store = store
 
