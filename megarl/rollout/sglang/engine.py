@@ -208,7 +208,7 @@ class SGLangEngine(RolloutEngine):
             self._session.abandon()
         if chosen and not self._closed:
             self._wait_until_idle()
-            self._call_or_raise("release_memory_occupation", tags=sorted(chosen))
+            self._call_or_raise("release_memory_occupation", tags=_memory_tags(chosen))
         self._asleep |= chosen
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
@@ -217,7 +217,7 @@ class SGLangEngine(RolloutEngine):
         if self._closed:
             raise RolloutError("the engine was shut down")
         if chosen:
-            self._call_or_raise("resume_memory_occupation", tags=sorted(chosen))
+            self._call_or_raise("resume_memory_occupation", tags=_memory_tags(chosen))
         self._asleep -= chosen
 
     def health(self) -> EngineHealth:
@@ -352,3 +352,13 @@ def _check_options(options: SGLangOptions) -> None:
     for name in ("tensor_parallel_size", "max_num_seqs", "bucket_bytes"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1")
+def _memory_tags(tags: set[Tag]) -> list[str]:
+    """SGLang's names of memory; its CUDA graphs sleep and wake with the KV cache."""
+    return sorted([*tags, *(["cuda_graph"] if "kv_cache" in tags else [])])
+
+
+    if options.weight_transport == "distributed" and not options.is_cpu:
+        raise ConfigError(
+            f"{KEY}.weight_transport=distributed: NCCL connects no two processes of one GPU, and SGLang's ranks share "
+            "theirs with the sender; use tensor"
+        )

@@ -8,6 +8,7 @@ import difflib
 import functools
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -163,12 +164,21 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
         arguments |= _CPU
     else:
         arguments["enable_memory_saver"] = is_installed("torch_memory_saver")
+        if not _samples_with_flashinfer():
+            arguments["sampling_backend"] = "pytorch"
         if index:
             arguments["base_gpu_id"] = int(index)
     check_server_args(options.server_args)
     arguments |= options.server_args
     supported = server_arg_names()
     return {name: value for name, value in arguments.items() if name in supported or name not in _OPTIONAL}
+
+
+def _samples_with_flashinfer() -> bool:
+    """Whether flashinfer's sampling kernels are compiled already, or can be: they need nvcc at the first request."""
+    toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    compilers = ("nvcc", *(f"{toolkit}/bin/nvcc" for toolkit in toolkits if toolkit))
+    return is_installed("flashinfer_jit_cache") or any(map(shutil.which, compilers))
 
 
 def check_server_args(arguments: Mapping[str, Any]) -> None:
@@ -249,9 +259,24 @@ def environment(options: SGLangOptions) -> dict[str, str]:
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(options.tensor_parallel_size)
         # torch.compile of a few lines in SGLang takes longer than a test run.
         variables["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
+    else:
+        # Without this, the memory of CUDA graphs stays on the GPU while the engine sleeps.
+        variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+        variables |= _without_expandable_segments(os.environ)
     if needs_shim(options):
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH", "")]))
     return variables
+
+
+def _without_expandable_segments(variables: Mapping[str, str]) -> dict[str, str]:
+    """Settings of torch's allocator without expandable segments, which SGLang's memory saver rejects."""
+    changed = {}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        settings = [part for part in variables.get(name, "").split(",") if part]
+        kept = [part for part in settings if part.split(":")[0].strip() != "expandable_segments"]
+        if kept != settings:
+            changed[name] = ",".join(kept)
+    return changed
 
 
 def needs_shim(options: SGLangOptions) -> bool:
