@@ -218,6 +218,21 @@ class OffloadManager:
         """Parts that are in host memory now."""
         return tuple(part for part, offloader in self._offloaders.items() if offloader.is_offloaded)
 
+    def pending_bytes(self) -> int:
+        """Device bytes that the first optimizer step adds and that stay between phases: Adam's moments, unless
+        offloaded.
+        """
+        if self._optimizer is None or OPTIMIZER in self._offloaders:
+            return 0
+        return sum(
+            param.numel() * param.element_size()
+            for inner in self._optimizer.inner_optimizers()
+            for group in inner.param_groups
+            for param in group["params"]
+            for moment in MOMENTS
+            if moment not in inner.state.get(param, {})
+        )
+
     def onload(self, *parts: str) -> None:
         """Bring parts back to the device, if they are offloaded."""
         for part in parts:

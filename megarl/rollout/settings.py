@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
 from megarl.config import RolloutConfig
 from megarl.rollout.interface import EngineOptions
+from megarl.rollout.sglang.memory import FRACTION, FreeMemory, fraction_beside_training
 from megarl.rollout.sglang.options import SGLangOptions
 
 MEGABYTE = 2**20
 
 
-def engine_options(rollout: RolloutConfig, device: str, replica: int = 0) -> EngineOptions:
+def engine_options(
+    rollout: RolloutConfig, device: str, replica: int = 0, pending_bytes: int | None = None
+) -> EngineOptions:
     """Return the options of the engine ``rollout.name``.
 
     Args:
         rollout: rollout section of the config.
         device: device of the replica's first rank.
         replica: number of the replica; selects its server if the config has ``urls``.
+        pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
+            share of the free memory follows; None = no training role.
+
+    Raises:
+        ConfigError: the training roles leave no memory to SGLang.
     """
     common = EngineOptions(
         dtype=rollout.dtype,
@@ -26,7 +39,7 @@ def engine_options(rollout: RolloutConfig, device: str, replica: int = 0) -> Eng
     if rollout.name != "sglang":
         return common
     sglang = rollout.engine_kwargs.sglang
-    return SGLangOptions(
+    options = SGLangOptions(
         **vars(common),
         mode=sglang.mode,
         url=sglang.urls[replica] if sglang.urls else None,
@@ -39,3 +52,15 @@ def engine_options(rollout: RolloutConfig, device: str, replica: int = 0) -> Eng
         call_timeout_s=sglang.call_timeout_s,
         server_args=sglang.server_args,
     )
+    if pending_bytes is None or options.is_cpu or options.url is not None or FRACTION in sglang.server_args:
+        return options
+    fraction = fraction_beside_training(
+        _free_memory([options.device_of(rank) for rank in range(options.tensor_parallel_size)]),
+        pending_bytes,
+        keeps_memory=not rollout.free_cache_engine,
+    )
+    return replace(options, server_args={FRACTION: fraction, **sglang.server_args})
+
+
+def _free_memory(devices: Sequence[str]) -> list[FreeMemory]:
+    return [FreeMemory(*torch.cuda.mem_get_info(torch.device(device))) for device in devices]

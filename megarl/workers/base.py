@@ -82,6 +82,8 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 LOSS_WEIGHT, TOKEN_MEAN_WEIGHT = "loss_weight", "token_mean_weight"
+FIRST_STEP_BYTES = 2**30
+"""Allowance for NCCL's communicators and libraries' workspaces, which a process creates in its first step."""
 
 
 def offload_after(method: Callable[Concatenate[_Worker, _Arguments], _Result]) -> Callable[..., _Result]:
@@ -139,6 +141,11 @@ class MegatronWorker(SavingWorker):
     def model_config(self) -> ModelConfig:
         """Configuration of the model to build: that of the initial weights."""
         return read_model_config(self.settings.model_path)
+
+    @verb(Dispatch.ALL)
+    def pending_device_bytes(self) -> int:
+        """Device bytes that the first step adds and that stay between phases: Adam's state, and collective buffers."""
+        return self.engine.offload_manager.pending_bytes() + FIRST_STEP_BYTES
 
     @verb(Dispatch.ONE)
     def describe(self) -> str:

@@ -13,6 +13,8 @@ from megarl.rollout import Completion, Request, create_engine
 from megarl.rollout.interface import Tag
 from megarl.rollout.router import exchange_requests
 from megarl.rollout.settings import engine_options
+from megarl.rollout.sglang.memory import FRACTION
+from megarl.rollout.sglang.options import SGLangOptions
 from megarl.rollout.weight_checks import WeightFingerprint
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
 from megarl.sharding.plan import RankPlan
@@ -44,16 +46,28 @@ class RolloutWorker:
         import_user_modules(*settings.external_lib)
 
     @verb(Dispatch.ALL)
-    def init_model(self) -> None:
-        """Build the engine, stale until the first weight sync."""
+    def init_model(self, pending_bytes: int | None = None) -> None:
+        """Build the engine, stale until the first weight sync.
+
+        Args:
+            pending_bytes: see :func:`megarl.rollout.settings.engine_options`.
+        """
         settings: RolloutSettings = self.settings
         rollout: RolloutConfig = settings.config
         weights, tp = WeightMap(read_model_config(settings.model_path)), rollout.tensor_model_parallel_size
         self._params = [weights.rollout_params(tp, rank) for rank in range(tp)]
-        options = engine_options(rollout, settings.device, self.replica)
+        self._options = options = engine_options(rollout, settings.device, self.replica, pending_bytes)
         self._devices = [options.device_of(rank) for rank in range(tp)]
         self.engine = create_engine(rollout.name, settings.model_path, options)
         self._fingerprint = WeightFingerprint(self.engine)
+
+    @verb(Dispatch.ONE)
+    def describe(self) -> str:
+        """One line: engine, devices, number format, and SGLang's share of the free device memory."""
+        rollout, options = self.settings.config, self._options
+        text = f"{rollout.name}, TP{rollout.tensor_model_parallel_size}, {rollout.dtype}"
+        share = options.server_args.get(FRACTION) if isinstance(options, SGLangOptions) else None
+        return text if share is None else f"{text}, {FRACTION}={share:g} of the memory that was free at its start"
 
     @verb(Dispatch.ALL)
     def load_hf(self) -> None:

@@ -107,6 +107,28 @@ def test_every_phase_returns_cached_memory_also_without_offload(role_pool: Proce
     assert returns == {phase: [0] for phase in (*PHASES, "make_room")}
 
 
+def pending_and_moments(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[int, int, int]:
+    """Pending device bytes before and after the first update, and bytes of Adam's moments after it."""
+    with actor_process(place, arguments) as actor:
+        before = actor.pending_device_bytes()
+        actor.update_actor(batch)
+        assert actor.engine.optimizer is not None
+        states = [s for inner in actor.engine.optimizer.inner_optimizers() for s in inner.state.values()]
+        moments = sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+        return before, actor.pending_device_bytes(), moments
+
+
+def test_pending_memory_is_that_of_adams_moments_unless_they_are_offloaded(
+    role_pool: ProcessPool, models: Models
+) -> None:
+    arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"])
+    ((before, after, moments),) = role_pool.run(pending_and_moments, 1, arguments, models.batch)
+    assert before - after == moments > 0
+    assert after == 2**30
+    ((before, after, _),) = role_pool.run(pending_and_moments, 1, with_offload(arguments), models.batch)
+    assert before == after == 2**30
+
+
 def returns_of_a_supervised_job(place: Place, arguments: dict[str, Any], batch: DataProto) -> list[int]:
     worker = SFTWorker(WorkerPlace(place.rank, place.world_size, "127.0.0.1", place.port), **arguments)
     try:

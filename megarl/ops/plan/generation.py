@@ -13,7 +13,6 @@ import heapq
 from collections import deque
 from typing import NamedTuple
 
-from megarl.base.units import GIB
 from megarl.models import ModelConfig
 from megarl.models.sequence_cost import sequence_cost
 from megarl.ops.plan.flops import FlopCount, expert_flops, layers_elements
@@ -21,15 +20,10 @@ from megarl.ops.plan.hardware import CollectiveGroup, Hardware
 from megarl.ops.plan.job import DTYPE_BYTES, PlannedRollout
 from megarl.ops.plan.lengths import Ints, Lengths
 from megarl.ops.plan.pass_times import PassTime, TimeBreakdown
+from megarl.rollout.sglang.memory import FRACTION, FreeMemory, shared_fraction
 
 LENGTH_MULTIPLE = 32
 """The embedded engine rounds its slot length up to a multiple of this number of tokens."""
-MIB = 2**20
-_PREFILL = ((35 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192))
-_GRAPHS = ((20 * GIB, 8, 8), (35 * GIB, 24, 80), (60 * GIB, 32, 160), (160 * GIB, 256, 512))
-"""SGLang's settings by device memory (upper limits): tokens per prefill, and largest batch in CUDA graphs with fewer
-than four ranks and with more.
-"""
 CPU_TOKENS = 2**16
 """Tokens in SGLang's KV cache on a CPU, as megarl sets it."""
 
@@ -62,20 +56,6 @@ def bytes_per_token(model: ModelConfig, tp: int, width: int) -> int:
     return model.num_layers * 2 * max(1, model.num_key_value_heads // tp) * model.head_dim * width
 
 
-def default_fraction(device_bytes: int, tp: int) -> float:
-    """Return SGLang's default for ``mem_fraction_static``.
-
-    It reserves memory for prefill, CUDA graphs and communication, and at least 10 GiB of a large device
-    (``ServerArgs._handle_gpu_memory_settings``, as of SGLang 0.5.6).
-    """
-    tokens = next((size for limit, size in _PREFILL if device_bytes < limit), 16384)
-    graphs = next((few if tp < 4 else many for limit, few, many in _GRAPHS if device_bytes < limit), 512)
-    reserved = MIB * (512 + 1.5 * tokens + 2 * graphs + tp / 8 * 1024)
-    if device_bytes > 60 * GIB:
-        reserved = max(reserved, 10 * GIB)
-    return round(1 - reserved / device_bytes, 3)
-
-
 def kv_cache_capacity(
     rollout: PlannedRollout, weights: int, other_roles: int, device_bytes: int | None, device: str
 ) -> KVCacheCapacity | None:
@@ -106,13 +86,17 @@ def kv_cache_capacity(
         if max_tokens is None:
             return None
         return _of_tokens(int(max_tokens), per_token, rollout, f"max_total_tokens={max_tokens}")
-    fraction = args.get("mem_fraction_static") or default_fraction(device_bytes, rollout.tp)
+    free = FreeMemory(device_bytes - other_roles, device_bytes)
+    fraction = args.get(FRACTION)
+    if fraction is None:
+        keeps_memory = not rollout.config.free_cache_engine
+        fraction = shared_fraction([free] * rollout.tp, 0, keeps_memory=keeps_memory)
     # The fraction applies to the memory that is free when the engine starts; weights are taken out first.
-    available = int((device_bytes - other_roles) * fraction) - weights
+    available = int(free.free * fraction) - weights
     tokens = max(0, available) // per_token
     if max_tokens is not None and max_tokens < tokens:
         return _of_tokens(int(max_tokens), per_token, rollout, f"max_total_tokens={max_tokens}")
-    return _of_tokens(tokens, per_token, rollout, f"mem_fraction_static={fraction:g}")
+    return _of_tokens(tokens, per_token, rollout, f"{FRACTION}={fraction:g}")
 
 
 def _of_tokens(tokens: int, per_token: int, rollout: PlannedRollout, how: str) -> KVCacheCapacity:

@@ -36,6 +36,7 @@ from megarl.sharding import (
 from megarl.trainer.jobs.worker_groups import (
     Progress,
     budget,
+    pending_device_bytes,
     restart_replicas,
     reward_model_group,
     rollout_group,
@@ -112,20 +113,25 @@ class Roles:
         Raises:
             WorkerError: a new process failed.
         """
-        restart_replicas(self.rollout, lost)
+        restart_replicas(self.rollout, lost, pending_device_bytes(list(self._trainers().values())))
         version = self.sharding_manager.version
         self.sharding_manager = self.connect(self.actor, self.rollout)
         self.sharding_manager.version = version
 
     def describe(self) -> str:
-        """Describe layout and kernels of each group of Megatron workers, one line each."""
+        """Describe each group, one line each: layout and kernels of Megatron workers, and the rollout engine."""
+        groups: dict[str, MegatronGroup | RolloutGroup] = {**self._trainers(), "rollout": self.rollout}
+        return "\n".join(f"{name}: {group.describe()}" for name, group in groups.items())
+
+    def _trainers(self) -> dict[str, MegatronGroup]:
+        """Groups of Megatron workers by name; a group that is both actor and reference counts once."""
         groups: dict[str, MegatronGroup | None] = {
             "actor": self.actor,
             "critic": self.critic,
             "reference": None if self.reference is self.actor else self.reference,
             "reward_model": self.reward_model,
         }
-        return "\n".join(f"{name}: {group.describe()}" for name, group in groups.items() if group)
+        return {name: group for name, group in groups.items() if group}
 
     def learners(self) -> Iterator[ActorGroup | CriticGroup]:
         """Yield the groups that train, whose state a checkpoint holds."""
@@ -188,6 +194,9 @@ class RoleBuilder:
     def build(self) -> Roles:
         """Start all groups in parallel, build their models, and connect the weight sync.
 
+        The engines are built last: on shared GPUs SGLang sizes its KV cache by the memory that the other roles leave.
+        They sleep until the first sync, since a resumed job first loads its checkpoint.
+
         Raises:
             WorkerError: a process failed; names role and rank.
         """
@@ -195,11 +204,13 @@ class RoleBuilder:
         critic = self._critic() if self._has_critic() else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = reward_model_group(self.config, self.pool) if self.config.reward_model.enable else None
-        groups = [group for group in (actor, rollout, critic, reference_group, reward_model) if group]
-        wait_ready(groups, progress=self.progress)
+        groups = [group for group in (actor, critic, reference_group, reward_model) if group]
+        wait_ready([*groups, rollout], progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
+        rollout.init_model(pending_device_bytes(groups))
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
+        sync.free_engines()
         return Roles(actor, critic, reference, reward_model, rollout, sync, self._connect)
 
     def _actor(self) -> ActorGroup:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from megarl.cluster import PlacedPool, wait_ready
+from megarl.cluster import PlacedPool, wait_all, wait_ready
 from megarl.cluster.adapters import GroupReplica
-from megarl.cluster.role_groups import RewardModelGroup, RolloutGroup
+from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup, RolloutGroup
 from megarl.config.batch import MicroBatches, PhasePlan, reward_micro_batches
 from megarl.config.schema.jobs import EvaluateConfig, PolicyConfig, TrainConfig
 from megarl.models import ParallelLayout, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan, layout_of
-
 
 Progress = Callable[[int, int], None]
 """Shows the number of workers that are built, and of all."""
@@ -56,8 +55,19 @@ def router_replicas(group: RolloutGroup) -> list[GroupReplica]:
     return [GroupReplica(group, replica) for replica in range(group.world_size)]
 
 
-def restart_replicas(group: RolloutGroup, lost: Collection[int]) -> list[int]:
+def pending_device_bytes(groups: Sequence[MegatronGroup]) -> int:
+    """Bytes per device that training roles have yet to allocate, at most: each has one process per device."""
+    by_group: list[list[int]] = wait_all([group.submit("pending_device_bytes") for group in groups])
+    return sum(map(max, by_group))
+
+
+def restart_replicas(group: RolloutGroup, lost: Collection[int], pending_bytes: int | None = None) -> list[int]:
     """Replace lost replicas by new processes, whose engines have no weights yet.
+
+    Args:
+        group: the replicas.
+        lost: numbers of the lost ones.
+        pending_bytes: see :meth:`megarl.workers.rollout.RolloutWorker.init_model`.
 
     Returns:
         Their numbers, sorted.
@@ -67,7 +77,7 @@ def restart_replicas(group: RolloutGroup, lost: Collection[int]) -> list[int]:
     """
     replicas = sorted(lost)
     group.restart(replicas)
-    group.submit_on(replicas, "init_model").result()
+    group.submit_on(replicas, "init_model", pending_bytes).result()
     return replicas
 
 

@@ -6,8 +6,8 @@ import pytest
 from planned_jobs import OFFLOAD, megatron, train_job
 
 from megarl.ops.plan import plan_memory
-from megarl.ops.plan.generation import default_fraction
 from megarl.ops.plan.memory import MemoryPlan
+from megarl.rollout.sglang.memory import default_fraction
 
 GIB = 2**30
 TP8PP4 = megatron(8, 4, recompute_granularity="full")

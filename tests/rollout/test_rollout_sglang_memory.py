@@ -1,0 +1,67 @@
+"""SGLang's share of a GPU that it shares with training roles."""
+
+import pytest
+import torch
+
+from megarl.base.errors import ConfigError
+from megarl.config import RolloutConfig
+from megarl.config.schema.rollout import EngineKwargsConfig, SGLangConfig
+from megarl.rollout.settings import engine_options
+from megarl.rollout.sglang.memory import FreeMemory, shared_fraction
+
+GIB = 2**30
+TOTAL = 80 * GIB
+RESERVED = (512 + 1.5 * 8192 + 2 * 256 + 128) * 2**20
+"""Memory that SGLang leaves free on such a GPU: 13.1 GiB, by its rule."""
+
+
+def rollout(free_cache_engine=True, tp=1, **sglang):
+    engines = EngineKwargsConfig(sglang=SGLangConfig(**sglang))
+    return RolloutConfig(
+        name="sglang", free_cache_engine=free_cache_engine, tensor_model_parallel_size=tp, engine_kwargs=engines
+    )
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Free GiB of GPUs of 80 GiB, by index."""
+    free = {0: 60, 1: 60}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index or 0] * GIB, TOTAL))
+    return free
+
+
+def test_weights_and_cache_leave_room_for_the_first_update():
+    """An actor of 2 billion parameters gets 16 GB of Adam's moments after SGLang has taken its memory."""
+    moments = 8 * 2_000_000_000
+    fraction = shared_fraction([FreeMemory(60 * GIB, TOTAL)], moments, keeps_memory=False)
+    assert 60 * GIB * (1 - fraction) >= moments + RESERVED - 1e-3 * TOTAL
+    assert fraction == pytest.approx(1 - (moments + RESERVED) / (60 * GIB), abs=2e-3)
+
+
+def test_the_device_with_the_least_room_counts(gpus):
+    gpus[1] = 30
+    both = engine_options(rollout(tp=2), "cuda", pending_bytes=2 * GIB).server_args["mem_fraction_static"]
+    assert both == pytest.approx(1 - (2 * GIB + RESERVED + 128 * 2**20) / (30 * GIB), abs=3e-3)
+
+
+def test_an_engine_that_stays_during_updates_gets_half_at_most():
+    alone = [FreeMemory(70 * GIB, TOTAL)]
+    assert shared_fraction(alone, 0, keeps_memory=False) > 0.8
+    assert shared_fraction(alone, 0, keeps_memory=True) == 0.5
+
+
+def test_the_share_is_set_beside_training_roles_only(gpus):
+    beside = engine_options(rollout(server_args={"attention_backend": "fa3"}), "cuda", pending_bytes=2 * GIB)
+    assert set(beside.server_args) == {"attention_backend", "mem_fraction_static"}
+    assert engine_options(rollout(server_args={"mem_fraction_static": 0.7}), "cuda", pending_bytes=0).server_args == {
+        "mem_fraction_static": 0.7
+    }
+    assert engine_options(rollout(), "cuda").server_args == {}
+    assert engine_options(rollout(), "cpu", pending_bytes=0).server_args == {}
+    assert engine_options(rollout(urls=["http://a:1"]), "cuda", pending_bytes=0).server_args == {}
+
+
+def test_a_full_gpu_is_refused_before_sglang_starts(gpus):
+    gpus[0] = 20
+    with pytest.raises(ConfigError, match=r"mem_fraction_static .*20\.0 of 80\.0 GiB are free.* need 9\.0 GiB more"):
+        engine_options(rollout(), "cuda", pending_bytes=9 * GIB)

@@ -1,0 +1,53 @@
+"""Construction of a job's roles on the devices that they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup
+from megarl.config import TrainConfig
+from megarl.config.batch import plan_batches
+from megarl.models import WeightMap, read_model_config
+from megarl.trainer.jobs.roles import RoleBuilder
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_sync(
+    train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU SGLang sizes its KV cache by the memory that is free when it starts."""
+    config = train_config({"algorithm.adv_estimator": "gae"})
+    calls: list[tuple[str, str, tuple[Any, ...]]] = []
+    submit = WorkerGroup.submit
+
+    def recording(self: WorkerGroup, verb: str, *args: Any, **kwargs: Any) -> Any:
+        calls.append((self.role, verb, args))
+        return submit(self, verb, *args, **kwargs)
+
+    monkeypatch.setattr(WorkerGroup, "submit", recording)
+    with RaySession(num_cpus=2) as session:
+        pool = session.place([ResourcePool("main", "cpu", [config.trainer.num_devices])])["main"]
+        roles = RoleBuilder(config, plan_batches(config), 4, pool).build()
+        started = [(role, verb) for role, verb, _ in calls]
+        assert {"actor", "critic", "rollout"} == {role for role, verb in started if verb == "init_model"}
+        assert started.index(("rollout", "init_model")) > max(
+            started.index((role, "pending_device_bytes")) for role in ("actor", "critic")
+        )
+        assert started[-1] == ("rollout", "sleep") and not any("wake" in verb for _, verb in started)
+
+        # The moments of both models, 8 bytes per parameter, and an allowance of 1 GiB for each process.
+        sizes = [_elements(str(path)) for path in (config.actor_rollout_ref.model.path, config.critic.model.path)]
+        (pending,) = next(args for role, verb, args in calls if (role, verb) == ("rollout", "init_model"))
+        assert 8 * sum(sizes) * 0.9 <= pending - 2 * 2**30 <= 8 * sum(sizes) * 1.1
+
+        assert roles.describe().splitlines()[-1] == "rollout: embedded, TP1, float32"
+        assert roles.sync_weights()["weight_sync/verified"] == 1
+        assert roles.rollout.weight_version() == [1] * roles.rollout.world_size
+
+
+def _elements(folder: str) -> int:
+    return sum(map(math.prod, WeightMap(read_model_config(folder)).hf_shapes().values()))
