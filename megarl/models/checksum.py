@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megarl.base.errors import WeightSyncError
 
 _PIECE_BYTES = 2**20
 
@@ -28,8 +31,8 @@ _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111
 _COLUMN_BITS = 20
 _COLUMNS = 2**16
 """Columns per sum: 16-bit numbers times 20-bit weights then stay below 2**52, exact in float64."""
-_CHUNK = 2**18
-"""Numbers per conversion to float64; they fit a core's cache."""
+_CHUNK = {"cpu": 2**18, "cuda": 2**24}
+"""Numbers per conversion to float64: they fit a core's cache, or keep a GPU busy for longer than a launch takes."""
 
 
 def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype | None = None) -> int:
@@ -55,13 +58,52 @@ def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype 
     weights = _row_weights(above, start[:-1], tensor.device)
     columns = _mixed(torch.arange(words * start[-1], words * (start[-1] + width), device=tensor.device), 0)
     columns = (columns & (2**_COLUMN_BITS - 1) | 1).double()
-    height = max(1, _CHUNK // min(words * width, _COLUMNS))
+    height = max(1, _CHUNK.get(tensor.device.type, _CHUNK["cuda"]) // min(words * width, _COLUMNS))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part, weight in zip(rows.split(height), weights.split(height), strict=True):
         bits = part.to(dtype or tensor.dtype).contiguous().view(torch.int16)
         for cut, by in zip(bits.split(_COLUMNS, dim=1), columns.split(_COLUMNS), strict=True):
             total += (torch.mv(cut.double(), by).long() * weight).sum()
     return int(total) % 2**64
+
+
+class ParamRectangle(NamedTuple):
+    """A box of a local parameter, which is a rectangle of a larger tensor.
+
+    Attributes:
+        name: name of the parameter.
+        at: offset in the parameter.
+        extent: shape in the parameter.
+        start: offset in the larger tensor.
+        shape: shape in the larger tensor, with the same elements.
+        dtype: dtype of the compared weights, such as ``bfloat16``.
+    """
+
+    name: str
+    at: Sequence[int]
+    extent: Sequence[int]
+    start: Sequence[int]
+    shape: Sequence[int]
+    dtype: str
+
+    def checksum(self, param: Tensor, *, convert: bool = False) -> int:
+        """Return the :func:`rectangle_checksum` of the box, computed on the parameter's device.
+
+        Args:
+            param: the parameter.
+            convert: convert to the compared dtype first.
+
+        Raises:
+            WeightSyncError: the parameter has another dtype, and is not converted.
+        """
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if param.dtype != dtype and not convert:
+            raise WeightSyncError(
+                f"parameter '{self.name}' of the engine is {param.dtype} and was sent as {dtype}; a verified sync must "
+                "send the engine's dtype"
+            )
+        box = tuple(slice(a, a + n) for a, n in zip(self.at, self.extent, strict=True))
+        return rectangle_checksum(param[box].reshape(*self.shape), self.start, dtype)
 
 
 def _row_weights(shape: Sequence[int], start: Sequence[int], device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import RolloutConfig, ValSamplingConfig
+from megarl.models.checksum import ParamRectangle
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
@@ -324,6 +325,18 @@ class RolloutEngine(abc.ABC):
         Empty if the engine cannot compute one.
         """
         return ()
+    def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
+        """Return the checksums of parts of the parameters of each rank, computed where the parameters are.
+
+        Args:
+            rectangles: parts by tensor-parallel rank.
+
+        Raises:
+            WeightSyncError: a parameter has another dtype than the rectangle.
+        """
+        held = [self.weights(rank) for rank in range(len(rectangles))]
+        return [[part.checksum(held[rank][part.name]) for part in parts] for rank, parts in enumerate(rectangles)]
+
 
     @abc.abstractmethod
     def shutdown(self) -> None:

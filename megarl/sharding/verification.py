@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from megarl.models.checksum import ParamRectangle
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, stop
 
 
@@ -119,23 +121,45 @@ def partial_checksums(
     Raises:
         WeightSyncError: an engine holds another dtype than the sent one, so that checksums cannot be compared.
     """
-    import torch
+    params = tuple(params)
+    rectangles = weight_rectangles(params, dtype, float32_params)
+    return checksums_by_name(params, [part.checksum(tensors[part.name], convert=convert) for part in rectangles])
 
-    from megarl.models.checksum import rectangle_checksum
 
-    checksums: dict[str, PartialChecksum] = defaultdict(lambda: NO_ELEMENTS)
-    for param in params:
-        tensor, sent = tensors[param.name], torch.float32 if param.name in float32_params else dtype
-        if tensor.dtype != sent and not convert:
-            raise WeightSyncError(
-                f"parameter '{param.name}' of the engine is {tensor.dtype} and was sent as {sent}; a verified sync "
-                "must send the engine's dtype"
-            )
-        for piece in param.pieces:
-            box = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))
-            checksum = rectangle_checksum(tensor[box].reshape(piece.shape), piece.start, sent)
-            checksums[piece.hf_name] = checksums[piece.hf_name].plus(PartialChecksum(checksum, prod(piece.shape)))
-    return dict(checksums)
+def weight_rectangles(
+    params: Iterable[LocalParam], dtype: torch.dtype, float32_params: Collection[str]
+) -> list[ParamRectangle]:
+    """List the pieces of parameters, in order, as an engine computes their checksums.
+
+    Args:
+        params: parameters of a process.
+        dtype: dtype of the sent weights.
+        float32_params: names of parameters that are always sent in float32.
+    """
+    from megarl.models.checksum import ParamRectangle
+
+    sent = str(dtype).removeprefix("torch.")
+    return [
+        ParamRectangle(
+            param.name,
+            piece.at,
+            piece.local_shape,
+            piece.start,
+            piece.shape,
+            "float32" if param.name in float32_params else sent,
+        )
+        for param in params
+        for piece in param.pieces
+    ]
+
+
+def checksums_by_name(params: Iterable[LocalParam], checksums: Sequence[int]) -> dict[str, PartialChecksum]:
+    """Add up the checksums of :func:`weight_rectangles` by Hugging Face name."""
+    sums: dict[str, PartialChecksum] = defaultdict(lambda: NO_ELEMENTS)
+    pieces = (piece for param in params for piece in param.pieces)
+    for piece, checksum in zip(pieces, checksums, strict=True):
+        sums[piece.hf_name] = sums[piece.hf_name].plus(PartialChecksum(checksum, prod(piece.shape)))
+    return dict(sums)
 
 
 def compare_checksums(

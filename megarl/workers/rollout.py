@@ -20,7 +20,7 @@ from megarl.sharding.placement import ProcessLocation, Routes, current_location
 from megarl.sharding.plan import RankPlan
 from megarl.sharding.receiver import BucketReceiver, Message, ReplicaReceiver, largest_bucket, source_ranks
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress
-from megarl.sharding.verification import PartialChecksum, partial_checksums
+from megarl.sharding.verification import PartialChecksum, checksums_by_name, weight_rectangles
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.settings import RolloutSettings
 
@@ -132,10 +132,8 @@ class RolloutWorker:
     @verb(Dispatch.ALL, phase="update_weights")
     def weight_shares(self) -> list[dict[str, PartialChecksum]]:
         """Partial checksums of each rank's part of every Hugging Face tensor; records the weights' fingerprint."""
-        shares = [
-            partial_checksums(params, self.engine.weights(rank), *self._sent_as, convert=False)
-            for rank, params in enumerate(self._params)
-        ]
+        rectangles = [weight_rectangles(params, *self._sent_as) for params in self._params]
+        shares = list(map(checksums_by_name, self._params, self.engine.rectangle_checksums(rectangles)))
         self._fingerprint.record()
         return shares
 

@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import WeightMap, parse_model_config, read_model_config
-from megarl.models.checksum import tensor_checksum
+from megarl.models.checksum import ParamRectangle, rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
-from megarl.rollout.sglang import loader
+from megarl.rollout.sglang import loader, options
 from megarl.rollout.sglang.backend import NAN_STOP, ResponseContext, parse_completion, request_payload
+from megarl.rollout.sglang.engine import _check_options, _memory_tags
 from megarl.rollout.sglang.loader import ReplyListener, reachable_address
-from megarl.rollout.sglang.options import SHIM, SGLangOptions, check_server_args, environment
+from megarl.rollout.sglang.options import SHIM, SGLangOptions, check_server_args, environment, server_args
 from megarl.rollout.sglang.shards import SGLangShards
 from megarl.rollout.sglang.whole_tensors import TensorAssembler
 
@@ -41,6 +42,20 @@ def test_vocabulary_rows_are_placed_as_in_sglang(make_folder, tp):
     assert torch.equal(together[:50], whole) and (together[50:] == -1).all()
     live = [shards.target_params(rank)["lm_head.weight"].live[0] for rank in range(tp)]
     assert live == [max(0, min(50 - rank * 64 // tp, 64 // tp)) for rank in range(tp)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_checksums_of_a_shard_are_added_up_over_sglangs_ranks(make_folder, tp):
+    shards = SGLangShards(read_model_config(make_folder()), tp)
+    whole = torch.randn(50, 32)
+    padded = torch.cat([whole, torch.zeros(14, 32)])
+    (height, rows), total = (-(-50 // tp), 64 // tp), 0
+    for rank in range(tp):
+        count = min(height, 50 - rank * height)
+        part = ParamRectangle("lm_head.weight", (0, 0), (count, 32), (rank * height, 0), (count, 32), "float32")
+        for holder, tile in shards.rank_rectangles(rank, part):
+            total += tile.checksum(padded[holder * rows : (holder + 1) * rows])
+    assert total % 2**64 == rectangle_checksum(whole, (0, 0))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -191,6 +206,14 @@ class TestLoader:
         digests = ask("checksum", rows={"of a": ["a", 1, 2], "b": ["b", 0, 3]}).values
         assert digests["of a"] == tensor_checksum(ask.model["a"].data[1:3])
         assert digests["b"] == tensor_checksum(ask.model["b"].data)
+        rectangles = [ParamRectangle("a", (1, 0), (2, 2), (7, 4), (2, 2), "float32")]
+        assert ask("sums", rectangles=rectangles).values == {
+            "checksums": [rectangle_checksum(torch.tensor([[1.0, 5.0]] * 2), (7, 4))]
+        }
+        with pytest.raises(
+            WeightSyncError, match=r"rank 0: parameter 'a' of the engine is torch\.float32"
+        ):
+            ask("sums", rectangles=[rectangles[0]._replace(dtype="bfloat16")])
         reply = ask("read", name="a", first=1, rows=1)
         assert (reply.values, struct.unpack("2f", reply.data)) == ({"dtype": "float32", "shape": [1, 2]}, (1.0, 5.0))
 
@@ -303,7 +326,41 @@ def test_environment_of_sglangs_ranks(monkeypatch):
     assert environment(SGLangOptions(tensor_parallel_size=2))["SGLANG_CPU_OMP_THREADS_BIND"] == "0,2,4|1,3"
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {6})
     assert environment(SGLangOptions(tensor_parallel_size=2))["SGLANG_CPU_OMP_THREADS_BIND"] == "6|6"
-    assert set(environment(SGLangOptions(device="cuda:1"))) == {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
+    assert environment(SGLangOptions(device="cuda:1")) == {
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+    }
+
+
+def test_expandable_segments_are_removed_for_sglang_on_a_gpu_only(monkeypatch):
+    """SGLang's memory saver rejects them; other settings of the allocator stay."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    on_gpu = environment(SGLangOptions(device="cuda"))
+    assert on_gpu["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512" and on_gpu["PYTORCH_ALLOC_CONF"] == ""
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(environment(SGLangOptions()))
+
+
+def test_cuda_graphs_sleep_with_the_kv_cache():
+    assert _memory_tags({"kv_cache"}) == ["cuda_graph", "kv_cache"]
+    assert _memory_tags({"weights"}) == ["weights"]
+
+
+def test_broadcast_between_processes_of_one_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"weight_transport=distributed: NCCL connects no two .* use tensor"):
+        _check_options(SGLangOptions(device="cuda", weight_transport="distributed"))
+    _check_options(SGLangOptions(weight_transport="distributed"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="reads SGLang's argument names")
+@pytest.mark.sglang
+def test_sampling_needs_no_compiler_on_a_node_without_nvcc(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(options.shutil, "which", lambda name: None)
+    assert server_args(str(tmp_path), 64, SGLangOptions(device="cuda"))["sampling_backend"] == "pytorch"
+    monkeypatch.setattr(options.shutil, "which", lambda name: name if name == "/opt/cuda/bin/nvcc" else None)
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    assert "sampling_backend" not in server_args(str(tmp_path), 64, SGLangOptions(device="cuda"))
 
 
 def murmur3(data):

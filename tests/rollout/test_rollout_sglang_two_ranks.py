@@ -12,17 +12,19 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sglang_engines import TWO_RANKS
 
 from megarl.base.errors import ConfigError, WeightSyncError
 from megarl.base.ports import free_port
 from megarl.models import WeightMap
-from megarl.models.checksum import tensor_checksum
+from megarl.models.checksum import rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
 from megarl.rollout.sglang.options import SGLangOptions, environment
 from megarl.rollout.weight_checks import WeightFingerprint
+from megarl.sharding.verification import PartialChecksum, checksums_by_name, compare_checksums, weight_rectangles
 
 REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
 
@@ -46,6 +48,16 @@ def assert_holds(engine, folder):
         assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
         held = engine.weights(rank)
         assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
+    params = [WeightMap(engine.config).rollout_params(2, rank) for rank in (0, 1)]
+    rectangles = [weight_rectangles(shard, torch.float32, ()) for shard in params]
+    sums = [checksums_by_name(p, s) for p, s in zip(params, engine.rectangle_checksums(rectangles), strict=True)]
+    compare_checksums([checksums_of_files(folder)], sums, 2)
+
+
+def checksums_of_files(folder):
+    """Checksum of each whole tensor of the folder."""
+    tensors = load_file(folder / "model.safetensors").items()
+    return {name: PartialChecksum(rectangle_checksum(t, [0] * t.dim()), t.numel()) for name, t in tensors}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +120,7 @@ def update(engine, folder, version, rows=None):
         for name, tensor in shard.items():
             starts = range(0, len(tensor), rows)
             engine.update_weights(((name, (a, *[0] * (tensor.dim() - 1)), tensor[a : a + rows]) for a in starts), rank)
+    assert engine.staging_bytes > 0
     engine.end_update(version)
 
 

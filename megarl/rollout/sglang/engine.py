@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.packages import require_sglang
 from megarl.models import ModelConfig, WeightMap, read_model_config
+from megarl.models.checksum import ParamRectangle
 from megarl.models.hf_checkpoint import HFReader
 from megarl.models.hf_folder import all_eos_token_ids
 from megarl.rollout.interface import (
@@ -238,6 +239,10 @@ class SGLangEngine(RolloutEngine):
         return self._session.fingerprint()
 
     def shutdown(self) -> None:
+    def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
+        """See the contract. Computed in SGLang's ranks, all at once."""
+        return self._session.rectangle_checksums(rectangles)
+
         """See the contract. A server that was already running continues."""
         if self._closed:
             return
@@ -344,14 +349,6 @@ def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: Reques
     return InProcessBackend(folder, max_model_len, options)
 
 
-def _check_options(options: SGLangOptions) -> None:
-    choices = {"mode": MODES, "weight_transport": TRANSPORTS, "dtype": ("float32", "bfloat16")}
-    for name, allowed in choices.items():
-        if getattr(options, name) not in allowed:
-            raise ConfigError(f"{KEY}.{name}={getattr(options, name)!r}, expected one of: {', '.join(allowed)}")
-    for name in ("tensor_parallel_size", "max_num_seqs", "bucket_bytes"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1")
 def _memory_tags(tags: set[Tag]) -> list[str]:
     """SGLang's names of memory; its CUDA graphs sleep and wake with the KV cache."""
     return sorted([*tags, *(["cuda_graph"] if "kv_cache" in tags else [])])
@@ -362,3 +359,11 @@ def _memory_tags(tags: set[Tag]) -> list[str]:
             f"{KEY}.weight_transport=distributed: NCCL connects no two processes of one GPU, and SGLang's ranks share "
             "theirs with the sender; use tensor"
         )
+def _check_options(options: SGLangOptions) -> None:
+    choices = {"mode": MODES, "weight_transport": TRANSPORTS, "dtype": ("float32", "bfloat16")}
+    for name, allowed in choices.items():
+        if getattr(options, name) not in allowed:
+            raise ConfigError(f"{KEY}.{name}={getattr(options, name)!r}, expected one of: {', '.join(allowed)}")
+    for name in ("tensor_parallel_size", "max_num_seqs", "bucket_bytes"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1")

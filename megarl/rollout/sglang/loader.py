@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
-from megarl.models.checksum import tensor_checksum
+from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.weight_checks import Coverage, check_complete
 
 ALIGNMENT = 16
@@ -209,6 +209,12 @@ class RankLoader:
             }
         )
 
+    def sums(self, model: torch.nn.Module, command: dict[str, Any], data: Tensor) -> Reply:
+        """Return checksums of parts of parameters, computed on this rank's device."""
+        held = dict(model.named_parameters())
+        rectangles = [ParamRectangle(*fields) for fields in command["rectangles"]]
+        return Reply({"checksums": [rectangle.checksum(held[rectangle.name].data) for rectangle in rectangles]})
+
     def read(self, model: torch.nn.Module, command: dict[str, Any], data: Tensor) -> Reply:
         """Return rows of one parameter."""
         tensor = dict(model.named_parameters())[command["name"]].data[
@@ -227,6 +233,7 @@ _ACTIONS = {
     "write": _LOADER.write,
     "end": _LOADER.end,
     "checksum": _LOADER.checksum,
+    "sums": _LOADER.sums,
     "read": _LOADER.read,
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.models import LocalParam, ModelConfig, WeightMap
+from megarl.models.checksum import ParamRectangle
 from megarl.rollout.interface import EngineOptions
 
 VOCAB_MULTIPLE = 64
@@ -122,6 +123,28 @@ class SGLangShards:
             at = (row - holder * self._rows, *start[1:])
             yield RankSlice(holder, name, at, values[row - first : end - first])
             row = end
+
+    def rank_rectangles(self, rank: int, part: ParamRectangle) -> Iterator[tuple[int, ParamRectangle]]:
+        """Yield SGLang's ranks that hold a part of the map's shard, and the part at its place there."""
+        if part.name not in VOCAB_PARAMS:
+            name, first_row = self._fused.get(part.name, (part.name, 0))
+            yield rank, part._replace(name=name, at=(first_row + part.at[0], *part.at[1:]))
+            return
+        first = rank * self.params[rank][part.name].shape[0] + part.at[0]
+        row, stop = first, first + part.extent[0]
+        while row < stop:
+            holder = row // self._rows
+            shape = (min((holder + 1) * self._rows, stop) - row, *part.shape[1:])
+            yield (
+                holder,
+                part._replace(
+                    at=(row - holder * self._rows, *part.at[1:]),
+                    extent=shape,
+                    start=(part.start[0] + row - first, *part.start[1:]),
+                    shape=shape,
+                ),
+            )
+            row += shape[0]
 
     def rank_rows(self, rank: int, name: str) -> list[RankRows]:
         """Return the rows in SGLang that hold the map's shard, in order, without vocabulary padding."""

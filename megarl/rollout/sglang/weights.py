@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
-from megarl.models.checksum import tensor_checksum
+from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.interface import TensorSlice
 from megarl.rollout.sglang.backend import ControlCaller, RequestLoop, SGLangBackend
 from megarl.rollout.sglang.loader import Reply, ReplyListener
@@ -183,6 +183,22 @@ class WeightSession:
         if not outcome.success and UNKNOWN_ACTION not in outcome.message:
             raise WeightSyncError(f"SGLang could not check its weights: {outcome.message}")
         return tuple(str(rank["per_gpu_checksum"]) for rank in outcome.ranks)
+    def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
+        """Return checksums of parts of the map's shards; the parts of one that is on several ranks are added up."""
+        tiles: list[list[ParamRectangle]] = [[] for _ in range(self._shards.tp)]
+        origins: list[list[tuple[int, int]]] = [[] for _ in tiles]
+        for rank, parts in enumerate(rectangles):
+            for index, part in enumerate(parts):
+                for holder, tile in self._shards.rank_rectangles(rank, part):
+                    tiles[holder].append(tile)
+                    origins[holder].append((rank, index))
+        sums = [[0] * len(parts) for parts in rectangles]
+        replies = self._command("sums", [{"rectangles": parts} for parts in tiles])
+        for holder, reply in replies.items():
+            for (rank, index), checksum in zip(origins[holder], reply.values["checksums"], strict=True):
+                sums[rank][index] = (sums[rank][index] + checksum) % 2**64
+        return sums
+
 
     def read(self, rank: int, name: str, first: int, rows: int) -> Tensor:
         """Return rows of a parameter in SGLang's rank."""
