@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,16 +15,17 @@ Rows = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class MetricRule:
-    """Threshold on the recent mean of a metric, or on its share of the start of the run.
+    """Threshold on the recent mean of a metric, on its share of the start of the run, or on a median.
 
     Attributes:
         name: name of the rule, as in ``docs/report.md``.
         metric: name of the metric.
-        text: text of the finding, with the placeholders ``value`` (recent mean) and ``share`` (of the start).
+        text: text of the finding, with the placeholders ``value`` (of the statistic) and ``share`` (of the start).
         reason: reason of the threshold.
         above: the rule applies above this value.
         below: the rule applies below this value.
-        of_start: compare the share of the start in place of the recent mean.
+        of_start: compare the share of the start in place of the value.
+        over_half: take the median over the second half of the run, for metrics that vary from step to step.
         fewest: steps with the metric before the rule applies.
         after_critic_warmup: ignore the steps that update only the critic.
         groups_only: apply only to advantage estimators that compare the samples of a group.
@@ -36,6 +38,7 @@ class MetricRule:
     above: float = math.inf
     below: float = -math.inf
     of_start: bool = False
+    over_half: bool = False
     fewest: int = 1
     after_critic_warmup: bool = False
     groups_only: bool = False
@@ -47,9 +50,10 @@ class MetricRule:
         warmup = run.setting("trainer.critic_warmup") if self.after_critic_warmup else None
         rows = [row for row in run.rows if row["step"] > warmup] if isinstance(warmup, int) else run.rows
         values = finite_values(rows, self.metric)
-        value = recent_mean(values)
-        if value is None or len(values) < self.fewest:
+        if len(values) < max(1, self.fewest):
             return None
+        value = statistics.median(values[len(values) // 2 :]) if self.over_half else recent_mean(values)
+        assert value is not None
         begin = start_mean(values)
         share = value / begin if begin > 0 else math.nan
         compared = share if self.of_start else value
@@ -66,10 +70,10 @@ RULES = (
     ),
     MetricRule(
         "critic explains nothing", "critic/vf_explained_var",
-        "The critic explains almost no variance of the returns (explained variance {value:.2f}).",
+        "The critic explains almost no variance of the returns: {value:.2f} over the second half of the run (median).",
         "At 0 a constant predicts as well, and the critic adds only noise to the advantages; check critic.optim.lr "
         "and trainer.critic_warmup. If nearly all answers score the same, there is no variance to explain.",
-        below=0.1, fewest=20, after_critic_warmup=True,
+        below=0.1, over_half=True, fewest=20, after_critic_warmup=True,
     ),
     MetricRule(
         "clipped gradient", "actor/pg_clipfrac",

@@ -63,6 +63,7 @@ def test_verdict_of_a_run(make_run: MakeRun) -> None:
         ({"critic/vf_explained_var": [-0.5] * 10}, []),
         ({"critic/vf_explained_var": [0.01] * 40}, [("warn", "critic/vf_explained_var")]),
         ({"critic/vf_explained_var": [0.01] * 30 + [0.3] * 10}, []),
+        ({"critic/vf_explained_var": [0.01] * 39 + [0.9]}, [("warn", "critic/vf_explained_var")]),
         ({"actor/ppo_kl": [0.2] * 5}, [("warn", "actor/ppo_kl")]),
         ({"actor/ppo_kl": [0.2] + [0.001] * 5}, []),
         ({"actor/reward_kl_penalty": [1.5] * 5}, [("warn", "actor/reward_kl_penalty")]),
@@ -92,7 +93,7 @@ def test_critic_is_judged_after_its_warmup() -> None:
     assert run_findings(run(values, config=warmup)) == [], "19 steps after the warm-up are too few"
     values["critic/vf_explained_var"].append(0.02)
     (finding,) = run_findings(run(values, config=warmup))
-    assert "explained variance 0.02" in finding.text and "critic.optim.lr" in finding.reason
+    assert "no variance of the returns: 0.02" in finding.text and "critic.optim.lr" in finding.reason
 
 
 @pytest.mark.parametrize(("estimator", "count"), [("grpo", 1), ("rloo", 1), ("gae", 0), ("reinforce_plus_plus", 0)])
