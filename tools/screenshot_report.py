@@ -55,8 +55,8 @@ def _report(browser: Browser, out: Path) -> None:
     browser.wait(
         "document.querySelectorAll('#rows > tr').length > 1 && rowView.rows.every((row) => rollouts.score[row] <= 0.5)"
     )
-    browser.click("#rows > tr:nth-child(1) td:nth-child(4)")
-    browser.click("#rows > tr:nth-child(3) td:nth-child(4)")
+    browser.click("#rows > tr:nth-child(1 of :not(.group-row)) td:nth-child(4)")
+    browser.click("#rows > tr:nth-child(3 of :not(.group-row)) td:nth-child(4)")
     browser.on("#rollouts", TOP_OF)
     _wait_for_charts(browser)
     browser.hover(".answer .token:nth-child(2)")

@@ -13,7 +13,13 @@ import torch
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.tracking.token_columns import TokenValues
 from megarl.trainer.phases.data_loading import load_tokenizer
-from megarl.trainer.records.samples import describe_samples, dump_samples, evenly_spaced, samples_with_tokens
+from megarl.trainer.records.samples import (
+    describe_samples,
+    dump_samples,
+    evenly_spaced,
+    rows_of_groups,
+    samples_with_tokens,
+)
 
 
 def test_describe_samples_of_a_scored_batch(arithmetic: Path, tmp_path: Path) -> None:
@@ -109,7 +115,7 @@ def test_token_values_of_a_sample(arithmetic: Path) -> None:
             "old_log_probs": old,
             "rollout_log_probs": engine,
             "advantages": numbers,
-            "response_mask": generated.bool(),
+            "response_mask": generated.bool() & (torch.arange(width) < torch.tensor(lengths[1])[:, None]),
             "generated_mask": generated,
         },
         {"reward_model": [{"ground_truth": "3"}] * 2, "reward_failed": [False, False]},
@@ -124,6 +130,8 @@ def test_token_values_of_a_sample(arithmetic: Path) -> None:
         np.testing.assert_allclose(tokens.columns["difference"], difference, rtol=1e-3, atol=1e-6)
         assert tokens.columns["advantage"].tolist() == numbers[row, :length].tolist()
         assert tokens.columns["mask"].tolist() == generated[row, :length].tolist()
+        kept = [number for at, number in enumerate(numbers[row, :length].tolist()) if generated[row, at]]
+        assert sample["advantage"] == pytest.approx(sum(kept) / len(kept)), "mean over the trained tokens"
     assert samples[0]["output"] == "12 é", "the end of the answer writes nothing"
 
 
@@ -141,3 +149,19 @@ def test_ambiguous_tokens_have_no_values(arithmetic: Path, monkeypatch: pytest.M
     )
     (sample,) = samples_with_tokens(batch, tokenizer, step=1)
     assert "tokens" not in sample and sample["response_length"] == 1
+
+
+@pytest.mark.parametrize(
+    ("uids", "count", "expected"),
+    [
+        ("abab", 2, [0, 2]),
+        ("abab", 4, [0, 2, 1, 3]),
+        ("aabbccdd", 5, [0, 1, 4, 5]),
+        ("aaaa", 3, [0, 1, 2]),
+        ("abcd", 2, [0, 2]),
+        ("aab", 16, [0, 1, 2]),
+        ("", 16, []),
+    ],
+)
+def test_samples_of_the_report_are_whole_groups(uids: str, count: int, expected: list[int]) -> None:
+    assert rows_of_groups(list(uids), count) == expected

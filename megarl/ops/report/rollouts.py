@@ -20,9 +20,21 @@ MAX_TEXT = 12_000
 MAX_ROWS = 6000
 MOST_FILES = 600
 FIELDS = (
-    "run", "step", "kind", "input", "output", "gts", "score", "source", "length", "masked", "tokens", "extra",
+    "run", "step", "kind", "input", "output", "gts", "score", "advantage", "source", "length", "masked", "tokens",
+    "extra",
 )  # fmt: skip
-_STANDARD_FIELDS = {"input", "output", "gts", "score", "step", "masked", "tokens", "data_source", "response_length"}
+_STANDARD_FIELDS = {
+    "input",
+    "output",
+    "gts",
+    "score",
+    "step",
+    "masked",
+    "tokens",
+    "data_source",
+    "response_length",
+    "advantage",
+}
 _MOST_EXTRA = 400
 
 Row = dict[str, Any]
@@ -141,7 +153,8 @@ def _row(entry: Mapping[str, Any], step: int, kind: str, run: int) -> tuple[Row,
         "input": shorten(prompt),
         "output": output,
         "gts": shorten(gts if isinstance(gts, str) else json.dumps(gts, ensure_ascii=False)),
-        "score": float(score) if isinstance(score, int | float) and math.isfinite(score) else None,
+        "score": _finite(score),
+        "advantage": _finite(entry.get("advantage")),
         "source": str(entry.get("data_source", "")),
         "length": length if isinstance(length, int) else None,
         "masked": masked,
@@ -154,6 +167,10 @@ def _row(entry: Mapping[str, Any], step: int, kind: str, run: int) -> tuple[Row,
     }
     size = len(zlib.compress(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"), 1)) * 4 // 3
     return row, size, len(answer) > MAX_TEXT or len(prompt) > MAX_TEXT
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _answer(text: str, masked: Any, coded: Any) -> tuple[str, list[list[int]] | None, dict[str, str] | None]:

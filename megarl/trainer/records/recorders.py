@@ -32,6 +32,7 @@ from megarl.trainer.records.samples import (
     dump_log_probs,
     dump_samples,
     evenly_spaced,
+    rows_of_groups,
     samples_with_tokens,
 )
 from megarl.trainer.state.run_state import RunState
@@ -95,7 +96,7 @@ class SampleRecorder(Callback):
             dump_samples(folder, step, describe_samples(batch, self.tokenizer, step))
             if self.compare_log_probs:
                 dump_log_probs(folder, step, batch, view.config.actor_rollout_ref)
-        shown = batch[evenly_spaced(range(len(batch)), SAMPLES_PER_STEP_IN_REPORT)]
+        shown = batch[rows_of_groups(batch.non_tensor_batch["uid"].tolist(), SAMPLES_PER_STEP_IN_REPORT)]
         self.reporter.keep_samples(step, samples_with_tokens(shown, self.tokenizer, step), "train")
 
 

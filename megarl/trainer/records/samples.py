@@ -37,7 +37,8 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
 
     A record also has the extra numbers of the reward function, ``data_source`` if the row has one, and
     ``response_length`` in tokens. ``score`` is None if the reward failed. ``masked`` lists the characters of ``output``
-    that a tool or a search wrote, as ``[begin, end]`` pairs. A failed conversation has ``agent_error``.
+    that a tool or a search wrote, as ``[begin, end]`` pairs. ``advantage`` is the mean over the trained tokens. A failed
+    conversation has ``agent_error``.
     """
     prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
     prompts, responses = batch.tensors["prompts"], batch.tensors["responses"]
@@ -45,6 +46,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     failed = batch.non_tensor_batch["reward_failed"]
     extras = [name for name in batch.non_tensor_batch if name.startswith("reward_extra_")]
     sources = batch.non_tensor_batch.get("data_source")
+    advantages = _mean_advantages(batch)
     samples = []
     for row, (prompt, response) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):
         samples.append(
@@ -56,11 +58,21 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
                 "step": step,
                 **({"data_source": str(sources[row])} if sources is not None else {}),
                 "response_length": response,
+                **({"advantage": advantages[row]} if advantages is not None else {}),
                 **{name.removeprefix("reward_extra_"): batch.non_tensor_batch[name][row] for name in extras},
                 **_conversation_fields(batch, tokenizer, row, response),
             }
         )
     return samples
+
+
+def _mean_advantages(batch: DataProto) -> list[float | None] | None:
+    """Mean advantage of each row over its trained tokens, None without any; None before advantages are computed."""
+    if "advantages" not in batch.tensors:
+        return None
+    mask = batch.tensors["response_mask"].bool()
+    sums, counts = (batch.tensors["advantages"] * mask).sum(-1).tolist(), mask.sum(-1).tolist()
+    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
 
 def _conversation_fields(batch: DataProto, tokenizer: PreTrainedTokenizerBase, row: int, length: int) -> Sample:
@@ -131,3 +143,18 @@ def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
     if len(items) <= count:
         return list(items)
     return [items[index * len(items) // count] for index in range(count)]
+
+
+def rows_of_groups(uids: Sequence[str], count: int) -> list[int]:
+    """Pick at most ``count`` rows: all rows of evenly spaced groups, adjacent; a larger group is cut.
+
+    Args:
+        uids: group of each row.
+        count: largest number of rows.
+    """
+    groups: dict[str, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    largest = max(map(len, groups.values()), default=1)
+    chosen = evenly_spaced(list(groups.values()), max(1, count // largest))
+    return [row for rows in chosen for row in rows][:count]

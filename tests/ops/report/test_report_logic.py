@@ -170,6 +170,33 @@ def test_search_and_filters(call: Call) -> None:
     assert rows(call, run="0") == [0, 1], "the first run has the number 0"
 
 
+GROUPED = {
+    "run": [0] * 8,
+    "step": [2, 2, 2, 2, 2, 2, 1, 2],
+    "kind": ["train"] * 7 + ["validation"],
+    "input": ["solved", "mixed", "failing", "mixed", "solved", "failing", "mixed", "mixed"],
+    "score": [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, None],
+    "length": [1, 8, 3, 4, 5, 6, 7, 2],
+}
+
+
+def test_answers_are_grouped_by_prompt_with_failing_and_mixed_groups_first(call: Call) -> None:
+    chosen = "(rollouts, filters) => chooseRows(rollouts, filters, () => '', groupAnswers(rollouts))"
+    order = call(f"({chosen})", GROUPED, {"sort": "step", "down": True})
+    assert order == [2, 5, 3, 1, 0, 4, 7, 6], "the latest step, its failing, mixed, solved and unscored prompts"
+    by_length = call(f"({chosen})", GROUPED, {"sort": "length", "down": True})
+    assert by_length == [1, 3, 6, 5, 2, 4, 0, 7], "a group is at the place of its first answer"
+    sizes = call("((rollouts) => groupAnswers(rollouts).of.map((group) => group.rows.length))", GROUPED)
+    assert sizes == [2, 2, 2, 2, 2, 2, 1, 1], "a step and a validation have groups of their own"
+
+
+def test_description_of_a_group(call: Call) -> None:
+    describe = "((rollouts, row) => describeGroup(groupAnswers(rollouts).of[row]))"
+    assert call(describe, GROUPED, 1) == "2 answers, mean reward 0.5, standard deviation 0.5"
+    assert call(describe, GROUPED, 0) == "2 answers, all with reward 1"
+    assert call(describe, GROUPED, 7) == "1 answer, none with a reward"
+
+
 def test_sorting_puts_missing_values_last(call: Call) -> None:
     assert rows(call, sort="score") == [2, 3, 0, 1] and rows(call, sort="score", down=True) == [0, 3, 2, 1]
     assert rows(call, sort="length", down=True) == [3, 0, 1, 2]

@@ -50,10 +50,10 @@ def test_runs_share_the_row_limit(make_run: MakeRun) -> None:
 
 
 def test_row_contains_the_values_of_its_line(make_run: MakeRun) -> None:
-    line = sample(1, 1, HOSTILE, pred=7, gts={"a": [1]}, masked=[[0, 9]])
+    line = sample(1, 1, HOSTILE, pred=7, gts={"a": [1]}, advantage=-0.25, masked=[[0, 9]])
     (row,) = read_rollouts([read_run(make_run(samples={1: [line]}))], PLENTY).rows
     assert row["gts"] == '{"a": [1]}' and row["output"] == HOSTILE and row["extra"] == {"pred": "7"}
-    assert (row["source"], row["length"], row["score"]) == ("odd", 5, 1.0)
+    assert (row["source"], row["length"], row["score"], row["advantage"]) == ("odd", 5, 1.0, -0.25)
     assert row["masked"] == [[0, 9]] and row["tokens"] == line["tokens"]
 
 

@@ -172,8 +172,9 @@ function strength(column, value) {
 const SEARCHED = ["input", "output", "gts", "source"];
 
 // The rows to show, as indices, in order. `wanted`: text (all its words, or a "phrase"), run, kind, source, step, low, high,
-// shortest, longest, masked, sort, down; "" or missing means no filter.
-function chooseRows(rollouts, wanted, haystack) {
+// shortest, longest, masked, sort, down; "" or missing means no filter. With groups (of groupAnswers), the answers of a prompt
+// are adjacent; among equals, the group with the lowest mean reward comes first.
+function chooseRows(rollouts, wanted, haystack, groups) {
   const words = queryWords(wanted.text || "");
   const within = (value, low, high) =>
     (!isGiven(low) || (value !== null && value >= Number(low))) && (!isGiven(high) || (value !== null && value <= Number(high)));
@@ -189,7 +190,37 @@ function chooseRows(rollouts, wanted, haystack) {
     chosen.push(index);
   }
   const column = rollouts[wanted.sort || "step"], sign = wanted.down ? -1 : 1;
-  return chosen.sort((a, b) => compareValues(column[a], column[b], sign) || a - b);
+  if (!groups) return chosen.sort((a, b) => compareValues(column[a], column[b], sign) || a - b);
+  const mean = (index) => groups.of[index].mean, score = rollouts.score;
+  chosen.sort((a, b) => compareValues(column[a], column[b], sign) || compareValues(mean(a), mean(b), 1) || compareValues(score[a], score[b], 1) || a - b);
+  const gathered = new Map();
+  for (const index of chosen) gathered.set(groups.of[index], [...(gathered.get(groups.of[index]) || []), index]);
+  return [...gathered.values()].flat();
+}
+
+// Groups of answers, those of a run to a prompt at a step: {of: group of each row}, a group is {rows, mean, deviation}.
+// Mean and standard deviation are those of the rewards; null without any.
+function groupAnswers(rollouts) {
+  const groups = new Map(), of = rollouts.input.map((input, index) => {
+    const key = JSON.stringify([rollouts.run[index], rollouts.kind[index], rollouts.step[index], input]);
+    if (!groups.has(key)) groups.set(key, { rows: [], mean: null, deviation: null });
+    groups.get(key).rows.push(index);
+    return groups.get(key);
+  });
+  for (const group of groups.values()) {
+    const scores = group.rows.map((index) => rollouts.score[index]).filter((score) => score !== null);
+    if (!scores.length) continue;
+    group.mean = scores.reduce((sum, score) => sum + score, 0) / scores.length;
+    group.deviation = Math.sqrt(scores.reduce((sum, score) => sum + (score - group.mean) ** 2, 0) / scores.length);
+  }
+  return { of };
+}
+
+function describeGroup(group) {
+  const count = group.rows.length === 1 ? "1 answer" : `${group.rows.length} answers`;
+  if (group.mean === null) return `${count}, none with a reward`;
+  const spread = group.deviation > 0 ? `mean reward ${formatNumber(group.mean)}, standard deviation ${formatNumber(group.deviation)}` : `all with reward ${formatNumber(group.mean)}`;
+  return `${count}, ${spread}`;
 }
 
 const isGiven = (value) => value !== undefined && value !== null && value !== "";

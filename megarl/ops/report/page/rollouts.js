@@ -3,7 +3,7 @@
 const PAGE_ROWS = 25;
 let rollouts = null;
 const FILTERS = ["search", "run", "kind", "source", "first-step", "last-step", "low", "high", "shortest", "longest"];
-const rowView = { rows: [], page: 0, sort: "step", down: true, open: new Set() };
+const rowView = { rows: [], groups: null, page: 0, sort: "step", down: true, open: new Set() };
 const haystacks = [];
 
 const haystack = (index) => (haystacks[index] ??= searchText(rollouts, index));
@@ -20,7 +20,7 @@ function filterRows() {
     text: value("search"), run: value("run"), kind: value("kind"), source: value("source"),
     firstStep: value("first-step"), lastStep: value("last-step"), low: value("low"), high: value("high"),
     shortest: value("shortest"), longest: value("longest"), sort: rowView.sort, down: rowView.down,
-  }, haystack);
+  }, haystack, find("grouped").checked ? rowView.groups : null);
   rowView.page = 0;
   drawRows();
 }
@@ -28,7 +28,7 @@ function filterRows() {
 // ---------------------------------------------------------------- table
 
 function columnsShown() {
-  const several = { run: data.runs.length > 1, source: distinct(rollouts.source).length > 1, length: rollouts.length.some((value) => value !== null) };
+  const several = { run: data.runs.length > 1, source: distinct(rollouts.source).length > 1, length: rollouts.length.some((value) => value !== null), advantage: rollouts.advantage.some((value) => value !== null) };
   return [...document.querySelectorAll("#table th")].map((header) => header.dataset.column).filter((name) => several[name] ?? true);
 }
 
@@ -43,6 +43,7 @@ function cellOf(name, index) {
     return cell;
   }
   if (name === "score") return element("td", `number ${value > 0 ? "good" : "bad"}`, formatNumber(value));
+  if (name === "advantage") return element("td", "number", formatNumber(value));
   if (name === "length") return element("td", "number", value === null ? "–" : String(value));
   if (name === "run") return element("td", "", data.runs[value].name);
   return element("td", name === "source" ? "" : "text", value.slice(0, 300));
@@ -64,11 +65,24 @@ function rowElements(index, columns) {
   return rowView.open.has(index) ? [row, detailRow(index, columns.length)] : [row];
 }
 
+// Heading of a group of several answers, above its first row on the page.
+function groupHeading(index, before, width) {
+  const group = rowView.groups.of[index];
+  if (!find("grouped").checked || group.rows.length < 2 || (before !== undefined && rowView.groups.of[before] === group)) return [];
+  const row = element("tr", "group-row"), cell = element("th", "", `${rollouts.input[index].trim().slice(0, 160)} `);
+  cell.colSpan = width;
+  cell.scope = "rowgroup";
+  cell.append(element("span", "quiet", `step ${rollouts.step[index]}, ${describeGroup(group)}`));
+  row.append(cell);
+  return [row];
+}
+
 function drawRows() {
   const pages = Math.max(1, Math.ceil(rowView.rows.length / PAGE_ROWS)), columns = columnsShown();
   rowView.page = Math.min(Math.max(rowView.page, 0), pages - 1);
   for (const header of document.querySelectorAll("#table th")) header.hidden = !columns.includes(header.dataset.column);
-  const shown = rowView.rows.slice(rowView.page * PAGE_ROWS, (rowView.page + 1) * PAGE_ROWS).flatMap((index) => rowElements(index, columns));
+  const shown = rowView.rows.slice(rowView.page * PAGE_ROWS, (rowView.page + 1) * PAGE_ROWS)
+    .flatMap((index, at, all) => [...groupHeading(index, all[at - 1], columns.length), ...rowElements(index, columns)]);
   if (!shown.length) {
     const cell = element("td", "empty", rollouts.step.length ? "Nothing matches." : "No answers were kept.");
     cell.colSpan = columns.length;
@@ -253,6 +267,9 @@ function setUpRollouts() {
   const kinds = distinct(rollouts.kind), sources = distinct(rollouts.source).sort();
   fillSelect(find("kind"), kinds, kinds, "all");
   fillSelect(find("source"), sources, sources, "all");
+  rowView.groups = groupAnswers(rollouts);
+  find("grouped").addEventListener("change", filterRows);
+  find("grouped").closest("label").hidden = rowView.groups.of.every((group) => group.rows.length < 2);
   let timer = 0;
   for (const id of FILTERS) find(id).addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(filterRows, 80); });
   find("clear").addEventListener("click", () => { for (const id of FILTERS) find(id).value = ""; filterRows(); });
