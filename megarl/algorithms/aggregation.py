@@ -43,6 +43,11 @@ def _token_mean(normalizers: _Normalizers) -> float:
     return 1.0 / max(normalizers.counts.tokens, 1)
 
 
+@AGGREGATIONS.register("token-sum")
+def _token_sum(normalizers: _Normalizers) -> float:
+    return 1.0
+
+
 @AGGREGATIONS.register("seq-mean-token-sum")
 def _seq_mean_token_sum(normalizers: _Normalizers) -> float:
     return 1.0 / max(normalizers.counts.sequences, 1)
@@ -83,6 +88,7 @@ def token_weights(
     """Weight of each token's loss in the loss of the whole mini-batch; 0 outside the mask.
 
     - ``token-mean``: mean over all trained tokens (Yu et al. 2025, arXiv:2503.14476).
+    - ``token-sum``: sum over all trained tokens, so that a step grows with the mini-batch.
     - ``seq-mean-token-sum``: sum over a sequence's tokens, mean over sequences.
     - ``seq-mean-token-mean``: mean over a sequence's tokens, mean over sequences (Shao et al. 2024, eq. 3).
     - ``seq-mean-token-sum-norm``: sum over a sequence's tokens divided by ``horizon``, mean over sequences

@@ -40,7 +40,7 @@ def _absolute(log_ratio: Tensor) -> Tensor:
     return log_ratio.abs()
 
 
-@KL_ESTIMATORS.register("mse", "k2")
+@_register("mse", "k2")
 def _k2(log_ratio: Tensor) -> Tensor:
     return 0.5 * log_ratio.square()
 
@@ -62,7 +62,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     - ``low_var_kl``, ``k3``: ``exp(-d) - 1 + d``, unbiased, never negative; clamped to 10, its exponent to 20.
 
     As a loss, only k2 has the gradient of this KL. The gradient of k1 has mean 0; the gradient of k3 is that of the
-    reverse KL. A "+" after the name (``k1+``, ``abs+``, ``k3+``, ...) keeps the value and uses k2's gradient.
+    reverse KL. A "+" after any name (``k1+``, ``abs+``, ``k3+``, ...) keeps the value and uses k2's gradient.
 
     Args:
         log_prob: any shape; with gradients if used as a loss.

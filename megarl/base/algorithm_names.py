@@ -41,11 +41,12 @@ LOSS_MODES: Mapping[str, str] = {
 DEFAULT_AGGREGATION = "token-mean"
 """``loss_agg_mode`` of a custom policy loss, as of PPO's."""
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 FULL_KL = "full"
 """The exact KL over the whole vocabulary; it is no per-token estimator and not in the registry."""
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", FULL_KL)
+_KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_KINDS = (*_KL_ESTIMATES, *(f"{name}+" for name in _KL_ESTIMATES), FULL_KL)
 """KL estimators; a ``+`` keeps the value of the estimator and takes the gradient of k2."""
 KL_CONTROLLER_TYPES = ("fixed", "adaptive")
 

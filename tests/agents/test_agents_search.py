@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from agent_cases import Scripted, ids_of, merging_tokenizer, sampling
+from documented_metrics import undocumented
 from retrieval_server import BM25Index, Document, RetrievalServer
 
 from megarl.agents import Conversation, ConversationLimits, run_all, trajectory_metrics
@@ -69,6 +70,7 @@ def test_metrics_equal_search_r1s(tokenizer, url):
         "env/number_of_valid_search": 1.5,
         "env/finish_ratio": 0.5,
     }
+    assert undocumented(metrics) == []
     written = sum(good.response_mask) + sum(lost.response_mask)
     assert metrics["state_tokens/total"] == written
     assert metrics["state_tokens/coverage"] == written / (len(good.response_ids) + len(lost.response_ids))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megarl.algorithms import AGGREGATIONS, loss_counts, token_weights
 from megarl.base.errors import ConfigError
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 HORIZON = 11
 
 
@@ -18,6 +18,8 @@ def by_definition(losses, masks, mode):
         return 0.0
     if mode == "token-mean":
         return np.concatenate(kept).mean()
+    if mode == "token-sum":
+        return np.concatenate(kept).sum()
     per_sequence = {
         "seq-mean-token-sum": lambda tokens: tokens.sum(),
         "seq-mean-token-mean": lambda tokens: tokens.mean(),

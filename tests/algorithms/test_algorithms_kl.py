@@ -17,8 +17,8 @@ FORMULAS = {
     "k3": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
 }
 # with a "+": the value of the one, the derivative of k2
-FORMULAS |= {f"{kind}+": (FORMULAS[kind][0], FORMULAS["k2"][1]) for kind in ("k1", "abs", "k3")}
-SAME = {"kl+": "k1+", "low_var_kl+": "k3+", "kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+FORMULAS |= {f"{kind}+": (FORMULAS[kind][0], FORMULAS["k2"][1]) for kind in ("k1", "abs", "k2", "k3")}
+SAME = {"kl+": "k1+", "mse+": "k2+", "low_var_kl+": "k3+", "kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 @pytest.mark.parametrize("kind", [*FORMULAS, *SAME])
@@ -51,7 +51,7 @@ def test_k3_is_cut_where_it_would_explode():
 
 
 def test_unknown_estimator():
-    with pytest.raises(ConfigError, match=r"kl_penalty='k4'.*abs, .*k1, .*k2, k3, .*low_var_kl, .*mse"):
+    with pytest.raises(ConfigError, match=r"kl_penalty='k4'.*abs, .*k1, .*k2, .*k3, .*low_var_kl, .*mse"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
     assert set(KL_ESTIMATORS) == {*FORMULAS, *SAME}
 

@@ -78,6 +78,18 @@ def run(name, batch, options=loss_options()):  # noqa: B008
     return result, log_prob.grad
 
 
+@settings(max_examples=25)
+@given(batches())
+def test_cispo_with_trls_cap(batch):
+    """docs/from_trl.md: TRL caps the ratio at ``epsilon_high`` itself, without a lower bound."""
+    epsilon_high = 1.2
+    result, slopes = run("cispo", batch, loss_options(clip_ratio_low=1.0, clip_ratio_high=epsilon_high - 1))
+    new, old, advantages, mask = batch
+    capped = np.minimum(np.exp(new - old), epsilon_high)
+    np.testing.assert_allclose(result.loss.detach()[mask], (-capped * advantages * new)[mask], atol=1e-12)
+    np.testing.assert_allclose(slopes, np.where(mask, -capped * advantages, 0.0), atol=1e-12)
+
+
 CLIPS = loss_options(clip_ratio_low=0.2, clip_ratio_high=0.3, tau_pos=1.0, tau_neg=1.3)
 
 

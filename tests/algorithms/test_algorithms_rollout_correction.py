@@ -158,6 +158,30 @@ def test_rejections(drawn: dict[str, torch.Tensor], option: str) -> None:
     assert 0 < expected.sum() < tokens
 
 
+@pytest.mark.parametrize(
+    ("option", "low", "high"), [("token_k1", 0.5, 1.3), ("seq_sum_k1", 0.3, 1.3), ("seq_mean_k1", 0.75, 1.1)]
+)
+def test_reciprocal_bounds_reject_as_verl_does(
+    drawn: dict[str, torch.Tensor], option: str, low: float, high: float
+) -> None:
+    """verl keeps ``log a <= -log r <= log b``, of sums and means over a sequence too; see docs/rollout_correction.md."""
+    ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
+    trained = drawn["trained"]
+    rejected, _ = rejected_tokens(ratios, drawn["compared"], trained, [Rejection(option, 1 / low, 1 / high)])
+    expected = np.zeros((ROWS, WIDTH), dtype=bool)
+    for i, row in rows_of(drawn).items():
+        negative = [b - a for a, b in row]
+        statistic = {"seq_sum_k1": sum(negative), "seq_mean_k1": sum(negative) / len(negative)}.get(option, 0.0)
+        expected[i] = not math.log(low) <= statistic <= math.log(high)
+    if option == "token_k1":
+        for i, j, a, b in tokens_of(drawn):
+            expected[i, j] = not math.log(low) <= b - a <= math.log(high)
+    expected &= trained.numpy() > 0
+    np.testing.assert_array_equal(rejected.numpy(), expected)
+    unchanged, _ = rejected_tokens(ratios, drawn["compared"], trained, [Rejection(option, high, low)])
+    assert expected.any() and not torch.equal(unchanged, rejected)
+
+
 def test_rejection_rules_combine_and_unknown_ones_are_errors(drawn: dict[str, torch.Tensor]) -> None:
     rules = [Rejection("token_k1", 1.4, 0.75), Rejection("seq_max_k2", 0.3)]
     ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])

@@ -24,7 +24,7 @@ def rows(title: str) -> list[tuple[set[str], str]]:
     return [(set(re.findall(r"`(\w+)`", first)), second) for first, second in cells if "`" in first]
 
 
-@pytest.mark.parametrize("name", ["GRPOConfig", "PPOConfig"])
+@pytest.mark.parametrize("name", ["GRPOConfig", "RLOOConfig", "PPOConfig"])
 def test_every_field_is_listed_once(name: str) -> None:
     listed = [field for fields, _ in rows(name) for field in fields]
     assert sorted(listed) == sorted(FIELDS[name])

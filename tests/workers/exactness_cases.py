@@ -193,7 +193,7 @@ def on_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def draw(number: int, subjects: dict[tuple[str, bool], Subject]) -> Case:
-    """The ``number``-th case: twelve roles and aggregations without experts, twelve with, and so on."""
+    """The ``number``-th case: twelve without experts, twelve with, and so on."""
     rng = random.Random(number)
     kind, experts = list(WORKERS)[number % 3], number // 12 % 2 == 1
     model = subjects[kind, experts].config

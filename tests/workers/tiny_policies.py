@@ -221,6 +221,8 @@ def aggregate(per_row: list[list[Any]], mode: str, horizon: int) -> Any:
         return sum(map(min, per_row)) / len(per_row)
     if mode == "token-mean":
         return sum(number for numbers in per_row for number in numbers) / sum(map(len, per_row))
+    if mode == "token-sum":
+        return sum(number for numbers in per_row for number in numbers)
     divisor = {
         "seq-mean-token-sum": lambda n: 1,
         "seq-mean-token-mean": len,
