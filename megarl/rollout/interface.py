@@ -319,12 +319,6 @@ class RolloutEngine(abc.ABC):
     def checksum(self, rank: int = 0) -> dict[str, str]:
         """Return a digest of each of a rank's parameters, by :func:`megarl.models.checksum.tensor_checksum`."""
 
-    def fingerprint(self) -> tuple[str, ...]:
-        """Return a digest of all weights by rank, computed by the engine; equal as long as nothing changes.
-
-        Empty if the engine cannot compute one.
-        """
-        return ()
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
         """Return the checksums of parts of the parameters of each rank, computed where the parameters are.
 
@@ -337,6 +331,12 @@ class RolloutEngine(abc.ABC):
         held = [self.weights(rank) for rank in range(len(rectangles))]
         return [[part.checksum(held[rank][part.name]) for part in parts] for rank, parts in enumerate(rectangles)]
 
+    def fingerprint(self) -> tuple[str, ...]:
+        """Return a digest of all weights by rank, computed by the engine; equal as long as nothing changes.
+
+        Empty if the engine cannot compute one.
+        """
+        return ()
 
     @abc.abstractmethod
     def shutdown(self) -> None:

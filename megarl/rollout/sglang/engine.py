@@ -234,15 +234,15 @@ class SGLangEngine(RolloutEngine):
         """See the contract. Computed in SGLang's ranks."""
         return self._session.checksum(rank)
 
+    def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
+        """See the contract. Computed in SGLang's ranks, all at once."""
+        return self._session.rectangle_checksums(rectangles)
+
     def fingerprint(self) -> tuple[str, ...]:
         """See the contract. Computed by SGLang's weight checker, in versions with one."""
         return self._session.fingerprint()
 
     def shutdown(self) -> None:
-    def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """See the contract. Computed in SGLang's ranks, all at once."""
-        return self._session.rectangle_checksums(rectangles)
-
         """See the contract. A server that was already running continues."""
         if self._closed:
             return
@@ -354,16 +354,16 @@ def _memory_tags(tags: set[Tag]) -> list[str]:
     return sorted([*tags, *(["cuda_graph"] if "kv_cache" in tags else [])])
 
 
-    if options.weight_transport == "distributed" and not options.is_cpu:
-        raise ConfigError(
-            f"{KEY}.weight_transport=distributed: NCCL connects no two processes of one GPU, and SGLang's ranks share "
-            "theirs with the sender; use tensor"
-        )
 def _check_options(options: SGLangOptions) -> None:
     choices = {"mode": MODES, "weight_transport": TRANSPORTS, "dtype": ("float32", "bfloat16")}
     for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{KEY}.{name}={getattr(options, name)!r}, expected one of: {', '.join(allowed)}")
+    if options.weight_transport == "distributed" and not options.is_cpu:
+        raise ConfigError(
+            f"{KEY}.weight_transport=distributed: NCCL connects no two processes of one GPU, and SGLang's ranks share "
+            "theirs with the sender; use tensor"
+        )
     for name in ("tensor_parallel_size", "max_num_seqs", "bucket_bytes"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1")

@@ -174,15 +174,6 @@ class WeightSession:
         held = self.params(rank)
         return {name: digests[name] if name in local else tensor_checksum(held[name]) for name in params}
 
-    def fingerprint(self) -> tuple[str, ...]:
-        """Return the checksum of each rank's weights by SGLang's checker; empty in versions without checksums."""
-        if not self._checks:
-            return ()
-        self._flush()
-        outcome = self._call("check_weights", action="checksum")
-        if not outcome.success and UNKNOWN_ACTION not in outcome.message:
-            raise WeightSyncError(f"SGLang could not check its weights: {outcome.message}")
-        return tuple(str(rank["per_gpu_checksum"]) for rank in outcome.ranks)
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
         """Return checksums of parts of the map's shards; the parts of one that is on several ranks are added up."""
         tiles: list[list[ParamRectangle]] = [[] for _ in range(self._shards.tp)]
@@ -199,6 +190,15 @@ class WeightSession:
                 sums[rank][index] = (sums[rank][index] + checksum) % 2**64
         return sums
 
+    def fingerprint(self) -> tuple[str, ...]:
+        """Return the checksum of each rank's weights by SGLang's checker; empty in versions without checksums."""
+        if not self._checks:
+            return ()
+        self._flush()
+        outcome = self._call("check_weights", action="checksum")
+        if not outcome.success and UNKNOWN_ACTION not in outcome.message:
+            raise WeightSyncError(f"SGLang could not check its weights: {outcome.message}")
+        return tuple(str(rank["per_gpu_checksum"]) for rank in outcome.ranks)
 
     def read(self, rank: int, name: str, first: int, rows: int) -> Tensor:
         """Return rows of a parameter in SGLang's rank."""
