@@ -63,8 +63,8 @@ def check_cluster(needs: Needs, address: str | None = None) -> list[NodeReport]:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = _node_names(nodes)
         doctors = dict(zip(names, map(_start_doctor, nodes), strict=True))
-        # The cluster itself holds Ray's ports.
-        node_needs = replace(needs, watched_ports=(), nodes=len(nodes))
+        # The cluster itself holds Ray's ports, and only the driver's node needs logins.
+        node_needs = replace(needs, watched_ports=(), trackers=(), nodes=len(nodes))
         hosts = [node["NodeManagerHostname"] for node in nodes]
         calls = {
             name: doctor.check.remote(replace(node_needs, peers=tuple(peer for peer in hosts if peer != host)))

@@ -16,10 +16,13 @@ import psutil
 import pytest
 
 from megarl.cli import main
+from megarl.config import TrainConfig
+from megarl.config.compose import ConfigRequest, compose
 from megarl.ops.doctor import node
-from megarl.ops.doctor.node import CheckResult, Needs, NodeReport, Status, check_node
+from megarl.ops.doctor.node import CheckResult, Needs, NodeReport, Status, check_node, needs_of
 from megarl.ops.doctor.node import system as checks
 from megarl.ops.doctor.node.results import reports_table
+from megarl.ops.doctor.node.services import check_engine_package, check_logins
 from megarl.ops.doctor.node.storage import check_checkpoint_room, check_disk_speed, check_folders
 from megarl.ops.doctor.node.system import check_hostname, check_peers, check_ports
 
@@ -249,3 +252,22 @@ def test_command_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str]) -
     assert "did you mean trainer.nnodes" in capsys.readouterr().err
     assert main(["doctor", "--nodes", "--address", "not an address", "--quick"]) == 1
     assert "no Ray cluster answers" in capsys.readouterr().err
+
+
+def test_engine_and_logins_of_the_configuration_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the messages of a run's preflight."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    overrides = (
+        "trainer.logger=[console,wandb]",
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+    )
+    needs = needs_of(compose(ConfigRequest(TrainConfig, "quickstart", overrides)))
+    (engine,) = check_engine_package(needs)
+    assert engine.status is Status.FAIL and "needs the package sglang" in engine.found
+    console, wandb = check_logins(needs)
+    assert (console.status, wandb.status) == (Status.PASS, Status.FAIL) and "wandb login" in wandb.found
+    assert check_engine_package(Needs()) == check_logins(Needs()) == []

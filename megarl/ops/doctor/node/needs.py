@@ -33,6 +33,8 @@ class Needs:
         checkpoint_bytes: size of one checkpoint of the whole run; None = unknown.
         models: Hugging Face folders that must be readable.
         readable: data files and folders that must be readable.
+        engine: name of the rollout engine; None without one.
+        trackers: entries of ``trainer.logger``.
         shared_memory_bytes: upper limit of the shared memory of all processes of this machine.
         host_bytes: host memory.
         ports: ports that must be free.
@@ -48,6 +50,8 @@ class Needs:
     checkpoint_bytes: int | None = None
     models: tuple[str, ...] = ()
     readable: tuple[str, ...] = ()
+    engine: str | None = None
+    trackers: tuple[str, ...] = ()
     shared_memory_bytes: int = 2 * 256 * MIB + _OBJECT_STORE_BYTES
     host_bytes: int = 4 * GIB
     ports: tuple[int, ...] = ()
@@ -81,6 +85,8 @@ def needs_of(config: JobConfig) -> Needs:
         checkpoint_bytes=state if saves else None,
         models=tuple(dict.fromkeys(_models(config))),
         readable=tuple(file for file in files if not set("*?[$~") & set(file)),
+        engine=None if isinstance(config, SupervisedConfig) else config.actor_rollout_ref.rollout.name,
+        trackers=tuple(trainer.logger),
     )
 
 
