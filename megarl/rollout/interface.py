@@ -61,7 +61,8 @@ class SamplingParams:
         stop_token_ids: generation stops after any of these, in addition to the engine's end-of-sequence tokens.
         stop: generation stops after the token that completes any of these strings in the decoded response. The whole
             token is kept.
-        ignore_eos: only ``max_new_tokens`` stops generation.
+        ignore_eos: no token stops generation, neither the engine's end-of-sequence tokens nor ``stop_token_ids``; the
+            strings of ``stop`` and ``max_new_tokens`` do.
     """
 
     max_new_tokens: int
@@ -295,6 +296,11 @@ class RolloutEngine(abc.ABC):
         Raises:
             WeightSyncError: an element is missing, or ``version`` is not the update's; the engine stays stale.
         """
+
+    @property
+    def staging_bytes(self) -> int:
+        """Largest memory in which the engine collects slices of the open update, in bytes; 0 if it writes at once."""
+        return 0
 
     @abc.abstractmethod
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:

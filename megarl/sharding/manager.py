@@ -140,9 +140,9 @@ class ShardingManager:
 
         Returns:
             ``weight_sync/seconds``; ``weight_sync/bytes`` over all ranks; ``weight_sync/buckets``;
-            ``weight_sync/peak_mb``, the largest extra memory of a process besides weights, without SGLang's staging
-            buffers; ``weight_sync/gb_per_s``; ``weight_sync/verified``, 1 after a checksum comparison, else 0; and,
-            after a comparison, ``weight_sync/verify_seconds``.
+            ``weight_sync/peak_mb``, the largest extra memory of a process besides weights; ``weight_sync/gb_per_s``;
+            ``weight_sync/verified``, 1 after a checksum comparison, else 0; and, after a comparison,
+            ``weight_sync/verify_seconds``.
 
         Raises:
             WeightSyncError: a stage failed. The engines stay stale and the version does not change; the next call

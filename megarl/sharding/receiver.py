@@ -33,6 +33,10 @@ class WeightTarget(Protocol):
     def end_update(self, version: int) -> None:
         """Serve requests again, with the weights of ``version``."""
 
+    @property
+    def staging_bytes(self) -> int:
+        """Largest memory in which the engine collects slices of the open update, in bytes."""
+
 
 def route_messages(exports: Iterable[Mapping[int, Message]]) -> dict[int, list[Message]]:
     """Group the messages of all training ranks by rollout rank."""
@@ -198,7 +202,7 @@ class ReplicaReceiver:
         Returns:
             Peak bytes of this process for the sync, besides its weights.
         """
-        return sum(receiver.close(completed) for receiver in self._ranks.values())
+        return self._engine.staging_bytes + sum(receiver.close(completed) for receiver in self._ranks.values())
 
 
 def source_ranks(buckets: Sequence[Bucket]) -> set[int]:

@@ -132,3 +132,15 @@ def test_a_stop_string_ends_generation_after_the_completing_token(engine_for, fo
         ends = [text.find(string) + len(string) for string in stop if string in text]
         assert "".join(map(letter, completion.token_ids)) == text[: min(ends, default=60)]
         assert completion.finish_reason == ("stop" if ends else "length")
+
+
+def test_a_stop_string_ends_a_response_that_ignores_stop_tokens(engine_for, folder_with_text):
+    """``ignore_eos`` is about tokens: generation runs past a stop token to a string of ``stop``."""
+    engine = engine_for(folder_with_text)
+    (whole,) = engine.generate(requests_of([60], temperature=0.0))
+    ids = whole.token_ids
+    end = next(i for i in range(2, 60) if ids[i] not in ids[:i])  # a string at a later place than the token
+    params = SamplingParams(60, 0.0, stop=(letter(ids[end]),), stop_token_ids=(ids[0],), ignore_eos=True)
+    (request,) = requests_of([60])
+    (completion,) = engine.generate([Request("r", request.prompt_ids, params, request.seed)])
+    assert (completion.token_ids, completion.finish_reason) == (ids[: end + 1], "stop")

@@ -43,6 +43,8 @@ class Engine:
 class Replica:
     """An engine of several ranks."""
 
+    staging_bytes = 0
+
     def __init__(self, ranks):
         self.ranks = ranks
 

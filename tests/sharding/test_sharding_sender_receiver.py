@@ -15,6 +15,8 @@ from megarl.sharding.transports.interface import PeerTransports
 
 
 class Engine:
+    staging_bytes = 0
+
     def __init__(self):
         self.calls, self.weights = [], {}
 
@@ -121,6 +123,13 @@ def test_missing_extra_and_short_messages_are_refused(way):
     short = message._replace(handle=message.handle._replace(data=message.handle.data[4:]))
     with pytest.raises(WeightSyncError, match=f"has {size - 4} bytes, the plan has {size}"):
         receiver.import_bucket(0, [short])
+
+
+def test_memory_of_a_replica_includes_the_engines_staging(way):
+    _, _, receiver = way
+    assert receiver.close(completed=True) == 0  # messages without memory of a transport
+    receiver._engine.staging_bytes = 700
+    assert receiver.close(completed=True) == 700
 
 
 def test_an_update_ends_only_after_every_bucket_in_order(way):

@@ -135,7 +135,7 @@ SYNC = (
     Chart("Weight sync: verification", "Seconds of the comparison.", {
         "weight_sync/verify_seconds": "verification",
     }, kind="points"),
-    Chart("Weight sync: buffers", "Extra memory per process at the peak, without SGLang's staging buffers, in MB.", {
+    Chart("Weight sync: buffers", "Extra memory per process at the peak, in MB.", {
         "weight_sync/peak_mb": "peak",
     }),
 )  # fmt: skip

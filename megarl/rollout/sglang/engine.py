@@ -199,6 +199,11 @@ class SGLangEngine(RolloutEngine):
         self._session.end(version)
         self._version = version
 
+    @property
+    def staging_bytes(self) -> int:
+        """See the contract."""
+        return self._session.staging_bytes
+
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract. SGLang frees the memory only with its memory saver, which exists on GPUs."""
         chosen = check_tags(tags) - self._asleep

@@ -41,6 +41,11 @@ class StagingBuffer:
         self.slices: list[list[Any]] = []
         self._used = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the allocated memory."""
+        return 0 if self._buffer is None else len(self._buffer)
+
     def fits(self, nbytes: int) -> bool:
         """Whether this many more bytes fit."""
         return self._used + nbytes <= self._capacity
@@ -125,6 +130,11 @@ class TensorSender:
         self._shards, self._call, self._replies = shards, call, replies
         self._stagings = [StagingBuffer(device, shared, bucket_bytes) for device in devices]
         self._command_ids = itertools.count()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of all ranks' buffers, which live until the end of an update."""
+        return sum(staging.nbytes for staging in self._stagings)
 
     def begin(self, version: int) -> None:
         """Begin an update in every rank, and compare its parameters with the expected ones.

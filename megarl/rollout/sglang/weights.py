@@ -32,6 +32,10 @@ class WeightSender(Protocol):
     needs_session: bool
     """Whether SGLang's update session must be open from ``begin`` to ``end``, in versions with one."""
 
+    @property
+    def staging_bytes(self) -> int:
+        """Largest memory that held unsent slices since ``begin``, in bytes."""
+
     def begin(self, version: int) -> None:
         """Prepare for an update of all weights."""
 
@@ -118,6 +122,11 @@ class WeightSession:
             {name: Coverage(name, self._shards.live_shape(rank, name)) for name in shard}
             for rank, shard in enumerate(self._shards.params)
         ]
+
+    @property
+    def staging_bytes(self) -> int:
+        """See :attr:`megarl.rollout.RolloutEngine.staging_bytes`."""
+        return self._sender.staging_bytes
 
     def write(self, slices: Iterable[TensorSlice], rank: int) -> None:
         """Check and send slices; see :meth:`megarl.rollout.RolloutEngine.update_weights`."""

@@ -47,6 +47,11 @@ class TensorAssembler:
         self._tensors: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the incomplete tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
     def clear(self) -> None:
         """Drop all values."""
         self._tensors, self._missing = {}, {}
@@ -90,18 +95,22 @@ class WholeTensorSender:
         self._assembler = TensorAssembler(shards.params)
         self._bucket: list[tuple[str, Tensor]] = []
         self._bytes = 0
+        self.staging_bytes = 0
 
     def begin(self, version: int) -> None:
         """See :class:`megarl.rollout.sglang.weights.WeightSender`."""
         self.abandon()
+        self.staging_bytes = 0
 
     def put(self, rank: int, name: str, start: tuple[int, ...], values: Tensor) -> None:
         """See :class:`megarl.rollout.sglang.weights.WeightSender`."""
         for hf_name, tensor in self._assembler.put(rank, name, start, values):
             self._bucket.append((hf_name, tensor))
-            self._bytes += tensor.numel() * tensor.element_size()
+            self._bytes += tensor.nbytes
+            self.staging_bytes = max(self.staging_bytes, self._bytes + self._assembler.nbytes)
             if self._bytes >= self._options.bucket_bytes:
                 self._flush(None)
+        self.staging_bytes = max(self.staging_bytes, self._bytes + self._assembler.nbytes)
 
     def end(self, version: int) -> None:
         """See :class:`megarl.rollout.sglang.weights.WeightSender`."""
