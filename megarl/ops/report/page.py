@@ -24,6 +24,7 @@ from megarl.base.units import duration
 from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.charts import chart_groups, metric_curves, training_seconds
 from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict
+from megarl.ops.report.names import run_names
 from megarl.ops.report.rollouts import Rollouts, read_rollouts, rollout_columns, token_columns
 from megarl.ops.report.run_files import RunRecord, config_rows, environment_rows, run_description
 from megarl.tracking.sample_files import step_files
@@ -82,25 +83,6 @@ def summary_cards(run: RunRecord) -> list[dict[str, str]]:
     if "memory_gb" in numbers:
         add("Device memory", f"{numbers['memory_gb']:.1f}", "GB at the peak")
     return cards
-
-
-def run_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return unique names of runs: overrides that differ between them, experiment names, or folder names."""
-    if len(runs) == 1:
-        return [runs[0].name]
-    overrides = [[str(text) for text in run.facts.get("overrides", ())] for run in runs]
-    common = set.intersection(*map(set, overrides)) if overrides else set()
-    differing = [" ".join(_brief(text) for text in texts if text not in common) for texts in overrides]
-    for names in (differing, [run.name for run in runs], [run.folder.name for run in runs]):
-        if all(names) and len(set(names)) == len(names):
-            return list(names)
-    return [f"{number}: {differing[number] or runs[number].name}" for number in range(len(runs))]
-
-
-def _brief(override: str) -> str:
-    """Shorten ``a.b.key=value`` to ``key=value``."""
-    key, sign, value = override.partition("=")
-    return key.rsplit(".", 1)[-1] + sign + value
 
 
 def page_data(runs: Sequence[RunRecord], rollouts: Rollouts, title: str) -> dict[str, Any]:

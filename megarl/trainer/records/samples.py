@@ -37,8 +37,8 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
 
     A record also has the extra numbers of the reward function, ``data_source`` if the row has one, and
     ``response_length`` in tokens. ``score`` is None if the reward failed. ``masked`` lists the characters of ``output``
-    that a tool or a search wrote, as ``[begin, end]`` pairs. ``advantage`` is the mean over the trained tokens. A failed
-    conversation has ``agent_error``.
+    that a tool or a search wrote, as ``[begin, end]`` pairs. ``advantage`` is the mean over the trained tokens. A
+    failed conversation has ``agent_error``.
     """
     prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
     prompts, responses = batch.tensors["prompts"], batch.tensors["responses"]

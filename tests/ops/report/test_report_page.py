@@ -16,8 +16,8 @@ import pytest
 from report_runs import HOSTILE, MakeRun, sample
 
 from megarl.ops.report import compare_runs, report_run
-from megarl.ops.report.page import compressed, run_names, script_json, summary_cards, write_page
-from megarl.ops.report.run_files import RunRecord, read_run
+from megarl.ops.report.page import compressed, script_json, summary_cards, write_page
+from megarl.ops.report.run_files import read_run
 
 
 class Page(HTMLParser):
@@ -147,17 +147,6 @@ def test_comparison_contains_all_runs(make_run: MakeRun, tmp_path: Path) -> None
     assert row["values"] == ["1e-06", "1e-05", "0.0001"] and row["default"] == "0.001"
     assert data["rollouts"]["run"].count(2) == 6
     assert compare_runs([sweep / "1"], tmp_path / "one.html").exists(), "a single run gets its report"
-
-
-def test_run_names_are_unique() -> None:
-    def run(folder: str, name: str, overrides: list[str]) -> RunRecord:
-        return RunRecord(Path(folder), name, [], facts={"overrides": overrides})
-
-    assert run_names([run("a", "x", [])]) == ["x"]
-    assert run_names([run("a", "x", ["s=1", "a.lr=2"]), run("b", "x", ["s=1", "a.lr=3"])]) == ["lr=2", "lr=3"]
-    assert run_names([run("a", "x", []), run("b", "y", ["lr=3"])]) == ["x", "y"]
-    assert run_names([run("a", "x", []), run("b", "x", [])]) == ["a", "b"]
-    assert run_names([run("1/a", "x", []), run("2/a", "x", [])]) == ["0: x", "1: x"]
 
 
 def test_json_for_the_page_is_json() -> None:
