@@ -113,11 +113,11 @@ def _node() -> str:
 
 
 def choose_transport(source: ProcessLocation, target: ProcessLocation) -> str:
-    """Choose the fastest transport: GPU memory if the target sees the GPU, then shared memory, then the network."""
-    both_gpu = CPU not in (source.device, target.device)
-    if source.node == target.node:
-        return CUDA_IPC if both_gpu and source.device in target.visible else SHARED_MEMORY
-    return NCCL if both_gpu else GLOO
+    """Choose the fastest transport: GPU memory that the target sees, NCCL between other GPUs, else host memory."""
+    if CPU not in (source.device, target.device):
+        is_visible = source.node == target.node and source.device in target.visible
+        return CUDA_IPC if is_visible else NCCL
+    return SHARED_MEMORY if source.node == target.node else GLOO
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,12 @@ class Routes:
 
     def needs_rendezvous(self) -> bool:
         """Whether some processes may have to join a process group."""
+        if self.transport != AUTO:
+            return self.transport in PROCESS_GROUP_TRANSPORTS
         nodes = {location.node for location in (*self.train, *self.rollout)}
-        return self.transport in PROCESS_GROUP_TRANSPORTS or (self.transport == AUTO and len(nodes) > 1)
+        gpus = {location.device for location in self.train} - {CPU}
+        hidden = any(location.device != CPU and gpus.difference(location.visible) for location in self.rollout)
+        return len(nodes) > 1 or hidden
 
     def placement(self) -> Placement:
         """Return the placement for the plan, which prefers near senders. Processes on a CPU never share a device."""

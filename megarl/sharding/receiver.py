@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megarl.base.cuda_memory import return_cached_memory
 from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam
 from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp
@@ -202,7 +203,9 @@ class ReplicaReceiver:
         Returns:
             Peak bytes of this process for the sync, besides its weights.
         """
-        return self._engine.staging_bytes + sum(receiver.close(completed) for receiver in self._ranks.values())
+        peak = self._engine.staging_bytes + sum(receiver.close(completed) for receiver in self._ranks.values())
+        return_cached_memory()  # of receive buffers, before the engine's KV cache wakes
+        return peak
 
 
 def source_ranks(buckets: Sequence[Bucket]) -> set[int]:

@@ -19,6 +19,7 @@ from megarl.rollout.sglang.backend import NAN_STOP, ResponseContext, parse_compl
 from megarl.rollout.sglang.engine import _check_options, _memory_tags
 from megarl.rollout.sglang.loader import ReplyListener, reachable_address
 from megarl.rollout.sglang.options import SHIM, SGLangOptions, check_server_args, environment, server_args
+from megarl.rollout.sglang.senders import TensorSender
 from megarl.rollout.sglang.shards import SGLangShards
 from megarl.rollout.sglang.whole_tensors import TensorAssembler
 
@@ -210,9 +211,7 @@ class TestLoader:
         assert ask("sums", rectangles=rectangles).values == {
             "checksums": [rectangle_checksum(torch.tensor([[1.0, 5.0]] * 2), (7, 4))]
         }
-        with pytest.raises(
-            WeightSyncError, match=r"rank 0: parameter 'a' of the engine is torch\.float32"
-        ):
+        with pytest.raises(WeightSyncError, match=r"rank 0: parameter 'a' of the engine is torch\.float32"):
             ask("sums", rectangles=[rectangles[0]._replace(dtype="bfloat16")])
         reply = ask("read", name="a", first=1, rows=1)
         assert (reply.values, struct.unpack("2f", reply.data)) == ({"dtype": "float32", "shape": [1, 2]}, (1.0, 5.0))
@@ -262,6 +261,19 @@ class TestLoader:
         with pytest.raises(WeightSyncError, match=r"ranks \[0, 1\] did not reply"):
             replies.collect(0, {0, 1}, 0.0)
         replies.close()
+
+
+def test_staging_memory_returns_to_the_gpu_after_an_update(make_folder, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "megarl.rollout.sglang.senders.return_cached_memory", lambda: calls.append(sender.staging_bytes)
+    )
+    shards = SGLangShards(read_model_config(make_folder()), 1)
+    sender = TensorSender(shards, None, None, [torch.device("cpu")], False, 5000)
+    sender.put(0, "model.norm.weight", (0,), torch.ones(32))
+    assert sender.staging_bytes == 5000
+    sender.abandon()
+    assert calls == [0]
 
 
 def test_address_for_ranks_on_another_host(monkeypatch):

@@ -19,7 +19,7 @@ CPU_A, CPU_B = ProcessLocation("a"), ProcessLocation("b")
     [
         (A0, A0, "cuda_ipc"),  # they share a GPU
         (A0, A1, "cuda_ipc"),  # another GPU, which the target sees
-        (A0, A2, "shared_memory"),  # one that it does not see
+        (A0, A2, "nccl"),  # one that it does not see
         (A0, B0, "nccl"),
         (CPU_A, CPU_A, "shared_memory"),
         (CPU_A, CPU_B, "gloo"),
@@ -58,6 +58,9 @@ def test_a_process_group_is_joined_only_if_needed():
     assert Routes([CPU_A], [CPU_B]).needs_rendezvous()
     assert Routes([CPU_A], [CPU_A], "gloo").needs_rendezvous()
     assert not Routes([CPU_A], [CPU_B], "inline").needs_rendezvous()
+    assert Routes([A0], [A0, A2]).needs_rendezvous()
+    assert not Routes([A0, A2], [CPU_A]).needs_rendezvous()
+    assert not Routes([A0, A2], [A2], "shared_memory").needs_rendezvous()
 
 
 def test_placement_has_nodes_and_devices():

@@ -132,6 +132,13 @@ def test_memory_of_a_replica_includes_the_engines_staging(way):
     assert receiver.close(completed=True) == 700
 
 
+def test_receive_buffers_return_to_the_gpu_before_the_kv_cache_wakes(way, monkeypatch):
+    calls = []
+    monkeypatch.setattr("megarl.sharding.receiver.return_cached_memory", lambda: calls.append("returned"))
+    way[2].close(completed=True)
+    assert calls == ["returned"]
+
+
 def test_an_update_ends_only_after_every_bucket_in_order(way):
     plan, sender, receiver = way
     count, calls = len(plan.buckets), receiver._engine.calls

@@ -309,6 +309,71 @@ def test_nccl_refuses_a_process_on_the_cpu():
         create_transport("nccl", TransportOptions(rendezvous=Rendezvous(0, 1, 2, (1,))))
 
 
+class SilentGroup:
+    """An NCCL group whose peer is lost: calls are accepted, and their messages never complete."""
+
+    def __init__(self, *arguments):
+        self.handling = os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+        self.aborted = False
+
+    def send(self, tensors, rank, tag):
+        return self
+
+    def wait(self):
+        return True
+
+    def abort(self):
+        self.aborted = True
+
+
+class StreamEvent:
+    """A CUDA event; ``done`` is the state of its stream."""
+
+    done = False
+
+    def record(self):
+        pass
+
+    def query(self):
+        return self.done
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A sender over NCCL with one peer, in an open session; CUDA's calls are recorded."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
+    group = type("ProcessGroupNCCL", (SilentGroup,), {"Options": type("Options", (), {})})
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", group, raising=False)
+    rendezvous = Rendezvous(0, 1, 2, (1,))
+    transport = create_transport("nccl", TransportOptions(torch.device("cuda"), 0, rendezvous, 0.2))
+    transport._group = transport._join(None)
+    return transport
+
+
+def test_a_lost_peer_over_nccl_is_an_error_in_time_and_ends_no_process(nccl, monkeypatch):
+    """Torch's own watchdog would abort the process of the trainer."""
+    group = nccl._group
+    assert group.handling == "0" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    message = nccl.send(BufferSlice(packed(torch.zeros(1)), 0, 4), 0, 7)
+    with pytest.raises(WeightSyncError, match=r"could not send to rollout rank 0 within 0\.2 s \(sync\.timeout_s\)"):
+        nccl.finish(message)
+    assert group.aborted
+    with pytest.raises(WeightSyncError, match="no sync is open"):
+        nccl.send(BufferSlice(packed(torch.zeros(1)), 0, 4), 0, 8)
+
+
+def test_a_sync_over_nccl_ends_when_its_messages_have_left(nccl, monkeypatch):
+    message = nccl.send(BufferSlice(packed(torch.zeros(1)), 0, 4), 0, 7)
+    with pytest.raises(WeightSyncError):
+        nccl.end(completed=True)
+    nccl._group = nccl._join(None)
+    message = nccl.send(BufferSlice(packed(torch.zeros(1)), 0, 4), 0, 7)
+    monkeypatch.setattr(StreamEvent, "done", True)
+    nccl.end(completed=True)
+    assert message not in nccl._sends and not nccl._group.aborted
+
+
 # ---- CUDA's handles, as far as they go without CUDA
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.base.cuda_memory import without_expandable_segments
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
 from megarl.rollout.interface import EngineOptions
@@ -262,21 +263,10 @@ def environment(options: SGLangOptions) -> dict[str, str]:
     else:
         # Without this, the memory of CUDA graphs stays on the GPU while the engine sleeps.
         variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
-        variables |= _without_expandable_segments(os.environ)
+        variables |= without_expandable_segments(os.environ)
     if needs_shim(options):
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH", "")]))
     return variables
-
-
-def _without_expandable_segments(variables: Mapping[str, str]) -> dict[str, str]:
-    """Settings of torch's allocator without expandable segments, which SGLang's memory saver rejects."""
-    changed = {}
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        settings = [part for part in variables.get(name, "").split(",") if part]
-        kept = [part for part in settings if part.split(":")[0].strip() != "expandable_segments"]
-        if kept != settings:
-            changed[name] = ",".join(kept)
-    return changed
 
 
 def needs_shim(options: SGLangOptions) -> bool:

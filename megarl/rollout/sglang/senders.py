@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.base.cuda_memory import ipc_memory, return_cached_memory
 from megarl.base.errors import WeightSyncError
 from megarl.rollout.sglang.backend import ControlCaller
 from megarl.rollout.sglang.loader import ALIGNMENT, Reply, ReplyListener
@@ -93,7 +94,8 @@ class StagingBuffer:
 
     def _allocate(self) -> Tensor:
         if self._device.type != "cpu" and self._shared:
-            return torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
+            with ipc_memory():
+                return torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
         if not self._shared or not os.path.isdir(SHARED_FOLDER):
             return torch.empty(self._capacity, dtype=torch.uint8)
         descriptor, self._file = tempfile.mkstemp(prefix="megarl-weights-", dir=SHARED_FOLDER)
@@ -172,6 +174,7 @@ class TensorSender:
         for staging in self._stagings:
             staging.take()
             staging.close()
+        return_cached_memory()
 
     def close(self) -> None:
         """No connection to close."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megarl.base.cuda_memory import ipc_memory
 from megarl.base.errors import WeightSyncError
 from megarl.sharding.transports.interface import Buffer, MemoryKind
 
@@ -70,7 +71,7 @@ class SharedHostBuffer:
 
 
 class DeviceBuffer:
-    """Memory of a GPU, or of the CPU.
+    """Memory of a GPU that other processes can open, or of the CPU.
 
     Args:
         nbytes: size.
@@ -79,7 +80,8 @@ class DeviceBuffer:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.name = uuid.uuid4().hex
-        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with ipc_memory():
+            self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
         """Free the memory."""

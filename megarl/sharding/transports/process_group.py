@@ -7,6 +7,8 @@ that join through a TCP store on a training rank, without an entry in torch's re
 from __future__ import annotations
 
 import abc
+import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -27,6 +29,10 @@ from megarl.sharding.transports.interface import (
 )
 
 STORE_TIMEOUT = timedelta(seconds=60)
+POLL_S = 1e-4
+"""Seconds between checks for the end of a message on a GPU."""
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Environment variable that a new NCCL group reads: 0 = errors and timeouts neither abort nor end the process."""
 
 
 def host_store(host: str) -> TCPStore:
@@ -234,7 +240,8 @@ class NcclTransport(PointToPointTransport):
 
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return ProcessGroupNCCL(store, self._rendezvous.rank, self._rendezvous.world_size, options)
+        with _without_watchdog():
+            return ProcessGroupNCCL(store, self._rendezvous.rank, self._rendezvous.world_size, options)
 
     def _channel(self, peer: int) -> tuple[Any, int]:
         return self._group, peer
@@ -253,17 +260,48 @@ class NcclTransport(PointToPointTransport):
                 self._call("send to" if sends else "receive from", peer, byte, 0),
                 f"greet {self._rendezvous.name_of(peer)}",
             )
-            torch.cuda.synchronize(self._device)
-
-    def finish(self, handle: Any) -> None:
-        """Make later writes to the buffer wait for the message."""
-        with torch.cuda.device(self._device):
-            super().finish(handle)
 
     def end(self, completed: bool) -> None:
         """See :meth:`Transport.end`; aborts a communicator with unreceived messages."""
         if completed:
-            torch.cuda.synchronize(self._device)
+            for message in list(self._sends):
+                self.finish(message)
         elif self._group is not None:
             self._group.abort()
         super().end(completed)
+
+    def _wait(self, work: Any, action: str) -> None:
+        """Wait on the host until the message is through; a lost peer is an error after ``sync.timeout_s``.
+
+        ``work.wait()`` of NCCL only orders streams, and returns at once.
+
+        Raises:
+            WeightSyncError: the message did not complete in time; the group is aborted.
+        """
+        with torch.cuda.device(self._device):
+            super()._wait(work, action)
+            done = torch.cuda.Event()
+            done.record()
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not done.query():
+            if time.monotonic() >= deadline:
+                self._group.abort()
+                self._leave()
+                raise WeightSyncError(
+                    f"could not {action} within {self._timeout.total_seconds():g} s (sync.timeout_s): no answer"
+                )
+            time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Scope in which a new NCCL group gets no handling of errors by torch, whose watchdog would end the process."""
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ERROR_HANDLING]
+        else:
+            os.environ[ERROR_HANDLING] = before

@@ -1,0 +1,60 @@
+"""Settings and caches of torch's CUDA allocator, where memory is shared with other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables of the allocator's settings: the older name, and the one of torch 2.9 and later."""
+_EXPANDABLE = "expandable_segments"
+
+
+def without_expandable_segments(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the allocator's variables that enable or disable expandable segments, without that setting."""
+    changed = {}
+    for name in ALLOCATOR_VARIABLES:
+        settings = [part for part in variables.get(name, "").split(",") if part]
+        kept = [part for part in settings if part.split(":")[0].strip() != _EXPANDABLE]
+        if kept != settings:
+            changed[name] = ",".join(kept)
+    return changed
+
+
+@contextlib.contextmanager
+def ipc_memory() -> Iterator[None]:
+    """Scope in which torch allocates memory that other processes can open through CUDA IPC.
+
+    Expandable segments are shared by file descriptors, for which a container may lack the rights. The scope ends their
+    use for new blocks, and restores the settings of the environment.
+    """
+    changed = without_expandable_segments(os.environ)
+    if not changed:
+        yield
+        return
+    before = ",".join(os.environ[name] for name in changed)
+    _set_allocator(",".join(filter(None, [*changed.values(), f"{_EXPANDABLE}:False"])))
+    try:
+        yield
+    finally:
+        _set_allocator(before)
+
+
+def return_cached_memory() -> None:
+    """Return unused memory of torch's allocator to the driver, for the other processes of the GPU."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+def _set_allocator(settings: str) -> None:
+    import torch
+
+    # The first name is of torch 2.9 and later.
+    for name in ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"):
+        if hasattr(torch._C, name):
+            getattr(torch._C, name)(settings)
+            return
