@@ -303,6 +303,18 @@ def test_a_long_run_is_drawn_with_its_extremes(browser: Browser, make_run: MakeR
     assert all(math.isfinite(value) for value in smoothed["y"])
 
 
+@pytest.mark.parametrize("width", [360, 390])
+def test_answers_and_config_stack_on_a_phone(page: Browser, width: int) -> None:
+    """No table is wider than the window, and a cell begins below the one before it."""
+    page.resize(width, 844)
+    for table in ("#table", "#config table"):
+        assert page.evaluate(f"document.querySelector('{table}').scrollWidth <= window.innerWidth"), table
+    for row in ("#rows > tr", "#config-rows > tr"):
+        tops = page.evaluate(f"[...document.querySelector('{row}').cells].map((cell) => cell.offsetTop)")
+        assert tops == sorted(set(tops)) and len(tops) > 1, row
+    page.resize(1280, 900)
+
+
 def test_dark_narrow_and_printed(page: Browser) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)

@@ -9,6 +9,7 @@ import json
 import random
 import re
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,16 @@ def test_cards(make_run: MakeRun) -> None:
     }  # fmt: skip
     assert cards["Training"]["value"] == "20.0 s" and cards["Training"]["note"] == "whole run 1 min 40 s"
     assert cards["Steps"]["value"] == "10" and cards["Steps"]["note"] == "2.0 s each"
+
+
+def test_answers_and_config_stack_in_narrow_windows() -> None:
+    """The style of the tables at 390 pixels: rows and cells are blocks, and no table has a minimum width."""
+    style = resources.files("megarl.ops.report").joinpath("page", "page.css").read_text(encoding="utf-8")
+    found = re.search(r"@media \(max-width: (\d+)px\) \{\n(.*?)\n\}", re.sub(r"/\*.*?\*/", "", style), re.DOTALL)
+    assert found is not None
+    widest, narrow = found.groups()
+    assert int(widest) >= 390
+    rules = dict(re.findall(r"^  (\S[^{}]*?) \{ ([^{}]*) \}$", narrow, re.MULTILINE))
+    assert "min-width: 0" in rules["#table, .config"] and "display: block" in rules["#table, .config"]
+    assert "display: block" in rules[":is(#table, .config) :is(tbody, tr, td, th)"]
+    assert not re.search(r"min-width: (?!0|92px)", narrow), "no part wider than the label of a cell"

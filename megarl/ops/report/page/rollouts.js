@@ -32,6 +32,13 @@ function columnsShown() {
   return [...document.querySelectorAll("#table th")].map((header) => header.dataset.column).filter((name) => several[name] ?? true);
 }
 
+// A cell with the name of its column, which narrow windows show in place of the table's head.
+function labelledCell(name, index) {
+  const cell = cellOf(name, index);
+  cell.dataset.label = find("table").querySelector(`th[data-column=${name}]`).textContent;
+  return cell;
+}
+
 function cellOf(name, index) {
   const value = rollouts[name][index];
   if (name === "step") {
@@ -52,7 +59,7 @@ function cellOf(name, index) {
 function rowElements(index, columns) {
   const row = element("tr", rowView.open.has(index) ? "open" : "");
   row.dataset.row = index;
-  row.append(...columns.map((name) => cellOf(name, index)));
+  row.append(...columns.map((name) => labelledCell(name, index)));
   row.addEventListener("click", () => {
     if (String(window.getSelection())) return; // the click ends a selection of text
     rowView.open.has(index) ? rowView.open.delete(index) : rowView.open.add(index);

@@ -125,6 +125,7 @@ function drawConfig() {
     line.append(element("td", "", row.key), ...row.values.map((value) => element("td", "value", value === null ? "–" : value)));
     if (known) line.append(element("td", "quiet", row.default ?? (several ? "" : row.values[0])));
     if (known && !several) line.append(element("td", "quiet", row.origins[0] || "default"));
+    [...line.cells].slice(1).forEach((cell, number) => { cell.dataset.label = titles[number + 1]; });
     return line;
   }));
   find("config-count").textContent = `${rows.length} of ${data.config.length} keys`;
@@ -138,6 +139,7 @@ function setUpSettings() {
     const line = element("tr"), name = element("th", "", row.key);
     name.scope = "row";
     line.append(name, ...row.values.map((value) => element("td", new Set(row.values).size > 1 ? "value different" : "value", value ?? "–")));
+    if (data.runs.length > 1) [...line.cells].slice(1).forEach((cell, number) => { cell.dataset.label = data.runs[number].name; });
     return line;
   }));
 }
