@@ -278,6 +278,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
             config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
             with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
                 if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
+                    _say(config, f"{name} {config.trainer.experiment_name}: dry run, load libraries ...")
                     importlib.import_module(DRY_RUN).run(config)
                 else:
                     _say(config, f"{name} {config.trainer.experiment_name}: check files, devices and logins ...")

@@ -6,6 +6,7 @@ and files that the run's own checks write.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +31,8 @@ from megarl.ops.doctor.node.storage import check_checkpoint_room
 from megarl.ops.plan.report import shortfall_lines
 from megarl.ops.plan.suggestion import plan_run
 from megarl.tracking import check_trackers
+from megarl.trainer.jobs.devices import check_devices
+from megarl.trainer.jobs.early_checks import check_packages
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.state.run_state import find_resume
@@ -37,6 +40,7 @@ from megarl.trainer.state.run_state import find_resume
 PartCheck = Callable[[], Iterator[str]]
 
 PARTS: Mapping[str, str] = {
+    "this machine": "machine",
     "batches": "batches",
     "models and layouts": "models",
     "rollout engine": "engine",
@@ -55,16 +59,17 @@ WARNING = "warning: "
 """Start of a line about a probable mistake that does not stop the run."""
 
 
-def check_parts(dry_run: DryRun, write: Callable[[str], None] = print) -> None:
+def check_parts(dry_run: DryRun, write: Callable[[str], None] | None = None) -> None:
     """Check all parts of a job and print the result of each.
 
     Args:
         dry_run: the dry run of the job.
-        write: prints a line for the user.
+        write: prints a line for the user; None = to the standard output, at once even if it is a pipe.
 
     Raises:
         ConfigError: a part failed; the message lists all failed parts, and each failure was printed.
     """
+    write = write or functools.partial(print, flush=True)
     parts, failed, doubtful = dry_run.parts(), [], []
     for name, part in parts.items():
         started = time.perf_counter()
@@ -143,6 +148,28 @@ class DryRun(ABC):
         Raises:
             DataError, ConfigError: a file or a row is invalid.
         """
+
+    def machine(self) -> Iterator[str]:
+        """Check the packages and devices of this machine, or that the cluster at ``RAY_ADDRESS`` answers.
+
+        Several nodes, or ``trainer.hardware``, are a run for other machines: a shortage here is then a warning.
+
+        Raises:
+            ConfigError: a package is missing, or the run has more devices than this machine.
+        """
+        config, trainer, problems = self.config, self.config.trainer, []
+        for check in (lambda: check_packages(config), lambda: check_devices(trainer)):
+            try:
+                check()
+            except MegarlError as error:
+                problems.append(str(error))
+        if problems and trainer.nnodes == 1 and trainer.hardware is None:
+            remedy = "a dry run for another machine needs trainer.hardware, and only warns"
+            raise ConfigError("; ".join([*problems, remedy]))
+        yield from (f"{WARNING}{problem}" for problem in problems)
+        if not problems:
+            address = os.environ.get("RAY_ADDRESS")
+            yield f"the Ray cluster at {address} answers" if address else "it has the packages and devices of the run"
 
     def batches(self) -> Iterator[str]:
         """Check the batch sizes of a step."""

@@ -33,8 +33,7 @@ def check_early(config: JobConfig) -> None:
         ConfigError, ModelError, DataError: names the key, its value, and the remedy.
         ResourceError: the cluster at ``RAY_ADDRESS`` does not answer.
     """
-    if not isinstance(config, SupervisedConfig) and config.actor_rollout_ref.rollout.name == "sglang":
-        require_sglang()
+    check_packages(config)
     check_writable(config)
     if isinstance(config, TrainConfig | SupervisedConfig):
         check_learners(config)
@@ -42,8 +41,18 @@ def check_early(config: JobConfig) -> None:
         check_reward_model(config)
     check_rows(config)
     check_devices(config.trainer)
-    check_dashboard(config.trainer)
     check_trackers(config.trainer.logger)
+
+
+def check_packages(config: JobConfig) -> None:
+    """Check that SGLang and the packages of Ray's dashboard are installed, if the job uses them.
+
+    Raises:
+        ConfigError: one is missing; the message has the installation command.
+    """
+    if not isinstance(config, SupervisedConfig) and config.actor_rollout_ref.rollout.name == "sglang":
+        require_sglang()
+    check_dashboard(config.trainer)
 
 
 def check_writable(config: JobConfig) -> None:

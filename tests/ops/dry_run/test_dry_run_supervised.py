@@ -25,7 +25,17 @@ from megarl.trainer.jobs.train_reward_model import RewardTraining
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "tests" / "ops" / "plan" / "models"
-PARTS = ["batches", "models and layouts", "tokenizer", "data", "algorithm", "memory", "checkpoints", "trackers"]
+PARTS = [
+    "this machine",
+    "batches",
+    "models and layouts",
+    "tokenizer",
+    "data",
+    "algorithm",
+    "memory",
+    "checkpoints",
+    "trackers",
+]
 MakeConfig = Callable[..., SupervisedConfig]
 
 
@@ -184,5 +194,5 @@ def test_exit_codes(
     }
     assert written == {"config.yaml", "run.json", "logs/driver.log"}
     assert megarl([job, "--config-name", name, *keys, "trainer.resume_mode=must"]) == 2
-    assert "1 of 8 parts failed: checkpoints" in capsys.readouterr().err
+    assert "1 of 9 parts failed: checkpoints" in capsys.readouterr().err
     assert megarl([job, "--config-name", name, *keys, "data.train_batch_size=0"]) == 2

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.base.errors import ConfigError
+from megarl.base.packages import is_installed
 from megarl.config import TrainConfig
 from megarl.config.compose import ConfigRequest, compose
 from megarl.ops.dry_run import run
@@ -78,6 +79,7 @@ def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
         "trainer.total_training_steps=100",
         f"trainer.default_local_dir={tmp_path}/checkpoints",
         "trainer.save_freq=-1",
+        "trainer.hardware=h100",
     )
     if not script.startswith("run_"):
         overrides += (f"{POLICY}.rollout.name=sglang", "trainer.nnodes=2", "trainer.device=cuda")
@@ -90,6 +92,64 @@ def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
     check_parts(TrainDryRun(compose(ConfigRequest(TrainConfig, script, overrides))), lines.append)
     text = "\n".join(lines)
     assert "has no weights: not checked" in text and "exactly once" in text
+    assert re.search(r"^warn  this machine", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer.device": "cuda"}, r"trainer.device=cuda: this machine has 0 GPUs .*trainer.device=cpu"),
+        (
+            {
+                "trainer.n_gpus_per_node": 4096,
+                "data.train_batch_size": 4096,
+                f"{POLICY}.actor.ppo_mini_batch_size": 4096,
+            },
+            r"trainer.n_gpus_per_node=4096.*: this machine has .*set trainer.n_gpus_per_node to at most \d",
+        ),
+        pytest.param(
+            {f"{POLICY}.rollout.name": "sglang"},
+            r"rollout.name=sglang needs the package sglang .*pip install",
+            marks=pytest.mark.skipif(is_installed("sglang"), reason="SGLang is installed"),
+        ),
+        ({"trainer.logger": ["wandb"]}, r"trackers: trainer.logger='wandb': there is no login"),
+    ],
+    ids=["no GPU", "too many devices", "no SGLang", "no login"],
+)
+def test_shortages_of_this_machine_fail_the_dry_run(
+    changes: dict[str, Any],
+    message: str,
+    train_config: Callable[..., TrainConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    for name in ("RAY_ADDRESS", "WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    config = train_config(changes)
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="parts failed"):
+        check_parts(TrainDryRun(config), lines.append)
+    assert any(line.startswith("fail") and re.search(message, line) for line in lines), lines
+
+
+def test_a_dead_cluster_fails_the_dry_run(
+    train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127\.0\.0\.1:1: Connection refused"):
+        list(TrainDryRun(train_config()).machine())
+
+
+@pytest.mark.parametrize("changes", [{"trainer.nnodes": 2}, {"trainer.hardware": "h100"}])
+def test_a_run_for_other_machines_only_warns(
+    changes: dict[str, Any], train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (line,) = TrainDryRun(train_config({"trainer.device": "cuda", **changes})).machine()
+    assert line.startswith("warning: trainer.nnodes=")
 
 
 def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -> None:
@@ -115,7 +175,7 @@ def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -
 def test_all_errors_are_reported_at_once(train_config: Callable[..., TrainConfig]) -> None:
     wrong = {"data.train_files": ["/no.parquet"], "algorithm.adv_estimator": "/no.py:mine"}
     lines: list[str] = []
-    with pytest.raises(ConfigError, match="3 of 12 parts failed: data, algorithm, rewards"):
+    with pytest.raises(ConfigError, match="3 of 13 parts failed: data, algorithm, rewards"):
         check_parts(TrainDryRun(train_config(wrong | {"custom_reward_function.path": "/no.py"})), lines.append)
     failed = [line for line in lines if line.startswith("fail")]
     assert failed[0].startswith("fail  data: data.train_files: /no.parquet") and "/no.py" in failed[1]

@@ -109,7 +109,7 @@ def test_dry_run_starts_no_cluster(task, tmp_path, capsys, monkeypatch):
     shutil.copy(MODELS / "Qwen2.5-7B" / "config.json", folder)
     monkeypatch.chdir(tmp_path)
     keys = [f"actor_rollout_ref.model.path={folder}", f"data.train_files={[f'{task}/data/train.parquet'] * 13}"]
-    keys += ["trainer.dry_run=true", "trainer.save_freq=-1", "reward_model.name=gsm8k"]
+    keys += ["trainer.dry_run=true", "trainer.hardware=h100", "trainer.save_freq=-1", "reward_model.name=gsm8k"]
     code = megarl(["launch", "train", "--config-name", "run_8b_grpo", *keys])
     text = capsys.readouterr()
     assert code == 0, text.out + text.err
