@@ -100,6 +100,7 @@ _KEYS: dict[str, str] = {
     "trainer.logger": "report_to use_wandb use_tensorboard",
     "trainer.total_epochs": "num_train_epochs num_episodes num_epoch",
     "trainer.total_training_steps": "max_steps num_rollout train_iters num_steps",
+    "trainer.logging_freq": "logging_steps log_interval logging_interval",
     "trainer.save_freq": "save_steps save_interval",
     "trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep": "save_total_limit max_ckpt_num",
     "trainer.test_freq": "eval_steps eval_interval",

@@ -1,4 +1,4 @@
-"""The trackers of a run as one: each receives every call in order, and a failing tracker affects no other."""
+"""The trackers of a run as one: each receives its calls in order, and a failing tracker affects no other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from megarl.tracking.subprocess_tracker import SubprocessTracker
 from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker, check_trackers
 
 logger = logging.getLogger(__name__)
+
+_COMPLETE = "jsonl"
+"""The tracker that receives every step: the report, resumed runs and the summary read its file."""
+_VALIDATION = ("val-core/", "val-aux/", "val/")
 
 
 class GuardedTracker(Tracker):
@@ -64,11 +68,15 @@ class Trackers(Tracker):
     """Several trackers as one.
 
     Args:
-        trackers: each receives every call, in this order.
+        trackers: each receives the calls in this order.
+        every: steps between the metrics that trackers other than jsonl receive. They also receive validations and the
+            last step.
     """
 
-    def __init__(self, trackers: Iterable[GuardedTracker | SubprocessTracker]) -> None:
+    def __init__(self, trackers: Iterable[GuardedTracker | SubprocessTracker], every: int = 1) -> None:
         self.trackers = list(trackers)
+        self.every = every
+        self._skipped: tuple[int, dict[str, float]] | None = None
 
     @property
     def dropped(self) -> int:
@@ -76,10 +84,14 @@ class Trackers(Tracker):
         return sum(tracker.dropped for tracker in self.trackers)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record the metrics with every tracker, and ``tracking/dropped`` if it is above 0."""
+        """Record the metrics, and ``tracking/dropped`` if it is above 0."""
         extra = {"tracking/dropped": float(self.dropped)} if self.dropped else {}
+        record = {**metrics, **extra}
+        is_due = step % self.every == 0 or any(name.startswith(_VALIDATION) for name in metrics)
+        self._skipped = None if is_due else (step, record)
         for tracker in self.trackers:
-            tracker.log({**metrics, **extra}, step)
+            if is_due or tracker.name == _COMPLETE:
+                tracker.log(record, step)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """Record samples with every tracker."""
@@ -87,7 +99,12 @@ class Trackers(Tracker):
             tracker.log_samples(samples, step)
 
     def finish(self) -> None:
-        """Finish every tracker; subprocess trackers finish concurrently."""
+        """Record the last step where it was skipped, and finish every tracker; those in subprocesses concurrently."""
+        if self._skipped is not None:
+            step, record = self._skipped
+            for tracker in self.trackers:
+                if tracker.name != _COMPLETE:
+                    tracker.log(record, step)
         for tracker in self.trackers:
             if isinstance(tracker, SubprocessTracker):
                 tracker.begin_finish()
@@ -95,20 +112,23 @@ class Trackers(Tracker):
             tracker.finish()
 
 
-def open_trackers(names: Sequence[str], run: RunInfo, report: Callable[[str], None] | None = None) -> Trackers:
+def open_trackers(
+    names: Sequence[str], run: RunInfo, report: Callable[[str], None] | None = None, every: int = 1
+) -> Trackers:
     """Open the trackers of ``trainer.logger``, ready to log.
 
     Args:
         names: entries of ``trainer.logger``.
         run: description of the run.
         report: prints a message about a failing tracker; default: the run's console, or the log.
+        every: see :class:`Trackers`.
 
     Raises:
         ConfigError: see :func:`check_trackers`.
     """
     check_trackers(names)
     report = report or (run.console.warn if run.console else logger.warning)
-    trackers = Trackers([])
+    trackers = Trackers([], every)
     try:
         for name in names:
             factory = TRACKERS.find(name)

@@ -4,6 +4,7 @@ import pytest
 
 from megarl.base.errors import ConfigError
 from megarl.tracking import TRACKERS, RunInfo, Tracker, Trackers, check_trackers, open_trackers, register_tracker
+from megarl.tracking.jsonl_files import read_metrics
 from megarl.tracking.trackers import GuardedTracker
 
 
@@ -37,6 +38,21 @@ def test_all_trackers_receive_all_calls():
     trackers.log_samples([{"input": "q"}], 3)
     trackers.finish()
     assert all(recorder.calls == [(3, {"a": 1.0}), "finish"] for recorder in recorders)
+
+
+def test_each_nth_step_reaches_trackers_other_than_jsonl(run, monkeypatch):
+    """Also validations, and the last step; jsonl has all steps, before the others are finished."""
+
+    seldom = Recorder()
+    monkeypatch.setitem(TRACKERS, "seldom", lambda run: seldom)
+    trackers = open_trackers(["jsonl", "seldom"], run, every=3)
+    for step in range(9):
+        trackers.log({"a": float(step), **({"val-core/x/reward/mean@1": 1.0} if step == 4 else {})}, step)
+    assert [step for step, _ in seldom.calls] == [0, 3, 4, 6]
+    trackers.finish()
+    assert [call if call == "finish" else call[0] for call in seldom.calls] == [0, 3, 4, 6, 8, "finish"]
+    assert seldom.calls[4][1] == {"a": 8.0}
+    assert [row["step"] for row in read_metrics(run.folder / "metrics.jsonl")] == list(range(9))
 
 
 def test_failing_finish_does_not_stop_the_seconds():

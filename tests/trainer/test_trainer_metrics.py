@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megarl.data import DataProto
 from megarl.trainer.phases.validation import AVERAGED, SUMMED, conversation_metrics
 from megarl.trainer.records.metrics import (
     batch_metrics,
+    group_spread,
     phase_tokens,
     rollout_mismatch_metrics,
     summary,
@@ -65,6 +67,29 @@ def test_batch_metrics() -> None:
     )
 
 
+def test_spread_within_groups() -> None:
+    """Scores of TRL's ``reward_std``: ``rewards.view(-1, n).std(dim=1).mean()``; b's rows vary, a's and d's do not."""
+    scores = {"a": [1.0, 1.0, 1.0], "b": [0.0, 1.0, 0.5], "c": [3.0], "d": [0.1, 0.1]}
+    rows = [(name, score) for name, of_name in scores.items() for score in of_name]
+    order = [3, 0, 6, 7, 4, 1, 8, 5, 2]
+    uids = np.array([rows[at][0] for at in order], dtype=object)
+    metrics = group_spread(torch.tensor([rows[at][1] for at in order]), uids)
+    assert metrics == pytest.approx(
+        {"critic/score/group_std": 0.5 / 3, "critic/score/zero_variance_fraction": 2 / 3}, abs=1e-7
+    )
+    assert metrics["critic/score/group_std"] == pytest.approx(np.mean([0.0, statistics.stdev(scores["b"]), 0.0]))
+    assert group_spread(torch.tensor([1.0, 2.0]), np.array(["a", "b"], dtype=object)) == {}
+    assert group_spread(torch.empty(0), np.array([], dtype=object)) == {}
+
+
+def test_spread_counts_rows_with_a_trained_token() -> None:
+    """The third row is masked: its score of 9 is in no group."""
+    grouped = batch().with_columns({}, {"uid": np.array(["0", "0", "0"], dtype=object)})
+    metrics = batch_metrics(grouped, 3, 3)
+    assert metrics["critic/score/group_std"] == pytest.approx(statistics.stdev([1.0, 0.5]))
+    assert metrics["critic/score/zero_variance_fraction"] == 0.0
+
+
 def test_values_are_reported_with_a_critic() -> None:
     values = torch.tensor([[1.0, 9.0, 2.0], [6.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     metrics = batch_metrics(batch(values=values), 3, 3)
@@ -107,6 +132,7 @@ def test_phase_tokens_and_throughput() -> None:
         "perf/total_num_tokens": 12.0,
         "perf/time_per_step": 4.0,
         "perf/throughput": 1.5,
+        "perf/samples_per_s": 0.75,
         "perf/rollout_tokens_per_s": 3.0,
         "perf/update_tokens_per_s": 8.0,
     }

@@ -180,6 +180,12 @@ class CollectivesConfig:
 class TrainingRunConfig(CollectivesConfig, RunConfig):
     """Length, devices, checkpoints and records of a training run."""
 
+    logging_freq: int = key(
+        1,
+        "Steps between records in the trackers other than jsonl, the console included. Validations and the last step "
+        "are always recorded. A record has the metrics of its step, not their mean.",
+        at_least=1,
+    )
     total_epochs: int = key(1, "Passes over the training data.", at_least=1)
     total_training_steps: int | None = key(
         None, "Training steps, instead of `total_epochs`; null = the steps of the epochs.", at_least=1

@@ -52,6 +52,12 @@ LEARNING = (
     Chart("Reward", "Score of an answer, mean over the step.", {
         "critic/score/mean": "score", "critic/rewards/mean": "training reward: shaped, minus the KL",
     }),
+    Chart("Spread within groups", "Standard deviation of the scores of a prompt's answers, mean over prompts.", {
+        "critic/score/group_std": "standard deviation",
+    }),
+    Chart("Zero-variance groups", "Share of the groups whose answers all score the same.", {
+        "critic/score/zero_variance_fraction": "groups",
+    }, share=True),
     Chart("Held-out accuracy", "On the validation problems.", prefix=VALIDATION_PREFIX, kind="points", share=True),
     Chart("Loss", "Cross-entropy per token, in nats.", {"train/loss": "training", "val/loss": "held out"}),
     Chart("Accuracy", "Of the supervised model.", {
@@ -96,7 +102,7 @@ OPTIMISATION = (
     Chart("Values and returns", "Predictions of the critic, and observed returns.", {
         "critic/values/mean": "values", "critic/returns/mean": "returns",
     }),
-    Chart("Zero-variance groups", "Dynamic sampling, in groups.", {
+    Chart("Dynamic sampling", "In groups; dropped ones have zero variance.", {
         "filter_groups/asked": "requested", "filter_groups/dropped": "dropped", "filter_groups/filled": "filled up",
     }),
 )  # fmt: skip
@@ -106,6 +112,7 @@ TIME = (
     Chart("Tokens per second", "Generation and training separately.", {
         "perf/rollout_tokens_per_s": "generated", "perf/update_tokens_per_s": "trained on",
     }),
+    Chart("Samples per second", "Over the whole step.", {"perf/samples_per_s": "samples"}),
     Chart("Throughput", "Tokens per second and device, over the whole step.", {"perf/throughput": "throughput"}),
     Chart("Model FLOPs utilization", "Share of the devices' peak.", prefix="perf/mfu/", share=True),
     Chart("Rollout replicas", "Share of the generation time in which a replica had work.", {

@@ -39,6 +39,10 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     kept = mask.any(-1)
     metrics = summary("critic/score", tensors["token_level_scores"].sum(-1)[kept])
     metrics |= summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[kept])
+    if "uid" in batch.non_tensor_batch:
+        metrics |= group_spread(
+            tensors["token_level_scores"].sum(-1)[kept], batch.non_tensor_batch["uid"][kept.numpy()]
+        )
     for name in ("advantages", "returns", "values"):
         if name in tensors:
             metrics |= summary(f"critic/{name}", tensors[name][mask])
@@ -50,6 +54,26 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         metrics |= summary(name, lengths)
         metrics[f"{name}/clip_ratio"] = (lengths >= limit).double().mean().item()
     return metrics
+
+
+def group_spread(scores: torch.Tensor, uids: np.ndarray) -> Metrics:
+    """Compute the mean standard deviation of scores within groups, and the share of zero-variance groups.
+
+    Groups of one row are left out; without others there are no metrics.
+
+    Args:
+        scores: ``[b]``.
+        uids: group of each row, ``[b]``.
+    """
+    numbers = np.unique(uids.astype(str), return_inverse=True)[1]
+    groups = [scores.double()[torch.from_numpy(numbers == group)] for group in range(numbers.max(initial=-1) + 1)]
+    groups = [group for group in groups if len(group) > 1]
+    if not groups:
+        return {}
+    return {
+        "critic/score/group_std": sum(group.std().item() for group in groups) / len(groups),
+        "critic/score/zero_variance_fraction": sum(bool((group == group[0]).all()) for group in groups) / len(groups),
+    }
 
 
 def counted_rows(batch: DataProto) -> np.ndarray:
@@ -84,10 +108,11 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
 
 
 def throughput_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> Metrics:
-    """Compute tokens per second of the step, the rollout and the updates.
+    """Compute samples and tokens per second of the step, the rollout and the updates.
 
     ``perf/throughput`` counts prompt and response tokens per second and device. ``perf/rollout_tokens_per_s`` counts
-    generated tokens, ``perf/update_tokens_per_s`` all tokens of the updates; both are totals over all devices.
+    generated tokens, ``perf/update_tokens_per_s`` all tokens of the updates, ``perf/samples_per_s`` the step's rows;
+    these three are totals over all devices.
 
     Args:
         batch: of the step.
@@ -98,6 +123,7 @@ def throughput_metrics(batch: DataProto, seconds: Mapping[str, float], num_devic
     total = tokens["step"]
     metrics = {"perf/total_num_tokens": float(total), "perf/time_per_step": seconds["step"]}
     metrics["perf/throughput"] = total / (seconds["step"] * num_devices)
+    metrics["perf/samples_per_s"] = len(batch) / seconds["step"]
     metrics["perf/rollout_tokens_per_s"] = tokens["gen"] / seconds["gen"]
     update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
     if update:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.base.atomic_write import atomic_write_text
 from megarl.base.logs import LOGS_FOLDER
-from megarl.config.schema.run import RunConfig
+from megarl.config.schema.run import RunConfig, TrainingRunConfig
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
@@ -133,7 +133,8 @@ class RunReporter:
         )
         # The report reads the metrics file, so it is always written.
         names = [*self.config.logger, *(["jsonl"] if "jsonl" not in self.config.logger else [])]
-        return open_trackers(names, run)
+        every = self.config.logging_freq if isinstance(self.config, TrainingRunConfig) else 1
+        return open_trackers(names, run, every=every)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

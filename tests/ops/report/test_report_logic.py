@@ -192,7 +192,7 @@ def test_answers_are_grouped_by_prompt_with_failing_and_mixed_groups_first(call:
 
 def test_description_of_a_group(call: Call) -> None:
     describe = "((rollouts, row) => describeGroup(groupAnswers(rollouts).of[row]))"
-    assert call(describe, GROUPED, 1) == "2 answers, mean reward 0.5, standard deviation 0.5"
+    assert call(describe, GROUPED, 1) == "2 answers, mean reward 0.5, standard deviation 0.7071"
     assert call(describe, GROUPED, 0) == "2 answers, all with reward 1"
     assert call(describe, GROUPED, 7) == "1 answer, none with a reward"
 

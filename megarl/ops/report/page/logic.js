@@ -211,7 +211,7 @@ function groupAnswers(rollouts) {
     const scores = group.rows.map((index) => rollouts.score[index]).filter((score) => score !== null);
     if (!scores.length) continue;
     group.mean = scores.reduce((sum, score) => sum + score, 0) / scores.length;
-    group.deviation = Math.sqrt(scores.reduce((sum, score) => sum + (score - group.mean) ** 2, 0) / scores.length);
+    group.deviation = Math.sqrt(scores.reduce((sum, score) => sum + (score - group.mean) ** 2, 0) / Math.max(1, scores.length - 1));
   }
   return { of };
 }
