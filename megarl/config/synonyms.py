@@ -59,7 +59,7 @@ _KEYS: dict[str, str] = {
     f"{_ACTOR}.clip_ratio_high": "epsilon_high eps_clip_high",
     f"{_ACTOR}.clip_ratio_c": "delta eps_clip_c",
     "critic.cliprange_value": "value_clip eps_clip_value",
-    f"{_ACTOR}.kl_loss_coef": "beta",
+    f"{_ACTOR}.kl_loss_coef algorithm.kl_ctrl.kl_coef": "beta",
     f"{_ACTOR}.entropy_coeff": "entropy_coef entropy_loss_coef",
     f"{_ACTOR}.loss_agg_mode": "loss_type",
     f"{_ACTOR}.policy_loss.loss_mode": "importance_sampling_level policy_loss_type",
