@@ -12,6 +12,7 @@ from megarl.models import read_model_config
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.embedded import EmbeddedEngine
 from megarl.rollout.embedded.decoder import TransformerDecoder
+from megarl.rollout.embedded.engine import PROMPT_TOKENS
 
 
 def loaded(folder, options=None, **settings):
@@ -164,3 +165,11 @@ def test_sleep_returns_cached_memory_to_the_gpu(make_folder, monkeypatch):
     engine.options = replace(engine.options, device="cuda")
     engine.sleep()
     assert calls == [-1], "after the weights are gone"
+
+
+def test_prompt_passes_of_a_gpu_are_larger(make_folder):
+    """A pass of 1024 tokens is bound by its launches."""
+    config = read_model_config(make_folder())
+    assert EmbeddedEngine(config)._prompt_tokens == 1024
+    assert EmbeddedEngine(config, EngineOptions(device="meta"), prompt_tokens=5)._prompt_tokens == 5
+    assert PROMPT_TOKENS["cuda"] == 16384

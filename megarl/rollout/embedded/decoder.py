@@ -72,6 +72,7 @@ class TransformerDecoder:
         head = self._embedding if config.tie_word_embeddings else params["lm_head.weight"]
         # Without the padding rows of the vocabulary, which must never be sampled.
         self._head = head[: config.vocab_size]
+        self.vocab_size = config.vocab_size
         self._layers = [DecoderLayer(config, params, layer) for layer in range(config.num_layers)]
         self._rotary = RotaryTable(config, max_length, head.dtype, head.device)
         self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]

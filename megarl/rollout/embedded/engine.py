@@ -40,8 +40,8 @@ from megarl.rollout.registry import register_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# A prompt pass of this size keeps a small model's activations in a core's cache; larger ones are slower on a CPU.
-PROMPT_TOKENS = 1024
+# On a CPU a prompt pass of this size keeps a small model's activations in a core's cache. A GPU needs larger ones.
+PROMPT_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 # Cache lengths are rounded up to a multiple, so that similar calls reuse the cache.
 LENGTH_MULTIPLE = 32
@@ -54,7 +54,7 @@ class EmbeddedEngine(RolloutEngine):
         config: model config.
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
         decode: decodes tokens to text, for stop strings; None = requests with stop strings are refused.
-        prompt_tokens: maximum prompt tokens per forward pass; a longer prompt has its own pass.
+        prompt_tokens: maximum prompt tokens per forward pass; a longer prompt has its own pass. None = by the device.
 
     Raises:
         ConfigError: the engine does not support an option.
@@ -66,14 +66,15 @@ class EmbeddedEngine(RolloutEngine):
         config: ModelConfig,
         options: EngineOptions | None = None,
         decode: Decode | None = None,
-        prompt_tokens: int = PROMPT_TOKENS,
+        prompt_tokens: int | None = None,
     ) -> None:
         options = options or EngineOptions()
         _check_options(options)
         check_model(config)
         self.config, self.options = config, options
-        self._decode, self._prompt_tokens = decode, prompt_tokens
+        self._decode = decode
         self._device = torch.device(options.device)
+        self._prompt_tokens = prompt_tokens or PROMPT_TOKENS[self._device.type]
         self._max_length = options.max_model_len or config.max_position_embeddings
         eos = options.eos_token_ids
         self._eos = frozenset(eos_in(config.raw) if eos is None else eos)

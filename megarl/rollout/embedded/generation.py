@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.rollout.embedded.decode_step import decode_step
 from megarl.rollout.embedded.decoder import TransformerDecoder
-from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention, StepAttention
+from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention
 from megarl.rollout.embedded.sampling import Sampler, StopRules
 from megarl.rollout.interface import Request
 
@@ -167,6 +168,10 @@ class ContinuousBatcher:
         self._size = 0
         # By slot: newest token, its position, number of generated tokens, lane.
         self._state = torch.zeros(4, lanes, dtype=torch.int64, device=device)
+        self._decode_step = decode_step(cache, self._state)
+        # On the host, since reading a position waits for the device: position of a lane = steps + its entry here.
+        self._steps = 0
+        self._offsets: dict[int, int] = {}
         self._lanes: dict[int, Request] = {}
         self._free_lanes = list(range(lanes))
         self._tokens = torch.zeros(lanes, 0, dtype=torch.int64, device=device)
@@ -250,9 +255,10 @@ class ContinuousBatcher:
         self._record(first, *self._sampler.draw(logits[owner], state[3], state[2]))
 
     def _assign(self, requests: Sequence[Request]) -> list[int]:
-        """Assign a lane to each request."""
+        """Assign a lane to each request, whose next token has the position after its prompt."""
         lanes = [self._free_lanes.pop() for _ in requests]
         self._lanes.update(zip(lanes, requests, strict=True))
+        self._offsets.update((lane, len(r.prompt_ids) - self._steps) for lane, r in zip(lanes, requests, strict=True))
         params = [request.params for request in requests]
         self._sampler.assign(lanes, params, [request.seed for request in requests])
         self._rules.assign(lanes, params)
@@ -263,12 +269,16 @@ class ContinuousBatcher:
 
     def _step(self) -> None:
         """Decode one token of every running sequence."""
-        tokens, positions, counts, lanes = self._state[:, : self._size]
-        self._cache.fit(int(positions.max()) + 1, self._size)
-        attention = StepAttention(self._cache, positions)
-        logits = self.decoder.logits(self.decoder.hidden(tokens, positions, attention))
+        _, positions, counts, lanes = self._state[:, : self._size]
+        self._cache.fit(self._longest(), self._size)
+        logits = self._decode_step.logits(self.decoder, self._size)
         positions += 1
+        self._steps += 1
         self._record(0, *self._sampler.draw(logits, lanes, counts))
+
+    def _longest(self) -> int:
+        """Tokens of the longest running sequence, with its newest one."""
+        return max(self._offsets.values()) + self._steps + 1
 
     def _record(self, first: int, drawn: Tensor, log_probs: Tensor) -> None:
         """Store the new tokens of slots ``first .. size - 1``, and remove finished sequences."""
@@ -289,6 +299,7 @@ class ContinuousBatcher:
         for lane, count, at_stop in zip(lanes, counts, stopped[rows].tolist(), strict=True):
             tokens, log_probs = self._tokens[lane, :count].tolist(), self._log_probs[lane, :count].tolist()
             self._ended.append(FinishedRequest(self._lanes.pop(lane), tokens, log_probs, at_stop))
+            del self._offsets[lane]
         self._sampler.release(lanes)
         self._free_lanes += lanes
         self._close_gaps(first, gone)
@@ -300,5 +311,5 @@ class ContinuousBatcher:
         if len(gaps):
             movers = (~ended[running - first :]).nonzero()[:, 0] + running
             self._state[:, gaps] = self._state[:, movers]
-            self._cache.copy(movers, gaps, int(self._state[1, gaps].max()))
+            self._cache.copy(movers, gaps, self._longest())
         self._size = running

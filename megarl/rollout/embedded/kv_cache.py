@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarl.models import ModelConfig
 
-# Widths are multiples of this many tokens.
-WIDTH_MULTIPLE = 32
+# Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
+WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
 
 
 class KVCache:
@@ -31,7 +31,8 @@ class KVCache:
     """
 
     def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots, self.length, self.width = slots, length, min(WIDTH_MULTIPLE, length)
+        self._multiple = WIDTH_MULTIPLE[device.type]
+        self.slots, self.length, self.width = slots, length, min(self._multiple, length)
         self._heads, self._head_dim = config.num_key_value_heads, config.head_dim
         size = math.prod((slots, self._heads, length, self._head_dim))
 
@@ -47,6 +48,11 @@ class KVCache:
         return self._keys[0].device
 
     @property
+    def address(self) -> int:
+        """Address of its memory, which :meth:`grow` replaces."""
+        return self._keys[0].data_ptr()
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the cache."""
         return self._keys[0].dtype
@@ -56,7 +62,7 @@ class KVCache:
 
         Moving the tokens takes as long as a few steps, so the width shrinks only by a quarter or more.
         """
-        width = min(self.length, -(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+        width = min(self.length, -(-length // self._multiple) * self._multiple)
         if 3 * self.width <= 4 * width and width <= self.width:
             return
         kept_width = min(width, self.width)
@@ -162,13 +168,18 @@ class PromptAttention:
         rectangle.index_copy_(0, self._in_rectangle, queries)
         keys, values = self._cache.read(layer, self._first, self._count)
         length = self._prefix + self._width
+        keys, values = keys[:, :, :length], values[:, :, :length]
+        if self._mask is not None:
+            # With a mask, GPU kernels that keep no scores in memory need as many key heads as query heads.
+            shared = queries.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
         attended = F.scaled_dot_product_attention(
             rectangle.view(self._count, self._width, *queries.shape[1:]).transpose(1, 2),
-            keys[:, :, :length],
-            values[:, :, :length],
+            keys,
+            values,
             attn_mask=self._mask,
             is_causal=self._mask is None,
-            enable_gqa=True,
+            enable_gqa=self._mask is None,
         )
         return attended.transpose(1, 2).reshape(self._count * self._width, -1).index_select(0, self._in_rectangle)
 
