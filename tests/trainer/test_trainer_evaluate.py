@@ -16,6 +16,7 @@ from megarl.base.errors import CheckpointError, ConfigError, DataError, MegarlEr
 from megarl.config import EvaluateConfig
 from megarl.config.schema.jobs import BestAnswersConfig
 from megarl.data import DataProto, SFTDataset, attention_mask_of, pad_left, pad_right
+from megarl.trainer.jobs.early_checks import check_early
 from megarl.trainer.jobs.evaluate import BestAnswers, run
 from megarl.trainer.jobs.frozen_policy import FrozenPolicy
 from megarl.trainer.phases.data_loading import load_tokenizer
@@ -60,8 +61,10 @@ def test_errors_come_before_any_process(
     message: str,
     tmp_path: Path,
 ) -> None:
+    config = evaluate_config(changes)
     with pytest.raises(error, match=message):
-        run(evaluate_config(changes), tmp_path)
+        check_early(config)
+        run(config, tmp_path)
     assert not ray.is_initialized() and not list(tmp_path.iterdir())
 
 

@@ -12,11 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from arithmetic_task import RUN
+from dotted_keys import set_keys
 
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
 from megarl.base.packages import require_sglang
-from megarl.config import EvaluateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
+from megarl.config.build import build
 from megarl.config.keys import with_values
 from megarl.trainer.jobs import devices, early_checks
 from megarl.trainer.jobs.early_checks import check_early
@@ -113,6 +116,14 @@ def test_missing_sglang_is_refused_for_every_job_that_generates(
         with pytest.raises(ConfigError, match="needs the package sglang"):
             check_early(make({f"{POLICY}.rollout.name": "sglang"}))
         check_early(make())
+
+
+def test_generation_tracks_nothing_and_needs_no_login(arithmetic: Path, tmp_path: Path) -> None:
+    keys = {"actor_rollout_ref.model.path": str(arithmetic / "model"), "data.prompts": ["1+1"], **RUN}
+    config = build(GenerateConfig, set_keys({}, {**keys, "trainer.logger": ["wandb"]}), str(tmp_path))
+    check_early(config)
+    with pytest.raises(DataError, match=r"data\.val_files: /no\.parquet: there is no such file"):
+        check_early(with_values(config, {"data.val_files": ["/no.parquet"]}))
 
 
 def test_replicas_of_two_ranks_pass(train_config: Callable[..., TrainConfig]) -> None:

@@ -41,7 +41,8 @@ def check_early(config: JobConfig) -> None:
         check_reward_model(config)
     check_rows(config)
     check_devices(config.trainer)
-    check_trackers(config.trainer.logger)
+    if not isinstance(config, GenerateConfig):  # it tracks nothing
+        check_trackers(config.trainer.logger)
 
 
 def check_packages(config: JobConfig) -> None:

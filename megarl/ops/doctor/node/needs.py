@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.base.errors import ModelError
 from megarl.base.units import GIB, MIB
-from megarl.config import ScoredJobConfig, TrainConfig
+from megarl.config import GenerateConfig, ScoredJobConfig, TrainConfig
 from megarl.config.schema.jobs import JobConfig, RewardTrainingConfig, SupervisedConfig
 from megarl.config.schema.model import MegatronConfig
 from megarl.models import WeightMap, read_model_config
@@ -86,7 +86,7 @@ def needs_of(config: JobConfig) -> Needs:
         models=tuple(dict.fromkeys(_models(config))),
         readable=tuple(file for file in files if not set("*?[$~") & set(file)),
         engine=None if isinstance(config, SupervisedConfig) else config.actor_rollout_ref.rollout.name,
-        trackers=tuple(trainer.logger),
+        trackers=() if isinstance(config, GenerateConfig) else tuple(trainer.logger),
     )
 
 
