@@ -15,8 +15,8 @@ from megarl.base.user_code import import_user_modules
 from megarl.config.checks import check
 from megarl.config.derived import with_derived
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
-from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig
+from megarl.config.problems import InvalidConfigError, Problem, namesakes, nearest_keys
+from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
 from megarl.config.synonyms import synonyms
 from megarl.config.verl.adopt import Adoption, adopt
 
@@ -187,9 +187,18 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
 
 
 def unknown_key(path: str, value: Any, known: list[str]) -> Problem:
-    """The problem of a key that is in no schema, with its name in megarl, or else the nearest known keys."""
+    """The problem of a key that the job lacks, with its name in megarl, or else the nearest known keys."""
+    if path in _training_keys():
+        nearest = " or ".join(namesakes(path, known))
+        text = "is a key of training, without effect here"
+        return Problem(path, value, text + (f"; did you mean {nearest}?" if nearest else ": remove it"))
     nearest = " or ".join(synonyms(path, known) or nearest_keys(path, known))
     return Problem(path, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
+
+
+@cache
+def _training_keys() -> frozenset[str]:
+    return frozenset(path for path, _ in walk(TrainConfig))
 
 
 def _expected(item: Key) -> str:

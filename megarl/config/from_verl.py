@@ -102,8 +102,8 @@ Ascend NPUs.
   resumed. A class derived from verl's `RLHFDataset` needs verl's package. `data.collate_fn` takes verl's form of a
   collate function ([data](data.md)).
 - `actor.shuffle` shuffles the samples of a step once, for actor and critic; verl shuffles in every epoch.
-- Two bounds of `rollout_rs_threshold` for k1 bound the ratio of actor to engine; verl's code bounds its inverse. Replace
-  `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](rollout_correction.md)).
+- Two bounds of `rollout_rs_threshold` for k1 bound the ratio of actor to engine; verl's code bounds its inverse.
+  Replace `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](rollout_correction.md)).
 - `nccl_timeout` is `trainer.nccl_timeout`, for all roles: 1800 s by default, 600 s in verl.
 - `algorithm.filter_groups` generates `data.gen_batch_size` prompts per round, until `train_batch_size` groups differ in
   `metric` (`score` by default). If `max_num_gen_batches` rounds give too few, the run saves and stops, or fills the

@@ -78,5 +78,13 @@ def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
     return sorted(near, key=lambda k: -scores[k])[:3]
 
 
+def namesakes(path: str, known: Iterable[str]) -> list[str]:
+    """The known keys with the name of a misplaced one, best first, or else the most similar key of its section."""
+    group, _, name = path.rpartition(".")
+    same = [key for key in known if key.rpartition(".")[2] == name]
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
+    return nearest_keys(path, same) or [siblings[n] for n in difflib.get_close_matches(name, siblings, 1, 0.7)]
+
+
 def _similarity(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()

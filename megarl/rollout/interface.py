@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
-from megarl.config.schema.rollout import RolloutConfig, ValSamplingConfig
+from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.models.checksum import ParamRectangle
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
@@ -90,7 +90,7 @@ class SamplingParams:
             raise RolloutError(f"repetition_penalty={self.repetition_penalty}, expected a number in (0, 2]")
 
     @classmethod
-    def of(cls, keys: RolloutConfig | ValSamplingConfig, max_new_tokens: int) -> SamplingParams:
+    def of(cls, keys: TrainingRolloutConfig | ValSamplingConfig, max_new_tokens: int) -> SamplingParams:
         """Read the parameters of the section ``rollout``, or of its ``val_kwargs``."""
         return cls(
             max_new_tokens=max_new_tokens,

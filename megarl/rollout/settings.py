@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from megarl.config import RolloutConfig
+from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, fraction_beside_training
 from megarl.rollout.sglang.options import SGLangOptions
@@ -44,13 +45,17 @@ def engine_options(
         mode=sglang.mode,
         url=sglang.urls[replica] if sglang.urls else None,
         host=sglang.host,
-        weight_transport=sglang.weight_transport,
-        bucket_bytes=sglang.update_weights_bucket_megabytes * MEGABYTE,
         deterministic=sglang.deterministic,
         stop_strings=sglang.stop_strings,
         start_timeout_s=sglang.start_timeout_s,
         call_timeout_s=sglang.call_timeout_s,
         server_args=sglang.server_args,
+    )
+    if not isinstance(rollout, TrainingRolloutConfig):
+        return options
+    sync = rollout.engine_kwargs.sglang
+    options = replace(
+        options, weight_transport=sync.weight_transport, bucket_bytes=sync.update_weights_bucket_megabytes * MEGABYTE
     )
     if pending_bytes is None or options.is_cpu or options.url is not None or FRACTION in sglang.server_args:
         return options

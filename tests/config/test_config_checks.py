@@ -173,7 +173,7 @@ def test_possible_combination(values: dict[str, Any]) -> None:
          "2 and 4"),
         ({"data.max_token_len_per_gpu": 100}, "data.max_token_len_per_gpu", "data.max_length = 1024"),
         ({"optim.min_lr": 1.0}, "optim.min_lr", "must not exceed optim.lr"),
-        ({"data.max_prompt_length": 5}, "data.max_prompt_length", "unknown key"),
+        ({"data.max_prompt_length": 5}, "data.max_prompt_length", "did you mean data.max_length?"),
         ({"trainer.test_freq": 5}, "trainer.test_freq", "megarl.sft does not validate"),
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "must be set with"),
         ({"trainer.checkpoint.save_contents": ["optimizer"]}, "trainer.checkpoint.save_contents", "without model"),
@@ -191,8 +191,9 @@ def test_impossible_fine_tuning(values: dict[str, Any], path: str, expected: str
         ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, f"{ROLLOUT}.tensor_model_parallel_size", "do not divide"),
         ({"do_search": True}, "retriever.url", "needs a server"),
         ({"trainer.experiment_name": " "}, "trainer.experiment_name", "must not be empty"),
-        ({"trainer.save_freq": 5}, "trainer.save_freq", "unknown key"),
-        ({"critic.optim.lr": 1.0}, "critic", "unknown key"),
+        ({"trainer.save_freq": 5}, "trainer.save_freq", "is a key of training"),
+        ({"critic.optim.lr": 1.0}, "critic", "is a key of training"),
+        ({"critics.optim.lr": 1.0}, "critics", "unknown key"),
     ],
 )
 def test_impossible_evaluation(values: dict[str, Any], path: str, expected: str) -> None:
@@ -208,7 +209,7 @@ GENERATE = {"data.prompts": ["Why?"], "actor_rollout_ref.model.path": "model", "
         ({"data.prompts": []}, "data.prompts", "no prompts"),
         ({"data.output_path": "answers.csv"}, "data.output_path", "must end in .jsonl or .parquet"),
         ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n", "gives 4 equal answers"),
-        ({"reward_model.name": "gsm8k"}, "reward_model", "unknown key"),
+        ({"reward_model.name": "gsm8k"}, "reward_model", "is a key of training"),
     ],
 )
 def test_impossible_generation(values: dict[str, Any], path: str, expected: str) -> None:
@@ -264,6 +265,35 @@ def test_reference_shaping_needs_a_reference(values: dict[str, Any], log_probs: 
 
 RM = "reward_model"
 ENABLED = {f"{RM}.enable": True, f"{RM}.model.path": "reward"}
+
+
+OF_TRAINING = {
+    "actor_rollout_ref.rollout.n": (4, "actor_rollout_ref.rollout.val_kwargs.n"),
+    "actor_rollout_ref.rollout.temperature": (0.7, "actor_rollout_ref.rollout.val_kwargs.temperature"),
+    "actor_rollout_ref.rollout.top_p": (0.9, "actor_rollout_ref.rollout.val_kwargs.top_p"),
+    "actor_rollout_ref.rollout.top_k": (20, "actor_rollout_ref.rollout.val_kwargs.top_k"),
+    "actor_rollout_ref.rollout.min_p": (0.1, "actor_rollout_ref.rollout.val_kwargs.min_p"),
+    "actor_rollout_ref.rollout.repetition_penalty": (1.1, "actor_rollout_ref.rollout.val_kwargs.repetition_penalty"),
+    "actor_rollout_ref.rollout.free_cache_engine": (False, None),
+    "actor_rollout_ref.rollout.calculate_log_probs": (True, None),
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": (True, None),
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": (4096, None),
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": (2, None),
+    "actor_rollout_ref.rollout.engine_kwargs.sglang.weight_transport": ("disk", None),
+    "actor_rollout_ref.rollout.engine_kwargs.sglang.update_weights_bucket_megabytes": (64, None),
+    "data.train_batch_size": (8, "data.val_batch_size"),
+    "trainer.save_freq": (10, None),
+}
+
+
+@pytest.mark.parametrize("schema", [EvaluateConfig, GenerateConfig])
+@pytest.mark.parametrize("path", OF_TRAINING)
+def test_keys_of_training_are_rejected_in_jobs_without_training(schema: type, path: str) -> None:
+    value, instead = OF_TRAINING[path]
+    found = problems_of({path: value}, schema, EVALUATE)
+    assert set(found) == {path}
+    rest = f"; did you mean {instead}?" if instead else ": remove it"
+    assert found[path].text == f"is a key of training, without effect here{rest}"
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, EvaluateConfig])

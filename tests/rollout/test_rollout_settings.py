@@ -1,5 +1,11 @@
 from megarl.config import RolloutConfig
-from megarl.config.schema.rollout import EngineKwargsConfig, SGLangConfig
+from megarl.config.schema.rollout import (
+    EngineKwargsConfig,
+    SGLangConfig,
+    TrainingEngineKwargsConfig,
+    TrainingRolloutConfig,
+    TrainingSGLangConfig,
+)
 from megarl.rollout import EngineOptions
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.options import SGLangOptions
@@ -11,9 +17,9 @@ def test_common_options_of_every_engine():
 
 
 def test_sglang_options_come_from_its_section():
-    own = SGLangConfig(mode="http", update_weights_bucket_megabytes=2, server_args={"mem_fraction_static": 0.5})
-    rollout = RolloutConfig(
-        name="sglang", tensor_model_parallel_size=2, engine_kwargs=EngineKwargsConfig(sglang=own), dtype="bfloat16"
+    own = TrainingSGLangConfig(mode="http", update_weights_bucket_megabytes=2, server_args={"mem_fraction_static": 0.5})
+    rollout = TrainingRolloutConfig(
+        name="sglang", tensor_model_parallel_size=2, engine_kwargs=TrainingEngineKwargsConfig(own), dtype="bfloat16"
     )
     options = engine_options(rollout, "cpu")
     assert options == SGLangOptions(

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megarl.base.errors import ConfigError
-from megarl.config import RolloutConfig
-from megarl.config.schema.rollout import EngineKwargsConfig, SGLangConfig
+from megarl.config.schema.rollout import TrainingEngineKwargsConfig, TrainingRolloutConfig, TrainingSGLangConfig
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.memory import FreeMemory, shared_fraction
 
@@ -16,8 +15,8 @@ RESERVED = (512 + 1.5 * 8192 + 2 * 256 + 128) * 2**20
 
 
 def rollout(free_cache_engine=True, tp=1, **sglang):
-    engines = EngineKwargsConfig(sglang=SGLangConfig(**sglang))
-    return RolloutConfig(
+    engines = TrainingEngineKwargsConfig(sglang=TrainingSGLangConfig(**sglang))
+    return TrainingRolloutConfig(
         name="sglang", free_cache_engine=free_cache_engine, tensor_model_parallel_size=tp, engine_kwargs=engines
     )
 

@@ -26,7 +26,7 @@ from megarl.agents.endpoint.session import Session
 from megarl.agents.tools.calling import find_parser
 from megarl.agents.types import Conversation, Generate, SessionAccess
 from megarl.base.errors import ConfigError
-from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig
+from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig, TrainingRolloutConfig
 from megarl.models import read_model_config
 from megarl.rollout.interface import SamplingParams
 
@@ -214,7 +214,8 @@ def build_endpoint(config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBa
         data.apply_chat_template_kwargs,
         stop_strings=_supports_stop_strings(rollout, policy.model.path),
     )
-    sampling = SamplingParams.of(rollout, data.max_response_length)
+    keys = rollout if isinstance(rollout, TrainingRolloutConfig) else rollout.val_kwargs
+    sampling = SamplingParams.of(keys, data.max_response_length)
     longest = read_model_config(policy.model.path).max_position_embeddings
     tokens = min(data.max_prompt_length + data.max_response_length, longest)
     limits = ExternalRequestLimits(sampling, tokens, endpoint.wait_s)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, GenerationJobConfig, TrainConfig
+from megarl.config.schema.rollout import TokenFilterConfig, TrainingRolloutConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -40,7 +41,10 @@ def token_filters(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iter
     deterministic = rollout.engine_kwargs.sglang.deterministic
     if rollout.name != "sglang" or not (config.trainer.device == "cpu" if deterministic is None else deterministic):
         return
-    for path, keys in ((_ROLLOUT, rollout), (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs)):
+    sections: dict[str, TokenFilterConfig] = {f"{_ROLLOUT}.val_kwargs": rollout.val_kwargs}
+    if isinstance(rollout, TrainingRolloutConfig):
+        sections = {_ROLLOUT: rollout, **sections}
+    for path, keys in sections.items():
         if keys.min_p:
             text = f"SGLang's deterministic mode has no min_p; set 0, or {_ROLLOUT}.engine_kwargs.sglang.deterministic"
             yield Problem(f"{path}.min_p", keys.min_p, f"{text}=false")

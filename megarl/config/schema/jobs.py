@@ -20,7 +20,7 @@ from megarl.config.schema.data import (
 from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig
 from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig, ValRewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
-from megarl.config.schema.rollout import RetrieverConfig, RolloutConfig
+from megarl.config.schema.rollout import RetrieverConfig, RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import (
     EvaluateRunConfig,
     HubConfig,
@@ -48,6 +48,7 @@ class PolicyConfig:
 class ActorRolloutRefConfig(PolicyConfig):
     """The policy: its model, its update, the reference, and generation."""
 
+    rollout: TrainingRolloutConfig = section(TrainingRolloutConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
 
@@ -221,7 +222,7 @@ class EvaluateConfig(ScoredJobConfig):
     """Responses, scores and metrics of a fixed policy, as in validation during training.
 
     `actor_rollout_ref.model.path` may also be a checkpoint. Sampling is that of `actor_rollout_ref.rollout.val_kwargs`;
-    the sampling keys of `rollout` itself, and `log_prob_*`, are for training and have no effect.
+    the sampling keys of `rollout` itself belong to training.
     """
 
     best_answers: BestAnswersConfig = section(BestAnswersConfig)

@@ -24,13 +24,6 @@ class SGLangConfig:
         "Running servers to use instead, one per replica, on any number of nodes; they keep running after the run.",
     )
     host: str = key("127.0.0.1", "Listen address of a server that the replica starts, on a free port.")
-    weight_transport: str = key(
-        "tensor",
-        "Transport of weights to SGLang's ranks: each rank receives its shard (tensor), or all ranks receive "
-        "everything, by broadcast (distributed) or from a folder (disk).",
-        choices=("tensor", "distributed", "disk"),
-    )
-    update_weights_bucket_megabytes: int = key(128, "Bucket of weights per rank, in MiB.", at_least=1)
     deterministic: bool | None = key(
         None, "SGLang's deterministic mode, which seeds need; null = on a CPU only, since it is slower."
     )
@@ -45,10 +38,30 @@ class SGLangConfig:
 
 
 @dataclass(frozen=True)
+class TrainingSGLangConfig(SGLangConfig):
+    """SGLang; see docs/rollout.md."""
+
+    weight_transport: str = key(
+        "tensor",
+        "Transport of weights to SGLang's ranks: each rank receives its shard (tensor), or all ranks receive "
+        "everything, by broadcast (distributed) or from a folder (disk).",
+        choices=("tensor", "distributed", "disk"),
+    )
+    update_weights_bucket_megabytes: int = key(128, "Bucket of weights per rank, in MiB.", at_least=1)
+
+
+@dataclass(frozen=True)
 class EngineKwargsConfig:
     """Settings of a single rollout engine."""
 
     sglang: SGLangConfig = section(SGLangConfig)
+
+
+@dataclass(frozen=True)
+class TrainingEngineKwargsConfig(EngineKwargsConfig):
+    """Settings of a single rollout engine."""
+
+    sglang: TrainingSGLangConfig = section(TrainingSGLangConfig)
 
 
 @dataclass(frozen=True)
@@ -169,25 +182,15 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig(TokenFilterConfig, LogProbBatchConfig):
-    """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
+class RolloutConfig:
+    """Engines, agents and the sampling of held-out prompts."""
 
     name: str = key("embedded", "Rollout engine.", choices=("embedded", "sglang"))
-    n: int = key(1, "Responses per prompt.", at_least=1)
-    temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
     tensor_model_parallel_size: int = key(1, "Devices per engine replica.", at_least=1)
     replicas: int | None = key(None, "Engine replicas; null = as many as fit the trainer's devices.", at_least=1)
     max_num_seqs: int = key(256, "Sequences that one replica generates concurrently.", at_least=1)
     dtype: str = key("bfloat16", "Number format of the engine's weights.", choices=DTYPES)
-    free_cache_engine: bool = key(
-        True, "Engines release the memory of weights and KV cache to the trainer outside the generation phase."
-    )
     seed: int | None = key(None, "Seed of sampling; null = `trainer.seed`.", at_least=0)
-    calculate_log_probs: bool = key(
-        False,
-        "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and "
-        "write them next to the responses in `trainer.rollout_data_dir` as `<step>.npz`, for `megarl doctor logprobs`.",
-    )
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
@@ -209,3 +212,19 @@ class RolloutConfig(TokenFilterConfig, LogProbBatchConfig):
     def serves_endpoint(self) -> bool:
         """Whether the run serves the policy over OpenAI's chat interface."""
         return self.endpoint.enable or self.agent.external_agent is not None
+
+@dataclass(frozen=True)
+class TrainingRolloutConfig(RolloutConfig, TokenFilterConfig, LogProbBatchConfig):
+    """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
+
+    engine_kwargs: TrainingEngineKwargsConfig = section(TrainingEngineKwargsConfig)
+    n: int = key(1, "Responses per prompt.", at_least=1)
+    temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
+    free_cache_engine: bool = key(
+        True, "Engines release the memory of weights and KV cache to the trainer outside the generation phase."
+    )
+    calculate_log_probs: bool = key(
+        False,
+        "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and "
+        "write them next to the responses in `trainer.rollout_data_dir` as `<step>.npz`, for `megarl doctor logprobs`.",
+    )

@@ -9,7 +9,7 @@ from megarl.base.algorithm_names import FULL_KL
 from megarl.config import MegatronConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches
 from megarl.config.schema.jobs import SupervisedConfig
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import ModelConfig, ParallelLayout, read_model_config
 from megarl.workers.settings import check_role, layout_of
 
@@ -118,7 +118,7 @@ class PlannedRollout:
     """
 
     model: ModelConfig
-    config: RolloutConfig
+    config: TrainingRolloutConfig
     replicas: int
     tp: int
     longest: int

@@ -21,7 +21,7 @@ from megarl.agents.types import Conversation, Trajectory
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.base.seeds import derive_seed
 from megarl.config.schema.jobs import GenerationJobConfig
-from megarl.config.schema.rollout import RolloutConfig, ValSamplingConfig
+from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.rollout.interface import Completion, RolloutError, SamplingParams
 from megarl.rollout.router import Replica, Router, RouterStats
@@ -88,10 +88,12 @@ class RolloutPhase:
             with_baseline: add a greedy sample after the others of a prompt, with ``is_baseline`` True (ReMax).
         """
         stream = (TRAINING, step, generation_round) if generation_round else (TRAINING, step)
-        batch, conversation_metrics = self._generate(prompts, self.rollout, self.rollout.n, stream, with_baseline)
+        sampling = self.rollout
+        assert isinstance(sampling, TrainingRolloutConfig), "a job without training samples as in validation"
+        batch, conversation_metrics = self._generate(prompts, sampling, sampling.n, stream, with_baseline)
         if with_baseline:
-            rows = np.arange(len(batch)) % (self.rollout.n + 1)
-            batch = batch.with_columns({}, {"is_baseline": (rows == self.rollout.n).tolist()})
+            rows = np.arange(len(batch)) % (sampling.n + 1)
+            batch = batch.with_columns({}, {"is_baseline": (rows == sampling.n).tolist()})
         metrics |= conversation_metrics
         if self._endpoint:
             metrics |= self._endpoint.take_metrics()
@@ -117,7 +119,7 @@ class RolloutPhase:
     def _generate(
         self,
         prompts: DataProto,
-        sampling: RolloutConfig | ValSamplingConfig,
+        sampling: TrainingRolloutConfig | ValSamplingConfig,
         samples: int,
         stream: tuple[int, ...],
         with_baseline: bool = False,
