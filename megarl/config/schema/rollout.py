@@ -213,6 +213,7 @@ class RolloutConfig:
         """Whether the run serves the policy over OpenAI's chat interface."""
         return self.endpoint.enable or self.agent.external_agent is not None
 
+
 @dataclass(frozen=True)
 class TrainingRolloutConfig(RolloutConfig, TokenFilterConfig, LogProbBatchConfig):
     """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
