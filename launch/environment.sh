@@ -48,3 +48,13 @@ _install_megarl() {
 ensure_environment() {
   _ensure .venv "megarl, about two minutes" _install_megarl _find_python launch/constraints.txt setup.py
 }
+
+# Transformer Engine's extension is built from source, with the environment's torch. It needs CUDA's compiler.
+_install_megarl_gpu() {
+  _pip "$1" torch && _pip "$1" setuptools wheel ninja pybind11 && _pip "$1" --no-build-isolation -e "$MEGARL_ROOT[gpu]"
+}
+
+ensure_gpu_environment() {
+  _ensure .venv-gpu "megarl with SGLang and Transformer Engine" _install_megarl_gpu _find_python \
+    launch/constraints.txt setup.py
+}
