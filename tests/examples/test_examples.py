@@ -54,7 +54,7 @@ def test_command_in_the_docstring_is_valid(file: Path, capsys: pytest.CaptureFix
 
 def test_readme_lists_every_file() -> None:
     page = (ROOT / "examples" / "README.md").read_text()
-    files = {file.name for file in (ROOT / "examples").iterdir() if file.suffix in (".py", ".yaml")}
+    files = {file.name for file in (ROOT / "examples").iterdir() if file.suffix in (".py", ".yaml", ".ipynb")}
     assert files == set(re.findall(r"`examples/([\w.]+)`", page))
 
 
