@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from cli_runs import REWARDS, CliRun, RunFiles
 from reward_functions import PAUSE_AT, PAUSED
