@@ -16,13 +16,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
-from megarl.models.checksum import ParamRectangle
+
+if TYPE_CHECKING:  # the planner, which must start in seconds, imports this package
+    from torch import Tensor
+
+    from megarl.models.checksum import ParamRectangle
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]

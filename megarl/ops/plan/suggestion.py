@@ -1,8 +1,8 @@
 """Suggestion for a run that does not fit: the smallest configuration change that makes it fit, confirmed by planning.
 
 Changes are tried from the cheapest to the most expensive: offloading of idle states, sharded states, recomputation,
-smaller micro-batches, a larger KV cache, more devices per replica, more tensor and pipeline parallelism. If no single
-change is enough, changes that help are combined; more nodes come last.
+smaller micro-batches, a larger KV cache, more devices per replica, more tensor and pipeline parallelism. At each cost,
+if no single change is enough, changes that help and cost no more are combined; more nodes come last.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ def find_suggestion(config: Config, planned: Estimate, confirm: Callable[[Sugges
     phases = [shortfall.phase for shortfall in planned.shortfalls]
     singles = _distinct(change for phase in phases for change in single_changes(planned.job, phase))
     singles.sort(key=_speed_cost)
-    for suggestion in attempts.alone(singles):
-        if _confirmed(suggestion, confirm):
-            return suggestion
-    combined = attempts.combination(singles)
-    if combined is not None and _confirmed(combined, confirm):
-        return combined
+    for cost in sorted({_speed_cost(change) for change in singles}):
+        for suggestion in attempts.alone(change for change in singles if _speed_cost(change) == cost):
+            if _confirmed(suggestion, confirm):
+                return suggestion
+        combined = attempts.combination([change for change in singles if _speed_cost(change) <= cost])
+        if combined is not None and _confirmed(combined, confirm):
+            return combined
     nodes = planned.job.nodes
     for suggestion in attempts.alone([{"trainer.nnodes": factor * nodes} for factor in (2, 4, 8, 16)]):
         if _confirmed(suggestion, confirm):
