@@ -1,10 +1,13 @@
-"""Free TCP ports."""
+"""Free TCP ports, and the network interface that collectives listen on."""
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import socket
 from collections.abc import Sequence
+
+import psutil
 
 # Below the ephemeral range of outgoing connections, so that a port stays free until its user binds it, and above the
 # ports of Ray's workers.
@@ -36,3 +39,21 @@ def free_port(host: str = "") -> int:
     """
     with reserve_port(host) as reserved:
         return int(reserved.getsockname()[1])
+
+
+def collective_interfaces(address: str) -> dict[str, str]:
+    """Return environment variables that make gloo, and NCCL on loopback, listen on the interface of an address.
+
+    Gloo would take the address of the host name, and NCCL the first interface of the machine. Between nodes NCCL
+    chooses, since it may use several interfaces.
+
+    Args:
+        address: this node's address in the job; loopback if all ranks are on this machine.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (entry.address for entry in addresses):
+            variables = {"GLOO_SOCKET_IFNAME": name}
+            if ipaddress.ip_address(address).is_loopback:
+                variables["NCCL_SOCKET_IFNAME"] = name
+            return variables
+    return {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import ray
 from megarl.base.errors import WorkerLost
 from megarl.base.imports import import_large
 from megarl.base.logs import ProcessLogs, output_log, redirect_output, tail
-from megarl.base.ports import reserve_port
+from megarl.base.ports import collective_interfaces, reserve_port
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
 from megarl.tracing.profilers import ProfiledProcess
 from megarl.tracing.tracer import count_memory
@@ -174,9 +173,8 @@ class WorkerProcess:
             assert self._worker_cls is not None, "load() comes first"
             host, port = address
             os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-            if host == "127.0.0.1" and sys.platform == "linux":
-                # By default gloo takes the address of the host name, which is unreachable on many laptops.
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            for name, value in collective_interfaces(ray.util.get_node_ip_address()).items():
+                os.environ.setdefault(name, value)
             if self._reserved is not None:
                 self._reserved.close()
             self._worker = self._worker_cls(WorkerPlace(self._rank, self._world_size, host, port), **kwargs)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.base.errors import CheckpointError, ConfigError, ResourceError
+from megarl.base.rendezvous import join_rendezvous
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.store_barrier import StoreBarrier
 from megarl.megatron.transformer_engine import transformer_engine_error
@@ -115,14 +116,14 @@ def init_runtime(
         rank: this process's rank.
         world_size: number of processes that will join.
         master_addr: host of rank 0.
-        master_port: free port there; rank 0 listens on it.
+        master_port: free port there; rank 0 listens on it, on this address only.
         device: ``cpu``, ``cuda`` or ``auto`` (CUDA if available).
         seed: seed of the role; tensor-parallel ranks and stages derive theirs from it like Megatron.
         timeout_s: seconds after which an incomplete collective fails; reading and writing files may take longer.
 
     Raises:
         ConfigError: the layout does not have ``world_size`` processes, or ``device`` is unknown.
-        ResourceError: CUDA is requested and not available.
+        ResourceError: CUDA is requested and not available, or rank 0 cannot listen on the address.
     """
     if layout.world_size != world_size:
         raise ConfigError(
@@ -140,13 +141,9 @@ def init_runtime(
         keep_freed_memory()
         cuda_on_cpu.install()
         backend = "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{master_addr}:{master_port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    store = join_rendezvous(master_addr, master_port, rank, world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     with cuda_on_cpu.active():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,

@@ -20,6 +20,7 @@ from megarl.algorithms import (
     token_keys,
 )
 from megarl.base.algorithm_names import FULL_KL
+from megarl.base.rendezvous import host_store
 from megarl.config import ActorConfig
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
@@ -28,7 +29,6 @@ from megarl.megatron.outputs import POOLED
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
 from megarl.sharding.plan import RankPlan
 from megarl.sharding.sender import BucketSender, Message, destination_ranks
-from megarl.sharding.transports import host_store
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, offload_after

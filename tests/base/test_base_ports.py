@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import psutil
 import pytest
 
 from megarl.base import ports
@@ -27,3 +28,14 @@ def test_ports_in_use_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ports, "_PORTS", [number] * 50)
         with pytest.raises(OSError, match="none of 50 ports"):
             ports.free_port()
+
+
+def test_collectives_listen_on_the_interface_of_the_address() -> None:
+    """Linux reports interfaces and addresses in /proc; a node has at least loopback."""
+    loopback = ports.collective_interfaces("127.0.0.1")
+    assert loopback == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and name != "lo":
+                assert ports.collective_interfaces(entry.address) == {"GLOO_SOCKET_IFNAME": name}
+    assert ports.collective_interfaces("192.0.2.1") == {}, "an address of another machine"

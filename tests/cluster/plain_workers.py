@@ -40,6 +40,7 @@ class Echo:
             "OMP_NUM_THREADS",
             "FLAVOUR",
             "GLOO_SOCKET_IFNAME",
+            "NCCL_SOCKET_IFNAME",
         )
         env = {name: os.environ.get(name) for name in names}
         return {"rank": self.rank, "address": self.address, "greeting": self.greeting, "pid": os.getpid(), "env": env}

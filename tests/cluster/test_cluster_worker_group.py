@@ -103,6 +103,7 @@ def test_every_rank_receives_its_place(echo):
             "OMP_NUM_THREADS": "1",
             "FLAVOUR": "mint",
             "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
         }
 
 

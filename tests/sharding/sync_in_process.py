@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from resharding_cases import box, labelled_checkpoint, rollout_tensors, training_tensors
 
+from megarl.base.rendezvous import host_store
 from megarl.cluster.adapters import ResultsByRank
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, route_messages, source_ranks
 from megarl.sharding.sender import BucketSender, destination_ranks
-from megarl.sharding.transports import host_store
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 from megarl.sharding.verification import partial_checksums
 

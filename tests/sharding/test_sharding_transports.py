@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megarl.base.errors import ConfigError, WeightSyncError
+from megarl.base.rendezvous import host_store
 from megarl.sharding.transports import (
     BufferPool,
     BufferSlice,
@@ -22,7 +23,6 @@ from megarl.sharding.transports import (
     SharedMemoryTransport,
     TransportOptions,
     create_transport,
-    host_store,
 )
 from megarl.sharding.transports import cuda_ipc as ipc
 

@@ -13,7 +13,7 @@ from megarl.sharding.transports.interface import (
     create_transport,
     register_transport,
 )
-from megarl.sharding.transports.process_group import GlooTransport, NcclTransport, host_store
+from megarl.sharding.transports.process_group import GlooTransport, NcclTransport
 
 __all__ = [
     "Buffer",
@@ -32,6 +32,5 @@ __all__ = [
     "TransportOptions",
     "buffer_pool",
     "create_transport",
-    "host_store",
     "register_transport",
 ]

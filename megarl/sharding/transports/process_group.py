@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from megarl.base.errors import WeightSyncError
+from megarl.base.rendezvous import STORE_TIMEOUT
 from megarl.sharding.transports.interface import (
     BufferSlice,
     MemoryKind,
@@ -28,16 +29,10 @@ from megarl.sharding.transports.interface import (
     register_transport,
 )
 
-STORE_TIMEOUT = timedelta(seconds=60)
 POLL_S = 1e-4
 """Seconds between checks for the end of a message on a GPU."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Environment variable that a new NCCL group reads: 0 = errors and timeouts neither abort nor end the process."""
-
-
-def host_store(host: str) -> TCPStore:
-    """Start a TCP store for both sides on a free port of this host; it lives as long as the object."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
 
 
 class ProcessGroupHandle(NamedTuple):

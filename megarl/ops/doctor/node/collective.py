@@ -64,9 +64,11 @@ def all_reduce(rank: int, world: int, host: str, port: int, backend: str, size: 
     import torch
     import torch.distributed as dist
 
+    from megarl.base.rendezvous import join_rendezvous
+
     limit = timedelta(seconds=JOIN_S)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-    store = dist.TCPStore(host, port, world, rank == 0, timeout=limit)
+    store = join_rendezvous(host, port, rank, world, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     try:
         best, correct = float("inf"), True
