@@ -18,6 +18,7 @@ settings.load_profile("untimed")
 TESTS = Path(__file__).parent
 SLOW_FIXTURES = {"pool", "start", "task", "arithmetic", "engine_for", "new_engine"}
 SLOW = (
+    "chaos",
     "e2e",
     "examples",
     "cluster",

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 from interrupts import restore_interrupts
 
-ROOT = Path(__file__).resolve().parents[2]
-REWARDS = Path(__file__).with_name("reward_functions.py")
+ROOT = Path(__file__).resolve().parents[1]
+REWARDS = ROOT / "tests" / "e2e" / "reward_functions.py"
 # One process scores the samples in order, for reward functions that count and pause.
 ONE_BY_ONE = ("reward_model.num_workers=1", "reward_model.timeout_s=600", "reward_model.max_retries=0")
 # Environment variable that marks all processes of a run: they inherit it however they are started.
@@ -42,6 +42,7 @@ class CliRun:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.arguments = list(arguments)
         self.mark = uuid.uuid4().hex
         self.output_file = folder / f"output-{self.mark[:8]}.txt"
         with open(self.output_file, "w") as output:

@@ -1,0 +1,235 @@
+"""Trains under a seeded sequence of faults, resumes after each, and compares the result with an undisturbed run.
+
+One journey is one training run from its first to its last step, through several faults. All metrics except timings, and
+the weights of the exported policy, must equal those of the undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import torch
+from chaos_faults import DAMAGES, FAULTS, Damage, Fault
+from cli_runs import ROOT, CliRun, RunFiles, reproducible
+from safetensors.torch import load_file
+
+from megarl.base.errors import CheckpointError
+from megarl.cluster.fork_server import ENVIRONMENT
+from megarl.trainer.state.checkpoint_store import CheckpointStore
+
+NAME = "chaos"
+END_S = 90.0
+"""Seconds within which a run ends after a fault, including the watchdog's time for a frozen process."""
+GONE_S = 30.0
+"""Seconds within which the processes of an ended run are gone."""
+WATCHDOG_S = 15
+OWN_SERVER = {ENVIRONMENT: "1"}
+"""Each run has a fork server of its own, since a fault may strike it."""
+
+
+class Violation(AssertionError):
+    """A run that did not survive a fault as it should."""
+
+
+@dataclass
+class Campaign:
+    """Journeys of one job.
+
+    Attributes:
+        folder: of all runs.
+        arguments: of the job, without the folder.
+        steps: training steps.
+        random: selects faults and moments.
+        faults: faults to choose from.
+        damages: damages to choose from.
+        log: one line per event.
+    """
+
+    folder: Path
+    arguments: Sequence[str]
+    steps: int
+    random: Random
+    faults: Sequence[Fault] = FAULTS
+    damages: Sequence[Damage] = DAMAGES
+    log: list[str] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+
+    def undisturbed(self) -> RunFiles:
+        """Run the job without faults."""
+        run = self._start(self.folder / "undisturbed")
+        try:
+            self._require(run.wait() == 0, run, "the undisturbed run failed")
+        finally:
+            run.close()
+        return RunFiles(run.folder, NAME)
+
+    def journey(self, index: int, num_faults: int, expected: RunFiles) -> None:
+        """Run the job through faults until it is complete, then compare it with the undisturbed run."""
+        folder = self.folder / f"journey_{index}"
+        for _ in range(num_faults):
+            if self._is_complete(folder):
+                break
+            self._strike(folder, self.random.choice(self.faults))
+            self._damage(folder)
+        if not self._is_complete(folder):
+            run = self._start(folder)
+            try:
+                self._require(run.wait() == 0, run, "the last run of a journey failed")
+                self._require_gone(run)
+            finally:
+                run.close()
+        self._compare(RunFiles(folder, NAME), expected)
+        self._note(f"journey {index}: complete, equal to the undisturbed run")
+
+    def _start(self, folder: Path) -> CliRun:
+        return CliRun(folder, self.arguments, OWN_SERVER)
+
+    def _strike(self, folder: Path, fault: Fault) -> None:
+        """Start or resume the job, inject a fault at a random moment, and check how the run ends."""
+        run = self._start(folder)
+        try:
+            moment = self._wait_for_moment(run, fault)
+            has_struck = fault.strike(run, self.random)
+            begin = time.monotonic()
+            code = run.wait(END_S + (self.steps if 0 in fault.codes else 0) * 10.0)
+            seconds = time.monotonic() - begin
+            self.struck[fault.name] += has_struck
+            end = f"exit {code:>4}  {seconds:5.1f} s" if has_struck else "no victim"
+            self._note(f"{fault.name:<36} {moment:<18} {end}")
+            self._require(code in fault.codes or code == 0, run, f"{fault.name}: exit code {code}")
+            self._require("Traceback (most recent call last)" not in run.output, run, f"{fault.name}: a traceback")
+            self._require_gone(run)
+        except AssertionError as error:
+            raise error if isinstance(error, Violation) else Violation(f"{fault.name}: {error}") from error
+        finally:
+            run.close()
+
+    def _wait_for_moment(self, run: CliRun, fault: Fault) -> str:
+        """Wait for a random moment: at the start, in a step, or in a save; return a description."""
+        done = _trained(run.folder)
+        if fault.during_save:
+            unfinished = ".global_step_*.tmp-*"
+            root = _checkpoints(run.folder)
+            first = min(self.steps - 1, done + self.random.randrange(3))
+            run.wait_until(lambda: f"step {first + 1}/" in run.output or first == done)
+            run.wait_until(lambda: any(root.glob(unfinished)) or run.process.poll() is not None)
+            return f"save after step {first}"
+        if self.random.random() < 0.2:
+            delay = self.random.uniform(0.5, 10.0)
+            time.sleep(delay)
+            return f"{delay:.1f} s after start"
+        step = min(done + self.random.randrange(1, 3), self.steps)
+        run.wait_until(lambda: f"step {step}/" in run.output or run.process.poll() is not None)
+        time.sleep(self.random.uniform(0.0, 1.0))
+        return f"after step {step}"
+
+    def _damage(self, folder: Path) -> None:
+        """Damage the files of an ended run in one of three cases."""
+        if self.random.random() > 0.34:
+            return
+        root = _checkpoints(folder)
+        damage = self.random.choice(self.damages)
+        if len(_complete(root)) < max(damage.complete, 1):
+            return
+        damage.apply(root, self.random)
+        self.struck[damage.name] += 1
+        self._note(f"{damage.name:<36} between two runs")
+
+    def table(self) -> str:
+        """Return the number of strikes of each fault."""
+        return "\n".join(f"{count:>4}  {fault}" for fault, count in sorted(self.struck.items()))
+
+    def _is_complete(self, folder: Path) -> bool:
+        return any(folder.glob("export/run_id"))
+
+    def _compare(self, actual: RunFiles, expected: RunFiles) -> None:
+        """Compare metrics and exported weights, bit for bit."""
+        rows = {int(row["step"]): comparable(row) for row in actual.metrics}
+        expected_rows = {int(row["step"]): comparable(row) for row in expected.metrics}
+        if rows.keys() != expected_rows.keys():
+            raise Violation(f"steps {sorted(rows)} in metrics.jsonl, expected {sorted(expected_rows)}")
+        for step, row in rows.items():
+            other = expected_rows[step]
+            names = sorted(name for name in row.keys() | other.keys() if row.get(name) != other.get(name))
+            if names:
+                values = [(name, row.get(name), other.get(name)) for name in names]
+                raise Violation(f"step {step} differs from the undisturbed run: {values}")
+        weights, other_weights = (load_file(run.folder / "export" / "model.safetensors") for run in (actual, expected))
+        unequal = [name for name in other_weights if not torch.equal(weights[name], other_weights[name])]
+        if unequal:
+            raise Violation(f"weights differ from the undisturbed run: {unequal}")
+
+    def _require_gone(self, run: CliRun) -> None:
+        alive = run.remaining(GONE_S)
+        self._require(not alive, run, f"processes remain after {GONE_S:g} s: {alive}")
+
+    def _require(self, holds: bool, run: CliRun, problem: str) -> None:
+        if not holds:
+            raise Violation(f"{problem}\n--- {run.output_file}\n{run.output}")
+
+    def _note(self, line: str) -> None:
+        self.log.append(line)
+        print(line, flush=True)
+
+
+def comparable(row: dict[str, float]) -> dict[str, float]:
+    """Metrics that lost processes and repeated starts must not change."""
+    skipped = ("rollout/", "tracking/", "weight_sync/", "run/")
+    return {name: value for name, value in reproducible(row).items() if not name.startswith(skipped)}
+
+
+def _checkpoints(folder: Path) -> Path:
+    return folder / "outputs" / NAME / "checkpoints"
+
+
+def _complete(root: Path) -> list[int]:
+    """Steps of the checkpoints that can be resumed from."""
+    store, steps = CheckpointStore(root), []
+    for step in store.steps():
+        try:
+            store.verify(root / f"global_step_{step}")
+        except CheckpointError:
+            continue
+        steps.append(step)
+    return steps
+
+
+def _trained(folder: Path) -> int:
+    """Return the last saved step."""
+    return max(CheckpointStore(_checkpoints(folder)).steps(), default=0)
+
+
+def make_task(folder: Path) -> list[str]:
+    """Create a small task; return the overrides that use it."""
+    command = [sys.executable, str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(folder)]
+    command += ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
+    subprocess.run(command, check=True, capture_output=True)
+    return [
+        f"data.train_files={folder}/data/train.parquet",
+        f"data.val_files={folder}/data/test.parquet",
+        f"actor_rollout_ref.model.path={folder}/model",
+    ]
+
+
+def arguments_of(config_name: str, task: Sequence[str], steps: int) -> list[str]:
+    """Return the arguments of a small job that saves after each step."""
+    return [
+        *("--config-name", config_name, *task, f"trainer.experiment_name={NAME}"),
+        *(
+            "data.train_batch_size=24",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=12",
+            "actor_rollout_ref.rollout.n=2",
+        ),
+        *(f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.resume_mode=auto"),
+        *("trainer.test_freq=2", "trainer.hf_export_dir=export"),
+        *("trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"),
+        *(f"trainer.watchdog.timeout_s={WATCHDOG_S}", "trainer.watchdog.action=end"),
+        "+trainer.watchdog.phases.start_workers=60",
+    ]

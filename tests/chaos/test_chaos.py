@@ -1,0 +1,35 @@
+"""A run under a sequence of faults equals an undisturbed run, bit for bit.
+
+By default one short journey with a small GRPO job. Longer, with actor, critic and reference::
+
+    CHAOS_MINUTES=20 CHAOS_SEED=7 CHAOS_CONFIG=quickstart bash launch/test.sh tests/chaos -s
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+from chaos_campaign import Campaign, arguments_of, make_task
+
+SEED = int(os.environ.get("CHAOS_SEED", "3"))
+MINUTES = float(os.environ.get("CHAOS_MINUTES", "0"))
+CONFIG = os.environ.get("CHAOS_CONFIG", "")
+ONE_DEVICE = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
+
+
+@pytest.mark.timeout(600 + 120 * MINUTES)
+def test_a_run_through_faults_equals_an_undisturbed_run(tmp_path: Path) -> None:
+    steps, faults = (8, 5) if MINUTES else (5, 3)
+    arguments = arguments_of(CONFIG or "quickstart_grpo", make_task(tmp_path / "task"), steps)
+    campaign = Campaign(tmp_path, [*arguments, *(() if CONFIG else ONE_DEVICE)], steps, Random(SEED))
+    deadline, journeys = time.monotonic() + 60.0 * MINUTES, 0
+    expected = campaign.undisturbed()
+    while not journeys or time.monotonic() < deadline:
+        journeys += 1
+        campaign.journey(journeys, faults, expected)
+    print(campaign.table())
+    assert campaign.struck.total() >= 2, campaign.log
