@@ -11,7 +11,7 @@ INSTALL_REQUIRES = [
     "megatron-core>=0.16.1",
     "transformers>=4.51",
     "safetensors",
-    "ray>=2.40",
+    "ray>=2.52",
     "hydra-core>=1.3",
     "omegaconf>=2.3",
     "tensordict>=0.6",

@@ -1,18 +1,19 @@
-"""Ray on this machine alone, with as few processes as a run needs, reachable by loopback only."""
+"""Ray on this machine alone, with as few processes as a run needs, reachable by loopback and with a token only."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 from ray._private import node, parameter, ray_constants, services, utils
 
+from megarl.base.environment import environment_variables
 from megarl.cluster import fork_client
 from megarl.cluster.fork_server import fork_address
+from megarl.cluster.ray_token import ClusterToken, read_authentication
 
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable: ``0`` stops ``ray.init`` from replacing 127.0.0.1 by an address that other machines reach.
@@ -23,9 +24,17 @@ process has already read it, as ``ENABLE_RAY_CLUSTER``.
 
 
 def start_local_ray(
-    num_cpus: int, object_store_bytes: int, log_to_driver: bool, temp_dir: str | None, dashboard: bool = False
+    num_cpus: int,
+    object_store_bytes: int,
+    log_to_driver: bool,
+    temp_dir: str | None,
+    dashboard: bool = False,
+    *,
+    token: ClusterToken,
 ) -> str:
     """Start Ray and connect this process to it; the arguments are those of ``ray.init``. Returns the dashboard's URL.
+
+    Clients need the token, whatever the user's shell says about Ray's authentication.
 
     Ray runs without autoscaler, without API server unless it has a dashboard, and without log monitor unless the driver
     prints the output of workers: they take a second to start. With a fork server, workers are its forks.
@@ -33,7 +42,7 @@ def start_local_ray(
     gone waits for it for a minute.
     """
     settings: dict[str, Any] = {"no_monitor": True, "include_log_monitor": log_to_driver}
-    variables = {_LOOPBACK_SWITCH: "0"}
+    variables: dict[str, str | None] = {_LOOPBACK_SWITCH: "0", **token.environment()}
     address = fork_address()
     if address is not None:
         settings["setup_worker_path"] = fork_client.__file__
@@ -47,7 +56,8 @@ def start_local_ray(
             self.update(**settings)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment(variables))
+        stack.enter_context(environment_variables(variables))
+        read_authentication()
         stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
         stack.enter_context(_replaced(parameter, "RayParams", Parameters))
         if not dashboard:
@@ -99,18 +109,3 @@ def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, previous)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes started in this block; variables that Ray sets in it stay."""
-    previous = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -18,6 +18,7 @@ from megarl.base.errors import ResourceError
 from megarl.base.logs import ProcessLogs
 from megarl.cluster.availability import available_cpus, check_cluster_answers, unreachable
 from megarl.cluster.local_ray import start_local_ray
+from megarl.cluster.ray_token import ClusterToken, read_authentication
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
@@ -48,6 +49,8 @@ class RaySession:
 
     Attributes:
         dashboard_url: address of the dashboard of a started Ray; empty without one.
+        token_file: file with the token of a started Ray, which its clients and dashboard need; empty in a joined
+            cluster, whose authentication the user's environment sets.
 
     Raises:
         ResourceError: ``num_cpus`` or ``object_store_bytes`` is too small, the address does not respond, or Ray does
@@ -79,6 +82,8 @@ class RaySession:
         self.logs = logs
         self.dashboard = dashboard
         self.dashboard_url = ""
+        self.token_file = ""
+        self._token: ClusterToken | None = None
         self._pools: list[PlacedPool] = []
         self._daemons: list[psutil.Process] = []
         self._handlers: dict[int, Any] = {}
@@ -128,7 +133,10 @@ class RaySession:
                         pool.close()
                 ray.shutdown()
             _end(children)
-            self._pools, self._daemons = [], []
+            if self._token is not None:
+                self._token.close()
+                read_authentication()  # of the user's environment, for clusters joined later
+            self._pools, self._daemons, self._token = [], [], None
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -136,6 +144,8 @@ class RaySession:
     def _start(self) -> None:
         """Start Ray; a start that fails, as on a machine under load, is repeated once."""
         before = set(psutil.Process().children(recursive=True))
+        self._token = ClusterToken()
+        self.token_file = str(self._token.file)
         for is_last in (False, True):
             try:
                 self.dashboard_url = start_local_ray(
@@ -144,6 +154,7 @@ class RaySession:
                     log_to_driver=self.log_to_driver,
                     temp_dir=self.temp_dir,
                     dashboard=self.dashboard,
+                    token=self._token,
                 )
                 return
             except Exception as error:  # Ray raises many types, and for its time limit ``Exception`` itself

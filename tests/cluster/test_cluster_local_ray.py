@@ -12,6 +12,7 @@ from ray._private import node, parameter, ray_constants
 
 from megarl.cluster import RaySession
 from megarl.cluster.local_ray import dashboard_error, start_local_ray
+from megarl.cluster.ray_token import ClusterToken
 
 
 def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> None:
@@ -40,7 +41,9 @@ def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch) -
 
     api_server = node.Node.start_api_server
     monkeypatch.setattr(ray, "init", init)
-    assert start_local_ray(1, 2**27, False, None, dashboard=True) == "http://127.0.0.1:8265"
-    assert start_local_ray(1, 2**27, False, None) == ""
+    token = ClusterToken()
+    assert start_local_ray(1, 2**27, False, None, dashboard=True, token=token) == "http://127.0.0.1:8265"
+    assert start_local_ray(1, 2**27, False, None, token=token) == ""
+    token.close()
     assert [(call["include_dashboard"], call["has API server"]) for call in started] == [(True, True), (False, False)]
     assert dashboard_error() == "" or "No module named" in dashboard_error()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import ray
 from interrupts import restore_interrupts
+from ray._raylet import AuthenticationMode, get_authentication_mode
 
 from megarl.base.errors import ResourceError
 from megarl.cluster import RaySession
@@ -127,25 +129,48 @@ def test_killed_driver_leaves_no_process(script):
 
 
 JOINING = """
+import contextlib, sys
+from megarl.base.errors import ResourceError
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup
 from megarl.models.layout import ParallelLayout
 
-with RaySession() as session:
+session = RaySession()
+try:
+    session.__enter__()
+except ResourceError as error:
+    sys.exit(f"refused: {error}")
+with contextlib.ExitStack() as stack:
+    stack.push(session)
     pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
     print("pid", *WorkerGroup("guest", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool).pid())
 """
 
 
-def test_joined_cluster_survives_without_the_guests_processes():
-    with RaySession(num_cpus=1):
-        env = {
-            **os.environ,
-            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # this cluster is on the loopback interface only
-        }
-        guest = subprocess.run(
-            [sys.executable, "-c", JOINING], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-        )
+def join(gcs_address, **authentication):
+    """Join the local cluster from another process, with the authentication of a user's shell."""
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")},
+        "RAY_ADDRESS": gcs_address,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # this cluster is on the loopback interface only
+        **authentication,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", JOINING], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_as_it_was(monkeypatch):
+    """Ray itself would follow the shell, which turns authentication off here, and would share one token with others."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    with RaySession(num_cpus=1) as session:
+        address, token = ray.get_runtime_context().gcs_address, Path(session.token_file)
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+        assert os.environ["RAY_AUTH_MODE"] == "disabled" and os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
+        stranger = join(address, RAY_AUTH_MODE="disabled")
+        assert stranger.returncode == 1 and "refused: no Ray cluster answers" in stranger.stderr, stranger.stderr
+        assert "token" in stranger.stderr
+        guest = join(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
         assert guest.returncode == 0, guest.stderr
         pid = int(guest.stdout.split("pid")[1])
         deadline = time.monotonic() + 20
@@ -153,6 +178,8 @@ def test_joined_cluster_survives_without_the_guests_processes():
             time.sleep(0.2)
         assert not psutil.pid_exists(pid)
         assert ray.available_resources()["CPU"] == 1, "the guest's device is free again"
+    assert not token.parent.exists()
+    assert get_authentication_mode() == AuthenticationMode.DISABLED, "the user's setting holds again"
 
 
 def test_invalid_settings_raise():

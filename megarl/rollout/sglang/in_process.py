@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
+from megarl.base.environment import environment_variables
 from megarl.rollout.interface import RolloutError
 from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult
 from megarl.rollout.sglang.options import (
     LOADER,
     SGLangOptions,
-    applied,
     environment,
     load_shim,
     needs_shim,
@@ -123,7 +123,7 @@ class InProcessBackend:
 def _start(folder: str, max_model_len: int, options: SGLangOptions) -> Any:
     if needs_shim(options):
         load_shim()
-    with applied(environment(options)), _process_settings_restored():
+    with environment_variables(environment(options)), _process_settings_restored():
         import sglang
 
         arguments = server_args(folder, max_model_len, options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -10,7 +9,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -281,21 +280,6 @@ def _cores(ranks: int) -> str:
     """Return this process's cores, divided among the ranks; ranks share cores if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(",".join(map(str, cores[rank::ranks] or [cores[rank % len(cores)]])) for rank in range(ranks))
-
-
-@contextlib.contextmanager
-def applied(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables in this process while it starts SGLang's processes."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def load_shim() -> None:

@@ -7,8 +7,6 @@ that join through a TCP store on a training rank, without an entry in torch's re
 from __future__ import annotations
 
 import abc
-import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
+from megarl.base.environment import environment_variables
 from megarl.base.errors import WeightSyncError
 from megarl.base.rendezvous import STORE_TIMEOUT
 from megarl.sharding.transports.interface import (
@@ -235,7 +234,7 @@ class NcclTransport(PointToPointTransport):
 
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        with _without_watchdog():
+        with environment_variables({ERROR_HANDLING: "0"}):  # torch's watchdog would end the process
             return ProcessGroupNCCL(store, self._rendezvous.rank, self._rendezvous.world_size, options)
 
     def _channel(self, peer: int) -> tuple[Any, int]:
@@ -286,17 +285,3 @@ class NcclTransport(PointToPointTransport):
                     f"could not {action} within {self._timeout.total_seconds():g} s (sync.timeout_s): no answer"
                 )
             time.sleep(POLL_S)
-
-
-@contextlib.contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """Scope in which a new NCCL group gets no handling of errors by torch, whose watchdog would end the process."""
-    before = os.environ.get(ERROR_HANDLING)
-    os.environ[ERROR_HANDLING] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ERROR_HANDLING]
-        else:
-            os.environ[ERROR_HANDLING] = before

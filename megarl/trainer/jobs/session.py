@@ -99,7 +99,7 @@ class JobSession(Generic[JobT]):
         with self.console.phase("start Ray", announce=True):
             ray = self._stack.enter_context(RaySession(logs=self.logs, dashboard=run.ray_dashboard))
         if ray.dashboard_url:
-            self.console.message(f"Ray's dashboard: {ray.dashboard_url}")
+            self.console.message(f"Ray's dashboard: {ray.dashboard_url} (its token is in {ray.token_file})")
         pool = reserve_devices(ray, run)
         self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
         profiles, profiler = {}, None
