@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,7 @@ from megarl.megatron.optimizer import Optimizer, OptimizerOptions, StepResult
 from megarl.megatron.options import MegatronOptions
 from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, Outputs, mean_of_rows, policy_outputs, value_outputs
 from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.pass_guard import PassGuard
 from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.weights import RankWeights
@@ -88,6 +90,7 @@ class MegatronEngine:
             self._config = self._stage.chunks[0].config
             # Sequence parallelism divides every rank's tokens.
             self._multiple = layout.tp if self._config.sequence_parallel else 1
+            self._guard = PassGuard(runtime, enabled=options.repeat_out_of_memory)
             self._exchange = StageExchange(runtime.pp_group, self._config) if layout.pp > 1 else None
             if self._exchange is not None and layout.vpp > 1:
                 self._exchange.connect()
@@ -121,7 +124,7 @@ class MegatronEngine:
             DistributedDataParallel(self._config, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self._stage.chunks)
         ]
-        self._config.finalize_model_grads_func = _sum_model_grads
+        self._config.finalize_model_grads_func = partial(_sum_model_grads, self._guard)
         if overlap.grad_reduce:
             scopes = [chunk.no_sync for chunk in chunks]
             self._config.no_sync_func = scopes if len(scopes) > 1 else scopes[0]
@@ -387,9 +390,17 @@ class MegatronEngine:
         forward_only: bool,
         hidden_only: bool = False,
     ) -> list[Any]:
-        """Run Megatron's pipeline schedule; ``read`` converts the output of the last stage's model."""
+        """Run Megatron's pipeline schedule; ``read`` converts the output of the last stage's model.
+
+        Raises:
+            DeviceMemoryError: a rank ran out of memory; on all ranks if the pass can be repeated.
+        """
+        numbers, last = itertools.count(1), len(micro_batches)
+        reduces_early = self.options.overlap.grad_reduce and self.runtime.dp_cp_group.size() > 1 and not forward_only
 
         def step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
+            if next(numbers) == last and reduces_early:
+                self._guard.agree()  # from here on peers wait for this rank's gradients
             loaded = next(batches)
             output = module(loaded.part, loaded.sequences, hidden_only=hidden_only)
             if loaded.whole is None:
@@ -411,20 +422,31 @@ class MegatronEngine:
             MicroBatchLoader(micro_batches, partial(self._load, has_outputs=self._has_outputs(chunk)))
             for chunk in self.chunks
         ]
-        with self._stage_exchange(micro_batches, forward_only) as exchange:
-            result: list[Any] = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=loaders if interleaved else loaders[0],
-                model=self.chunks if interleaved else self.chunks[0],
-                num_microbatches=len(micro_batches),
-                seq_length=1,  # not read: each micro-batch has its own
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-                **exchange,
-            )
+
+        def run_schedule() -> list[Any]:
+            with self._stage_exchange(micro_batches, forward_only) as exchange:
+                results: list[Any] = get_forward_backward_func()(
+                    forward_step_func=step,
+                    data_iterator=loaders if interleaved else loaders[0],
+                    model=self.chunks if interleaved else self.chunks[0],
+                    num_microbatches=len(micro_batches),
+                    seq_length=1,  # not read: each micro-batch has its own
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                    collect_non_loss_data=forward_only,
+                    **exchange,
+                )
+                return results
+
+        result = self._guard.run(run_schedule, self._drop_graphs, gathers_weights=self._weights_unsettled)
         self._weights_unsettled = False
         return result
+
+    def _drop_graphs(self) -> None:
+        """Drop what keeps the activations of an interrupted pass."""
+        self._faults = FaultWatch()
+        for chunk in self.chunks:
+            drop_autograd_graphs(chunk)
 
     def _stage_exchange(
         self, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
@@ -489,6 +511,7 @@ class MegatronEngine:
         return result[0]
 
 
-def _sum_model_grads(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+def _sum_model_grads(guard: PassGuard, chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Megarl's ``finalize_model_grads``: no division by a token count, because losses are already normalized."""
+    guard.agree()
     finalize_model_grads(chunks, None, **options)

@@ -57,6 +57,7 @@ class MegatronOptions:
         overlap: communication overlap; no effect without optimizer.
         offload: parts that leave the device between phases (see :data:`megarl.megatron.offload.PARTS`).
         transformer: further fields of Megatron's ``TransformerConfig``, which override megarl's choice.
+        repeat_out_of_memory: all ranks vote after each pass, so that a pass that runs out of memory can be repeated.
     """
 
     dtype: torch.dtype = torch.float32
@@ -67,3 +68,4 @@ class MegatronOptions:
     overlap: OverlapOptions = OverlapOptions()
     offload: tuple[str, ...] = ()
     transformer: Mapping[str, Any] = field(default_factory=dict)
+    repeat_out_of_memory: bool = False

@@ -34,6 +34,7 @@ from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
+from megarl.workers.memory import FORWARD
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
 
 POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
@@ -46,15 +47,18 @@ class PolicyWorker(MegatronWorker):
     def log_probs(self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool) -> dict[str, Tensor] | None:
         """Log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks."""
         rows = self.packed_rows(batch, settings.budget)
-        groups = rows.micro_batches(settings.budget, gather_counts=self.counts_over_dp)
         options = OutputOptions(settings.temperature, with_entropy)
-        outputs = self.engine.forward([rows.pack(group) for group in groups], options)
-        if outputs is None:
-            return None
-        columns = {"log_probs": [output.log_probs for output in outputs]}
-        if with_entropy:
-            columns["entropy"] = [output.entropy for output in outputs]
-        return {name: rows.unpack(groups, packed) for name, packed in columns.items()}
+
+        def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
+            outputs = self.engine.forward([rows.pack(group) for group in groups], options)
+            if outputs is None:
+                return None
+            columns = {"log_probs": [output.log_probs for output in outputs]}
+            if with_entropy:
+                columns["entropy"] = [output.entropy for output in outputs]
+            return {name: rows.unpack(groups, packed) for name, packed in columns.items()}
+
+        return self.memory.run_pass(FORWARD, settings.budget, rows, compute)
 
     def representations(self, batch: DataProto, budget: MicroBatchBudget) -> DataProto | None:
         """``representations``: mean final hidden state of each row's tokens with a set ``response_mask``.
@@ -62,14 +66,17 @@ class PolicyWorker(MegatronWorker):
         ``[b, hidden]`` float32; zeros for a row without such tokens; None on non-owner ranks.
         """
         rows = self.packed_rows(batch, budget)
-        groups = rows.micro_batches(budget, gather_counts=self.counts_over_dp)
-        means = self.engine.mean_hidden(
-            [rows.pack(group, {POOLED: rows.column("response_mask", group)}, at_tokens=True) for group in groups]
-        )
-        if means is None:
-            return None
-        order = torch.tensor([row for group in groups for row in group]).argsort()
-        return DataProto.from_dict({"representations": torch.cat(means).cpu()[order]})
+
+        def compute(groups: Sequence[Sequence[int]]) -> DataProto | None:
+            means = self.engine.mean_hidden(
+                [rows.pack(group, {POOLED: rows.column("response_mask", group)}, at_tokens=True) for group in groups]
+            )
+            if means is None:
+                return None
+            order = torch.tensor([row for group in groups for row in group]).argsort()
+            return DataProto.from_dict({"representations": torch.cat(means).cpu()[order]})
+
+        return self.memory.run_pass(FORWARD, budget, rows, compute)
 
 
 class ActorWorker(PolicyWorker):
@@ -152,13 +159,16 @@ class ActorWorker(PolicyWorker):
     def _full_kl(self, batch: DataProto, settings: LogProbSettings) -> dict[str, Tensor]:
         """``ref_kl [b, R]``; empty on non-owner ranks."""
         rows = self.packed_rows(batch, settings.budget)
-        groups = rows.micro_batches(settings.budget, gather_counts=self.counts_over_dp)
-        states = self._reference_states(rows, groups)
-        outputs = self.engine.forward(
-            [rows.pack(group, {REF_HIDDEN: part}) for group, part in zip(groups, states, strict=True)],
-            OutputOptions(settings.temperature, ref_head=self._reference_head),
-        )
-        return {} if outputs is None else {"ref_kl": rows.unpack(groups, [output.ref_kl for output in outputs])}
+
+        def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+            states = self._reference_states(rows, groups)
+            outputs = self.engine.forward(
+                [rows.pack(group, {REF_HIDDEN: part}) for group, part in zip(groups, states, strict=True)],
+                OutputOptions(settings.temperature, ref_head=self._reference_head),
+            )
+            return {} if outputs is None else {"ref_kl": rows.unpack(groups, [output.ref_kl for output in outputs])}
+
+        return self.memory.run_pass(FORWARD, settings.budget, rows, compute)
 
     def _reference_states(self, rows: PackedRows, groups: Sequence[Sequence[int]]) -> list[Tensor]:
         """Final hidden states of the reference for micro-batches, ``[response tokens, hidden]``; empty before the last

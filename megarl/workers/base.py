@@ -38,6 +38,7 @@ from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
+from megarl.workers.memory import UPDATE, MemoryBudgets
 from megarl.workers.rows import PackedRows
 from megarl.workers.saving import SavingWorker
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan, schedule_steps
@@ -126,6 +127,9 @@ class MegatronWorker(SavingWorker):
             timeout_s=settings.nccl_timeout,
         )
         self.engine: MegatronEngine
+        self.memory = MemoryBudgets(
+            self.prefix, self.counts_over_dp, lambda numbers: self.engine.max_over_ranks(numbers)
+        )
         self._skips: list[str] = []
         self._has_updated = False
 
@@ -146,6 +150,11 @@ class MegatronWorker(SavingWorker):
     def pending_device_bytes(self) -> int:
         """Device bytes that the first step adds and that stay between phases: Adam's state, and collective buffers."""
         return self.engine.offload_manager.pending_bytes() + FIRST_STEP_BYTES
+
+    @verb(Dispatch.ONE)
+    def memory_metrics(self) -> dict[str, float]:
+        """Out-of-memory errors since the last call and the budgets in use; an update returns them as well."""
+        return self.memory.take_metrics()
 
     @verb(Dispatch.ONE)
     def describe(self) -> str:
@@ -194,16 +203,23 @@ class MegatronWorker(SavingWorker):
         for _ in range(plan.epochs):
             for start, stop in pairwise(accumulate(sizes, initial=0)):
                 mini_batch = range(start, stop)
-                groups = rows.micro_batches(plan.budget, mini_batch, self.counts_over_dp)
-                micro_batches, sequences = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
-                metrics = self.engine.forward_backward(micro_batches, partial(weighted_sums, loss, sequences), outputs)
+
+                def compute_gradient(
+                    groups: Sequence[Sequence[int]], mini_batch: range = mini_batch
+                ) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
+                    packed, sequences = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
+                    return self.engine.forward_backward(
+                        packed, partial(weighted_sums, loss, sequences), outputs
+                    ), groups
+
+                metrics, groups = self.memory.run_pass(UPDATE, plan.budget, rows, compute_gradient, mini_batch)
                 metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups)
                 for name, value in metrics.items():
                     totals[name] += value
                 steps += 1
         means = {f"{self.prefix}/{name}": value / steps for name, value in totals.items()}
         means[f"{self.prefix}/skipped_steps"] = totals["skipped_steps"]
-        return means | self.end_phase()
+        return means | self.memory.take_metrics() | self.end_phase()
 
     def _pack_mini_batch(
         self,
@@ -338,6 +354,7 @@ class MegatronWorker(SavingWorker):
             overlap=OverlapOptions(megatron.overlap_grad_reduce, megatron.overlap_param_gather),
             offload=offloaded_parts(megatron),
             transformer=megatron.override_transformer_config,
+            repeat_out_of_memory=self.settings.repeat_out_of_memory,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from megarl.algorithms import clipped_value_loss
@@ -10,6 +11,7 @@ from megarl.data import DataProto
 from megarl.megatron import PackedMicroBatch, ValueOutputs
 from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.memory import FORWARD
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
@@ -44,11 +46,14 @@ class CriticWorker(MegatronWorker):
     def compute_values(self, batch: DataProto) -> DataProto | None:
         """Compute ``values`` of the state before each response token, ``[b, R]``; None on non-owner ranks."""
         rows = self.packed_rows(batch, self.plan.budget)
-        groups = rows.micro_batches(self.plan.budget, gather_counts=self.counts_over_dp)
-        outputs = self.engine.forward([rows.pack(group) for group in groups])
-        if outputs is None:
-            return None
-        return DataProto.from_dict({"values": rows.unpack(groups, [output.values for output in outputs])})
+
+        def compute(groups: Sequence[Sequence[int]]) -> DataProto | None:
+            outputs = self.engine.forward([rows.pack(group) for group in groups])
+            if outputs is None:
+                return None
+            return DataProto.from_dict({"values": rows.unpack(groups, [output.values for output in outputs])})
+
+        return self.memory.run_pass(FORWARD, self.plan.budget, rows, compute)
 
     @verb(
         Dispatch.SPLIT,

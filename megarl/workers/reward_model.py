@@ -15,6 +15,7 @@ from megarl.megatron.packed import PackedMicroBatch
 from megarl.models import ModelConfig, read_model_config
 from megarl.workers.base import MegatronWorker, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.memory import FORWARD, UPDATE
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows, pack_whole
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
 
@@ -45,13 +46,15 @@ class RewardModelWorker(MegatronWorker):
     @offload_after
     def compute_rm_score(self, batch: DataProto) -> DataProto | None:
         """Compute ``rm_scores`` of the rows, prompt and response, ``[b]``; None on non-owner ranks."""
-        rows = self.packed_rows(batch, self.budget)
-        groups = rows.micro_batches(self.budget, gather_counts=self.counts_over_dp)
-        pad = self.engine.model.pad_token_id
-        outputs = self.engine.forward([rows.pack_whole(group, pad) for group in groups])
-        if outputs is None:
-            return None
-        return DataProto.from_dict({"rm_scores": rows.per_row(groups, [output.values for output in outputs])})
+        rows, pad = self.packed_rows(batch, self.budget), self.engine.model.pad_token_id
+
+        def compute(groups: Sequence[Sequence[int]]) -> DataProto | None:
+            outputs = self.engine.forward([rows.pack_whole(group, pad) for group in groups])
+            if outputs is None:
+                return None
+            return DataProto.from_dict({"rm_scores": rows.per_row(groups, [output.values for output in outputs])})
+
+        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
 
 
 class PairRows(PackedRows):
@@ -129,30 +132,39 @@ class RewardTrainingWorker(MegatronWorker):
     @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*PAIRS, MARGINS, *SAMPLE_IDS))
     def update_reward_model(self, batch: DataProto) -> dict[str, float]:
         """Run one optimizer step on the batch's pairs; metrics under ``train/`` are means over all pairs."""
-        rows, groups = self._cut(batch)
+        rows = self._pairs(batch)
         total = sum(self.counts_over_dp(len(rows)))
-        micro_batches = [rows.pack_pairs(group, total) for group in groups]
-        metrics = self.engine.forward_backward(micro_batches, partial(pair_loss, self.center_coefficient))
+
+        def compute_gradient(
+            groups: Sequence[Sequence[int]],
+        ) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
+            packed = [rows.pack_pairs(group, total) for group in groups]
+            return self.engine.forward_backward(packed, partial(pair_loss, self.center_coefficient)), groups
+
+        metrics, groups = self.memory.run_pass(UPDATE, self.budget, rows, compute_gradient)
         metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row=2)
-        return {f"{self.prefix}/{name}": value for name, value in metrics.items()} | self.end_phase()
+        named = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+        return named | self.memory.take_metrics() | self.end_phase()
 
     @verb(Dispatch.SPLIT, phase="testing", columns=PAIRS)
     @offload_after
     def score_pairs(self, batch: DataProto) -> DataProto | None:
         """``chosen_rewards`` and ``rejected_rewards`` of the pairs, ``[b]``; None on non-owner ranks."""
-        rows, groups = self._cut(batch)
-        outputs = self.engine.forward([rows.pack_pairs(group, len(rows)) for group in groups])
-        if outputs is None:
-            return None
-        halves = {"chosen_rewards": 0, "rejected_rewards": 1}
-        return DataProto.from_dict(
-            {name: rows.per_row(groups, [o.values[half::2] for o in outputs]) for name, half in halves.items()}
-        )
+        rows = self._pairs(batch)
 
-    def _cut(self, batch: DataProto) -> tuple[PairRows, list[list[int]]]:
-        """The pairs, and the pairs of each micro-batch."""
-        rows = PairRows(batch, self.engine.model.pad_token_id, share=self.engine.can_share_prompts)
-        return rows, rows.micro_batches(self.budget, gather_counts=self.counts_over_dp)
+        def compute(groups: Sequence[Sequence[int]]) -> DataProto | None:
+            outputs = self.engine.forward([rows.pack_pairs(group, len(rows)) for group in groups])
+            if outputs is None:
+                return None
+            halves = {"chosen_rewards": 0, "rejected_rewards": 1}
+            return DataProto.from_dict(
+                {name: rows.per_row(groups, [o.values[half::2] for o in outputs]) for name, half in halves.items()}
+            )
+
+        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
+
+    def _pairs(self, batch: DataProto) -> PairRows:
+        return PairRows(batch, self.engine.model.pad_token_id, share=self.engine.can_share_prompts)
 
 
 def pair_loss(

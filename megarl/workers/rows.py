@@ -64,10 +64,25 @@ class PackedRows:
         if budget.max_tokens is not None and self._shared is not None:
             return self._shared_micro_batches(self._shared, budget, budget.max_tokens, chosen, gather_counts)
         limits = {"max_tokens": budget.max_tokens, "size": budget.size}
-        needed = fewest_micro_batches(lengths, **limits)
+        needed = self.fewest(budget, chosen)
         count = common_micro_batch_count(gather_counts(needed) if gather_counts else [needed], budget.multiple)
         plan = plan_micro_batches(lengths, **limits, count=count, costs=budget.cost.of(lengths))
         return [[chosen[index] for index in group] for group in plan]
+
+    def fewest(self, budget: MicroBatchBudget, rows: Sequence[int]) -> int:
+        """Smallest number of micro-batches that ``rows`` need; each row must fit into one."""
+        lengths = [self.prompt_lengths[row] + self.response_lengths[row] for row in rows]
+        if budget.max_tokens is not None and self._shared is not None:
+            lengths = [self._shared.tokens(unit) for unit in micro_batch_units(self._shared, rows, budget.max_tokens)]
+        return fewest_micro_batches(lengths, max_tokens=budget.max_tokens, size=budget.size)
+
+    def load(self, budget: MicroBatchBudget, rows: Sequence[int]) -> int:
+        """Size of a micro-batch of ``rows`` in the budget's unit: tokens or rows."""
+        if budget.max_tokens is None:
+            return len(rows)
+        if self._shared is not None:
+            return self._shared.tokens(rows)
+        return sum(self.prompt_lengths[row] + self.response_lengths[row] for row in rows)
 
     @staticmethod
     def _shared_micro_batches(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
+from megarl.base.units import count_noun
 from megarl.config import MegatronConfig, OptimConfig, RolloutConfig
 from megarl.models import ModelConfig, ParallelLayout, check_layout
 from megarl.models.sequence_cost import TOKENS, SequenceCost
@@ -31,6 +32,21 @@ class MicroBatchBudget:
     cost: SequenceCost = TOKENS
     share_prompts: bool = False
 
+    @property
+    def limit(self) -> int:
+        """The limit that is set, in tokens or rows."""
+        limit = self.size if self.max_tokens is None else self.max_tokens
+        assert limit is not None, "a budget has one of the two limits"
+        return limit
+
+    def with_limit(self, limit: int) -> MicroBatchBudget:
+        """Return the same budget with another limit, in the same unit."""
+        return replace(self, size=limit) if self.max_tokens is None else replace(self, max_tokens=limit)
+
+    def describe(self) -> str:
+        """The limit with its unit."""
+        return count_noun(self.limit, "row" if self.max_tokens is None else "token")
+
 
 @dataclass(frozen=True)
 class RoleSettings:
@@ -46,6 +62,7 @@ class RoleSettings:
         seed: seed of every rank's generators.
         nccl_timeout: seconds after which an incomplete collective fails.
         external_lib: user modules to import first, as ``path.py`` or ``package.module``.
+        repeat_out_of_memory: after an out-of-memory error, repeat the pass with smaller micro-batches.
     """
 
     model_path: str
@@ -57,6 +74,7 @@ class RoleSettings:
     seed: int
     nccl_timeout: float
     external_lib: tuple[str, ...] = ()
+    repeat_out_of_memory: bool = True
 
 
 @dataclass(frozen=True)

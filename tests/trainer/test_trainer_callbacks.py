@@ -153,7 +153,9 @@ def test_on_save_gets_the_complete_checkpoint(train_config: Callable[..., TrainC
 
 def test_callbacks_run_before_metrics_are_logged(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     callback = Recorded()
-    recorders = build_recorders(train_config(), None, [], None, None, State(tmp_path), Reporter(tmp_path), [callback])
+    recorders = build_recorders(
+        train_config(), None, [], [], None, None, State(tmp_path), Reporter(tmp_path), [callback]
+    )
     names = [type(recorder).__name__ for recorder in recorders]
     assert names == [
         "StepMetrics",

@@ -35,6 +35,16 @@ def step(reporter: RunReporter, number: int, seconds: dict[str, float], **metric
     reporter.log_step(number, {"critic/score/mean": 0.5, **metrics}, tokens)
 
 
+def test_console_tells_of_repeated_passes(reporter: Callable[..., RunReporter]) -> None:
+    run = reporter()
+    limits = {"actor/update_micro_batch_limit": 8192.0, "actor/forward_micro_batch_limit": 16384.0}
+    step(run, 1, {"step": 1.0}, **{"actor/out_of_memory": 2.0, "ref/out_of_memory": 0.0}, **limits)
+    step(run, 2, {"step": 1.0}, **{"actor/out_of_memory": 0.0}, **limits)
+    text = " ".join(run.console.output.file.getvalue().split())
+    assert text.count("out of device memory") == 1
+    assert "step 1: actor ran out of device memory 2 times" in text and "update 8,192, forward 16,384" in text
+
+
 def test_the_summary_totals_the_steps(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
     run = reporter()
     run.timer.seconds = {"testing": 9.0}

@@ -174,6 +174,11 @@ class CollectivesConfig:
         "Processes that end are detected at once; this limit is for those that hang.",
         at_least=1,
     )
+    repeat_out_of_memory: bool = key(
+        True,
+        "After an out-of-memory error of the device in a pass of a Megatron role, halve its micro-batches on all ranks "
+        "and repeat the pass with the same result; false = the run ends. See docs/performance.md#out-of-memory.",
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ from megarl.ops.report.rules import RULES, Rows, finite_values, recent_mean
 from megarl.ops.report.run_files import RunRecord
 
 BAD, WARN = "bad", "warn"
-_FAILED_ONLY = frozenset(FAILURES) - {"rollout/requests_moved", "reward/retries", "reward/processes_replaced"}
+_RECOVERED = {"rollout/requests_moved", "reward/retries", "reward/processes_replaced"} | {
+    name for name in FAILURES if name.endswith("/out_of_memory")
+}
+_FAILED_ONLY = frozenset(FAILURES) - _RECOVERED
 
 
 class ReportFinding(NamedTuple):

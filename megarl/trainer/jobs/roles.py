@@ -125,13 +125,16 @@ class Roles:
 
     def _trainers(self) -> dict[str, MegatronGroup]:
         """Groups of Megatron workers by name; a group that is both actor and reference counts once."""
-        groups: dict[str, MegatronGroup | None] = {
-            "actor": self.actor,
-            "critic": self.critic,
-            "reference": None if self.reference is self.actor else self.reference,
-            "reward_model": self.reward_model,
-        }
+        groups: dict[str, MegatronGroup | None] = {"actor": self.actor, "critic": self.critic, **self._frozen()}
         return {name: group for name, group in groups.items() if group}
+
+    def _frozen(self) -> dict[str, MegatronGroup | None]:
+        reference = None if self.reference is self.actor else self.reference
+        return {"reference": reference, "reward_model": self.reward_model}
+
+    def frozen(self) -> list[MegatronGroup]:
+        """Return the groups of Megatron workers that do not train."""
+        return [group for group in self._frozen().values() if group]
 
     def learners(self) -> Iterator[ActorGroup | CriticGroup]:
         """Yield the groups that train, whose state a checkpoint holds."""
@@ -315,6 +318,7 @@ class RoleBuilder:
         horizon = horizon or self.config.data.max_response_length
         return update_plan(self.batches.phase(phase), self._cost(phase), loss_agg_mode, horizon)
 
+            repeat_out_of_memory=self.config.trainer.repeat_out_of_memory,
     def _log_prob(self, phase: str) -> LogProbSettings:
         micro = budget(self.batches.phase(phase).micro, self._cost(phase))
         return LogProbSettings(micro, self.policy.rollout.temperature)

@@ -215,6 +215,7 @@ def _start_workers(
         seed=config.trainer.seed,
         nccl_timeout=config.trainer.nccl_timeout,
         external_lib=config.model.user_modules,
+        repeat_out_of_memory=config.trainer.repeat_out_of_memory,
     )
     cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)
     kwargs = {"settings": settings, **job.worker_arguments(phase, cost)}

@@ -136,6 +136,7 @@ class TrainerBuilder:
             config,
             roles.actor,
             list(roles.learners()),
+            list(roles.frozen()),
             validator,
             self.tokenizer,
             state,

@@ -94,6 +94,7 @@ def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -
         seed=config.trainer.seed,
         nccl_timeout=config.trainer.nccl_timeout,
         external_lib=config.actor_rollout_ref.model.user_modules,
+        repeat_out_of_memory=config.trainer.repeat_out_of_memory,
     )
     micro = budget(reward_micro_batches(config), sequence_cost(read_model_config(path), value_head=True))
     worker, kwargs = "megarl.workers.reward_model:RewardModelWorker", {"settings": settings, "budget": micro}

@@ -16,6 +16,9 @@ Metrics = dict[str, float]
 GENERATED_TOKENS = "generated_tokens"
 """Key in a batch's ``meta_info``: number of tokens generated for the step, including dropped samples."""
 
+OUT_OF_MEMORY = "out_of_memory"
+"""Metric of a role: out-of-memory errors after which a pass was repeated."""
+
 
 def summary(prefix: str, values: torch.Tensor) -> Metrics:
     """Compute ``{prefix}/{mean,max,min}`` of a tensor of any shape; empty for an empty tensor."""
@@ -142,6 +145,25 @@ def phase_tokens(batch: DataProto, phases: Iterable[str]) -> dict[str, int]:
     if "gen" in tokens:
         tokens["gen"] = batch.meta_info.get(GENERATED_TOKENS) or int(generated_tokens(batch).sum())
     return tokens
+
+
+def memory_warnings(metrics: Mapping[str, float]) -> list[str]:
+    """Describe passes that were repeated after out-of-memory errors in a step, one sentence per role."""
+    sentences = []
+    for name, count in metrics.items():
+        role, _, quantity = name.partition("/")
+        if quantity == OUT_OF_MEMORY and count:
+            limits = [
+                f"{kind} {metrics[key]:,.0f}"
+                for kind in ("update", "forward")
+                if (key := f"{role}/{kind}_micro_batch_limit") in metrics
+            ]
+            sentences.append(
+                f"{role} ran out of device memory {count:.0f} times; the passes were repeated with smaller "
+                f"micro-batches and the same result. Limits per micro-batch from now on: {', '.join(limits)}. "
+                "A smaller budget in the configuration saves the repeated work."
+            )
+    return sentences
 
 
 def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Container[str]) -> RankLists:

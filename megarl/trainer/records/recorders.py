@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import StepImpossible
 from megarl.cluster import WorkerGroup, seqlen_metrics
-from megarl.cluster.role_groups import ActorGroup
+from megarl.cluster.role_groups import ActorGroup, MegatronGroup
 from megarl.config.schema.jobs import TrainConfig
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.phases.validation import Validator
@@ -42,10 +42,16 @@ SAMPLES_PER_VALIDATION_IN_REPORT = 64
 
 
 class StepMetrics(Callback):
-    """Computes the metrics of the batch: progress, scores, lengths, throughput, balance and rollout mismatch."""
+    """Computes the metrics of the batch: progress, scores, lengths, throughput, balance and rollout mismatch.
 
-    def __init__(self, actor: ActorGroup, state: RunState, *, compare_log_probs: bool) -> None:
+    Adds those of groups without an update, which returns the other groups' metrics.
+    """
+
+    def __init__(
+        self, actor: ActorGroup, frozen: Sequence[MegatronGroup], state: RunState, *, compare_log_probs: bool
+    ) -> None:
         self.actor = actor
+        self.frozen = frozen
         self.state = state
         self.compare_log_probs = compare_log_probs
 
@@ -64,6 +70,8 @@ class StepMetrics(Callback):
         metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", batch), rows)
         if self.compare_log_probs:
             metrics |= rollout_mismatch_metrics(batch)
+        for group in self.frozen:
+            metrics |= group.memory_metrics()
         return metrics
 
 
@@ -204,6 +212,7 @@ def build_recorders(
     config: TrainConfig,
     actor: ActorGroup,
     learners: Sequence[WorkerGroup],
+    frozen: Sequence[MegatronGroup],
     validator: Validator | None,
     tokenizer: PreTrainedTokenizerBase,
     state: RunState,
@@ -216,6 +225,7 @@ def build_recorders(
         config: complete.
         actor: worker group of the actor.
         learners: worker groups that train.
+        frozen: worker groups with a model that is not trained, in processes of their own.
         validator: None = no validation.
         tokenizer: of the policy.
         state: of the run.
@@ -226,7 +236,7 @@ def build_recorders(
     bypass = config.algorithm.rollout_correction.bypass_mode
     compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and not bypass
     return [
-        StepMetrics(actor, state, compare_log_probs=compare_log_probs),
+        StepMetrics(actor, frozen, state, compare_log_probs=compare_log_probs),
         BalanceRecorder(learners, reporter),
         SampleRecorder(tokenizer, reporter, compare_log_probs=compare_log_probs),
         ValidationRecorder(validator, state, learners, reporter, callbacks),

@@ -20,7 +20,7 @@ from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_tracker
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
 from megarl.tracking.run_summary import REPORT_FILE
 from megarl.tracking.sample_files import SampleFiles, begin_samples
-from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.records.metrics import Metrics, memory_warnings
 from megarl.trainer.records.samples import Sample
 from megarl.trainer.state.run_identity import ID_FILE, identify_run
 
@@ -154,13 +154,15 @@ class RunReporter:
         return self.timer.seconds
 
     def log_step(self, step: int, metrics: Metrics, tokens: Mapping[str, int]) -> None:
-        """Log the metrics of a step with its timings.
+        """Log the metrics of a step with its timings; warn on the console if passes had to be repeated.
 
         Args:
             step: global step.
             metrics: without timings.
             tokens: number of tokens that each phase processed.
         """
+        for sentence in memory_warnings(metrics):
+            self.console.warn(f"step {step}: {sentence}")
         seconds = self.seconds
         self._totals["steps"] += 1
         self._totals["train"] += seconds.get("step", 0.0)

@@ -80,6 +80,7 @@ def test_verdict_of_a_run(make_run: MakeRun) -> None:
         ({"timing_s/step": [1.0] * 40}, []),
         ({"actor/loss": [1.0, float("nan")]}, [("bad", "actor/loss")]),
         ({"rollout/requests_moved": [0.0, 2.0]}, [("warn", "rollout/requests_moved")]),
+        ({"actor/out_of_memory": [2.0, 0.0]}, [("warn", "actor/out_of_memory")]),
         ({"rollout/replicas_lost": [0.0, 1.0]}, [("bad", "rollout/replicas_lost")]),
     ],
 )
