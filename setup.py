@@ -1,4 +1,4 @@
-"""Packaging of megarl; versions that are tested together are pinned in launch/constraints.txt."""
+"""Packaging of megarl; launch/constraints.txt pins the versions for CPUs, launch/constraints-gpu-*.txt for GPUs."""
 
 from pathlib import Path
 
@@ -37,7 +37,8 @@ EXTRAS_REQUIRE = {
     "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher", "hydra-optuna-sweeper"],
     "docs": ["mkdocs-material"],
     "bench": ["matplotlib"],  # figures of benchmarks
-    "gpu": ["sglang>=0.5.17", "transformer-engine[pytorch]>=2.0"],
+    "gpu": ["transformer-engine[pytorch]>=2.0"],
+    "sglang": ["sglang>=0.5.17"],
     "dev": [
         "pytest",
         "pytest-timeout",

@@ -1,24 +1,33 @@
 # Sourced by the launch scripts: creates .venv in the root of the repository on first use and installs the pinned dependencies.
+# ensure_gpu_environment creates an environment for GPUs in the same way.
 # PYTHON selects an interpreter (default: the first of python3.11, python3.12 and python3 with a supported version).
 
 MEGARL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export MEGARL_ROOT
 
-_fits() { command -v "$1" >/dev/null 2>&1 && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
+# _has_version INTERPRETER VERSIONS: whether the interpreter has one of the versions.
+_has_version() {
+  command -v "$1" >/dev/null 2>&1 && "$1" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] not in '$2'.split())" >/dev/null 2>&1
+}
 
-_find_python() {
+# _find_python_of VERSIONS CANDIDATES: prints the first interpreter with one of the versions.
+_find_python_of() {
   local candidate
-  for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
-    if _fits "$candidate"; then echo "$candidate"; return 0; fi
+  for candidate in ${PYTHON:-$2}; do
+    if _has_version "$candidate" "$1"; then echo "$candidate"; return 0; fi
   done
-  echo "megarl needs Python 3.11 or 3.12 (tried: ${PYTHON:-python3.11, python3.12, python3}); set PYTHON to an interpreter" >&2
+  echo "this environment needs Python ${1// / or } (tried: ${PYTHON:-$2}); set PYTHON to an interpreter" >&2
   return 1
 }
 
-# _pip ENVIRONMENT ARGUMENT...: installs packages in their pinned versions.
-_pip() {
-  "$1/bin/python" -m pip --disable-pip-version-check --quiet install -c "$MEGARL_ROOT/launch/constraints.txt" "${@:2}"
+_find_python() { _find_python_of "3.11 3.12" "python3.11 python3.12 python3"; }
+
+# _pip_with FILE ENVIRONMENT ARGUMENT...: installs packages in the versions of a constraint file.
+_pip_with() {
+  "$2/bin/python" -m pip --disable-pip-version-check --quiet install -c "$MEGARL_ROOT/launch/$1" "${@:3}"
 }
+
+_pip() { _pip_with constraints.txt "$@"; }
 
 # _ensure NAME DESCRIPTION INSTALL PYTHON FILE...: puts an environment in the root of the repository first on PATH. The
 # function PYTHON prints the interpreter, and the function INSTALL fills the environment. An existing environment is reused
@@ -49,12 +58,26 @@ ensure_environment() {
   _ensure .venv "megarl, about two minutes" _install_megarl _find_python launch/constraints.txt setup.py
 }
 
-# Transformer Engine's extension is built from source, with the environment's torch. It needs CUDA's compiler.
-_install_megarl_gpu() {
-  _pip "$1" torch && _pip "$1" setuptools wheel ninja pybind11 && _pip "$1" --no-build-isolation -e "$MEGARL_ROOT[gpu]"
-}
+# The Megatron-Core of the GPU stacks needs Python 3.12.
+_find_gpu_python() { _find_python_of "3.12" "python3.12 python3"; }
 
+# _install_megarl_gpu STACK EXTRAS ENVIRONMENT. pip builds Transformer Engine's extension from source with the environment's
+# torch and CUDA's compiler: torch and the tools of the build are installed first, and the build is not isolated.
+_install_megarl_gpu() {
+  local pins="constraints-gpu-$1.txt"
+  _pip_with "$pins" "$3" torch && _pip_with "$pins" "$3" setuptools wheel ninja pybind11 &&
+    _pip_with "$pins" "$3" --no-build-isolation -e "$MEGARL_ROOT[$2]"
+}
+_install_gpu_sglang() { _install_megarl_gpu sglang gpu,sglang "$1"; }
+_install_gpu_embedded() { _install_megarl_gpu embedded gpu "$1"; }
+
+# ensure_gpu_environment [STACK]: the stack is named after its rollout engine, sglang (default) or embedded.
 ensure_gpu_environment() {
-  _ensure .venv-gpu "megarl with SGLang and Transformer Engine" _install_megarl_gpu _find_python \
-    launch/constraints.txt setup.py
+  local stack="${1:-sglang}"
+  if [ ! -f "$MEGARL_ROOT/launch/constraints-gpu-$stack.txt" ]; then
+    echo "ensure_gpu_environment $stack: unknown stack; choose sglang or embedded" >&2
+    return 1
+  fi
+  _ensure ".venv-gpu-$stack" "megarl for GPUs, engine $stack" "_install_gpu_$stack" _find_gpu_python \
+    "launch/constraints-gpu-$stack.txt" setup.py
 }

@@ -29,6 +29,6 @@ def require_sglang() -> None:
     if not is_installed("sglang"):
         raise ConfigError(
             "actor_rollout_ref.rollout.name=sglang needs the package sglang (0.5.17 or later): "
-            f"{install_command('gpu')}; on a machine without a GPU, the environment of launch/sglang_cpu.sh. Without "
-            "SGLang: actor_rollout_ref.rollout.name=embedded"
+            f"{install_command('sglang')}; on a machine without a GPU, the environment of launch/sglang_cpu.sh. "
+            "Without SGLang: actor_rollout_ref.rollout.name=embedded"
         )

@@ -15,14 +15,17 @@ import megarl
 _PACKAGES = ("torch", "megatron-core", "transformers", "ray")
 _MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "tensordict", "numpy")
 _GIT_SECONDS = 5.0
+_GPU_STACKS = {"gpu": "embedded", "sglang": "sglang"}  # by extra
 
 
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of megarl, which is installed from its checkout only.
 
     Args:
-        extra: name in ``setup.py``.
+        extra: name in ``setup.py``; the extras for GPUs need a stack of ``launch/environment.sh``.
     """
+    if extra in _GPU_STACKS:
+        return f"in megarl's checkout, source launch/environment.sh && ensure_gpu_environment {_GPU_STACKS[extra]}"
     return f"in megarl's checkout, pip install -c launch/constraints.txt -e '.[{extra}]'"
 
 

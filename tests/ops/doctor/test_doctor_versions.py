@@ -1,46 +1,174 @@
-"""Package versions: the tested combinations match the pins, and conflicting requirements are reported."""
+"""Package versions: constraint files meet all requirements, combinations match them, conflicts are reported."""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megarl.ops.doctor.node import Needs, Status
 from megarl.ops.doctor.node.versions import (
-    KNOWN_GOOD,
+    CPU_STACKS,
+    GPU_STACKS,
     PACKAGES,
+    Combination,
     check_combination,
     check_requirements,
     check_versions,
     package_versions,
+    stacks_of,
     version_differences,
 )
 
-LAUNCH = Path(__file__).resolve().parents[3] / "launch"
+ROOT = Path(__file__).resolve().parents[3]
+EXTRAS = {"GPU, SGLang": ("gpu", "sglang"), "GPU, embedded engine": ("gpu",)}
+
+
+def name_of(combination: Combination) -> str:
+    return combination.name
 
 
 def pins(python: str, *files: str) -> dict[str, str]:
     """Return the pinned versions for a Python version by package."""
     versions = {}
     for file in files:
-        for line in (LAUNCH / file).read_text().splitlines():
+        for line in (ROOT / file).read_text().splitlines():
             line = re.sub(r"(^|\s+)#.*$", "", line)
             if line:
                 requirement = Requirement(line)
                 if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
                     (pin,) = requirement.specifier
-                    versions[requirement.name] = pin.version
+                    versions[canonicalize_name(requirement.name)] = pin.version
     return versions
 
 
-@pytest.mark.parametrize("combination", KNOWN_GOOD, ids=lambda combination: combination.name)
-def test_tested_combinations_match_the_pins(combination) -> None:
-    files = ["constraints.txt", *(["constraints-sglang.txt"] if "sglang" in combination.versions else [])]
-    pinned = pins(combination.python, *files)
+def unmet(requirements: list[str], pinned: Mapping[str, str], python: str) -> list[str]:
+    """Return the requirements without a pin that meets them, on Linux and without extras of the packages."""
+    environment = {"python_version": python, "python_full_version": f"{python}.1", "extra": ""}
+    parsed = [Requirement(text) for text in requirements]
+    needed = [req for req in parsed if req.marker is None or req.marker.evaluate(environment)]
+    met = [req.specifier.contains(pinned.get(canonicalize_name(req.name), "0.dev0"), True) for req in needed]
+    return [str(requirement) for requirement, fine in zip(needed, met, strict=True) if not fine]
+
+
+def known_distributions() -> Iterator[Distribution]:
+    """Packages with metadata on this machine: those of this environment, and of SGLang's if it exists."""
+    yield from distributions()
+    yield from distributions(path=[str(path) for path in ROOT.glob(".venv-sglang/lib/python*/site-packages")])
+
+
+def setup_lists() -> dict:
+    """Return the literals that ``setup.py`` assigns, by name."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    assigned = [
+        node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Dict)
+    ]
+    return {node.targets[0].id: ast.literal_eval(node.value) for node in assigned}
+
+
+@pytest.mark.parametrize("combination", CPU_STACKS + GPU_STACKS, ids=name_of)
+def test_combinations_match_the_constraint_files(combination: Combination) -> None:
+    pinned = pins(combination.python, *combination.files)
     assert combination.versions == {name: pinned[name] for name in PACKAGES if name in pinned}
+
+
+@pytest.mark.parametrize("combination", GPU_STACKS, ids=name_of)
+def test_gpu_stacks_meet_all_requirements(combination: Combination) -> None:
+    """Those of setup.py with the stack's extras, and those in the metadata of each package in the pinned version."""
+    pinned = pins(combination.python, *combination.files)
+    lists = setup_lists()
+    extras = [text for name in EXTRAS[combination.name] for text in lists["EXTRAS_REQUIRE"][name]]
+    assert unmet(lists["INSTALL_REQUIRES"] + extras, pinned, combination.python) == []
+    checked = set()
+    for distribution in known_distributions():
+        name = canonicalize_name(distribution.name)
+        if pinned.get(name) == distribution.version.split("+")[0]:
+            assert unmet(distribution.requires or [], pinned, combination.python) == [], distribution.name
+            checked.add(name)
+    assert checked >= {"ray", "transformers"}
+
+
+def test_sglang_contradicts_the_pins_for_cpus() -> None:
+    """The reason for complete files per stack; without a contradiction one file would be enough."""
+    requirements = next((item.requires for item in known_distributions() if item.name == "sglang"), None)
+    if requirements is None:
+        pytest.skip("SGLang's environment does not exist")
+    assert "torch==2.14.1" in unmet(requirements, pins("3.12", "launch/constraints.txt"), "3.12")
+
+
+def test_stack_with_the_embedded_engine_has_the_versions_tested_on_a_cpu() -> None:
+    tested, stack = pins("3.12", "launch/constraints.txt"), pins("3.12", "launch/constraints-gpu-embedded.txt")
+    common = tested.keys() & stack.keys()
+    assert len(common) > 30 and {name: stack[name] for name in common} == {name: tested[name] for name in common}
+
+
+INTERPRETER = """#!/usr/bin/env bash
+case "$1 $2 $3" in
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip "*) shift 2; echo "$@" >>"$LOG" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("combination", GPU_STACKS, ids=name_of)
+def test_gpu_environment_installs_torch_before_the_build_of_transformer_engine(
+    combination: Combination, tmp_path: Path
+) -> None:
+    """The commands of pip are recorded: each has the stack's file alone, and the last does not isolate the build."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "setup.py").touch()
+    interpreter = tmp_path / "python3.12"
+    interpreter.write_text(INTERPRETER)
+    interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
+    (file,) = combination.files
+    stack = Path(file).stem.removeprefix("constraints-gpu-")
+    script = f"source launch/environment.sh && ensure_gpu_environment {stack} && echo $PATH"
+    variables = {**os.environ, "PYTHON": str(interpreter), "LOG": str(tmp_path / "log")}
+    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path}/.venv-gpu-{stack}/bin:")
+    torch, tools, megarl = (tmp_path / "log").read_text().splitlines()
+    for command in (torch, tools, megarl):
+        assert re.findall(r"-c (\S+)", command) == [str(tmp_path / file)]
+    assert torch.endswith(" torch") and "setuptools wheel" in tools
+    assert megarl.endswith(f" --no-build-isolation -e {tmp_path}[{','.join(EXTRAS[combination.name])}]")
+
+
+def test_gpu_environment_of_an_unknown_stack() -> None:
+    script = "source launch/environment.sh && ensure_gpu_environment vllm"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and "choose sglang or embedded" in done.stderr
+
+
+def test_versions_on_a_gpu_are_compared_with_the_stacks_file() -> None:
+    sglang, embedded = GPU_STACKS
+    versions = {"python": "3.12.4", **sglang.versions}
+    stacks = stacks_of(versions, "auto")
+    assert stacks is GPU_STACKS and stacks_of({"python": "3.12.4", **embedded.versions}, "auto") is GPU_STACKS
+    assert stacks_of({"torch": "2.13.0"}, "auto") is CPU_STACKS and stacks_of({"torch": "2.13.0"}, "cuda") is GPU_STACKS
+    match = check_combination(versions, stacks)
+    assert match.status is Status.PASS
+    assert match.found.startswith(
+        "chosen by requirements, not yet run together (GPU, SGLang; launch/constraints-gpu-sglang.txt)"
+    )
+    # SGLang's torch replaced by the one that is tested on a CPU
+    moved = check_combination({**versions, "torch": "2.13.0+cu130"}, stacks)
+    assert moved.status is Status.WARN
+    assert moved.remedy == "not tested together; 'GPU, SGLang; launch/constraints-gpu-sglang.txt' has torch 2.14.1"
+    clash = check_requirements(
+        {**versions, "torch": "2.13.0"}, lambda package: ["torch==2.14.1"] if package == "sglang" else [], stacks
+    )
+    assert clash.status is Status.FAIL and "pip install -c launch/constraints-gpu-sglang.txt" in clash.remedy
 
 
 def test_this_environment_is_a_tested_combination() -> None:
@@ -50,7 +178,7 @@ def test_this_environment_is_a_tested_combination() -> None:
 
 
 def test_differences_from_a_tested_combination() -> None:
-    tested = KNOWN_GOOD[0]
+    tested = CPU_STACKS[0]
     changed = {"python": "3.12.4", **tested.versions, "torch": "2.99.0+cu130", "transformer-engine": "2.9"}
     assert version_differences(changed, tested) == ["torch 2.13.0", "no transformer-engine"]
     warned = check_combination(changed)

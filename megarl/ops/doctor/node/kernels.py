@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megarl.base.compilers import fusion_error
 from megarl.base.errors import ModelError
+from megarl.base.provenance import install_command
 from megarl.models import read_model_config
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
@@ -56,7 +57,7 @@ def transformer_engine_result(facts: KernelFacts, with_experts: bool) -> CheckRe
         facts: the observations.
         with_experts: whether a model of the run has a mixture of experts.
     """
-    name, remedy = "Transformer Engine", "install a build for this torch and CUDA: launch/constraints.txt"
+    name, remedy = "Transformer Engine", f"install a build for this torch and CUDA: {install_command('gpu')}"
     if facts.import_error:
         return CheckResult(
             name, Status.WARN, f"cannot be imported, torch's layers replace it: {facts.import_error}", remedy

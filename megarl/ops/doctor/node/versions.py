@@ -1,13 +1,13 @@
 """Checks of package versions.
 
-Two sources: the combinations that the whole test suite ran with (data in this module), and the requirements in the
-metadata of the installed packages.
+Two sources: the combinations in the constraint files of ``launch/`` (a part as data in this module, since the wheel
+does not contain the files), and the requirements in the metadata of the installed packages.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import NamedTuple
 
@@ -24,6 +24,9 @@ PACKAGES = (
     "megatron-core",
     "transformer-engine",
     "sglang",
+    "sglang-kernel",
+    "flashinfer-python",
+    "torch-memory-saver",
     "ray",
     "transformers",
     "tokenizers",
@@ -39,17 +42,24 @@ REQUIRED = ("torch", "megarl", "megatron-core", "ray", "transformers")
 
 
 class Combination(NamedTuple):
-    """Versions with which all tests passed.
+    """Versions that belong together.
 
     Attributes:
         name: name in the table.
         python: major and minor version.
-        versions: by package; packages without an entry were not installed.
+        files: the constraint files with these versions and those of all other packages.
+        versions: by package; packages without an entry are not installed.
+        tested: whether all tests passed with these versions; otherwise they are chosen by the packages' metadata.
     """
 
     name: str
     python: str
+    files: tuple[str, ...]
     versions: Mapping[str, str]
+    tested: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name}; {', '.join(self.files)}"
 
 
 _COMMON = {
@@ -63,11 +73,29 @@ _COMMON = {
     "hydra-core": "1.3.8",
     "omegaconf": "2.3.1",
 }
-KNOWN_GOOD = (
-    Combination("CPU, Python 3.12", "3.12", {**_COMMON, "megatron-core": "0.19.2"}),
-    Combination("CPU, Python 3.11", "3.11", {**_COMMON, "megatron-core": "0.16.1"}),
-    Combination("CPU, Python 3.12, SGLang", "3.12", {**_COMMON, "megatron-core": "0.19.2", "sglang": "0.5.23"}),
-    Combination("CPU, Python 3.11, SGLang", "3.11", {**_COMMON, "megatron-core": "0.16.1", "sglang": "0.5.23"}),
+_MCORE_312, _MCORE_311 = {"megatron-core": "0.19.2"}, {"megatron-core": "0.16.1"}
+_SGLANG = {"sglang": "0.5.23"}
+_SGLANG_GPU = {
+    "torch": "2.14.1",
+    "tokenizers": "0.23.2",
+    "numpy": "2.3.5",
+    "sglang-kernel": "0.4.10",
+    "flashinfer-python": "0.7.2",
+    "torch-memory-saver": "0.0.10",
+}
+_PINS, _SGLANG_PINS = "launch/constraints.txt", "launch/constraints-sglang.txt"
+CPU_STACKS = (
+    Combination("CPU, Python 3.12", "3.12", (_PINS,), {**_COMMON, **_MCORE_312}),
+    Combination("CPU, Python 3.11", "3.11", (_PINS,), {**_COMMON, **_MCORE_311}),
+    Combination("CPU, Python 3.12, SGLang", "3.12", (_PINS, _SGLANG_PINS), {**_COMMON, **_MCORE_312, **_SGLANG}),
+    Combination("CPU, Python 3.11, SGLang", "3.11", (_PINS, _SGLANG_PINS), {**_COMMON, **_MCORE_311, **_SGLANG}),
+)
+_GPU = {**_COMMON, **_MCORE_312, "transformer-engine": "2.20.2"}
+GPU_STACKS = (
+    Combination(
+        "GPU, SGLang", "3.12", ("launch/constraints-gpu-sglang.txt",), {**_GPU, **_SGLANG, **_SGLANG_GPU}, tested=False
+    ),
+    Combination("GPU, embedded engine", "3.12", ("launch/constraints-gpu-embedded.txt",), _GPU, tested=False),
 )
 
 
@@ -83,20 +111,30 @@ def package_versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 
 
 def check_versions(needs: Needs) -> list[CheckResult]:
-    """Check the installed packages: missing ones, conflicting requirements, untested combinations."""
+    """Check the installed packages: missing ones, conflicting requirements, differences from the constraint files."""
     versions = package_versions((*PACKAGES, "megarl"))
+    stacks = stacks_of(versions, needs.device)
     if missing := [package for package in REQUIRED if package not in versions]:
-        remedy = f"install megarl with its pins: {install_command('gpu')}"
+        remedy = f"install megarl with its pins: {install_command('dev' if stacks is CPU_STACKS else 'gpu')}"
         return [CheckResult("packages", Status.FAIL, f"not installed: {', '.join(missing)}", remedy)]
-    return [check_requirements(versions, _requires), check_combination(versions)]
+    return [check_requirements(versions, _requires, stacks), check_combination(versions, stacks)]
 
 
-def check_requirements(versions: Mapping[str, str], requires: Callable[[str], list[str]]) -> CheckResult:
+def stacks_of(versions: Mapping[str, str], device: str) -> tuple[Combination, ...]:
+    """Return the combinations to compare with: those of GPUs for a run on GPUs or beside packages for GPUs only."""
+    gpu_packages = {"transformer-engine", "sglang-kernel"} & versions.keys()
+    return GPU_STACKS if device == "cuda" or gpu_packages else CPU_STACKS
+
+
+def check_requirements(
+    versions: Mapping[str, str], requires: Callable[[str], list[str]], stacks: Sequence[Combination] = CPU_STACKS
+) -> CheckResult:
     """Check the requirements of each installed package against the installed versions.
 
     Args:
         versions: installed versions by package.
         requires: returns the requirements of a package from its metadata.
+        stacks: combinations; the remedy names the constraint file of the nearest.
     """
     conflicts: list[str] = []
     exempt: list[str] = []
@@ -109,21 +147,23 @@ def check_requirements(versions: Mapping[str, str], requires: Callable[[str], li
             text = f"{package} {versions[package]} requires {requirement_text}, installed is {present}"
             (exempt if package == "sglang" and _tested(versions) else conflicts).append(text)
     if conflicts:
-        remedy = "install matching versions: pip install -c launch/constraints.txt, or the versions that it requires"
+        file = _nearest(versions, stacks).files[-1]
+        remedy = f"install matching versions: pip install -c {file}, or the versions that it requires"
         return CheckResult("requirements", Status.FAIL, "; ".join(conflicts), remedy)
     if exempt:  # pins of SGLang for its CUDA kernels; the tested CPU combination does not use them
         return CheckResult("requirements", Status.PASS, f"tested nevertheless: {'; '.join(exempt)}")
     return CheckResult("requirements", Status.PASS, "all requirements between packages are met")
 
 
-def check_combination(versions: Mapping[str, str]) -> CheckResult:
-    """Check that the versions were tested together; otherwise name the nearest tested combination."""
+def check_combination(versions: Mapping[str, str], stacks: Sequence[Combination] = CPU_STACKS) -> CheckResult:
+    """Check that the versions are those of a constraint file; otherwise name the nearest file and the differences."""
     text = ", ".join(f"{name} {versions[name]}" for name in ("python", *PACKAGES) if name in versions)
-    if tested := _tested(versions):
-        return CheckResult("versions", Status.PASS, f"tested together ({tested.name}): {text}")
-    nearest = min(KNOWN_GOOD, key=lambda combination: len(version_differences(versions, combination)))
-    remedy = f"not tested together; '{nearest.name}' has {', '.join(version_differences(versions, nearest))}"
-    return CheckResult("versions", Status.WARN, text, remedy)
+    nearest = _nearest(versions, stacks)
+    differences = version_differences(versions, nearest)
+    if not differences:
+        state = "tested together" if nearest.tested else "chosen by requirements, not yet run together"
+        return CheckResult("versions", Status.PASS, f"{state} ({nearest}): {text}")
+    return CheckResult("versions", Status.WARN, text, f"not tested together; '{nearest}' has {', '.join(differences)}")
 
 
 def version_differences(versions: Mapping[str, str], combination: Combination) -> list[str]:
@@ -137,7 +177,11 @@ def version_differences(versions: Mapping[str, str], combination: Combination) -
 
 
 def _tested(versions: Mapping[str, str]) -> Combination | None:
-    return next((combination for combination in KNOWN_GOOD if not version_differences(versions, combination)), None)
+    return next((combination for combination in CPU_STACKS if not version_differences(versions, combination)), None)
+
+
+def _nearest(versions: Mapping[str, str], stacks: Sequence[Combination]) -> Combination:
+    return min(stacks, key=lambda combination: len(version_differences(versions, combination)))
 
 
 def _release(text: str | None) -> str | None:
