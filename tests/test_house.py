@@ -69,3 +69,46 @@ def test_import_cycles_are_found() -> None:
 def test_public_names_are_unique() -> None:
     names = public_names(module_paths())
     assert not {name: places for name, places in names.items() if len(places) > 1 and name not in ENTRY_POINTS}
+
+
+WALL_CLOCK = {
+    "megarl/agents/endpoint/chat_format.py": "creation time in OpenAI's format",
+    "megarl/base/logs.py": "time of a log line",
+    "megarl/base/run_clock.py": "age of this process, once at its start",
+    "megarl/ops/acceptance/jobs.py": "unique name of a folder",
+    "megarl/ops/doctor/cluster.py": "differences between the clocks of machines",
+    "megarl/ops/report/run_files.py": "age of a file",
+    "megarl/tracking/backends.py": "time of a record in MLflow",
+    "megarl/trainer/state/stopping.py": "deadlines of a scheduler, converted once",
+}
+"""Modules that read the wall clock, with the reason; its corrections would falsify durations and time limits."""
+
+
+def reads_wall_clock(source: str) -> bool:
+    """Whether code calls, passes on or imports ``time.time``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = {f"{node.value.id}.{node.attr}"}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{name.name}" for name in node.names}
+        else:
+            continue
+        if names & {"time.time", "time.time_ns"}:
+            return True
+    return False
+
+
+def test_durations_and_time_limits_use_the_monotonic_clock() -> None:
+    reading = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "megarl").rglob("*.py")
+        if reads_wall_clock(path.read_text(encoding="utf-8"))
+    }
+    assert reading == set(WALL_CLOCK), "use time.monotonic, or add the module with its reason"
+
+
+def test_reads_of_the_wall_clock_are_found() -> None:
+    assert reads_wall_clock("import time\nstart = time.time()")
+    assert reads_wall_clock("import time\ndef f(clock=time.time): pass")
+    assert reads_wall_clock("from time import sleep, time")
+    assert not reads_wall_clock("import time\ntime.monotonic(), time.perf_counter(), time.sleep(1), time.strftime('')")

@@ -1,4 +1,7 @@
-"""Clock of a run: wall time since its command was entered, including imports and checks."""
+"""Clock of a run: seconds since its command was entered, including imports and checks.
+
+Times are those of ``time.monotonic``, which a correction of the machine's clock does not move.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ _started: float | None = None
 def start_run_clock() -> None:
     """Start the clock: for the first run of a process at the start of the process, for a later one of a sweep now."""
     global _started
-    _started = psutil.Process().create_time() if _started is None else time.time()
+    age = time.time() - psutil.Process().create_time() if _started is None else 0.0
+    _started = time.monotonic() - age
 
 
 def run_started() -> float:
-    """Return the UNIX time at which the run started; now without a started clock."""
-    return time.time() if _started is None else _started
+    """Return the time at which the run started, on the clock of ``time.monotonic``; now without a started clock."""
+    return time.monotonic() if _started is None else _started

@@ -3,7 +3,7 @@ import sys
 
 CODE = """
 import time
-before_imports = time.time()
+before_imports = time.monotonic()
 time.sleep(0.5)
 from megarl.base.run_clock import run_started, start_run_clock
 start_run_clock()

@@ -142,7 +142,7 @@ def test_a_resumed_run_has_the_accuracy_before_its_first_part(
 
 
 def test_the_whole_run_counts_from_the_command(reporter: Callable[..., RunReporter]) -> None:
-    run = reporter(started=time.time() - 75.0)
+    run = reporter(started=time.monotonic() - 75.0)
     assert 75.0 <= run.finish(None).wall_seconds < 80.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import time
 
 import pytest
 
@@ -16,6 +17,7 @@ from megarl.trainer.state.stopping import (
     StopCondition,
     ends_on_signals,
     find_deadlines,
+    process_deadlines,
 )
 
 
@@ -80,21 +82,37 @@ def test_without_a_deadline_the_run_continues() -> None:
 
 def test_deadlines_of_config_and_environment() -> None:
     environment = {EXPIRY_VARIABLES[0]: "1500.5", EXPIRY_VARIABLES[1]: "", "SLURM_JOB_END_TIME": " 1200 "}
-    found = find_deadlines(100, 1000.0, environment)
-    assert [deadline.at for deadline in found] == [1100, 1500.5, 1200]
+    found = find_deadlines(100, 40.0, 1000.0, environment)
+    assert [deadline.at for deadline in found] == [140, 540.5, 240]
     assert found[0].name == "trainer.max_wall_seconds=100" and found[2].name == "SLURM_JOB_END_TIME"
-    assert find_deadlines(None, 1000.0, {}) == []
+    assert find_deadlines(None, 40.0, 1000.0, {}) == []
 
 
 def test_an_expiry_in_the_past_is_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    assert find_deadlines(None, 1000.0, {"SLURM_JOB_END_TIME": "999"}) == []
+    assert find_deadlines(None, 40.0, 1000.0, {"SLURM_JOB_END_TIME": "999"}) == []
     assert "SLURM_JOB_END_TIME=999 is in the past" in caplog.text
+
+
+@pytest.mark.parametrize("jump", [1e6, -1e6])
+def test_a_jump_of_the_clock_neither_ends_the_run_nor_moves_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
+    deadlines = process_deadlines(7200, time.monotonic())
+    stop, before, unix = StopCondition(deadlines), [deadline.at for deadline in deadlines], time.time
+    stop.begin()
+    assert stop.step_done(1.0) is None
+    monkeypatch.setattr(time, "time", lambda: unix() + jump)
+    assert stop.step_done(1.0) is None
+    assert stop.step_done(7300.0) is not None, "a save that takes longer than the time left"
+    monkeypatch.undo()
+    assert before == pytest.approx([time.monotonic() + 7200, time.monotonic() + 3600], abs=5)
 
 
 @pytest.mark.parametrize("text", ["soon", "nan", "2026-01-01T00:00:00Z"])
 def test_a_malformed_expiry_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME='{text}' is not a UNIX time"):
-        find_deadlines(None, 1000.0, {"SLURM_JOB_END_TIME": text})
+        find_deadlines(None, 40.0, 1000.0, {"SLURM_JOB_END_TIME": text})
 
 
 @pytest.mark.parametrize(
@@ -147,5 +165,5 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
 
 
 def test_a_time_limit_counts_from_the_command() -> None:
-    (deadline,) = find_deadlines(60.0, 1000.0, {}, started=970.0)
+    (deadline,) = find_deadlines(60.0, 1000.0, 5e9, {}, started=970.0)
     assert deadline.at == 1030.0

@@ -56,7 +56,7 @@ class JobSession(Generic[JobT]):
         stop: decides when a training job ends early.
         resume: checkpoint that a training job resumes from; None = start at step 0.
         run_id: ID of the run; a resumed run keeps it.
-        started: UNIX time at which the command was entered.
+        started: time at which the command was entered, of ``time.monotonic``.
         tracing: timeline, profilers and watchdog; set by :meth:`start`.
     """
 

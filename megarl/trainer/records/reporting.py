@@ -70,7 +70,7 @@ class RunReporter:
         resumed_from: folder and step of the checkpoint whose metrics the run continues; None for a new run.
         on_phase_end: called after each successful phase.
         run_id: ID of the run, for its folder and its trackers; None = a new one.
-        started: UNIX time at which the run started; None = now.
+        started: time at which the run started, of ``time.monotonic``; None = now.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunReporter:
         self.folder = folder
         self.console = console
         self.run_id = run_id or identify_run()
-        self.started = time.time() if started is None else started
+        self.started = time.monotonic() if started is None else started
         self.timer = PhaseTimer()
         self._on_phase_end = on_phase_end
         self.metrics_file = folder / METRICS_FILE
@@ -232,7 +232,7 @@ class RunReporter:
     @property
     def wall_seconds(self) -> float:
         """Wall seconds since the start of the run."""
-        return time.time() - self.started
+        return time.monotonic() - self.started
 
     def _summary(self, hf_dir: str | None, stopped: str | None) -> RunSummary:
         totals = self._totals

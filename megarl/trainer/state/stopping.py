@@ -36,7 +36,7 @@ class Deadline(NamedTuple):
     """A time by which the run must be saved.
 
     Attributes:
-        at: UNIX time in seconds.
+        at: time of ``time.monotonic``, in seconds: corrections of the machine's clock do not move it.
         name: source of the deadline.
     """
 
@@ -45,15 +45,20 @@ class Deadline(NamedTuple):
 
 
 def find_deadlines(
-    max_wall_seconds: float | None, now: float, environment: Mapping[str, str], started: float | None = None
+    max_wall_seconds: float | None,
+    now: float,
+    unix_now: float,
+    environment: Mapping[str, str],
+    started: float | None = None,
 ) -> list[Deadline]:
     """List the deadlines of a run.
 
     Args:
         max_wall_seconds: ``trainer.max_wall_seconds``.
-        now: UNIX time in seconds.
+        now: time of ``time.monotonic``.
+        unix_now: UNIX time at the same moment, in seconds.
         environment: environment variables.
-        started: UNIX time at which the run started; None = now.
+        started: time at which the run started, of ``time.monotonic``; None = now.
 
     Raises:
         ConfigError: one of :data:`EXPIRY_VARIABLES` is not a time.
@@ -74,10 +79,10 @@ def find_deadlines(
             raise ConfigError(
                 f"environment variable {name}={text!r} is not a UNIX time in seconds; correct or unset it"
             )
-        if at <= now:
+        if at <= unix_now:
             logger.warning("%s=%s is in the past and has no effect", name, text)
         else:
-            deadlines.append(Deadline(at, name))
+            deadlines.append(Deadline(now + at - unix_now, name))
     return deadlines
 
 
@@ -87,14 +92,14 @@ class StopCondition:
     Args:
         deadlines: times by which the last save must be complete.
         spare_s: margin before a deadline, in seconds.
-        clock: UNIX time in seconds.
+        clock: seconds on the clock of the deadlines.
 
     Attributes:
         reason: reason to end; None to continue.
     """
 
     def __init__(
-        self, deadlines: Sequence[Deadline] = (), spare_s: float = 0.0, clock: Callable[[], float] = time.time
+        self, deadlines: Sequence[Deadline] = (), spare_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.reason: str | None = None
         self._deadline = min(deadlines, default=None)
@@ -180,4 +185,4 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
 
 def process_deadlines(max_wall_seconds: float | None, started: float) -> list[Deadline]:
     """List the deadlines of this process from now on; see :func:`find_deadlines`."""
-    return find_deadlines(max_wall_seconds, time.time(), os.environ, started)
+    return find_deadlines(max_wall_seconds, time.monotonic(), time.time(), os.environ, started)
