@@ -19,6 +19,7 @@ from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
 from megarl.convert.source import MEGARL
 from megarl.models import ParallelLayout
+from megarl.trainer.state import checkpoint_saver
 from megarl.trainer.state.checkpoint_manifest import Score
 from megarl.trainer.state.checkpoint_saver import CheckpointSaver
 from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
@@ -111,6 +112,25 @@ def test_the_next_save_waits_for_the_pending_one(run: Run, actor: WorkerGroup) -
     assert 1 in run.store.steps()
     run.saver.wait()
     assert run.store.steps() == [1, 2] and (run.store.root / POINTER).read_text() == "2\n"
+
+
+def test_a_storage_slower_than_the_save_frequency_delays_training_and_is_reported(
+    run: Run, actor: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves neither pile up nor get lost: each waits for the one before."""
+    monkeypatch.setattr(checkpoint_saver, "LATE_S", 0.1)
+    run.set(go=False)
+    run.begin(1, actor)
+    threading.Timer(0.3, lambda: run.set(go=True)).start()
+    run.begin(2, actor)
+    assert run.store.steps() == [1] and len(run.hidden) == 1, "one save is pending"
+    run.begin(3, actor)
+    run.saver.wait()
+    assert run.store.steps() == [1, 2, 3]
+    assert run.saver.take_metrics()["checkpoint/waited_s"] > 0.25
+    (message,) = run.messages
+    assert message.startswith("the checkpoint of step 1 was still being written at step 2: training waited 0.")
+    assert "raise trainer.save_freq" in message
 
 
 def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(run: Run, actor: WorkerGroup) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from megarl.base.atomic_write import replace_folder
 from megarl.base.errors import CheckpointError, MegarlError
 from megarl.base.files import FileEntry
+from megarl.base.units import duration
 from megarl.cluster import PendingCall, WorkerGroup, wait_all
 from megarl.config.schema.model import HF_MODEL, CheckpointConfig
 from megarl.convert.conversion import ConversionOptions, convert
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 HF_FOLDER = "huggingface"
 WORKERS = 2
+LATE_S = 1.0
+"""Seconds that training may wait for an earlier save before the user is told."""
 
 
 class BackgroundExport:
@@ -128,6 +131,7 @@ class CheckpointSaver:
         self._message = message
         self._pending: PendingCheckpoint | None = None
         self._completed: list[Path] = []
+        self._told_late = False
         self._metrics: Metrics = {}
 
     @property
@@ -153,7 +157,7 @@ class CheckpointSaver:
         Raises:
             WorkerError: a worker died. Other failures are reported to the user.
         """
-        self.wait()
+        self._wait_for_earlier(step)
         self._pending = pending = PendingCheckpoint(step, groups, score)
         with self._blocking(pending):
             try:
@@ -165,6 +169,22 @@ class CheckpointSaver:
             wait_all([self._submit(group, folder) for group in groups])
         if not any(self._saved[group.role].async_save for group in groups):
             self.wait()
+
+    def _wait_for_earlier(self, step: int) -> None:
+        """Complete an earlier save; report a storage that is too slow for ``trainer.save_freq``, the first time."""
+        earlier, begin = self._pending, time.perf_counter()
+        self.wait()
+        if earlier is None:
+            return
+        waited = time.perf_counter() - begin
+        self._metrics["checkpoint/waited_s"] = self._metrics.get("checkpoint/waited_s", 0.0) + waited
+        if waited > LATE_S and not self._told_late:
+            self._told_late = True
+            self._message(
+                f"the checkpoint of step {earlier.step} was still being written at step {step}: training waited "
+                f"{duration(waited)} for it. No save is lost; raise trainer.save_freq or use a faster storage. "
+                "checkpoint/waited_s counts further waits"
+            )
 
     def advance(self) -> None:
         """Commit the pending save if all workers have written; does not wait for them."""
