@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from megarl.base.errors import ConfigError
 from megarl.config import RolloutConfig
-from megarl.config.schema.rollout import TrainingRolloutConfig
+from megarl.config.schema.rollout import SGLangConfig, TrainingRolloutConfig
 from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, fraction_beside_training
 from megarl.rollout.sglang.options import SGLangOptions
@@ -29,7 +31,7 @@ def engine_options(
             share of the free memory follows; None = no training role.
 
     Raises:
-        ConfigError: the training roles leave no memory to SGLang.
+        ConfigError: the training roles leave no memory to SGLang, or the API key of running servers is not set.
     """
     common = EngineOptions(
         dtype=rollout.dtype,
@@ -44,6 +46,7 @@ def engine_options(
         **vars(common),
         mode=sglang.mode,
         url=sglang.urls[replica] if sglang.urls else None,
+        api_key=_server_key(sglang) if sglang.urls else None,
         host=sglang.host,
         deterministic=sglang.deterministic,
         stop_strings=sglang.stop_strings,
@@ -65,6 +68,17 @@ def engine_options(
         keeps_memory=not rollout.free_cache_engine,
     )
     return replace(options, server_args={FRACTION: fraction, **sglang.server_args})
+
+
+def _server_key(sglang: SGLangConfig) -> str:
+    """Read the API key of running servers from the environment."""
+    value = os.environ.get(sglang.api_key_env or "", "")
+    if not value:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.sglang.api_key_env={sglang.api_key_env}: the environment "
+            "variable is not set; it must hold the API key that the servers of urls demand"
+        )
+    return value
 
 
 def _free_memory(devices: Sequence[str]) -> list[FreeMemory]:

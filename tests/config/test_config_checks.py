@@ -68,8 +68,11 @@ PROFILED = {
         ({f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.engine_kwargs.sglang.weight_transport": "disk"},
          "sync.verify_freq", "after the check; set 0"),
         ({f"{ROLLOUT}.replicas": 9}, f"{ROLLOUT}.replicas", "more than the pool of 8"),
-        ({f"{ROLLOUT}.name": "sglang", URLS: ["http://a:1", "http://b:1"], f"{ROLLOUT}.replicas": 1},
+        ({f"{ROLLOUT}.name": "sglang", URLS: ["http://a:1", "http://b:1"], f"{ROLLOUT}.replicas": 1,
+          f"{ROLLOUT}.engine_kwargs.sglang.api_key_env": "KEY"},
          f"{ROLLOUT}.replicas", "urls has 2, one per replica"),
+        ({f"{ROLLOUT}.name": "sglang", URLS: ["http://a:1"], f"{ROLLOUT}.replicas": 1},
+         f"{ROLLOUT}.engine_kwargs.sglang.api_key_env", "the API key that the servers of urls demand"),
         ({"trainer.device": "cpu", "sync.transport": "nccl"}, "sync.transport", "trainer.device is cpu; set auto"),
         ({"trainer.device": "cpu", "sync.transport": "cuda_ipc"}, "sync.transport", "trainer.device is cpu; set auto"),
         ({"trainer.nnodes": 2, "sync.transport": "shared_memory"}, "sync.transport", "one node to another"),
@@ -228,6 +231,7 @@ def test_running_servers_set_the_replicas_and_need_one_device_each_for_the_clien
         f"{ROLLOUT}.tensor_model_parallel_size": 16,
         f"{ROLLOUT}.name": "sglang",
         URLS: ["http://a:1", "http://b:1"],
+        f"{ROLLOUT}.engine_kwargs.sglang.api_key_env": "KEY",
     }
     rollout = build(TrainConfig, with_keys(values)).actor_rollout_ref.rollout
     assert (rollout.replicas, rollout.devices_per_replica) == (2, 1)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from documented_metrics import undocumented
+from listeners import assert_on_loopback, listening_processes
 from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -351,6 +352,8 @@ def test_killed_run_resumes_bit_exact(
     arguments = [*arguments, *IN_BACKGROUND]  # the uninterrupted run waits for each save
     killed = start(*arguments, folder=tmp_path, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)})
     killed.wait_until(paused.exists)
+    # Ray and all roles, with their process groups connected.
+    assert_on_loopback(listening_processes(killed.processes()), "gcs_server", "raylet/raylet", "ray::WorkerProcess")
     killed.signal_group(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
     assert killed.remaining(90.0) == []  # Ray's agents poll for their raylet

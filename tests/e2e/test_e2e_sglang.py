@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
 import pytest
-from cli_runs import CliRun, RunFiles, assert_finite
+from cli_runs import START_S, CliRun, RunFiles, assert_finite
+from listeners import assert_on_loopback, listening_processes
 from safetensors import safe_open
 
 ACTOR = "actor_rollout_ref.actor.megatron"
@@ -44,6 +46,11 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
 ) -> None:
     """Each rank receives its shard and nothing else."""
     run = start(*arguments, *layout, f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}")
+    listeners, deadline = set(), time.monotonic() + START_S
+    while run.process.poll() is None and time.monotonic() < deadline:
+        listeners |= listening_processes(run.processes())
+        time.sleep(1.0)
+    assert_on_loopback(listeners, "gcs_server", "ray::WorkerProcess", "sglang::scheduler")
     assert run.wait() == 0, run.output
     assert run.remaining() == []
     steps = RunFiles(run.folder, "sglang").steps

@@ -7,10 +7,11 @@ from megarl.rollout import create_engine
 from megarl.rollout.sglang.options import SGLangOptions
 
 IN_PROCESS, OVER_HTTP, TWO_RANKS = "sglang", "sglang-http", "sglang-two-ranks"
+API_KEY = "key-of-the-tests"
 _OPTIONS = {
     IN_PROCESS: {},
-    OVER_HTTP: {"mode": "http"},
-    TWO_RANKS: {"mode": "http", "tensor_parallel_size": 2},
+    OVER_HTTP: {"mode": "http", "api_key": API_KEY},
+    TWO_RANKS: {"mode": "http", "tensor_parallel_size": 2, "api_key": API_KEY},
 }
 
 # Cases that an engine skips: each would start SGLang for something that another case covers.

@@ -1,3 +1,6 @@
+import pytest
+
+from megarl.base.errors import ConfigError
 from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import (
     EngineKwargsConfig,
@@ -33,13 +36,18 @@ def test_sglang_options_come_from_its_section():
     assert isinstance(options, SGLangOptions) and options.seeded and not options.stop_strings
 
 
-def test_each_replica_has_its_server_url():
-    own = SGLangConfig(urls=["http://a:1", "http://b:1"])
+def test_each_replica_has_its_server_url_and_all_have_the_key(monkeypatch):
+    monkeypatch.setenv("KEY_OF_SERVERS", "secret")
+    own = SGLangConfig(urls=["http://a:1", "http://b:1"], api_key_env="KEY_OF_SERVERS")
     rollout = RolloutConfig(
         name="sglang", tensor_model_parallel_size=8, engine_kwargs=EngineKwargsConfig(sglang=own), dtype="bfloat16"
     )
     first, second = (engine_options(rollout, "cuda:3", replica) for replica in range(2))
     assert isinstance(first, SGLangOptions) and isinstance(second, SGLangOptions)
     assert (first.url, second.url) == ("http://a:1", "http://b:1")
+    assert first.api_key == second.api_key == "secret" and "secret" not in repr(first)
+    monkeypatch.delenv("KEY_OF_SERVERS")
+    with pytest.raises(ConfigError, match=r"sglang\.api_key_env=KEY_OF_SERVERS: the environment variable is not set"):
+        engine_options(rollout, "cuda:3")
     # Its devices are not this host's: weights are handed on from the one that the replica has here.
     assert rollout.devices_per_replica == 1 and second.device_of(7) == "cuda:3"

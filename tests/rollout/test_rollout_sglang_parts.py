@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import socket
 import struct
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,7 +19,7 @@ from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams,
 from megarl.rollout.sglang import loader, options
 from megarl.rollout.sglang.backend import NAN_STOP, ResponseContext, parse_completion, request_payload
 from megarl.rollout.sglang.engine import _check_options, _memory_tags
-from megarl.rollout.sglang.loader import ReplyListener, reachable_address
+from megarl.rollout.sglang.loader import ReplyListener, reply_addresses
 from megarl.rollout.sglang.options import SHIM, SGLangOptions, check_server_args, environment, server_args
 from megarl.rollout.sglang.senders import TensorSender
 from megarl.rollout.sglang.shards import SGLangShards
@@ -277,9 +279,15 @@ def test_staging_memory_returns_to_the_gpu_after_an_update(make_folder, monkeypa
 
 
 def test_address_for_ranks_on_another_host(monkeypatch):
-    assert reachable_address("127.0.0.1") == "127.0.0.1"
-    monkeypatch.setenv("MEGARL_HOST_ADDRESS", "10.1.2.3")
-    assert reachable_address("127.0.0.1") == "10.1.2.3"
+    assert reply_addresses("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+    monkeypatch.setenv("MEGARL_HOST_ADDRESS", "192.0.2.1")  # of a translating gateway, not of this machine
+    assert reply_addresses("127.0.0.1") == ("192.0.2.1", "127.0.0.1")
+    listener = ReplyListener("127.0.0.1")
+    assert listener.to["address"][0] == "192.0.2.1" and listener._listener.address[0] == "127.0.0.1"
+    own = [e.address for entries in psutil.net_if_addrs().values() for e in entries if e.family == socket.AF_INET]
+    monkeypatch.setenv("MEGARL_HOST_ADDRESS", own[-1])
+    assert reply_addresses("127.0.0.1") == (own[-1], own[-1])
+    listener.close()
 
 
 def response_of(pairs, kind="length", **meta):
@@ -341,7 +349,11 @@ def test_environment_of_sglangs_ranks(monkeypatch):
     assert environment(SGLangOptions(device="cuda:1")) == {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
+    two_nodes = SGLangOptions(device="cuda:1", server_args={"nnodes": 2})
+    assert "GLOO_SOCKET_IFNAME" not in environment(two_nodes), "its ranks are on several machines"
 
 
 def test_expandable_segments_are_removed_for_sglang_on_a_gpu_only(monkeypatch):

@@ -3,19 +3,25 @@
 With a vocabulary of 50 the weight map's shards have 25 rows, SGLang's have 32.
 """
 
+import base64
 import json
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import psutil
 import pytest
+import requests
 import torch
+from listeners import assert_on_loopback, listening_processes
 from safetensors.torch import load_file
-from sglang_engines import TWO_RANKS
+from sglang_engines import API_KEY, TWO_RANKS
 
-from megarl.base.errors import ConfigError, WeightSyncError
+from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.ports import free_port
 from megarl.models import WeightMap
 from megarl.models.checksum import rectangle_checksum, tensor_checksum
@@ -73,7 +79,7 @@ def owner(_sglang, folders):
 
 @pytest.fixture(scope="module")
 def server(owner, folders):
-    options = SGLangOptions(url=owner.url, tensor_parallel_size=2, bucket_bytes=5000)
+    options = SGLangOptions(url=owner.url, api_key=API_KEY, tensor_parallel_size=2, bucket_bytes=5000)
     engine = create_engine("sglang", str(folders[0]), options)
     yield engine
     engine.shutdown()
@@ -101,14 +107,23 @@ def two_nodes(folders):
     for node in (0, 1):
         args = {"nnodes": 2, "node_rank": node, "dist_init_addr": f"127.0.0.1:{met}"}
         port = http if node == 0 else free_port()
-        options = SGLangOptions(tensor_parallel_size=2, port=port, server_args=args)
+        options = SGLangOptions(tensor_parallel_size=2, port=port, server_args=args, api_key=API_KEY)
         job = {"folder": str(folders[0]), "max_model_len": 128, "options": vars(options)}
-        command = [sys.executable, "-m", "megarl.rollout.sglang.serve", json.dumps(job)]
-        servers.append(subprocess.Popen(command, env=os.environ | environment(options)))
+        command = [sys.executable, "-m", "megarl.rollout.sglang.serve"]
+        server = subprocess.Popen(command, env=os.environ | environment(options), stdin=subprocess.PIPE)
+        server.stdin.write(json.dumps(job).encode())
+        server.stdin.close()
+        servers.append(server)
     yield f"http://127.0.0.1:{http}"
     for server in servers:
         server.kill()
         server.wait()
+
+
+def assert_sglang_on_loopback():
+    """Schedulers, rendezvous of the ranks, gloo and the server; the channels between SGLang's processes are no TCP."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    assert_on_loopback(listening_processes(family), "sglang::scheduler")
 
 
 def update(engine, folder, version, rows=None):
@@ -135,7 +150,9 @@ def test_each_rank_gets_its_shard_in_buckets(server, folders, reference_for):
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
 def test_update_with_whole_tensors(server, folders, reference_for, transport):
     folder = folders[2 if transport == "disk" else 3]
-    options = SGLangOptions(url=server.url, tensor_parallel_size=2, bucket_bytes=5000, weight_transport=transport)
+    options = SGLangOptions(
+        url=server.url, api_key=API_KEY, tensor_parallel_size=2, bucket_bytes=5000, weight_transport=transport
+    )
     engine = create_engine("sglang", str(folders[0]), options)
     update(engine, folder, 7, rows=9)
     assert_generates(engine, reference_for(folder), 7)
@@ -147,6 +164,7 @@ def test_update_with_whole_tensors(server, folders, reference_for, transport):
 def test_two_ranks_in_process(front_end, tied, reference_for):
     with pytest.raises(RolloutError, match="this process already holds an SGLang engine"):
         create_engine("sglang", str(tied[0]), SGLangOptions())
+    assert_sglang_on_loopback()
     update(front_end, tied[1], 2)
     assert_generates(front_end, reference_for(tied[1]), 2)
     assert len(set(front_end.fingerprint())) == 2
@@ -158,7 +176,7 @@ def test_two_ranks_in_process(front_end, tied, reference_for):
 
 
 def test_a_two_node_server_gets_its_shards_in_requests(two_nodes, folders, reference_for):
-    options = SGLangOptions(url=two_nodes, tensor_parallel_size=2, bucket_bytes=5000)
+    options = SGLangOptions(url=two_nodes, api_key=API_KEY, tensor_parallel_size=2, bucket_bytes=5000)
     for _ in range(600):
         try:
             engine = create_engine("sglang", str(folders[0]), options)
@@ -221,24 +239,78 @@ def test_a_waiting_request_is_aborted(front_end, tied):
 
 def test_a_server_with_other_arguments_is_refused(server, folders):
     with pytest.raises(ConfigError, match="runs with tp_size=2, the options have 1"):
-        create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url))
+        create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url, api_key=API_KEY))
     with pytest.raises(RolloutError, match="does not answer"):
-        create_engine("sglang", str(folders[0]), SGLangOptions(url="http://127.0.0.1:9"))
+        create_engine("sglang", str(folders[0]), SGLangOptions(url="http://127.0.0.1:9", api_key=API_KEY))
+
+
+def test_the_server_answers_requests_with_its_key_only(server, folders):
+    """Without a key SGLang would unpickle, and so execute, weights from anyone."""
+    payload = base64.b64encode(pickle.dumps([("model.embed_tokens.weight", torch.zeros(1))])).decode()
+    calls = [
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [payload] * 2}),
+        ("/generate", {"input_ids": [1, 2]}),
+        ("/flush_cache", {}),
+        ("/abort_request", {"rid": "x"}),
+    ]
+    for headers in ({}, {"Authorization": "Bearer another"}):
+        for path, body in calls:
+            assert requests.post(server.url + path, json=body, headers=headers, timeout=30).status_code == 401, path
+        for path in ("/server_info", "/openapi.json", "/model_info"):
+            assert requests.get(server.url + path, headers=headers, timeout=30).status_code == 401, path
+    assert requests.get(server.url + "/health", timeout=30).status_code == 200
+    with pytest.raises(RolloutError, match=r"does not report its arguments \(401\)"):
+        create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url, api_key="another"))
+    with pytest.raises(ConfigError, match=r"needs an API key; name its variable in .*api_key_env"):
+        create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url))
+
+
+def test_the_key_is_on_no_command_line(server):
+    """Every user of a machine reads command lines."""
+    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    assert any("megarl.rollout.sglang.serve" in command for command in commands)
+    assert not any(API_KEY in word for command in commands for word in command)
+
+
+def test_an_open_server_is_refused(folders):
+    """A stand-in that answers everyone, as SGLang does without --api-key."""
+
+    class Open(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *args):
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Open) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = SGLangOptions(url=f"http://127.0.0.1:{server.server_port}", api_key=API_KEY)
+        with pytest.raises(ConfigError, match=r"answers without an API key.*start it with --api-key"):
+            create_engine("sglang", str(folders[0]), options)
+        server.shutdown()
+
+
+def test_sglang_listens_on_loopback_only(server):
+    assert_sglang_on_loopback()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"server_args": {"api_key": "x"}}, "server_args.api_key: the engine sets this itself"),
+        ({"server_args": {"tokenizer_worker_num": 2}}, "then checks no API key"),
         ({"server_args": {"tp_size": 2}}, "server_args.tp_size: the engine sets this itself"),
         ({"server_args": {"chunked_prefil_size": 2}}, "no such argument; nearest: chunked_prefill_size"),
         ({"mode": "inprocess"}, "mode='inprocess', expected one of: in_process, http"),
-        ({"tensor_parallel_size": 3}, "tensor_model_parallel_size=3"),
+        ({"tensor_parallel_size": 3}, "over 3 ranks needs num_attention_heads to be a multiple of 3"),
     ],
 )
 def test_invalid_options_are_refused_before_the_start(folders, options, message):
     from megarl.rollout.sglang.options import check_server_args
 
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, ModelError), match=message):
         if "server_args" in options:
             check_server_args(options["server_args"])
         create_engine("sglang", str(folders[0]), SGLangOptions(**options))

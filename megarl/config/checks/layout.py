@@ -39,6 +39,10 @@ def reward_model_layout(config: ScoredJobConfig, trainer: RunConfig) -> Iterator
 def replicas(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
     """Check the number and the size of the engine replicas."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    sglang = rollout.engine_kwargs.sglang
+    if rollout.server_urls and sglang.api_key_env is None:
+        text = "name the environment variable with the API key that the servers of urls demand (--api-key)"
+        yield Problem(f"{_ROLLOUT}.engine_kwargs.sglang.api_key_env", sglang.api_key_env, text)
     tp, size, pool = rollout.tensor_model_parallel_size, rollout.devices_per_replica, _pool(trainer)
     servers = len(rollout.server_urls)
     if rollout.replicas is None:

@@ -23,6 +23,11 @@ class SGLangConfig:
         [],
         "Running servers to use instead, one per replica, on any number of nodes; they keep running after the run.",
     )
+    api_key_env: str | None = key(
+        None,
+        "Environment variable with the API key of `urls`, which must demand one (`--api-key`); a server that the "
+        "replica starts gets a random key.",
+    )
     host: str = key("127.0.0.1", "Listen address of a server that the replica starts, on a free port.")
     deterministic: bool | None = key(
         None, "SGLang's deterministic mode, which seeds need; null = on a CPU only, since it is slower."

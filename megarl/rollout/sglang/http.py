@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from megarl.base.logs import output_log
 from megarl.base.ports import free_port
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
-from megarl.rollout.sglang.options import SGLangOptions, decodes, environment
+from megarl.rollout.sglang.options import KEY, SGLangOptions, decodes, environment
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_TAIL = 4000
@@ -35,12 +37,16 @@ class HttpBackend:
 
     Args:
         url: URL of the server, such as ``http://10.0.0.3:30000``.
+        api_key: key that the server demands; all requests carry it.
         loop: event loop of the requests.
         process: process of the server, if this process started it.
     """
 
-    def __init__(self, url: str, loop: RequestLoop, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str, loop: RequestLoop, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self.url, self._loop, self._process = url.rstrip("/"), loop, process
+        self._authorization = {"Authorization": f"Bearer {api_key}"}
         self._lost: str | None = None
         self._client: Any = None
         host = urlsplit(self.url).hostname
@@ -84,6 +90,11 @@ class HttpBackend:
             raise RolloutError(f"SGLang at {self.url} does not report its arguments ({status}): {_message(body)}")
         return body
 
+    async def answers_strangers(self) -> bool:
+        """Whether the server answers requests without the key."""
+        status, _ = await self._send("GET", "/server_info", headers={})
+        return status not in (401, 403)
+
     def failure(self) -> str | None:
         """See :class:`SGLangBackend`."""
         if self._process is not None and self._process.poll() is not None:
@@ -101,8 +112,10 @@ class HttpBackend:
             await self._client.close()
             self._client = None
 
-    async def _send(self, verb: str, path: str, fields: Any = None) -> tuple[int, Any]:
-        """Return status and body, parsed if it is JSON."""
+    async def _send(
+        self, verb: str, path: str, fields: Any = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """Return status and body, parsed if it is JSON; ``headers`` replaces the one with the key."""
         import aiohttp
 
         if self._client is None:
@@ -112,7 +125,8 @@ class HttpBackend:
                 connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
             )
         try:
-            async with self._client.request(verb, self.url + path, json=fields) as response:
+            headers = self._authorization if headers is None else headers
+            async with self._client.request(verb, self.url + path, json=fields, headers=headers) as response:
                 text = await response.text()
                 return response.status, _parsed(text)
         except aiohttp.ClientError as error:
@@ -124,11 +138,18 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: RequestLoop) -> 
     """Return a client of a running server.
 
     Raises:
-        ConfigError: the server does not match the options.
-        RolloutError: it does not answer.
+        ConfigError: the server does not match the options, or does not demand an API key.
+        RolloutError: it does not answer, or refuses the key.
     """
-    server = HttpBackend(url, loop)
+    if not options.api_key:
+        raise ConfigError(f"the SGLang server at {url} needs an API key; name its variable in {KEY}.api_key_env")
+    server = HttpBackend(url, options.api_key, loop)
     try:
+        if loop.call(server.answers_strangers(), options.start_timeout_s, f"asking {url} without its key"):
+            raise ConfigError(
+                f"the SGLang server at {url} answers without an API key, and its weight endpoints execute code of "
+                f"their senders: start it with --api-key, and name the variable with the key in {KEY}.api_key_env"
+            )
         info = loop.call(server.server_info(), options.start_timeout_s, f"reading the arguments of {url}")
         _check_server_info(url, info, folder, options)
         if server.ranks_host is None and info.get("nnodes", 1) > 1:
@@ -158,18 +179,22 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
     Raises:
         RolloutError: it does not get ready; the message has the end of its output.
     """
-    options = dataclasses.replace(options, port=options.port or free_port(options.host))
+    api_key = options.api_key or secrets.token_hex(32)
+    options = dataclasses.replace(options, api_key=api_key, port=options.port or free_port(options.host))
     job = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
     with _output() as log:
         start = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.rollout.sglang.serve", json.dumps(job)],
+            [sys.executable, "-m", "megarl.rollout.sglang.serve"],
             env=os.environ | environment(options),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-        server = HttpBackend(f"http://{options.host}:{options.port}", loop, process)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended; `_ready` reports that
+            process.stdin.write(json.dumps(job).encode())
+        server = HttpBackend(f"http://{options.host}:{options.port}", api_key, loop, process)
         try:
             loop.call(_ready(server), options.start_timeout_s, "starting its server")
         except BaseException as error:

@@ -18,6 +18,7 @@ from megarl.rollout.interface import RolloutError
 from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult
 from megarl.rollout.sglang.options import (
     LOADER,
+    RankRendezvous,
     SGLangOptions,
     environment,
     load_shim,
@@ -61,7 +62,8 @@ class InProcessBackend:
         _CHILD_FAILED.clear()
         self._closed = False
         try:
-            self._engine = _start(folder, max_model_len, options)
+            self._rendezvous = RankRendezvous(options)
+            self._engine = _start(folder, max_model_len, options, self._rendezvous)
         except BaseException:
             _RUNNING.release()
             raise
@@ -120,13 +122,13 @@ class InProcessBackend:
         _RUNNING.release()
 
 
-def _start(folder: str, max_model_len: int, options: SGLangOptions) -> Any:
+def _start(folder: str, max_model_len: int, options: SGLangOptions, rendezvous: RankRendezvous) -> Any:
     if needs_shim(options):
         load_shim()
-    with environment_variables(environment(options)), _process_settings_restored():
+    with environment_variables(environment(options) | rendezvous.variables), _process_settings_restored():
         import sglang
 
-        arguments = server_args(folder, max_model_len, options)
+        arguments = server_args(folder, max_model_len, options) | rendezvous.arguments
         if threading.current_thread() is threading.main_thread():
             # Without this SGLang ends this process when one of its processes fails.
             arguments["custom_sigquit_handler"] = note_failed_child

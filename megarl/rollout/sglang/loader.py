@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
+from megarl.base.ports import collective_interfaces
 from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.weight_checks import Coverage, check_complete
 
@@ -76,9 +77,9 @@ class ReplyListener:
 
     def __init__(self, ranks_host: str | None = None) -> None:
         key = secrets.token_bytes(32)
-        self._listener = Listener(("127.0.0.1" if ranks_host is None else "0.0.0.0", 0), backlog=64, authkey=key)
-        host = "127.0.0.1" if ranks_host is None else reachable_address(ranks_host)
-        self.to = {"address": [host, self._listener.address[1]], "key": key.hex()}
+        address, listens_at = ("127.0.0.1",) * 2 if ranks_host is None else reply_addresses(ranks_host)
+        self._listener = Listener((listens_at, 0), backlog=64, authkey=key)
+        self.to = {"address": [address, self._listener.address[1]], "key": key.hex()}
         self._received: queue.SimpleQueue[tuple[int, int, Reply]] = queue.SimpleQueue()
         self._closed = False
         threading.Thread(target=self._listen, daemon=True, name="sglang-replies").start()
@@ -111,7 +112,7 @@ class ReplyListener:
         if not self._closed:
             self._closed = True
             # A last connection wakes the thread.
-            send_reply(self.to, -1, -1, Reply())
+            send_reply({**self.to, "address": self._listener.address}, -1, -1, Reply())
             self._listener.close()
 
     def _listen(self) -> None:
@@ -130,17 +131,19 @@ def _address(address: Any) -> tuple[str, int]:
     return address[0], address[1]
 
 
-def reachable_address(host: str) -> str:
-    """Return the address at which ``host`` reaches this one.
+def reply_addresses(host: str) -> tuple[str, str]:
+    """Return the address at which ``host`` reaches this one, and the address to listen at.
 
-    It is the address of the interface towards that host, or the environment variable ``MEGARL_HOST_ADDRESS``.
+    Both are the address of the interface towards that host, or ``MEGARL_HOST_ADDRESS``, an environment variable. If
+    that is no address of this machine, such as behind address translation, the listener stays at the interface.
     """
     named = os.environ.get("MEGARL_HOST_ADDRESS")
-    if named:
-        return named
+    if named and collective_interfaces(named):
+        return named, named
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing; any port will do
-        return str(probe.getsockname()[0])
+        local = str(probe.getsockname()[0])
+    return named or local, local
 
 
 class RankLoader:

@@ -17,6 +17,7 @@ from typing import Any
 from megarl.base.cuda_memory import without_expandable_segments
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
+from megarl.base.ports import collective_interfaces
 from megarl.rollout.interface import EngineOptions
 
 MODES = ("in_process", "http")
@@ -54,6 +55,8 @@ _ENGINE_ARGS = (
     "enable_deterministic_inference",
     "host",
     "port",
+    "api_key",
+    "admin_api_key",
     "base_gpu_id",
 )
 
@@ -70,6 +73,9 @@ _PARAMETER_ARGS: dict[str, tuple[Any, ...]] = {
     "quantization": (None,),
     "speculative_algorithm": (None,),
 }
+
+# With several tokenizer processes SGLang checks no API key.
+_UNPROTECTED = "tokenizer_worker_num"
 
 # Missing in some versions, where they are not needed.
 _OPTIONAL = (
@@ -91,6 +97,7 @@ class SGLangOptions(EngineOptions):
         mode: ``in_process`` runs SGLang's front end in the caller's process (one engine per process, and no running
             event loop in the same thread); ``http`` starts a server.
         url: URL of a running server, which the engine does not end; implies ``mode=http``.
+        api_key: key that the server demands; None = a random one for a started server.
         host: host on which a started server listens.
         port: its port; 0 = a free one.
         server_args: further fields of SGLang's ``ServerArgs``; fields that the engine sets are refused.
@@ -108,6 +115,7 @@ class SGLangOptions(EngineOptions):
 
     mode: str = "in_process"
     url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     host: str = "127.0.0.1"
     port: int = 0
     server_args: Mapping[str, Any] = field(default_factory=dict)
@@ -197,6 +205,11 @@ def check_server_args(arguments: Mapping[str, Any]) -> None:
                 f"{KEY}.server_args.{name}={value!r}: SGLang's ranks would hold other parameters than a weight sync "
                 "writes; remove it"
             )
+    if arguments.get(_UNPROTECTED, 1) != 1:
+        raise ConfigError(
+            f"{KEY}.server_args.{_UNPROTECTED}={arguments[_UNPROTECTED]!r}: SGLang's server then checks no API key, "
+            "and every client could replace the weights; set 1"
+        )
     if not arguments or not is_installed("sglang"):
         return
     supported = server_arg_names()
@@ -254,6 +267,8 @@ def environment(options: SGLangOptions) -> dict[str, str]:
     """Return the environment variables for SGLang's processes, in addition to those of this process."""
     # Requests may use the model's whole context, and SGLang reserves two more tokens.
     variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if on_one_node(options):
+        variables |= collective_interfaces("127.0.0.1")
     if options.is_cpu:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(options.tensor_parallel_size)
@@ -266,6 +281,36 @@ def environment(options: SGLangOptions) -> dict[str, str]:
     if needs_shim(options):
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH", "")]))
     return variables
+
+
+def on_one_node(options: SGLangOptions) -> bool:
+    """Whether all ranks of a started SGLang are on this machine and form one group."""
+    return all(options.server_args.get(name) in (None, 1) for name in ("nnodes", "dp_size"))
+
+
+class RankRendezvous:
+    """Loopback store at which the ranks of an SGLang on one node meet; it must live as long as they do.
+
+    Otherwise SGLang's rank 0 starts a store that listens on all interfaces. With these variables all ranks are clients.
+
+    Args:
+        options: options of the engine.
+    """
+
+    def __init__(self, options: SGLangOptions) -> None:
+        self.variables: dict[str, str] = {}
+        self.arguments: dict[str, int] = {}
+        if not on_one_node(options):
+            return
+        from megarl.base.rendezvous import host_store
+
+        self._store = host_store("127.0.0.1", options.server_args.get("nccl_port") or 0)
+        port = self._store.port
+        self.arguments["nccl_port"] = port
+        self.variables = {
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"tcp://127.0.0.1:{port}",  # also with another `host`
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
 
 
 def needs_shim(options: SGLangOptions) -> bool:

@@ -11,15 +11,17 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore
 
 from megarl.base.errors import WeightSyncError
-from megarl.base.ports import free_port
+from megarl.base.rendezvous import host_store
 from megarl.models import LocalParam
 from megarl.rollout.sglang.backend import ControlCaller
 from megarl.rollout.sglang.options import SGLangOptions
@@ -160,13 +162,14 @@ class DistributedSender(WholeTensorSender):
         from sglang.srt.utils.common import init_custom_process_group
 
         backend = "gloo" if self._options.is_cpu else "nccl"
-        port, groups = free_port("127.0.0.1"), []
+        store = host_store("127.0.0.1", timeout=timedelta(seconds=self._options.call_timeout_s))
+        groups: list[Any] = []
 
         def join() -> None:
             groups.append(
                 init_custom_process_group(
                     backend=backend,
-                    init_method=f"tcp://127.0.0.1:{port}",
+                    store=PrefixStore(self._name, store),
                     world_size=1 + self._tp,
                     rank=0,
                     group_name=self._name,
@@ -178,7 +181,7 @@ class DistributedSender(WholeTensorSender):
         outcome = self._call(
             "init_weights_update_group",
             master_address="127.0.0.1",
-            master_port=port,
+            master_port=store.port,
             rank_offset=1,
             world_size=1 + self._tp,
             group_name=self._name,

@@ -65,8 +65,13 @@ def test_dry_run_of_the_quickstart(train_config: Callable[..., TrainConfig], tmp
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
-    script: str, real_model: Callable[[str], str], arithmetic: Path, tmp_path: Path
+    script: str,
+    real_model: Callable[[str], str],
+    arithmetic: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "key of external servers")
     model = next((model for size, model in SIZES.items() if size in script), "Qwen2.5-7B")
     overrides = (
         f"{POLICY}.model.path={real_model(model)}",

@@ -41,7 +41,7 @@ def test_seventy_billion_on_sixteen_nodes():
 
 
 def test_external_servers_are_not_timed():
-    servers = {"sglang": {"urls": ["http://a:1", "http://b:1"]}}
+    servers = {"sglang": {"urls": ["http://a:1", "http://b:1"], "api_key_env": "KEY"}}
     config = train_config("Qwen2.5-7B", megatron(2), actor_rollout_ref__rollout__engine_kwargs=servers)
     job = planned_job(config)
     assert job.rollout.is_external and plan_sync(job, H100) is None and rough_sync_s(job, H100) == 0.0
