@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.data import DataProto
     from megarl.rollout.interface import Tag
     from megarl.sharding.placement import ProcessLocation, Routes
-    from megarl.sharding.plan import RankPlan
+    from megarl.sharding.plan import RankPlan, TransferUsage
     from megarl.sharding.sender import Message
     from megarl.sharding.transports.interface import StoreAddress
     from megarl.sharding.verification import PartialChecksum
@@ -79,7 +79,12 @@ class ActorGroup(ReferenceGroup):
         def host_sync(self) -> list[StoreAddress | None]: ...
 
         def connect_sync(
-            self, plan: RankPlan, routes: Routes, address: StoreAddress | None, dtype: str
+            self,
+            plan: RankPlan,
+            routes: Routes,
+            address: StoreAddress | None,
+            dtype: str,
+            delta_full_freq: int | None = None,
         ) -> list[None]: ...
 
         def make_room(self) -> list[None]: ...
@@ -92,7 +97,7 @@ class ActorGroup(ReferenceGroup):
 
         def weight_shares(self) -> list[dict[str, PartialChecksum]]: ...
 
-        def close_transfer(self, completed: bool) -> list[int]: ...
+        def close_transfer(self, completed: bool) -> list[TransferUsage]: ...
 
 
 class CriticGroup(MegatronGroup):
@@ -160,7 +165,7 @@ class RolloutGroup(WorkerGroup):
 
         def weight_shares(self) -> list[list[dict[str, PartialChecksum]]]: ...
 
-        def close_transfer(self, completed: bool) -> list[int]: ...
+        def close_transfer(self, completed: bool) -> list[TransferUsage]: ...
 
         def end_update(self, version: int) -> list[None]: ...
 

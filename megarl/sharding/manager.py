@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from megarl.base.errors import WeightSyncError
-from megarl.sharding.plan import ReshardPlan
+from megarl.sharding.plan import ReshardPlan, TransferUsage
 from megarl.sharding.verification import compare_checksums
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -47,7 +47,7 @@ class SyncSource(Protocol):
         """
 
     def close_transfer(self, completed: bool) -> PendingResult:
-        """End the sync; offload the weights if configured. The result is the peak bytes by rank."""
+        """End the sync; offload the weights if configured. The result is the :class:`TransferUsage` by rank."""
 
 
 class SyncTarget(Protocol):
@@ -72,7 +72,7 @@ class SyncTarget(Protocol):
         """Return :data:`~megarl.sharding.verification.PartialChecksums` of the engines' weights by rank."""
 
     def close_transfer(self, completed: bool) -> PendingResult:
-        """End the sync. The result is the peak bytes by rank."""
+        """End the sync. The result is the :class:`TransferUsage` by rank."""
 
     def end_update(self, version: int) -> PendingResult:
         """Make every engine serve the new weights; raises if an engine misses any."""
@@ -86,12 +86,14 @@ class SyncOptions(NamedTuple):
         free_engine: engines free their memory for the trainer while they are idle.
         replica_size: rollout ranks of one replica.
         timeout_s: maximum seconds of each stage of a sync; None = no limit.
+        delta: messages to other nodes are delta encoded.
     """
 
     verify_freq: int = 0
     free_engine: bool = False
     replica_size: int = 1
     timeout_s: float | None = None
+    delta: bool = False
 
 
 class ShardingManager:
@@ -141,6 +143,7 @@ class ShardingManager:
         Returns:
             ``weight_sync/seconds``; ``weight_sync/bytes`` over all ranks; ``weight_sync/buckets``;
             ``weight_sync/peak_mb``, the largest extra memory of a process besides weights; ``weight_sync/gb_per_s``;
+            with delta encoding, ``weight_sync/saved_bytes``;
             ``weight_sync/verified``, 1 after a checksum comparison, else 0; and, after a comparison,
             ``weight_sync/verify_seconds``.
 
@@ -150,7 +153,7 @@ class ShardingManager:
         """
         started, version = time.perf_counter(), self.version + 1
         try:
-            peak = self._run(version)
+            usage = self._run(version)
         except BaseException as error:
             self._abort(version)
             if not isinstance(error, Exception):
@@ -160,10 +163,10 @@ class ShardingManager:
                 f"nothing: {error}"
             ) from error
         self.version, self._completed, self.in_sync = version, self._completed + 1, True
-        return self._metrics(time.perf_counter() - started, peak)
+        return self._metrics(time.perf_counter() - started, usage)
 
-    def _run(self, version: int) -> int:
-        """Run one sync; return the peak bytes of the process with the largest extra memory."""
+    def _run(self, version: int) -> list[TransferUsage]:
+        """Run one sync; return the usage of every process."""
         source, target, session = self._source, self._target, self._session
         self._run_stage("make_room", source.make_room)
         if self.options.free_engine:
@@ -173,11 +176,11 @@ class ShardingManager:
         self._transfer_buckets()
         self._verify_seconds = self._verify() if self._verification_due() else None
         # The target first: it releases the source's memory.
-        peaks = [self._run_stage("close_transfer", partial(end.close_transfer, True))[0] for end in (target, source)]
+        usage = [self._run_stage("close_transfer", partial(end.close_transfer, True))[0] for end in (target, source)]
         if self.options.free_engine:
             self._run_stage("wake kv_cache", partial(target.wake, (KV_CACHE,)))
         self._run_stage("end_update", partial(target.end_update, version))
-        return max(itertools.chain(*peaks), default=0)
+        return list(itertools.chain(*usage))
 
     def _transfer_buckets(self) -> None:
         """Transfer all buckets. Two buckets are in flight at any time, so that neither side waits for this process."""
@@ -213,8 +216,9 @@ class ShardingManager:
     def _verification_due(self) -> bool:
         return self.options.verify_freq > 0 and self._completed % self.options.verify_freq == 0
 
-    def _metrics(self, seconds: float, peak: int) -> dict[str, float]:
-        verify_seconds = self._verify_seconds
+    def _metrics(self, seconds: float, usage: Sequence[TransferUsage]) -> dict[str, float]:
+        verify_seconds, saved = self._verify_seconds, sum(process.saved_bytes for process in usage)
+        peak = max((process.peak_bytes for process in usage), default=0)
         return {
             "weight_sync/seconds": seconds,
             "weight_sync/bytes": float(self.plan.nbytes),
@@ -222,6 +226,7 @@ class ShardingManager:
             "weight_sync/peak_mb": peak / 2**20,
             "weight_sync/gb_per_s": self.plan.nbytes / 1e9 / seconds,
             "weight_sync/verified": float(verify_seconds is not None),
+            **({"weight_sync/saved_bytes": float(saved)} if self.options.delta else {}),
             **({} if verify_seconds is None else {"weight_sync/verify_seconds": verify_seconds}),
         }
 

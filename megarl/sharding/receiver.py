@@ -13,7 +13,8 @@ from torch import Tensor
 from megarl.base.cuda_memory import return_cached_memory
 from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam
-from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp
+from megarl.sharding.delta import DeltaDecoder
+from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
 from megarl.sharding.sender import Message, MessageLayout, message_layout
 from megarl.sharding.transports.interface import PeerTransports
 from megarl.sharding.verification import check_coverage
@@ -75,6 +76,7 @@ class BucketReceiver:
         check_coverage(plan, {rank: params})
         self._buckets = [_message_layouts(bucket, dtype, plan.float32_params) for bucket in plan.received_by(rank)]
         self.rank, self._engine, self._peers = rank, engine, peers
+        self._delta = DeltaDecoder()
         self._shard = rank % plan.rollout.tp
         self._next = 0
 
@@ -105,12 +107,15 @@ class BucketReceiver:
                 f"rollout rank {self.rank} received messages of training ranks {senders}, the plan has "
                 f"{sorted(layouts)}"
             )
+        encodings = {message.src_rank: message.encoding for message in messages}
         by_transport: dict[str, dict[int, Any]] = defaultdict(dict)
         for message in messages:
             by_transport[self._peers.names[message.src_rank]][message.src_rank] = message.handle
         for name, handles in by_transport.items():
             transport = self._peers.transports[name]
-            for src_rank, data in transport.receive(handles):
+            for src_rank, received in transport.receive(handles):
+                encoding = encodings[src_rank]
+                data = received if encoding is None else self._delta.decode((src_rank, index), received, encoding)
                 self._engine.update_weights(self._slices(src_rank, layouts[src_rank], data), self._shard)
             transport.settle()
         self._next += 1
@@ -131,10 +136,13 @@ class BucketReceiver:
         """End the sync and free the transports' memory.
 
         Returns:
-            Peak bytes of this process for the sync, besides its weights.
+            Peak bytes of this rank for the sync, besides its weights.
         """
         self._peers.end(completed)
-        return self._peers.peak_bytes
+        peak = self._peers.peak_bytes + self._delta.nbytes
+        if not completed:
+            self._delta.reset()
+        return peak
 
     def _slices(self, src_rank: int, layout: MessageLayout, data: Tensor) -> list[TensorSlice]:
         if len(data) != layout.nbytes:
@@ -197,15 +205,11 @@ class ReplicaReceiver:
             receiver.check_complete(version)
         self._engine.end_update(version)
 
-    def close(self, completed: bool) -> int:
-        """End the sync and free the transports' memory.
-
-        Returns:
-            Peak bytes of this process for the sync, besides its weights.
-        """
+    def close(self, completed: bool) -> TransferUsage:
+        """End the sync and free the transports' memory."""
         peak = self._engine.staging_bytes + sum(receiver.close(completed) for receiver in self._ranks.values())
         return_cached_memory()  # of receive buffers, before the engine's KV cache wakes
-        return peak
+        return TransferUsage(peak)
 
 
 def source_ranks(buckets: Sequence[Bucket]) -> set[int]:

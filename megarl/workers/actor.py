@@ -26,15 +26,16 @@ from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
 from megarl.megatron.logprobs import REF_HIDDEN
 from megarl.megatron.outputs import POOLED
+from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
-from megarl.sharding.plan import RankPlan
+from megarl.sharding.plan import RankPlan, TransferUsage
 from megarl.sharding.sender import BucketSender, Message, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.memory import FORWARD
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
 
 POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
@@ -254,13 +255,29 @@ class ActorWorker(PolicyWorker):
         return StoreAddress(self.host, self._store.port)
 
     @verb(Dispatch.ALL)
-    def connect_sync(self, plan: RankPlan, routes: Routes, address: StoreAddress | None, dtype: str) -> None:
-        """Prepare to send weights by a plan, in the engines' number format."""
+    def connect_sync(
+        self,
+        plan: RankPlan,
+        routes: Routes,
+        address: StoreAddress | None,
+        dtype: str,
+        delta_full_freq: int | None = None,
+    ) -> None:
+        """Prepare to send weights by a plan, in the engines' number format.
+
+        Args:
+            plan: this rank's part.
+            routes: transports to the rollout ranks.
+            address: of the rendezvous store; None = no process group.
+            dtype: of the sent weights.
+            delta_full_freq: syncs between full messages to other nodes, see :class:`DeltaEncoder`; None = all are full.
+        """
         device, sent = self.runtime.device, getattr(torch, dtype)
         peers = PeerTransports.for_sender(
             routes, self.rank, destination_ranks(plan.sent_by(self.rank)), device, address
         )
-        self._sender = BucketSender(plan, self.rank, self.engine.named_local_params, peers, sent, device)
+        delta = None if delta_full_freq is None else DeltaEncoder(delta_full_freq)
+        self._sender = BucketSender(plan, self.rank, self.engine.named_local_params, peers, sent, device, delta)
         self._sent_as = sent, plan.float32_params
 
     @verb(Dispatch.ALL, phase="update_weights")
@@ -290,11 +307,11 @@ class ActorWorker(PolicyWorker):
         return partial_checksums(params, self.engine.named_local_params(), *self._sent_as, convert=True)
 
     @verb(Dispatch.ALL, phase="update_weights")
-    def close_transfer(self, completed: bool) -> int:
-        """End the transfer; returns the peak bytes of sending on this rank."""
-        peak = self._sender.close(completed)
+    def close_transfer(self, completed: bool) -> TransferUsage:
+        """End the transfer; returns the resources of sending on this rank."""
+        usage = self._sender.close(completed)
         self.free_device()
-        return peak
+        return usage
 
 
 def loss_options(config: ActorConfig) -> PolicyLossOptions:

@@ -17,7 +17,7 @@ from megarl.rollout.sglang.memory import FRACTION
 from megarl.rollout.sglang.options import SGLangOptions
 from megarl.rollout.weight_checks import WeightFingerprint
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
-from megarl.sharding.plan import RankPlan
+from megarl.sharding.plan import RankPlan, TransferUsage
 from megarl.sharding.receiver import BucketReceiver, Message, ReplicaReceiver, largest_bucket, source_ranks
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 from megarl.sharding.verification import PartialChecksum, checksums_by_name, weight_rectangles
@@ -138,8 +138,8 @@ class RolloutWorker:
         return shares
 
     @verb(Dispatch.ALL, phase="update_weights")
-    def close_transfer(self, completed: bool) -> int:
-        """End the transfer; returns the peak bytes of receiving in this process."""
+    def close_transfer(self, completed: bool) -> TransferUsage:
+        """End the transfer; returns the resources of receiving in this process."""
         return self._receiver.close(completed)
 
     @verb(Dispatch.ALL, phase="update_weights")

@@ -5,6 +5,7 @@ import sys
 import time
 
 from megarl.base.errors import WorkerLost
+from megarl.sharding.plan import TransferUsage
 from megarl.sharding.verification import PartialChecksum
 from megarl.workers.dispatch import Dispatch, verb
 
@@ -98,7 +99,7 @@ class Trainer:
     def close_transfer(self, completed):
         if not completed:
             self.packed.clear()
-        return 100 + self.rank
+        return TransferUsage(100 + self.rank)
 
     @verb(Dispatch.ALL)
     def still_packed(self):
@@ -146,7 +147,7 @@ class Engine:
     @verb(Dispatch.ALL)
     def close_transfer(self, completed):
         self.events.append(("close", completed))
-        return 2**20
+        return TransferUsage(2**20)
 
     @verb(Dispatch.ALL)
     def seen(self):

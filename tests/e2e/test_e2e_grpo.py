@@ -34,6 +34,7 @@ def arguments(small: list[str]) -> list[str]:
         ),
         "actor_rollout_ref.ref.megatron.dtype=float32",
         *("actor_rollout_ref.actor.kl_loss_coef=0.01", "sync.verify_freq=1", "sync.transport=inline"),
+        "sync.delta.enable=true",
         *(f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=one_or_failure"),
         *("reward_model.on_error=mask", "reward_model.max_failure_ratio=0.9", *ONE_BY_ONE),
         *("actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.calculate_log_probs=true"),

@@ -11,6 +11,7 @@ from resharding_cases import box, labelled_checkpoint, rollout_tensors, training
 from megarl.base.rendezvous import host_store
 from megarl.cluster.adapters import ResultsByRank
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
+from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, route_messages, source_ranks
 from megarl.sharding.sender import BucketSender, destination_ranks
@@ -105,7 +106,8 @@ class Source(Side):
 
         def sender(rank):
             peers = PeerTransports.for_sender(routes, rank, destination_ranks(setup.plan.sent_by(rank)), CPU, address)
-            return BucketSender(setup.plan, rank, lambda: self.ranks[rank], peers, setup.dtype)
+            delta = None if setup.delta is None else DeltaEncoder(setup.delta)
+            return BucketSender(setup.plan, rank, lambda: self.ranks[rank], peers, setup.dtype, delta=delta)
 
         self.senders = [sender(rank) for rank in range(len(self.ranks))]
 
@@ -213,8 +215,10 @@ class Setup:
         ep=1,
         held=None,
         places=None,
+        delta=None,
         **options,
     ):
+        self.delta = delta
         self.weight_map, self.train, self.dtype, self.log = weight_map, train, dtype, []
         self.held = held or dtype  # by the trainer; sent and held by the engines is ``dtype``
         self.tp, self.ep, self.replicas = tp, ep, replicas
@@ -231,7 +235,10 @@ class Setup:
         self.source, self.target = Source(self, routes, address), Target(self, routes, address)
         self.engines = self.target.engines
         self.manager = ShardingManager(
-            self.plan, self.source, self.target, SyncOptions(**{"replica_size": tp, **options})
+            self.plan,
+            self.source,
+            self.target,
+            SyncOptions(**{"replica_size": tp, "delta": delta is not None, **options}),
         )
 
     def rollout_params(self, rank):

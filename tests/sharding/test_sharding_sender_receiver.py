@@ -78,7 +78,7 @@ def test_a_third_bucket_waits_for_the_first_to_be_released():
     sender.release_bucket(0)
     sender.release_bucket(0)
     sender.export_bucket(2)
-    assert sender.close(completed=False) == sender.pools["host"].peak_bytes == 2 * sender.pools["host"].size
+    assert sender.close(completed=False).peak_bytes == sender.pools["host"].peak_bytes == 2 * sender.pools["host"].size
     assert not sender.pools["host"]._lent
 
 
@@ -127,9 +127,9 @@ def test_missing_extra_and_short_messages_are_refused(way):
 
 def test_memory_of_a_replica_includes_the_engines_staging(way):
     _, _, receiver = way
-    assert receiver.close(completed=True) == 0  # messages without memory of a transport
+    assert receiver.close(completed=True).peak_bytes == 0  # messages without memory of a transport
     receiver._engine.staging_bytes = 700
-    assert receiver.close(completed=True) == 700
+    assert receiver.close(completed=True).peak_bytes == 700
 
 
 def test_receive_buffers_return_to_the_gpu_before_the_kv_cache_wakes(way, monkeypatch):

@@ -25,6 +25,7 @@ from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.sharding import RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.placement import ProcessLocation, current_location
+from megarl.sharding.plan import TransferUsage
 from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, route_messages, source_ranks
 from megarl.sharding.sender import BucketSender, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports
@@ -268,7 +269,7 @@ class _EngineProcess:
         """Checksums of the engine's weights."""
         return partial_checksums(self._params, self._store.tensors, DTYPE, frozenset(), convert=False)
 
-    def close_transfer(self, completed: bool) -> int:
+    def close_transfer(self, completed: bool) -> TransferUsage:
         """See the receiver."""
         return self._receiver.close(completed)
 

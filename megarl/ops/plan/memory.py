@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megarl.config import TrainConfig
 from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.job import PlannedJob, PlannedRole
 from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
@@ -247,13 +248,16 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, ...]:
-    """Return the host memory of the fullest node: offloaded states, reference weights, copies of background saves.
+    """Return the host memory of the fullest node: offloaded states, reference weights, copies of background saves, and
+    the last sent weights of delta syncs.
 
     While the reference computes, host memory also holds the actor's weights, as an offload does.
     """
     nodes = []
     for node in range(job.nodes):
         totals: dict[tuple[str, str], int] = defaultdict(int)
+        if sent := _kept_for_deltas(job):
+            totals["sync", "last sent weights"] = sent
         for device in range(node * job.devices_per_node, (node + 1) * job.devices_per_node):
             for memory in roles.values():
                 role, rank = memory.role, _rank_on(memory.role, device)
@@ -273,6 +277,16 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, 
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
         nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
     return max(nodes, key=lambda parts: sum(part.nbytes for part in parts))
+
+
+def _kept_for_deltas(job: PlannedJob) -> int:
+    """Return the most host memory of a node for delta syncs: both sides keep the weights that cross nodes."""
+    config, rollout = job.config, job.rollout
+    if not isinstance(config, TrainConfig) or not config.sync.delta.enable or job.nodes < 2 or rollout is None:
+        return 0
+    ranks = range(rollout.tp)
+    replica = sum(rollout_weight_bytes(rollout.model, rollout.tp, rank, rollout.config.dtype) for rank in ranks)
+    return 2 * rollout.replicas * replica // job.nodes
 
 
 def _copied_for_save(role: PlannedRole, states: RankStates) -> int:

@@ -282,9 +282,15 @@ class RoleBuilder:
         if address is not None:
             address = address._replace(timeout_s=sync.timeout_s)
         shared = (routes, address, config.rollout.dtype)
-        parts = ((actor, sender_plans(plan, actor.world_size)), (rollout, replica_plans(plan)))
-        wait_all([group.submit("connect_sync", PerRank(plans), *shared) for group, plans in parts])
-        options = SyncOptions(sync.verify_freq, config.rollout.free_cache_engine, tp, sync.timeout_s)
+        delta = sync.delta.full_freq if sync.delta.enable else None
+        ends = (
+            actor.submit("connect_sync", PerRank(sender_plans(plan, actor.world_size)), *shared, delta),
+            rollout.submit("connect_sync", PerRank(replica_plans(plan)), *shared),
+        )
+        wait_all(ends)
+        options = SyncOptions(
+            sync.verify_freq, config.rollout.free_cache_engine, tp, sync.timeout_s, delta=sync.delta.enable
+        )
         return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), GroupTarget(rollout), options)
 
     def _group(
@@ -312,13 +318,13 @@ class RoleBuilder:
             seed=self.config.trainer.seed,
             nccl_timeout=self.config.trainer.nccl_timeout,
             external_lib=self.policy.model.user_modules,
+            repeat_out_of_memory=self.config.trainer.repeat_out_of_memory,
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:
         horizon = horizon or self.config.data.max_response_length
         return update_plan(self.batches.phase(phase), self._cost(phase), loss_agg_mode, horizon)
 
-            repeat_out_of_memory=self.config.trainer.repeat_out_of_memory,
     def _log_prob(self, phase: str) -> LogProbSettings:
         micro = budget(self.batches.phase(phase).micro, self._cost(phase))
         return LogProbSettings(micro, self.policy.rollout.temperature)

@@ -67,6 +67,15 @@ def test_background_save_copies_states_that_are_not_offloaded() -> None:
     assert not copies(optimizer_offload=True, param_offload=True).get("checkpoint copy")
 
 
+def test_delta_syncs_keep_the_weights_of_both_sides_in_host_memory() -> None:
+    """Four replicas of 7615616512 bfloat16 weights on two nodes: a node sends two and receives two at most."""
+    layout = {"nodes": 2, "actor_rollout_ref__rollout__tensor_model_parallel_size": 4}
+    for enable, nodes, expected in ((True, 2, 4 * 2 * 7615616512), (False, 2, 0), (True, 1, 0)):
+        job = train_job("Qwen2.5-7B", megatron(4), **layout | {"nodes": nodes}, sync__delta__enable=enable)
+        sizes = {component.name: component.nbytes for component in plan_memory(job, 80 * GIB).host}
+        assert sizes.get("last sent weights", 0) == pytest.approx(expected, rel=0.001)
+
+
 def test_kv_cache_takes_the_static_fraction_without_weights() -> None:
     job = train_job(
         "Qwen2.5-7B",
