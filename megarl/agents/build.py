@@ -14,6 +14,7 @@ from megarl.agents.tools.calling import find_parser
 from megarl.agents.tools.tool import load_tools
 from megarl.agents.types import ConversationLimits, SessionProvider
 from megarl.base.errors import ConfigError
+from megarl.base.user_code import is_spec
 from megarl.config.schema.rollout import AgentConfig, MultiTurnConfig
 
 if TYPE_CHECKING:
@@ -71,18 +72,27 @@ def check_agent_names(
 ) -> None:
     """Check the loops named by rows in their column ``agent_name``, before any process starts.
 
+    Rows may name registered loops and entries of ``agent_loop_config_path`` only: a file or module named by a row would
+    be executed, and data may come from elsewhere.
+
     Args:
         config: complete configuration.
         names: each name with the first row that has it; None = the default loop.
         locate: returns file and row number of a row, for the error message.
 
     Raises:
-        ConfigError: a loop or one of its requirements is missing; names the first row with that loop.
+        ConfigError: a loop or one of its requirements is missing, or a row names code; names the first row with that
+            loop.
     """
     entries = read_loop_file(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
     for name, row in names.items():
         if not name:
             continue
+        if is_spec(str(name)) and name not in entries and name != default_agent_loop(config):
+            raise ConfigError(
+                f"{locate(row)}: agent_name={name!r} is code, which data must not choose; give the class a name in "
+                f"{_KEY}, or set it as actor_rollout_ref.rollout.agent.default_agent_loop"
+            )
         try:
             _checked_class(config, entries, str(name))
         except ConfigError as error:
@@ -121,7 +131,7 @@ def build_agent_loops(
     Args:
         config: complete configuration of the run.
         tokenizer: tokenizer of the policy.
-        names: registered names, names from ``agent_loop_config_path``, or ``path.py:Class``.
+        names: checked by :func:`check_agent_names`, or the default loop.
         endpoint: chat endpoint of the run; None = the run serves none.
 
     Raises:

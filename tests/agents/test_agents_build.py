@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import pytest
 from agent_cases import merging_tokenizer
@@ -173,7 +174,7 @@ def test_loops_named_by_rows_are_checked_before_the_start(files):
     def check(*names):
         check_agent_names(config, {name: names.index(name) for name in names}, lambda row: f"a.parquet, row {row}")
 
-    check(None, "mine", "", "single_turn_agent", f"{files}/custom.py:Mine")
+    check(None, "mine", "", "single_turn_agent")
     for name, message in (
         ("mein", r"a\.parquet, row 2: agent_name='mein': .*known ones: external_agent, .*path are mine"),
         ("tool_agent", r"row 2: agent_name='tool_agent': .*tool_config_path is null"),
@@ -185,6 +186,18 @@ def test_loops_named_by_rows_are_checked_before_the_start(files):
     ):
         with pytest.raises(ConfigError, match=message):
             check(None, "mine", name, name)
+
+
+def test_rows_cannot_choose_code(files):
+    """A file beside downloaded data would be executed, and so would a module of any installed package."""
+    (files / "evil.py").write_text(f"open({str(files / 'executed')!r}, 'w')\nclass Loop: ...\n")
+    for name in (f"{files}/evil.py:Loop", "antigravity.Loop"):
+        with pytest.raises(ConfigError, match=r"row 7: agent_name='.*' is code, which data must not choose"):
+            check_agent_names(configured(), {name: 7}, lambda row: f"row {row}")
+    assert not (files / "executed").exists() and "antigravity" not in sys.modules
+    own = f"{files}/custom.py:Mine"
+    with pytest.raises(ConfigError, match="missing 1 required positional argument: 'factor'"):  # the class is loaded
+        check_agent_names(configured(rollout={"agent": {"default_agent_loop": own}}), {own: 0}, str)
 
 
 def test_several_external_agents(files, tokenizer):
