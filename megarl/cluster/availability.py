@@ -77,6 +77,17 @@ def unreachable(address: str, problem: str) -> ResourceError:
     )
 
 
+def not_joined(address: str, problem: str) -> ResourceError:
+    """Build the error for a cluster that this process cannot join; Ray's own error does not mention a missing token."""
+    mode = os.environ.get("RAY_AUTH_MODE")
+    return ResourceError(
+        f"cannot join the Ray cluster at {address}: {problem}. Usual cause: the cluster uses token authentication "
+        "(`ray start --head` turns it on if ~/.ray/auth_token exists), and RAY_AUTH_MODE is "
+        f"{'not set' if mode is None else repr(mode)} here: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the "
+        "cluster's token is in another file. To start Ray on this machine, unset RAY_ADDRESS"
+    )
+
+
 def _is_grpc_server(host: str, port: int, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     with socket.create_connection((host, port), timeout_s) as connection:

@@ -13,10 +13,11 @@ from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import ResourceError
 from megarl.base.logs import ProcessLogs
-from megarl.cluster.availability import available_cpus, check_cluster_answers, unreachable
+from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.ray_token import ClusterToken, read_authentication
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
@@ -173,8 +174,10 @@ class RaySession:
         check_cluster_answers(address)
         try:
             ray.init(address=address, log_to_driver=self.log_to_driver, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise unreachable(address, str(error)) from error
+        except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as error:
+            # ``auto`` is not probed before
+            build = unreachable if "Could not find any running Ray instance" in str(error) else not_joined
+            raise build(address, str(error)) from error
 
     def _catch_signals(self) -> None:
         """Turn SIGTERM and SIGHUP into an exception, so that the block exits in order."""

@@ -18,5 +18,7 @@ def test_packages_are_found_without_an_import() -> None:
 
 def test_missing_sglang_is_an_error_with_the_key_and_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ConfigError, match=r"rollout\.name=sglang needs the package sglang .*ensure_gpu_environment sglang.*embedded"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.name=sglang needs the package sglang .*ensure_gpu_environment sglang.*embedded"
+    ):
         require_sglang()

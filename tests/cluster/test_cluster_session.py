@@ -16,6 +16,7 @@ import pytest
 import ray
 from interrupts import restore_interrupts
 from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import ResourceError
 from megarl.cluster import RaySession
@@ -168,8 +169,8 @@ def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_a
         assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
         assert os.environ["RAY_AUTH_MODE"] == "disabled" and os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
         stranger = join(address, RAY_AUTH_MODE="disabled")
-        assert stranger.returncode == 1 and "refused: no Ray cluster answers" in stranger.stderr, stranger.stderr
-        assert "token" in stranger.stderr
+        assert stranger.returncode == 1 and "refused: cannot join the Ray cluster" in stranger.stderr, stranger.stderr
+        assert "RAY_AUTH_MODE is 'disabled' here: set RAY_AUTH_MODE=token" in stranger.stderr
         guest = join(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
         assert guest.returncode == 0, guest.stderr
         pid = int(guest.stdout.split("pid")[1])
@@ -230,6 +231,24 @@ def test_ray_that_does_not_start_is_an_error_with_causes(monkeypatch):
     with pytest.raises(ResourceError, match=message), RaySession(num_cpus=1):
         pass
     assert len(attempts) == 2 and not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [  # as Ray 2.60 raises them: wrong or no token; token mode without a token; no Ray on this machine
+        (ConnectionError("Failed to connect to Ray cluster at h:1"), "cannot join .*not set here: set RAY_AUTH_MODE"),
+        (AuthenticationError("no authentication token was found."), "cannot join .*found.*RAY_AUTH_TOKEN_PATH"),
+        (ConnectionError("Could not find any running Ray instance."), "no Ray cluster answers at auto"),
+    ],
+)  # fmt: skip
+def test_refused_connection_names_the_variable_of_authentication(monkeypatch, error, message):
+    def init(**_):
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ResourceError, match=message), RaySession(address="auto"):
+        pass
 
 
 def test_address_of_a_hung_program_fails_before_ray_waits_for_it():

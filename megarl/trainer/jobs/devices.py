@@ -85,7 +85,8 @@ def _local_shortage(pool: ResourcePool, node: Mapping[str, float]) -> str:
     if pool.device == "cpu":
         return (
             f"{present}, and each process of a role takes one: set trainer.n_gpus_per_node to at most {cpus}. For more "
-            f"processes than cores: `ray start --head --num-cpus={pool.num_devices}`, and RAY_ADDRESS=auto"
+            f"processes than cores: `ray start --head --num-cpus={pool.num_devices}`, then RAY_ADDRESS=auto, and "
+            "RAY_AUTH_MODE=token if Ray reports token authentication"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
