@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -72,6 +73,7 @@ def start_local_ray(
             logging_level="ERROR",
             _temp_dir=temp_dir,
         )
+        Path(context.address_info["session_dir"]).chmod(0o700)  # logs and sockets, which Ray opens to all users
         return f"http://{context.dashboard_url}" if dashboard else ""
 
 

@@ -202,7 +202,7 @@ class Console:
         """Print some samples, two lines each, cut at the width of the terminal."""
         for sample in samples:
             for label, key in (("question", "input"), ("answer", "output")):
-                shown = " ".join(str(sample.get(key, "")).split())
+                shown = _printable(" ".join(str(sample.get(key, "")).split()))
                 score = f"  score {sample['score']}" if key == "output" and "score" in sample else ""
                 line = Text.assemble((f"  {label:>8} ", "dim"), shown)
                 line.truncate(max(20, self.output.width - len(score)), overflow="ellipsis")
@@ -339,3 +339,8 @@ class _CapturedStream(WrappedStream):
             self._logger.info("%s", _ESCAPES.sub("", line))
         finally:
             self._is_logging = False
+
+
+def _printable(text: str) -> str:
+    """Show control characters, such as those of terminal escape sequences, as replacement characters."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

@@ -196,8 +196,7 @@ def test_rows_cannot_choose_code(files):
             check_agent_names(configured(), {name: 7}, lambda row: f"row {row}")
     assert not (files / "executed").exists() and "antigravity" not in sys.modules
     own = f"{files}/custom.py:Mine"
-    with pytest.raises(ConfigError, match="missing 1 required positional argument: 'factor'"):  # the class is loaded
-        check_agent_names(configured(rollout={"agent": {"default_agent_loop": own}}), {own: 0}, str)
+    check_agent_names(configured(rollout={"agent": {"default_agent_loop": own}}), {own: 0}, str)
 
 
 def test_several_external_agents(files, tokenizer):

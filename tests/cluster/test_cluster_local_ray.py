@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -26,18 +28,20 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
         for absent in ("dashboard/dashboard.py", "monitor.py", "log_monitor.py"):
             assert not any(absent in command for command in commands), absent
         assert ray.util.get_node_ip_address() == "127.0.0.1"
+        session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+        assert stat.S_IMODE(session.stat().st_mode) == 0o700, "other users read Ray's logs and replace its sockets"
         assert state() == before
         changed = {name for name in os.environ if os.environ[name] != variables.get(name)}
         assert not {name for name in changed if name.startswith("MEGARL") or "WINDOWS" in name}
 
 
-def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its packages are an extra of Ray, so the start of Ray itself is recorded here."""
     started: list[dict[str, object]] = []
 
     def init(**options: object) -> SimpleNamespace:
         started.append({**options, "has API server": node.Node.start_api_server is api_server})
-        return SimpleNamespace(dashboard_url="127.0.0.1:8265")
+        return SimpleNamespace(dashboard_url="127.0.0.1:8265", address_info={"session_dir": tmp_path})
 
     api_server = node.Node.start_api_server
     monkeypatch.setattr(ray, "init", init)

@@ -19,6 +19,14 @@ def make(terminal, width=100, total_steps=60):
     return Console(total_steps, output=output), text
 
 
+def test_samples_cannot_write_escape_sequences():
+    """A response may hold any character; escape sequences would set the terminal's title or rewrite lines above."""
+    console, text = make(terminal=True)
+    console.samples([{"input": "1+1?", "output": "\x1b]0;owned\x07\x1b[2J\x9b31mtwo é 二", "score": 1.0}], 1)
+    assert not {"\x1b", "\x07", "\x9b"} & set(text.getvalue()), text.getvalue()
+    assert "two é 二" in text.getvalue()
+
+
 def test_output_without_terminal_is_plain_lines():
     console, text = make(terminal=False, width=40)
     with console:
