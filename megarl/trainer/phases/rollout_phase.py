@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.build import build_agent_loops, conversation_limits, default_agent_loop
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.loop import AgentLoop
+from megarl.agents.loop_monitor import monitored_loop
 from megarl.agents.runner import run_all, trajectories_to_batch, trajectory_metrics
 from megarl.agents.types import Conversation, Trajectory
 from megarl.base.errors import WeightSyncError, WorkerError
@@ -150,7 +151,7 @@ class RolloutPhase:
                 return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=expected.get(key))
 
             max_concurrency = self.rollout.agent.max_concurrency
-            async with self._endpoint.serving(generate) if self._endpoint else nullcontext():
+            async with monitored_loop(), self._endpoint.serving(generate) if self._endpoint else nullcontext():
                 trajectories = await run_all(conversations, self._loops, generate, max_concurrency, FATAL)
         self._lengths.update(trajectories)
         return trajectories, router.stats
