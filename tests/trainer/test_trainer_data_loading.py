@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.base.errors import ConfigError, DataError
+from megarl.base.errors import ConfigError, DataError, ModelError
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.problems import InvalidConfigError
 from megarl.trainer.jobs.early_checks import check_rows
@@ -91,6 +93,24 @@ def sets(arithmetic: Path, tmp_path: Path) -> dict[str, Any]:
 
 def indices(batch: Any) -> list[int]:
     return [int(row) for row in batch.non_tensor_batch["index"]]
+
+
+def test_code_in_a_model_folder_is_not_run_even_if_the_user_would_agree(
+    arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal, transformers asks whether to run the code of a tokenizer that is no class of its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(arithmetic / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "unheard_of"}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass EvilTokenizer: ...\n")
+    monkeypatch.setattr("builtins.input", lambda *question: "y")
+    with contextlib.suppress(ModelError):  # it may fall back on the generic class of tokenizer.json
+        load_tokenizer(str(folder))
+    assert not (tmp_path / "executed").exists()
 
 
 def test_mixture_loader(

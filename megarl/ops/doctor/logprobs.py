@@ -104,7 +104,9 @@ class ReferenceModel:
         from transformers import AutoModelForCausalLM
 
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load a language model from {folder}: {error}") from error
         self.model = model.to(device).eval()
@@ -141,7 +143,7 @@ def retokenized(dump: RolloutDump, folder: str | Path) -> int | None:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         return None
     rows: int = sum(

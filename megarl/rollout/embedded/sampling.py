@@ -247,7 +247,7 @@ def load_decode(folder: str) -> Decode:
     def load() -> Decode:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     return lambda ids: load()(ids)

@@ -39,7 +39,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # Without False, transformers asks on a terminal whether to run code of the folder.
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
     # transformers builds an empty tokenizer for a folder without tokenizer files.
