@@ -46,6 +46,7 @@ from megarl.config.schema.jobs import JobConfig
 from megarl.config.sweeps import SweepFolder
 from megarl.config.verl.table import table_of
 from megarl.models import read_model_config
+from megarl.trainer.jobs.folder_locks import locked_output_folders
 from megarl.trainer.jobs.hub_files import with_hub_files
 from megarl.workers.settings import check_role
 
@@ -273,24 +274,8 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
             config = build(job.schema, values, str(folder) if sweeps else None)
             metric = config.trainer.sweep_metric
             print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
-            (folder / "config.yaml").write_text(to_yaml(config))
-            _record_start(folder, name, request.config_name, config, values, hydra.overrides.task)
-            config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
-            with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
-                if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
-                    _say(config, f"{name} {config.trainer.experiment_name}: dry run, load libraries ...")
-                    importlib.import_module(DRY_RUN).run(config)
-                else:
-                    _say(config, f"{name} {config.trainer.experiment_name}: check files, devices and logins ...")
-                    importlib.import_module(EARLY_CHECKS).check_early(config)
-                    _say(config, "load libraries (torch, transformers, Ray) ...")
-                    try:
-                        with fork_server(_has_local_cpu_workers(config)):
-                            import_large(job.module).run(config, folder)
-                    except KeyboardInterrupt:
-                        _write_report(folder)  # of the steps before a first Ctrl-C
-                        raise
-                    _write_report(folder)
+            with locked_output_folders(config, folder):
+                _run_locked(name, job, request.config_name, config, values, hydra.overrides.task)
         except MegarlError as error:
             problem = str(error)
             codes.append(EXIT_BAD_CONFIG if isinstance(error, WRONG_INPUT) and not sweeps else EXIT_RUN_FAILED)
@@ -309,6 +294,31 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
         if SweepFolder.noted is not None:
             codes += [EXIT_RUN_FAILED for _ in _close_sweep(SweepFolder.noted, minimize)]
     return codes[0] if codes else 0
+
+
+def _run_locked(
+    name: str, job: Job, config_name: str, config: JobConfig, values: DictConfig, overrides: Sequence[str]
+) -> None:
+    """Run one job in its folder, which no other run writes."""
+    folder, title = Path(HydraConfig.get().runtime.output_dir), f"{name} {config.trainer.experiment_name}"
+    (folder / "config.yaml").write_text(to_yaml(config))
+    _record_start(folder, name, config_name, config, values, overrides)
+    config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
+    with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
+        if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
+            _say(config, f"{title}: dry run, load libraries ...")
+            importlib.import_module(DRY_RUN).run(config)
+            return
+        _say(config, f"{title}: check files, devices and logins ...")
+        importlib.import_module(EARLY_CHECKS).check_early(config)
+        _say(config, "load libraries (torch, transformers, Ray) ...")
+        try:
+            with fork_server(_has_local_cpu_workers(config)):
+                import_large(job.module).run(config, folder)
+        except KeyboardInterrupt:
+            _write_report(folder)  # of the steps before a first Ctrl-C
+            raise
+        _write_report(folder)
 
 
 def _say(config: JobConfig, text: str) -> None:

@@ -289,3 +289,28 @@ def test_report_write_error_does_not_fail_a_finished_run(
     cli._write_report(tmp_path)
     message = capsys.readouterr().err
     assert "No space left" in message and f"megarl report {tmp_path}" in message
+
+
+@pytest.mark.parametrize("shared", ["hydra.run.dir", "trainer.default_local_dir", "trainer.hf_export_dir"])
+def test_two_concurrent_runs_share_no_folder(
+    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: str
+) -> None:
+    """The second one writes nothing, is told the holder and its key, and ends with the code of a wrong input."""
+    arguments = ["trainer.save_freq=1", f"{shared}={tmp_path}/shared"]
+    codes: list[int] = []
+    begin = job.run
+
+    def run_second(config: Any, output_dir: Path) -> None:
+        begin(config, output_dir)
+        before = {path: path.read_bytes() for path in output_dir.rglob("*.json")}
+        name = "trainer.experiment_name=second"
+        codes.append(cli.main(["train", *quickstart(*arguments, name)]))
+        assert {path: path.read_bytes() for path in output_dir.rglob("*.json")} == before
+
+    sys.modules["megarl_fake_job"].run = run_second  # type: ignore[attr-defined]
+    assert cli.main(["train", *quickstart(*arguments)]) == 0
+    assert codes == [cli.EXIT_BAD_CONFIG] and len(job.calls) == 1
+    error = capsys.readouterr().err
+    assert f"in use by another run: quickstart in {job.calls[0][1]}, process " in error
+    assert f"{shared}=<another folder>" in error
+    assert not list(tmp_path.rglob("*run_lock"))

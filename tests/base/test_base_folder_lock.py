@@ -1,0 +1,140 @@
+"""A folder lock excludes a second process, names it, and ends with it, also where the file system has no locks."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.base import folder_lock as module
+from megarl.base.errors import ConfigError
+from megarl.base.folder_lock import LockHolder, folder_lock
+
+REMEDY = "Wait for its end."
+OWN = LockHolder("mine", "/runs/mine")
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from megarl.base.folder_lock import LockHolder, folder_lock
+with folder_lock(Path(sys.argv[1]), LockHolder("theirs", "/runs/theirs"), ""):
+    if sys.argv[2] == "fork" and os.fork() == 0:
+        time.sleep(60)
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, with a forked child, that holds ``tmp_path/lock``."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "lock"), "fork"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == "locked\n"
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def acquire(file: Path) -> None:
+    with folder_lock(file, OWN, REMEDY):
+        pass
+
+
+def write_record(file: Path, **fields: object) -> None:
+    holder = LockHolder("theirs", "/runs/theirs", **fields)  # type: ignore[arg-type]
+    file.write_text(json.dumps(dataclasses.asdict(holder)))
+
+
+def without_flock(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_second_process_is_rejected_until_the_first_is_killed(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    """A forked child of the killed holder, which lives on, does not keep the lock."""
+    file = tmp_path / "lock"
+    with pytest.raises(ConfigError) as raised:
+        acquire(file)
+    text = str(raised.value)
+    assert (
+        f"{tmp_path} is in use by another run: theirs in /runs/theirs, process {holder.pid} on {os.uname().nodename}"
+        in text
+    )
+    assert text.endswith(REMEDY)
+    os.kill(holder.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+    began = time.monotonic()
+    acquire(file)
+    assert time.monotonic() - began < 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_checks_the_process_of_the_record(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", without_flock)
+    monkeypatch.setattr(module, "_SETTLE_S", 0.0)
+    with pytest.raises(ConfigError, match=f"process {holder.pid} on"):
+        acquire(tmp_path / "lock")
+    os.kill(holder.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+    acquire(tmp_path / "lock")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_with_the_id_of_the_dead_holder_is_not_the_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", without_flock)
+    monkeypatch.setattr(module, "_SETTLE_S", 0.0)
+    write_record(tmp_path / "lock")  # this process
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        acquire(tmp_path / "lock")
+    write_record(tmp_path / "lock", started="1")
+    acquire(tmp_path / "lock")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_holder_on_another_host_lives_as_long_as_its_time_stamp_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    """As on a network file system whose ``flock`` each host sees alone."""
+    file = tmp_path / "lock"
+    write_record(file, host="node7", kernel="another boot")
+    monkeypatch.setattr(module, "SILENT_S", 1.0)
+    beat = "import os, sys, time\nfor _ in range(60): time.sleep(0.2); os.utime(sys.argv[1])"
+    process = subprocess.Popen([sys.executable, "-c", beat, str(file)]) if alive else None
+    try:
+        if alive:
+            with pytest.raises(ConfigError, match=r"on node7, since .*Wait for its end\."):
+                acquire(file)
+        else:
+            acquire(file)
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def test_the_holder_renews_its_time_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
+    with folder_lock(tmp_path / "lock", OWN, REMEDY):
+        os.utime(tmp_path / "lock", (0, 0))
+        deadline = time.monotonic() + 10
+        while os.stat(tmp_path / "lock").st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert os.stat(tmp_path / "lock").st_mtime > 0
+
+
+def test_a_damaged_record_is_stale(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("[" * 100_000)
+    acquire(tmp_path / "lock")
