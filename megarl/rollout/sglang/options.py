@@ -166,6 +166,7 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
         "enable_deterministic_inference": options.seeded,
         # Fusion would add an expert that the checkpoint does not have.
         "disable_shared_experts_fusion": True,
+        "trust_remote_code": False,
         "log_level": "error",
     }
     if device == "cpu":
