@@ -12,9 +12,12 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError
+from megarl.base.files import write_error
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl_files import METRICS_FILE, MetricsFile
 from megarl.tracking.tracker import RunInfo, Tracker, register_tracker
@@ -261,17 +264,21 @@ class MlflowTracker(Tracker):
 
     @classmethod
     def check(cls) -> None:
-        """Check that the installed packages support the tracking URI.
+        """Check that the installed packages support the tracking URI; nothing is connected to, created or written.
 
         Raises:
             ConfigError: it is a database whose packages are missing, or a folder.
         """
         import mlflow
+        from mlflow.store.db.db_types import DATABASE_ENGINES
 
         uri = mlflow.get_tracking_uri()
         try:
-            mlflow.MlflowClient()  # it opens local stores only
-        except (ImportError, mlflow.exceptions.MlflowException) as error:
+            if uri.partition(":")[0].partition("+")[0] in DATABASE_ENGINES:
+                _check_database(uri)
+            else:
+                mlflow.MlflowClient()  # refuses folders; a server is not contacted
+        except (ImportError, ValueError, mlflow.exceptions.MlflowException) as error:
             raise ConfigError(
                 f"trainer.logger='mlflow': MLFLOW_TRACKING_URI={uri!r} cannot be used: {error}"
             ) from error
@@ -320,6 +327,26 @@ class MlflowTracker(Tracker):
     def finish(self) -> None:
         """Mark the run as finished."""
         self.client.set_terminated(self.id)
+
+
+def _check_database(uri: str) -> None:
+    """Check the packages of a database, and the folder of an SQLite file; MLflow's client would create its tables.
+
+    Raises:
+        ImportError: MLflow's store or the driver is not installed.
+        ValueError: the URI is malformed, or the file's folder is not writable.
+    """
+    import_module("mlflow.store.tracking.sqlalchemy_store")
+    import sqlalchemy
+
+    try:
+        engine = sqlalchemy.create_engine(uri)  # imports the driver, connects on first use
+    except sqlalchemy.exc.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    file = engine.url.database
+    is_file = engine.dialect.name == "sqlite" and file and file != ":memory:"
+    if is_file and (problem := write_error(Path(file).parent)):
+        raise ValueError(f"its folder cannot be written to ({problem})")
 
 
 def mlflow_name(name: str) -> str:

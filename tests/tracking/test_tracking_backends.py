@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import io
 import json
@@ -8,7 +9,8 @@ import pytest
 import yaml
 from rich.console import Console as RichConsole
 
-from megarl.tracking import Console, RunInfo, open_trackers, read_metrics
+from megarl.base.errors import ConfigError
+from megarl.tracking import Console, RunInfo, check_trackers, open_trackers, read_metrics
 
 RUN_ID = "0123456789abcdef0123"
 SAMPLES = [{"input": "What is 2 + 2?", "output": "4", "gts": "4", "score": 1.0}]
@@ -56,6 +58,31 @@ def test_tensorboard_events_are_read_back(run):
     scalars = [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
     assert scalars == [(1, 0.125), (2, 0.25), (3, 0.375)]
     assert events.Tags()["tensors"] == ["samples/0/text_summary"]
+
+
+@pytest.mark.parametrize(
+    "uri, message",
+    [
+        (None, None),  # mlflow.db in the working folder
+        ("sqlite:///other.db", None),
+        ("http://127.0.0.1:1", None),
+        ("sqlite:////proc/x/mlflow.db", "cannot be written to"),
+        ("./folder", "maintenance mode"),
+        ("mssql+nothing://a/b", "nothing"),
+    ],
+)
+def test_check_of_mlflow_writes_nothing(uri, message, tmp_path, monkeypatch):
+    """A dry run makes the same check."""
+    monkeypatch.chdir(tmp_path)
+    import mlflow
+
+    monkeypatch.setattr(mlflow.tracking._tracking_service.utils, "_tracking_uri", None)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if uri is not None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_trackers(["mlflow"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mlflow_database_is_read_back_by_its_client(run, tmp_path, monkeypatch):
