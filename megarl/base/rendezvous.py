@@ -30,7 +30,7 @@ def host_store(host: str, port: int = 0, timeout: timedelta = STORE_TIMEOUT, wor
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, backlog=2048)  # type: ignore[arg-type]
+        listener = socket.create_server(address, family=family, backlog=2048)
     except OSError as error:
         raise ResourceError(
             f"the rendezvous of the ranks cannot listen on {host}:{port} ({error}): the address must be one of this "

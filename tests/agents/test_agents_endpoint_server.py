@@ -8,6 +8,7 @@ import threading
 from contextlib import contextmanager
 
 import httpx
+import psutil
 import pytest
 from agent_cases import Scripted, merging_tokenizer
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, post
@@ -231,6 +232,13 @@ def test_stream_has_each_choice_in_one_piece(endpoint, tokenizer):
 def test_stop_strings_need_an_engine_with_tokenizer(tokenizer):
     with listening(tokenizer, stop_strings=False) as endpoint, pytest.raises(Refused, match="knows no texts"):
         complete(endpoint, USER, stop="x")
+
+
+def test_endpoint_listens_on_loopback_only(endpoint):
+    port = int(endpoint.base_url.split(":")[-1].split("/")[0])
+    connections = psutil.Process().net_connections("inet")
+    addresses = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    assert addresses == ["127.0.0.1"]
 
 
 def test_access_file_is_private(tokenizer, tmp_path, monkeypatch):
