@@ -8,11 +8,15 @@ from typing import NamedTuple
 import torch
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches, policy_loss
-from tiny_models import Row, rows, save_model
+from tiny_models import Row, rows, rows_of, save_model
 from torch import Tensor
 
 from megarl.megatron import OptimizerOptions, OutputOptions, OverlapOptions
-from megarl.models import ParallelLayout
+from megarl.megatron.layers import rotate, rotation_table
+from megarl.models import ParallelLayout, read_model_config
+from megarl.models.rope import inverse_frequencies
+from megarl.rollout import EngineOptions, Request, SamplingParams, create_engine
+from megarl.rollout.embedded.decoder import RotaryTable
 
 STEPS = 20
 
@@ -61,3 +65,40 @@ def test_twenty_steps_do_not_drift(pool: ProcessPool, tmp_path: Path) -> None:
     for ours, theirs in zip(results[-1].log_probs, single.log_probs, strict=True):
         assert (ours - theirs).abs().mean() < 1e-2
     assert moved > 5e-2
+
+
+def test_embedded_engine_rotates_as_the_trainer_bit_for_bit(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2")
+    config = read_model_config(tmp_path)
+    heads, positions = torch.randn(64, 4, config.head_dim).bfloat16(), torch.arange(1000, 1064)
+    table = RotaryTable(config, 1064, torch.device("cpu"))
+    rotated = table.rotate(heads, table.at(positions))
+    assert rotated.dtype == torch.bfloat16
+    assert torch.equal(rotated, rotate(heads, *rotation_table(positions, inverse_frequencies(config))))
+
+
+def log_probs_of_both(place: Place, path: Path, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-probs of samples by the embedded engine that generated them, and by the trainer."""
+    rollout = create_engine("embedded", str(path), EngineOptions(dtype="bfloat16"))
+    rollout.load_hf(str(path))
+    requests = [Request(f"r{at}", ids.tolist(), SamplingParams(32, 1.0), at) for at, ids in enumerate(prompts)]
+    done = rollout.generate(requests)
+    empty = torch.zeros(32)
+    batch = [
+        Row(p, torch.tensor(d.token_ids), *[empty[: len(d.token_ids)]] * 2) for p, d in zip(prompts, done, strict=True)
+    ]
+    with engine(place, path, Setup(ParallelLayout(), dtype=torch.bfloat16)) as built:
+        outputs = built.forward(micro_batches(batch, Setup(ParallelLayout())), OutputOptions())
+    assert outputs is not None
+    return torch.tensor([x for d in done for x in d.log_probs]), torch.cat([output.log_probs for output in outputs])
+
+
+def test_embedded_engine_and_trainer_agree_in_half_precision_at_far_positions(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "qwen2", initializer_range=0.1, hidden_size=64, max_position_embeddings=2048)
+    prompts = [row.prompt for row in rows_of([(600 + 40 * number, 1) for number in range(6)])]
+    ((ours, theirs),) = pool.run(log_probs_of_both, 1, tmp_path, prompts)
+    assert len(ours) == 192
+    difference = (ours - theirs).abs()
+    assert difference.mean() < 0.0075 and difference.max() < 0.04

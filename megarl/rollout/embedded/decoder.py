@@ -14,21 +14,23 @@ from megarl.rollout.embedded.kv_cache import Attention
 
 
 class RotaryTable:
-    """Rotary position embeddings: cosines and sines of every position, looked up per token.
+    """Rotary position embeddings: float32 cosines and sines of every position, looked up per token.
+
+    Rotations are computed in float32 and rounded once, as in training: rounded angles would add to the difference
+    between the engine's log-probs and the trainer's.
 
     Args:
         config: model config.
         length: number of positions.
-        dtype: dtype of the rotated activations.
-        device: their device.
+        device: of the rotated activations.
     """
 
-    def __init__(self, config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(config))
         cos, sin = angles.cos() * attention_factor(config), angles.sin() * attention_factor(config)
-        self._cos = torch.cat([cos, cos], -1).to(device, dtype)
+        self._cos = torch.cat([cos, cos], -1).to(device)
         # The sine of the first half is negative: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-        self._sin = torch.cat([-sin, sin], -1).to(device, dtype)
+        self._sin = torch.cat([-sin, sin], -1).to(device)
         self._half = config.head_dim // 2
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +40,7 @@ class RotaryTable:
     def rotate(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Return ``[tokens, heads, head_dim]`` rotated by the result of :meth:`at`."""
         cos, sin = angles
-        return torch.addcmul(heads * cos, heads.roll(self._half, -1), sin)
+        return torch.addcmul(heads * cos, heads.roll(self._half, -1).to(cos.dtype), sin).to(heads.dtype)
 
 
 class DecoderLayer:
@@ -74,7 +76,7 @@ class TransformerDecoder:
         self._head = head[: config.vocab_size]
         self.vocab_size = config.vocab_size
         self._layers = [DecoderLayer(config, params, layer) for layer in range(config.num_layers)]
-        self._rotary = RotaryTable(config, max_length, head.dtype, head.device)
+        self._rotary = RotaryTable(config, max_length, head.device)
         self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
 

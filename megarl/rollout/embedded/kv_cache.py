@@ -150,7 +150,8 @@ class PromptAttention:
         self._width = max(lengths)
         device = cache.device
         sizes = torch.tensor(lengths, device=device)
-        prompts = torch.arange(len(lengths), device=device).repeat_interleave(sizes)
+        # With its size, the device need not be waited for.
+        prompts = torch.arange(len(lengths), device=device).repeat_interleave(sizes, output_size=sum(lengths))
         self.ends = sizes.cumsum(0) - 1
         columns = torch.arange(len(prompts), device=device) - (self.ends - sizes + 1)[prompts]
         self.positions = columns + prefix
