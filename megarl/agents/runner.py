@@ -29,6 +29,7 @@ async def run_all(
     generate: Generate,
     concurrency: int = 4096,
     fatal: tuple[type[Exception], ...] = (),
+    on_end: Callable[[int, Trajectory], None] | None = None,
 ) -> list[Trajectory]:
     """Run every conversation to its end.
 
@@ -38,6 +39,7 @@ async def run_all(
         generate: generates the turns.
         concurrency: maximum number of concurrent conversations.
         fatal: exceptions that stop all conversations, such as the loss of all engines; the first one is raised.
+        on_end: receives each trajectory as soon as it has ended, with the index of its conversation.
 
     Returns:
         One trajectory per conversation, in their order. A failed one has ``error`` set and a response mask of zeros.
@@ -50,11 +52,14 @@ async def run_all(
         raise AgentError(f"agent_name names missing agent loops: {missing}; the loops are {sorted(loops)}")
     slots = asyncio.Semaphore(concurrency)
 
-    async def run_in_slot(conversation: Conversation) -> Trajectory:
+    async def run_in_slot(index: int, conversation: Conversation) -> Trajectory:
         async with slots:
-            return await _run_one(conversation, loops[conversation.agent_name], generate, fatal)
+            trajectory = await _run_one(conversation, loops[conversation.agent_name], generate, fatal)
+        if on_end is not None:
+            on_end(index, trajectory)
+        return trajectory
 
-    tasks = [asyncio.ensure_future(run_in_slot(conversation)) for conversation in conversations]
+    tasks = [asyncio.ensure_future(run_in_slot(*numbered)) for numbered in enumerate(conversations)]
     try:
         trajectories = await asyncio.gather(*tasks)
     except BaseException:

@@ -5,8 +5,9 @@ A failed row never gets a zero reward: it is masked, so that it does not train, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -28,7 +29,7 @@ from megarl.rewards.outcome import (
 )
 from megarl.rewards.pool.runner import RunCounts
 from megarl.rewards.rules.agent_score import AGENT_RESULT
-from megarl.rewards.scorer import Scorer
+from megarl.rewards.scorer import Scorer, ScoreStream
 from megarl.rewards.shaping import LengthShaping
 
 if TYPE_CHECKING:
@@ -131,13 +132,19 @@ class RewardManager:
     def __exit__(self, *_: object) -> None:
         self.scorer.close()
 
-    def score(self, batch: BatchT) -> Scored[BatchT]:
+    def score_early(self) -> EarlyScores | None:
+        """Start to score samples before their batch is complete; None if the functions cannot."""
+        stream = self.scorer.stream()
+        return None if stream is None else EarlyScores(stream, self._task_of)
+
+    def score(self, batch: BatchT, early: EarlyScores | None = None) -> Scored[BatchT]:
         """Score every row, at the last response token; all other entries of the scores are 0.
 
         Args:
             batch: ``prompts [b, P]``, ``responses [b, R]``, ``attention_mask [b, P+R]``; the columns ``data_source``,
                 ``reward_model`` with ``ground_truth``, and optionally ``extra_info``. ``response_mask [b, R]`` defaults
                 to the response part of ``attention_mask``. Kimi's length reward reads ``uid``.
+            early: scores of some of its rows; the result is the same without them.
 
         Raises:
             RewardError: a column is missing.
@@ -146,7 +153,7 @@ class RewardManager:
         _require_columns(batch)
         attention = _response_attention(batch)
         lengths = attention.sum(-1).tolist()
-        outcomes, counts = self._outcomes(batch, lengths)
+        outcomes, counts = self._outcomes(batch, lengths, early)
         self._apply_policy(batch, outcomes)
 
         kept = torch.tensor([outcome.failure is None for outcome in outcomes], dtype=torch.bool)
@@ -161,10 +168,16 @@ class RewardManager:
         extras["reward_failure"] = object_column([outcome.kind for outcome in outcomes])
         return Scored(batch.with_columns(tensors, extras), metrics, extras)
 
-    def _outcomes(self, batch: RewardBatch, lengths: Sequence[int]) -> tuple[list[Outcome], RunCounts]:
-        outcomes = {row: outcome for row, length in enumerate(lengths) if (outcome := _unscorable(batch, row, length))}
+    def _outcomes(
+        self, batch: RewardBatch, lengths: Sequence[int], early: EarlyScores | None
+    ) -> tuple[list[Outcome], RunCounts]:
+        outcomes, early_counts = early.finish() if early is not None else ({}, RunCounts())
+        for row, length in enumerate(lengths):
+            if outcome := _unscorable(batch, row, length):
+                outcomes[row] = outcome
         rows = [row for row in range(len(lengths)) if row not in outcomes]
         results, counts = self.scorer.score([self._task(batch, row) for row in rows])
+        counts.retries, counts.replaced = counts.retries + early_counts.retries, counts.replaced + early_counts.replaced
         outcomes |= dict(zip(rows, results, strict=True))
         ordered = [outcomes[row] for row in range(len(lengths))]
         groups = batch.non_tensor_batch.get("uid")
@@ -199,23 +212,28 @@ class RewardManager:
         logger.warning("masked %d of %d rows; the first: %s", len(failures), len(outcomes), first)
 
     def _task(self, batch: RewardBatch, row: int) -> RewardTask:
-        columns = batch.non_tensor_batch
-        model = columns["reward_model"][row]
+        columns = {name: column[row] for name, column in batch.non_tensor_batch.items()}
+        return self._task_of(row, columns, *_unpadded_ids(batch, row))
+
+    def _task_of(
+        self, row: int, columns: Mapping[str, Any], prompt: Sequence[int], response: Sequence[int]
+    ) -> RewardTask:
+        """Build the task of a row from its columns and unpadded token ids."""
+        model = columns["reward_model"]
         if not hasattr(model, "get") or model.get("ground_truth") is None:
             raise RewardError(f"column 'reward_model', row {row} is {model!r:.200}; it must have a 'ground_truth'")
-        info = columns["extra_info"][row] if "extra_info" in columns else None
-        prompt, response = _unpadded_ids(batch, row)
+        result = columns.get(AGENT_RESULT)
         return RewardTask(
-            data_source=columns["data_source"][row],
+            data_source=columns["data_source"],
             solution_str=self._text(response),
             ground_truth=model["ground_truth"],
             # a copy: the samples of a prompt share it, and functions may modify it
-            extra_info=dict(info or {}) | _agent_result(columns, row),
+            extra_info=dict(columns.get("extra_info") or {}) | ({} if result is None else {AGENT_RESULT: result}),
             prompt_str=self._text(prompt) if self.scorer.wants_prompt else None,
         )
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _describe(self, batch: RewardBatch, row: int, outcome: Outcome) -> str:
         """Describe the sample and the cause, so that the failure can be reproduced by hand."""
@@ -232,6 +250,47 @@ class RewardManager:
         return f"the reward of row {row} failed: {outcome.failure}\n{sample}"
 
 
+class EarlyScores:
+    """Scores samples while others of their batch are still generated.
+
+    Args:
+        stream: scores the tasks.
+        task_of: builds the task of a row from its number, columns, and token ids of prompt and response.
+    """
+
+    def __init__(self, stream: ScoreStream, task_of: Callable[..., RewardTask]) -> None:
+        self._stream, self._task_of = stream, task_of
+        self._rows: list[int] = []
+
+    def add(self, row: int, columns: Mapping[str, Any], prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Score a sample.
+
+        A sample that cannot be scored is left to :meth:`RewardManager.score`, which reports it.
+
+        Args:
+            row: its row in the batch to come.
+            columns: its non-tensor columns.
+            prompt: token ids of the prompt.
+            response: token ids of the response.
+        """
+        with contextlib.suppress(RewardError, KeyError):
+            self._stream.submit(self._task_of(row, columns, prompt, response))
+            self._rows.append(row)
+
+    def finish(self) -> tuple[dict[int, Outcome], RunCounts]:
+        """Wait for all samples; return their outcomes by row.
+
+        Raises:
+            RewardError: no process for functions can be started.
+        """
+        outcomes, counts = self._stream.finish()
+        return dict(zip(self._rows, outcomes, strict=True)), counts
+
+    def cancel(self) -> None:
+        """Abandon all samples; a no-op after :meth:`finish`."""
+        self._stream.cancel()
+
+
 class NullReward:
     """Reward manager without a reward function, for runs with a reward model only: every score is 0.
 
@@ -244,7 +303,11 @@ class NullReward:
     def __exit__(self, *_: object) -> None:
         """No process to end."""
 
-    def score(self, batch: BatchT) -> Scored[BatchT]:
+    def score_early(self) -> None:
+        """Nothing to score."""
+        return
+
+    def score(self, batch: BatchT, early: EarlyScores | None = None) -> Scored[BatchT]:
         """Return the batch with ``token_level_scores`` of zeros, ``response_mask`` and ``reward_failed``.
 
         Raises:
@@ -313,12 +376,6 @@ def _unscorable(batch: RewardBatch, row: int, length: int) -> Outcome | None:
     if length == 0:
         return failed_outcome(BAD_SAMPLE, "the response has no token, so nothing could carry a score")
     return None
-
-
-def _agent_result(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
-    """Result of the row's external agent, for ``extra_info``."""
-    results = columns.get(AGENT_RESULT)
-    return {} if results is None or results[row] is None else {AGENT_RESULT: results[row]}
 
 
 def _require_columns(batch: RewardBatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.rewards.calling import LoadedFunction, RewardTask
 from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool.runner import InDriverRunner, RewardJob, RunCounts, Runner
+from megarl.rewards.pool.stream import RewardStream
 from megarl.rewards.registry import RewardFunction
 
 
@@ -53,10 +54,21 @@ class Scorer:
         Raises:
             RewardError: a data source has no function, or no process for functions can be started.
         """
-        jobs = [RewardJob(term.function(task.data_source), task) for term in self.terms for task in tasks]
-        outcomes, counts = self.runner.run(jobs)
-        columns = [outcomes[at * len(tasks) : (at + 1) * len(tasks)] for at in range(len(self.terms))]
-        return [self._sum(row) for row in zip(*columns, strict=True)], counts
+        outcomes, counts = self.runner.run([job for task in tasks for job in self._jobs(task)])
+        return self._sums(outcomes), counts
+
+    def stream(self) -> ScoreStream | None:
+        """Start to score tasks as they arrive; None if the runner cannot."""
+        stream = self.runner.stream()
+        return None if stream is None else ScoreStream(stream, self._jobs, self._sums)
+
+    def _jobs(self, task: RewardTask) -> list[RewardJob]:
+        return [RewardJob(term.function(task.data_source), task) for term in self.terms]
+
+    def _sums(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Sum the outcomes of the terms of each task."""
+        count = len(self.terms)
+        return [self._sum(outcomes[at : at + count]) for at in range(0, len(outcomes), count)]
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
         if len(outcomes) == 1 and outcomes[0].failure is None:
@@ -79,6 +91,45 @@ class Scorer:
     def close(self) -> None:
         """End all processes."""
         self.runner.close()
+
+
+class ScoreStream:
+    """Scores tasks as they arrive.
+
+    Args:
+        stream: runs the jobs.
+        jobs_of: the jobs of a task.
+        sums: sums the outcomes of the jobs of each task.
+    """
+
+    def __init__(
+        self,
+        stream: RewardStream,
+        jobs_of: Callable[[RewardTask], list[RewardJob]],
+        sums: Callable[[Sequence[Outcome]], list[Outcome]],
+    ) -> None:
+        self._stream, self._jobs_of, self._sums = stream, jobs_of, sums
+
+    def submit(self, task: RewardTask) -> None:
+        """Score a task.
+
+        Raises:
+            RewardError: its data source has no function.
+        """
+        self._stream.submit(self._jobs_of(task))
+
+    def finish(self) -> tuple[list[Outcome], RunCounts]:
+        """Wait for all tasks; return their outcomes in the order of submission.
+
+        Raises:
+            RewardError: no process for functions can be started.
+        """
+        outcomes, counts = self._stream.finish()
+        return self._sums(outcomes), counts
+
+    def cancel(self) -> None:
+        """Abandon all tasks."""
+        self._stream.cancel()
 
 
 def _with_label(label: str, fields: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:

@@ -155,19 +155,21 @@ class PPOTrainer:
         try:
             while missing:
                 round_metrics: Metrics = {}
-                with self.phase("gen"):
-                    self.roles.ready_engines()
-                    batch = self.phases.rollout.generate_sequences(
-                        prompts,
-                        self.state.step,
-                        round_metrics,
-                        collector.rounds,
-                        with_baseline=self.config.uses_baselines,
-                    )
-                    self.roles.free_engines()
-                with self.phase("reward"):
-                    scored = self.phases.rewards.score(batch)
-                    missing = collector.add(scored.batch, round_metrics | scored.metrics)
+                with self.phases.rewards.early() as early:  # scores samples while others are generated
+                    with self.phase("gen"):
+                        self.roles.ready_engines()
+                        batch = self.phases.rollout.generate_sequences(
+                            prompts,
+                            self.state.step,
+                            round_metrics,
+                            collector.rounds,
+                            with_baseline=self.config.uses_baselines,
+                            early=early,
+                        )
+                        self.roles.free_engines()
+                    with self.phase("reward"):
+                        scored = self.phases.rewards.score(batch, early)
+                        missing = collector.add(scored.batch, round_metrics | scored.metrics)
                 if missing:
                     prompts = self.state.prompts.take(missing)
             return collector.finish(metrics)

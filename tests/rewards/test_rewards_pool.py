@@ -165,3 +165,54 @@ def test_processes_end_with_a_killed_driver():
         driver.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(children, 10)
     assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    """A pool without batch functions."""
+    specs = [spec for spec, name in zip(SPECS, NAMES, strict=True) if name in ("misbehaving", "fails_once")]
+    with RewardPool(specs, [spec.load().traits for spec in specs], processes=2, max_retries=1) as running:
+        yield running
+
+
+def scores(outcomes):
+    """Outcomes without the fields that name a process."""
+    return [(outcome.score, outcome.kind, outcome.failure) for outcome in outcomes]
+
+
+def test_jobs_that_arrive_one_by_one_have_the_outcomes_of_a_batch(streaming):
+    arriving = jobs("misbehaving", "a", "wrong", *("b" * number for number in range(30)), "exit", "regex", "c")
+    expected, expected_counts = streaming.run(arriving)
+    stream = streaming.stream()
+    for at, job in enumerate(arriving):
+        stream.submit([job])
+        time.sleep(0.05 * (at % 10 == 0))
+    outcomes, counts = stream.finish()
+    assert scores(outcomes) == scores(expected) and counts.retries == expected_counts.retries
+    stream.cancel()  # nothing is left to cancel
+    assert scores(streaming.run(arriving[:1])[0]) == [(1.0, None, None)]
+
+
+def test_a_job_is_scored_before_the_last_one_arrives(streaming, tmp_path):
+    stream = streaming.stream()
+    stream.submit(jobs("fails_once", task("x", str(tmp_path / "called"))))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "called").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    stream.submit(jobs("misbehaving", "ab"))
+    outcomes, counts = stream.finish()
+    assert scores(outcomes) == [(1.0, None, None), (2.0, None, None)] and counts.retries == 1
+
+
+def test_a_cancelled_stream_does_not_wait_for_its_jobs(streaming):
+    unlimited = RewardPool([FunctionSpec(f"{FUNCTIONS}:misbehaving", {}, 600.0, 8)], streaming.traits[:1], 1)
+    with unlimited:
+        stream = unlimited.stream()
+        stream.submit(jobs("misbehaving", "regex", "a"))
+        stream.cancel()
+        assert scores(unlimited.run(jobs("misbehaving", "abc"))[0]) == [(3.0, None, None)]
+
+
+def test_a_pool_with_a_batch_function_waits_for_the_batch(pool):
+    assert pool.stream() is None

@@ -15,6 +15,8 @@ from megarl.data import DataProto
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rollout.router import EngineReplica
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.reward_functions import function_manager
+from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import LengthPredictor, RolloutPhase
 from megarl.trainer.phases.validation import Validator
 from megarl.workers.dispatch import WorkerPlace
@@ -22,6 +24,7 @@ from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
 
 FACTS = {"actor_mini_batch_rows": 8}
+FUNCTIONS = Path(__file__).with_name("phase_rewards.py")
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +124,9 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
 
     def run(size: int | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         loader = validation_loader(train_config({"data.val_batch_size": size}), tokenizer)
-        return Validator(
-            phase(), RewardManager(in_driver(reward), tokenizer, FailurePolicy("mask")), loader, tokenizer
-        ).run(4)
+        functions = RewardManager(in_driver(reward), tokenizer, FailurePolicy("mask"))
+        rewards = RewardPhase(functions, tokenizer, train_config().reward_model)
+        return Validator(phase(), rewards, loader, tokenizer).run(4)
 
     metrics, samples = run(None)
     assert [sample["gts"] for sample in samples] == truths and {sample["step"] for sample in samples} == {4}
@@ -155,3 +158,49 @@ def test_length_predictor_uses_the_last_samples_of_a_prompt() -> None:
     # Two turns of 1 and 3 tokens: a request is a turn.
     predictor.update([Trajectory([5], [9, 9, 8, 8, 8], [1, 0, 1, 1, 1], [0.0] * 5, "stop", 3)])
     assert predictor.expected([5]) == 2.0
+
+
+def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
+    phase: Callable[..., RolloutPhase], train_config: Callable[..., TrainConfig], arithmetic: Path, prompts: DataProto
+) -> None:
+    """Two functions; one reads the prompt's facts, one fails for some responses."""
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+    functions = {f"{FUNCTIONS}:length_and_index": 1.0, f"{FUNCTIONS}:odd_length": 0.5}
+    config = train_config({"reward_model.functions": functions, "reward_model.num_workers": 2})
+    manager = function_manager(config, tokenizer)
+    manager.policy = FailurePolicy("mask")
+    with manager:
+        rewards = RewardPhase(manager, tokenizer, config.reward_model)
+        with rewards.early() as early:
+            assert early is not None
+            batch = phase({"n": 3}).generate_sequences(prompts, 1, {}, early=early)
+            assert early._rows and len(early._rows) == 24
+            scored = rewards.score(batch, early)
+        late = rewards.score(phase({"n": 3}).generate_sequences(prompts, 1, {}))
+    assert torch.equal(scored.batch.tensors["token_level_scores"], late.batch.tensors["token_level_scores"])
+    assert scored.metrics == late.metrics and 0 < scored.metrics["reward/failed"] < 24
+    assert scored.extra_columns.keys() == late.extra_columns.keys()
+    for name, column in late.extra_columns.items():
+        assert scored.extra_columns[name].tolist() == column.tolist(), name
+
+
+def test_samples_are_abandoned_if_generation_fails(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, prompts: DataProto
+) -> None:
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+    config = train_config({"reward_model.functions": {f"{FUNCTIONS}:hanging": 1.0}, "reward_model.num_workers": 1})
+    with function_manager(config, tokenizer) as manager:
+        rewards = RewardPhase(manager, tokenizer, config.reward_model)
+        columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
+        with pytest.raises(ConnectionError), rewards.early() as early:
+            assert early is not None
+            early.add(0, columns, [1], [2])
+            raise ConnectionError("all replicas are lost")
+
+
+def test_early_scores_are_off_by_key(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+    config = train_config({"reward_model.launch_reward_fn_async": False})
+    manager = function_manager(config, tokenizer)
+    with manager, RewardPhase(manager, tokenizer, config.reward_model).early() as early:
+        assert early is None

@@ -179,6 +179,11 @@ class RewardModelConfig(ScoringModelConfig):
         "stop a function that hangs.",
         at_least=0,
     )
+    launch_reward_fn_async: bool = key(
+        True,
+        "Call functions as soon as a sample has ended, while others are generated; the scores are the same. Functions "
+        "that take batches, and num_workers=0, score after generation.",
+    )
     timeout_s: float = key(
         30.0,
         "Seconds that a function may take for a sample, or for a batch if it takes batches; then the sample is masked "

@@ -73,9 +73,6 @@ _REWARDS: dict[str, Rule] = {
     ),
     "reward.reward_model.rollout.*": NoEffect(_REWARD_ENGINE),
     "reward_model.model.trust_remote_code": NoEffect("megarl never runs code of a model folder"),
-    "reward_model.launch_reward_fn_async": NoEffect(
-        "reward_model.num_workers processes score a step's responses together, before the log-prob pass"
-    ),
     "reward_model.enable_resource_pool": Only((False,), "all roles share the devices of the run"),
     "reward_model.n_gpus_per_node": Feature(
         "reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"

@@ -11,6 +11,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
@@ -20,6 +21,7 @@ from megarl.rewards.calling import FunctionSpec, RewardTask, timeout_outcome
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, Outcome, failed_outcome
 from megarl.rewards.pool.process import RewardProcess
 from megarl.rewards.pool.runner import RewardJob, RunCounts, retry_delay_s
+from megarl.rewards.pool.stream import JobSource, RewardStream
 from megarl.rewards.registry import FunctionTraits
 
 LARGEST_CHUNK = 64
@@ -73,6 +75,7 @@ class RewardPool:
         self._workers: list[RewardProcess] = []
         self._logs = logs
         self._failed_starts = 0
+        self._threads: ThreadPoolExecutor | None = None
 
     @property
     def traits(self) -> Sequence[FunctionTraits]:
@@ -95,6 +98,12 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes."""
+        self._end_processes()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+    def _end_processes(self) -> None:
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -111,21 +120,37 @@ class RewardPool:
         Raises:
             RewardError: a process cannot load its functions, or several processes in a row did not start.
         """
-        batch = _Batch(self, jobs)
-        self.start()
+        return self._run(_Batch(self, jobs))
+
+    def stream(self) -> RewardStream | None:
+        """Start to run jobs as they arrive; no other run may overlap. None if a function takes whole batches."""
+        if any(traits.batch for traits in self._traits):
+            return None
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
+        return RewardStream(self._threads, lambda source: self._run(_Batch(self, ()), source))
+
+    def _run(self, batch: _Batch, source: JobSource | None = None) -> tuple[list[Outcome], RunCounts]:
+        """Run the jobs of a batch, and those that a source adds to it."""
         try:
-            while batch.is_open:
+            self.start()
+            ends = source is None
+            while not ends or batch.is_open:
+                if source is not None:
+                    jobs, ends = source.take()
+                    batch.add(jobs)
                 batch.assign(self._workers)
-                self._receive(batch)
+                if not ends or batch.is_open:
+                    self._receive(batch, [] if source is None else [source.wake_handle])
         except BaseException:
-            self.close()  # the running calls belong to an abandoned batch
+            self._end_processes()  # the running calls belong to an abandoned batch
             raise
         return batch.result(), batch.counts
 
-    def _receive(self, batch: _Batch) -> None:
-        """Wait for the next message, exit or deadline, and process it."""
+    def _receive(self, batch: _Batch, more: Sequence[int] = ()) -> None:
+        """Wait for the next message, exit, deadline or readable handle of ``more``, and process messages."""
         handles = [handle for worker in self._workers for handle in (worker.connection, worker.exit_handle)]
-        wait(handles, batch.wait_s(self._workers))
+        wait([*handles, *more], batch.wait_s(self._workers))
         for at, worker in enumerate(self._workers):
             try:
                 dead = worker.is_dead()  # before receiving: messages sent before the death count
@@ -163,14 +188,20 @@ class _Batch:
 
     def __init__(self, pool: RewardPool, jobs: Sequence[RewardJob]) -> None:
         self.pool = pool
-        self.jobs = jobs
+        self.jobs: list[RewardJob] = []
         self.counts = RunCounts()
         self.queues = [deque[_OpenJob]() for _ in pool.functions]
+        self.totals = [0 for _ in pool.functions]
         self.running: dict[int, _OpenJob] = {}
         self.outcomes: dict[int, Outcome] = {}
-        for index, job in enumerate(jobs):
+        self.add(jobs)
+
+    def add(self, jobs: Sequence[RewardJob]) -> None:
+        """Queue further jobs."""
+        for index, job in enumerate(jobs, len(self.jobs)):
             self.queues[job.function].append(_OpenJob(index, job))
-        self.chunk_sizes = [self._chunk_size(number) for number in range(len(pool.functions))]
+            self.totals[job.function] += 1
+        self.jobs += jobs
 
     @property
     def is_open(self) -> bool:
@@ -185,7 +216,7 @@ class _Batch:
         if self.pool.traits[number].batch:
             return len(self.jobs)
         chunks = self.pool.processes * CHUNKS_PER_PROCESS
-        return max(1, min(LARGEST_CHUNK, -(-len(self.queues[number]) // chunks)))
+        return max(1, min(LARGEST_CHUNK, -(-self.totals[number] // chunks)))
 
     def assign(self, workers: Sequence[RewardProcess]) -> None:
         """Send chunks to idle processes."""
@@ -202,7 +233,7 @@ class _Batch:
         for number, queue in enumerate(self.queues):
             due = [open_job for open_job in queue if open_job.not_before <= now] if queue else []
             if due:
-                size = self.chunk_sizes[number]
+                size = self._chunk_size(number)
                 chunk = due[:1] if due[0].alone else [o for o in due[:size] if not o.alone]
                 for open_job in chunk:
                     queue.remove(open_job)

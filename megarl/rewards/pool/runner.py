@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megarl.rewards.calling import LoadedFunction, RewardTask
 from megarl.rewards.outcome import INFRASTRUCTURE, Outcome
 from megarl.rewards.registry import FunctionTraits
+
+if TYPE_CHECKING:
+    from megarl.rewards.pool.stream import RewardStream
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 
@@ -48,6 +51,9 @@ class Runner(Protocol):
             RewardError: no process can be started.
         """
 
+    def stream(self) -> RewardStream | None:
+        """Start to run jobs as they arrive, beside the caller; None if this runner cannot."""
+
     def start(self) -> None:
         """Start processes without waiting for them; otherwise the first run starts them."""
 
@@ -75,6 +81,10 @@ class InDriverRunner:
     def traits(self) -> Sequence[FunctionTraits]:
         """Calling convention of each function."""
         return [function.traits for function in self.functions]
+
+    def stream(self) -> None:
+        """Nothing runs beside this process."""
+        return
 
     def start(self) -> None:
         """No process to start."""

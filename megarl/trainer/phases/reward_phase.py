@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -18,7 +19,7 @@ from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
 from megarl.data.tokenization import Prompt, PromptEncoder
-from megarl.rewards.manager import NullReward, Scored
+from megarl.rewards.manager import EarlyScores, NullReward, Scored
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
 from megarl.trainer.records.metrics import summary
@@ -34,7 +35,10 @@ SEQUENCES = ["prompts", "responses", "attention_mask"]
 class BatchScorer(Protocol):
     """A reward manager: a context manager that scores batches."""
 
-    def score(self, batch: DataProto) -> Scored[DataProto]:
+    def score_early(self) -> EarlyScores | None:
+        """Start to score samples before their batch is complete; None if the functions cannot."""
+
+    def score(self, batch: DataProto, early: EarlyScores | None = None) -> Scored[DataProto]:
         """Score a batch; rows whose reward failed are masked."""
 
     def __enter__(self) -> Self:
@@ -102,7 +106,20 @@ class RewardPhase:
         self.keys = keys
         self.model = model
 
-    def score(self, batch: DataProto) -> Scored[DataProto]:
+    @contextlib.contextmanager
+    def early(self) -> Iterator[EarlyScores | None]:
+        """Score samples with functions while others are generated, if configured and possible.
+
+        An error within the block abandons them.
+        """
+        early = self.functions.score_early() if self.keys.launch_reward_fn_async else None
+        try:
+            yield early
+        finally:
+            if early is not None:
+                early.cancel()
+
+    def score(self, batch: DataProto, early: EarlyScores | None = None) -> Scored[DataProto]:
         """Add ``token_level_scores``, ``response_mask`` and extra columns to the batch; see :class:`Scored`.
 
         With a reward model, also adds the column ``reward_extra_rm_score``, ``reward_extra_function_score`` if a
@@ -111,7 +128,7 @@ class RewardPhase:
         Raises:
             RewardError: see the reward manager; or the reward model's score of a row is not finite.
         """
-        scored = self.functions.score(batch)
+        scored = self.functions.score(batch, early)
         return scored if self.model is None else self._combine(scored, self.model.score(scored.batch))
 
     def _combine(self, scored: Scored[DataProto], model: ModelScores) -> Scored[DataProto]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +36,13 @@ ROLLOUT_METRICS = "rollout_metrics"
 """Key in the ``meta_info`` of a validation batch: metrics of its conversations."""
 FATAL = (RolloutError, WorkerError, WeightSyncError)
 """Errors that end the whole rollout; any other error ends one conversation."""
+
+
+class SampleSink(Protocol):
+    """Receives samples before their batch is complete."""
+
+    def add(self, row: int, columns: Mapping[str, Any], prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Receive the sample of a row of the batch: its non-tensor columns, and token ids of prompt and response."""
 
 
 class RolloutPhase:
@@ -77,7 +84,14 @@ class RolloutPhase:
         self._lengths = LengthPredictor()
 
     def generate_sequences(
-        self, prompts: DataProto, step: int, metrics: Metrics, generation_round: int = 0, *, with_baseline: bool = False
+        self,
+        prompts: DataProto,
+        step: int,
+        metrics: Metrics,
+        generation_round: int = 0,
+        *,
+        with_baseline: bool = False,
+        early: SampleSink | None = None,
     ) -> DataProto:
         """Generate ``n`` samples per prompt as adjacent rows; the column ``uid`` names the prompt.
 
@@ -87,11 +101,12 @@ class RolloutPhase:
             metrics: gets the metrics of the conversations.
             generation_round: number of the round in the step.
             with_baseline: add a greedy sample after the others of a prompt, with ``is_baseline`` True (ReMax).
+            early: receives each sample as soon as it has ended.
         """
         stream = (TRAINING, step, generation_round) if generation_round else (TRAINING, step)
         sampling = self.rollout
         assert isinstance(sampling, TrainingRolloutConfig), "a job without training samples as in validation"
-        batch, conversation_metrics = self._generate(prompts, sampling, sampling.n, stream, with_baseline)
+        batch, conversation_metrics = self._generate(prompts, sampling, sampling.n, stream, with_baseline, early)
         if with_baseline:
             rows = np.arange(len(batch)) % (sampling.n + 1)
             batch = batch.with_columns({}, {"is_baseline": (rows == sampling.n).tolist()})
@@ -101,19 +116,22 @@ class RolloutPhase:
         batch.meta_info |= self.batch_info
         return batch
 
-    def validate(self, prompts: DataProto, step: int, batch: int = 0) -> DataProto:
+    def validate(self, prompts: DataProto, step: int, batch: int = 0, early: SampleSink | None = None) -> DataProto:
         """Generate samples with the sampling parameters of validation.
 
         Args:
             prompts: held-out prompts.
             step: seeds the draws.
             batch: number of the validation batch in the step.
+            early: receives each sample as soon as it has ended.
 
         Returns:
             Samples; ``meta_info[ROLLOUT_METRICS]`` holds the metrics of the conversations.
         """
         sampling = self.rollout.val_kwargs
-        samples, conversation_metrics = self._generate(prompts, sampling, sampling.n, (VALIDATION, step, batch))
+        samples, conversation_metrics = self._generate(
+            prompts, sampling, sampling.n, (VALIDATION, step, batch), early=early
+        )
         samples.meta_info[ROLLOUT_METRICS] = conversation_metrics
         return samples
 
@@ -124,13 +142,14 @@ class RolloutPhase:
         samples: int,
         stream: tuple[int, ...],
         with_baseline: bool = False,
+        early: SampleSink | None = None,
     ) -> tuple[DataProto, Metrics]:
         params = SamplingParams.of(sampling, self.config.data.max_response_length)
         seeds = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, len(prompts)).tolist()
         params_per_sample = [params] * samples + [dataclasses.replace(params, temperature=0.0)] * with_baseline
         conversations = self._conversations(prompts, params_per_sample, seeds)
         run = self._endpoint.run if self._endpoint else asyncio.run
-        trajectories, traffic = run(self._lead(conversations))
+        trajectories, traffic = run(self._lead(conversations, early))
         if traffic.lost:
             self._on_lost(traffic.lost)
         batch = trajectories_to_batch(trajectories, self.tokenizer.pad_token_id or 0, state_masking=self.state_masking)
@@ -139,12 +158,20 @@ class RolloutPhase:
         )
         return batch.union(columns.repeat(len(params_per_sample))), trajectory_metrics(trajectories) | traffic.metrics()
 
-    async def _lead(self, conversations: Sequence[Conversation]) -> tuple[list[Trajectory], RouterStats]:
+    async def _lead(
+        self, conversations: Sequence[Conversation], early: SampleSink | None
+    ) -> tuple[list[Trajectory], RouterStats]:
         # An eighth more requests than slots, so that a freed slot is refilled without waiting.
         capacity = self.rollout.max_num_seqs + self.rollout.max_num_seqs // 8
         queues = len(conversations) > capacity * len(self.replicas)
         # If all requests start at once, their assignment depends on the batch alone, and a run repeats bit for bit.
         expected = {c.key: self._lengths.expected(c.prompt_ids) for c in conversations} if queues else {}
+
+        def pass_on(row: int, trajectory: Trajectory) -> None:
+            if early is not None and trajectory.error is None and trajectory.response_ids:
+                columns = {**conversations[row].facts, **trajectory.fields}
+                early.add(row, columns, trajectory.prompt_ids, trajectory.response_ids)
+
         async with Router(self.replicas, capacity, self.rollout.health.timeout_s) as router:
 
             async def generate(prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
@@ -152,7 +179,7 @@ class RolloutPhase:
 
             max_concurrency = self.rollout.agent.max_concurrency
             async with monitored_loop(), self._endpoint.serving(generate) if self._endpoint else nullcontext():
-                trajectories = await run_all(conversations, self._loops, generate, max_concurrency, FATAL)
+                trajectories = await run_all(conversations, self._loops, generate, max_concurrency, FATAL, pass_on)
         self._lengths.update(trajectories)
         return trajectories, router.stats
 
