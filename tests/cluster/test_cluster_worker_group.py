@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import time
@@ -285,6 +286,21 @@ def test_dependent_call_names_the_failed_call(pool, sleeper):
     with pytest.raises(WorkerFailed, match="ghost rank 0 failed in load"):
         sleeper.submit("sleep", ghost._starting[0].ref).result(timeout_s=30)
     ghost.shutdown()
+
+
+def test_calls_leave_nothing_behind(echo):
+    """Neither objects in the driver, nor records of the calls in Ray's GCS, which would grow with each step."""
+
+    def objects_after(calls):
+        for _ in range(calls):
+            echo.submit("received", batch_of(4)).result()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(30)
+    assert objects_after(60) - before < 60
+    time.sleep(1.5)  # processes send such records once a second
+    assert ray.timeline() == []
 
 
 def test_verb_with_a_name_of_the_group_raises(pool):

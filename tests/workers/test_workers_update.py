@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed import ProcessPool
+from distributed import Place, ProcessPool
 from role_processes import (
     ACTOR,
     BUDGETS,
@@ -178,3 +179,21 @@ def test_nonfinite_values_at_tool_tokens_are_ignored(
     metrics = actor.update("update_actor", models.batch.with_columns(wild, {}))
     assert metrics.pop("actor/kl_coef") == ACTOR.kl_loss_coef
     check(actor, tmp_path / "hf", metrics, reference("actor", "token-mean"), "actor")
+
+
+def count_objects(place: Place) -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.mark.parametrize("actor", ["tp1"], indirect=True)
+def test_updates_leave_no_objects_behind(actor: Role, models: Models) -> None:
+    def objects_after(updates: int) -> int:
+        for _ in range(updates):
+            actor.map("compute_log_prob", models.batch)
+            actor.update("update_actor", models.batch)
+        (count,) = actor._run(count_objects)
+        return count
+
+    before = objects_after(5)  # the first ones fill caches
+    assert objects_after(20) - before < 20

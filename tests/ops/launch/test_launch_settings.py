@@ -59,6 +59,10 @@ def test_invalid_ports(first, workers):
         Ports(first, workers)
 
 
+def test_records_of_calls_in_the_gcs_are_limited():
+    assert int(ray_environment("/t/token")["RAY_task_events_max_num_task_in_gcs"]) <= 10_000
+
+
 def test_token_is_always_required():
     assert ray_environment("/t/token")["RAY_AUTH_MODE"] == "token"
     assert "RAY_ADDRESS" not in ray_environment("/t/token")
