@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_runs import CliRun
+from cli_runs import CliRun, RunFiles
 
 from megarl import cli
 
@@ -21,6 +21,19 @@ from megarl.models.families.qwen2 import Qwen2
 class Ours(Qwen2):
     name = "ours"
 """
+OUT_OF_MEMORY = """
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+def check_size(module, args):
+    if type(module).__name__ == "VocabParallelEmbedding" and args[0].numel() > 100:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+register_module_forward_pre_hook(check_size)
+"""
+"""A device that holds micro-batches of 100 tokens, on all ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +44,7 @@ def family(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = folder / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["OursForCausalLM"]}))
     (folder / "ours.py").write_text(FAMILY)
+    (folder / "memory.py").write_text(OUT_OF_MEMORY)
     return folder
 
 
@@ -50,9 +64,14 @@ def test_unknown_family_is_refused(keys: list[str], capsys: pytest.CaptureFixtur
 
 
 def test_every_process_imports_external_lib(keys: list[str], family: Path, start: Callable[..., CliRun]) -> None:
-    run = start(*keys, f"actor_rollout_ref.model.external_lib={family}/ours.py")
+    run = start(*keys, f"actor_rollout_ref.model.external_lib=[{family}/ours.py,{family}/memory.py]")
     assert run.wait() == 0, run.output
     assert json.loads((run.folder / "export" / "config.json").read_text())["architectures"] == ["OursForCausalLM"]
+    # The second file lets large micro-batches run out of memory, also where tensor-parallel ranks share a layer.
+    (row,) = RunFiles(run.folder, "ours").steps.values()
+    for role in ("actor", "critic"):
+        assert row[f"{role}/out_of_memory"] >= 1 and row[f"{role}/update_micro_batch_limit"] < 8192
+        assert f"step 1: {role} ran out of device memory" in " ".join(run.output.split())
 
 
 def test_convert_imports_external_lib(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
