@@ -136,6 +136,7 @@ def allocated(model: ModelConfig, case: OnGpu) -> int:
         with torch.no_grad():
             for param in engine.weights.parameters().values():
                 param.normal_(std=0.02)
+            engine.optimizer.weights_changed()
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             batches = [_micro_batch(number) for number in range(2)]

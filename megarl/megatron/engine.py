@@ -33,7 +33,7 @@ from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
 from megarl.megatron.optimizer import Optimizer, OptimizerOptions, StepResult
 from megarl.megatron.options import MegatronOptions
 from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, Outputs, mean_of_rows, policy_outputs, value_outputs
-from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.packed import PackedMicroBatch, begin_copy_to_host
 from megarl.megatron.pass_guard import PassGuard
 from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
 from megarl.megatron.runtime import Runtime
@@ -265,9 +265,11 @@ class MegatronEngine:
         with cuda_on_cpu.active():
 
             def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
-                return gather_outputs(output, part, self.runtime.cp_group).cpu()
+                return begin_copy_to_host(gather_outputs(output, part, self.runtime.cp_group))
 
             outputs = self._run(micro_batches, read, forward_only=True, hidden_only=True)
+            if self.runtime.device.type == "cuda":
+                torch.cuda.current_stream(self.runtime.device).synchronize()  # once, for all copies
             return outputs if self.runtime.is_last_stage else None
 
     def output_weight(self) -> Tensor | None:

@@ -27,6 +27,17 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def begin_copy_to_host(tensor: Tensor) -> Tensor:
+    """Start the copy of a GPU's tensor to pinned memory, without waiting; a tensor of the host is returned itself.
+
+    The copy is complete when the current stream is synchronized.
+    """
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class SharedPrompts:
     """Mapping between stored tokens and whole sequences, if a prompt of several sequences is stored once.

@@ -36,6 +36,17 @@ def test_other_copies_are_plain() -> None:
         tensor.pin_memory.assert_not_called()
 
 
+def test_copies_to_the_host_go_to_pinned_memory_and_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = mock.Mock()
+    monkeypatch.setattr(packed.torch, "empty", pinned)
+    tensor = mock.Mock(device=CUDA, shape=(3, 4), dtype=torch.bfloat16)
+    assert packed.begin_copy_to_host(tensor) is pinned().copy_.return_value
+    assert pinned.call_args_list[0] == mock.call((3, 4), dtype=torch.bfloat16, pin_memory=True)
+    pinned().copy_.assert_called_once_with(tensor, non_blocking=True)
+    host = mock.Mock(device=torch.device("cpu"))
+    assert packed.begin_copy_to_host(host) is host
+
+
 def every_tensor(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
