@@ -20,6 +20,7 @@ from megarl.base.imports import import_large
 from megarl.base.logs import LOGS_FOLDER, driver_log
 from megarl.base.provenance import run_facts
 from megarl.base.run_clock import start_run_clock
+from megarl.base.run_writer import RUN_WRITER
 from megarl.base.table import table_lines
 from megarl.cluster.fork_server import fork_server
 from megarl.config import (
@@ -301,7 +302,7 @@ def _run_locked(
 ) -> None:
     """Run one job in its folder, which no other run writes."""
     folder, title = Path(HydraConfig.get().runtime.output_dir), f"{name} {config.trainer.experiment_name}"
-    (folder / "config.yaml").write_text(to_yaml(config))
+    RUN_WRITER.replace(folder / "config.yaml", to_yaml(config))
     _record_start(folder, name, config_name, config, values, overrides)
     config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
     with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
@@ -376,7 +377,7 @@ def _record_start(
         **run_facts(),
         "differences": [difference._asdict() for difference in changes],
     }
-    (folder / "run.json").write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
+    RUN_WRITER.replace(folder / "run.json", json.dumps(facts, indent=1, default=str) + "\n")
 
 
 def _parser(name: str, job: Job) -> argparse.ArgumentParser:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megarl.base.run_writer import RUN_WRITER
+
 LOGS_FOLDER, DRIVER = "logs", "driver"
 TAIL_LINES = 15
 _SHOWN_KEY = "already_shown"
@@ -106,13 +108,26 @@ class TimestampedStream(WrappedStream):
         super().__init__(stream)
         self._label = label
         self._at_start = True
+        self._lost = 0
 
     def write(self, text: str) -> int:
-        """Write text of any number of lines, complete or not."""
+        """Write text of any number of lines, complete or not; a full disk loses it, and does not end the process."""
         for line in text.splitlines(keepends=True):
-            self._stream.write(timestamped_line(self._label, line) if self._at_start else line)
+            try:
+                if self._lost:
+                    note = f"{self._lost:,} characters of output are missing here: the disk was full\n"
+                    self._stream.write(timestamped_line(self._label, note))
+                    self._lost = 0
+                self._stream.write(timestamped_line(self._label, line) if self._at_start else line)
+            except OSError:
+                self._lost += len(line)
             self._at_start = line.endswith("\n")
         return len(text)
+
+    def flush(self) -> None:
+        """Flush the wrapped stream, if the disk has space."""
+        with contextlib.suppress(OSError):
+            super().flush()
 
 
 def redirect_output(file: Path, level: str, facts: str = "") -> Path:
@@ -220,7 +235,24 @@ class TerminalHandler(logging.Handler):
             # A console with a live view prints the line without logging it again.
             show = getattr(sys.stderr, "show_only", None)
             text = self.format(record)
-            show(text) if show else print(text, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a terminal redirected to a file on a full disk
+                show(text) if show else print(text, file=sys.stderr, flush=True)
+
+
+class RunLogHandler(logging.Handler):
+    """Appends lines to a log file; a full disk delays them.
+
+    Args:
+        path: the log file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the line."""
+        RUN_WRITER.append(self.path, self.format(record) + "\n")
 
 
 @contextlib.contextmanager
@@ -233,11 +265,10 @@ def driver_log(folder: Path, level: str) -> Iterator[Path]:
         folder: folder of the run's logs; it is created.
         level: name of the lowest logged level.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{DRIVER}.log"
     root = logging.getLogger()
     before = list(root.handlers), root.level
-    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    file = RunLogHandler(path)
     configure_logging(level, [file, TerminalHandler()])
     logging.getLogger(__name__).info("%s begins, pid %d: %s", DRIVER, os.getpid(), " ".join(sys.argv))
     try:

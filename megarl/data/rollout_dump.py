@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,8 +85,8 @@ class RolloutDump:
         versions = batch.non_tensor_batch.get("weight_version", np.full(len(batch), -1))
         return cls(metadata, ids, **ragged, weight_versions=versions.astype(np.int64))
 
-    def save(self, path: str | Path) -> None:
-        """Write the dump as a compressed ``.npz`` file."""
+    def encoded(self) -> bytes:
+        """Return the dump as the content of a compressed ``.npz`` file."""
         arrays: dict[str, Any] = {"facts": np.array(json.dumps(asdict(self.metadata)))}
         for name in _RAGGED:
             rows: RaggedArray = getattr(self, name)
@@ -93,13 +94,13 @@ class RolloutDump:
         arrays["prompt_lengths"] = np.array([len(row) for row in self.prompts], dtype=np.int64)
         arrays["response_lengths"] = np.array([len(row) for row in self.responses], dtype=np.int64)
         arrays["weight_versions"] = self.weight_versions
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            np.savez_compressed(file, **arrays)
+        content = io.BytesIO()
+        np.savez_compressed(content, **arrays)
+        return content.getvalue()
 
     @classmethod
     def load(cls, path: str | Path) -> RolloutDump:
-        """Read a file of :meth:`save`.
+        """Read a file with the content of :meth:`encoded`.
 
         Raises:
             DataError: the file is not a rollout dump.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.base.run_writer import RUN_WRITER
 from megarl.tracing.board import parse_ranks
 from megarl.tracing.stacks import DEAD, STOPPED, Frame, ProcessReport
 
@@ -158,10 +159,9 @@ def render_process(process: ObservedProcess) -> str:
 
 def write_stall(folder: Path, summary: str, processes: Iterable[ObservedProcess]) -> None:
     """Write the summary and a file per process into a new folder."""
-    folder.mkdir(parents=True)
     for process in processes:
-        (folder / process.file_name).write_text(render_process(process))
-    (folder / "summary.txt").write_text(summary + "\n")
+        RUN_WRITER.replace(folder / process.file_name, render_process(process))
+    RUN_WRITER.replace(folder / "summary.txt", summary + "\n")
 
 
 def _waiters(

@@ -11,9 +11,10 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, NamedTuple, Self
 
 from megarl.base.errors import ConfigError
+from megarl.base.run_writer import RUN_WRITER
 from megarl.tracing.tracer import Event
 
 TRACE_FILE = "trace.json"
@@ -28,11 +29,11 @@ class TraceFile:
     """
 
     def __init__(self, path: Path, origin_ns: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._origin_ns = origin_ns
-        self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 -- open until the run ends
-        self._file.write("[\n")
+        self._lines: list[str] = []
+        self._is_open = True
+        RUN_WRITER.replace(path, "[\n")
         self._lanes: dict[tuple[int, str], int] = {}
 
     def __enter__(self) -> Self:
@@ -74,14 +75,17 @@ class TraceFile:
 
     def flush(self) -> None:
         """Flush the file, so that its content survives a kill."""
-        self._file.flush()
+        if self._lines:
+            RUN_WRITER.append(self.path, "".join(self._lines))
+            self._lines.clear()
 
     def close(self) -> None:
         """Complete the file; safe to call twice."""
-        if not self._file.closed:
-            self._file.write(json.dumps({"ph": "M", "name": "process_sort_index", "pid": 0, "args": {"sort_index": 0}}))
-            self._file.write("\n]\n")
-            self._file.close()
+        if self._is_open:
+            self._is_open = False
+            last = {"ph": "M", "name": "process_sort_index", "pid": 0, "args": {"sort_index": 0}}
+            self._lines.append(json.dumps(last) + "\n]\n")
+            self.flush()
 
     def _lane(self, process: int, lane: str) -> int:
         """Return the number of a lane; name a new lane in the file."""
@@ -93,7 +97,7 @@ class TraceFile:
         return self._lanes[key]
 
     def _line(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":"), default=str) + ",\n")
+        self._lines.append(json.dumps(line, separators=(",", ":"), default=str) + ",\n")
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

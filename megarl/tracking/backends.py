@@ -62,10 +62,6 @@ class JsonlTracker(Tracker):
         """Append a row."""
         self.file.append(step, metrics)
 
-    def finish(self) -> None:
-        """Close the file."""
-        self.file.close()
-
 
 @register_tracker("tensorboard")
 class TensorboardTracker(Tracker):

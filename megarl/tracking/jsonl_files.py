@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.base.atomic_write import atomic_write_text
+from megarl.base.run_writer import RUN_WRITER
 
 MetricsRow = dict[str, float]
 METRICS_FILE = "metrics.jsonl"
@@ -74,22 +74,17 @@ class MetricsFile:
 
     def __init__(self, path: Path | str, resumed_step: int | None = None) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        RUN_WRITER.forget(self.path)
         if resumed_step is not None:
             kept = [row for row in read_metrics(self.path) if row["step"] <= resumed_step]
-            atomic_write_text(self.path, "".join(_metrics_line(int(row.pop("step")), row) for row in kept))
+            RUN_WRITER.replace(self.path, "".join(_metrics_line(int(row.pop("step")), row) for row in kept))
         else:
             _set_aside(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+            RUN_WRITER.append(self.path, "")
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and flush one row: a kill after the call does not lose it."""
-        self._file.write(_metrics_line(step, metrics))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write one row: a kill after the call does not lose it, unless the disk is full."""
+        RUN_WRITER.append(self.path, _metrics_line(step, metrics))
 
 
 def read_balance(path: Path) -> BalanceRows:
@@ -133,18 +128,18 @@ class BalanceFile:
 
     def __init__(self, path: Path, resumed_step: int | None = None, limit_bytes: int = BALANCE_BYTES) -> None:
         self.path, self.limit_bytes, self.stride = path, limit_bytes, 1
+        RUN_WRITER.forget(path)
         if resumed_step is None:
             _set_aside(path)
         elif path.exists():
             self._write({step: lists for step, lists in read_balance(path).items() if step <= resumed_step})
 
     def add(self, step: int, lists: Mapping[str, Sequence[float]]) -> None:
-        """Write a step's lists: a kill after the call does not lose them."""
+        """Write a step's lists: a kill after the call does not lose them, unless the disk is full."""
         if step % self.stride:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_balance_line(step, lists))
-        while self.path.stat().st_size > self.limit_bytes:
+        RUN_WRITER.append(self.path, _balance_line(step, lists))
+        while not RUN_WRITER.is_waiting(self.path) and self.path.stat().st_size > self.limit_bytes:
             rows = read_balance(self.path)
             if len(rows) < 2:
                 return
@@ -152,7 +147,7 @@ class BalanceFile:
             self._write({kept: row for kept, row in rows.items() if kept % self.stride == 0})
 
     def _write(self, rows: Mapping[int, Mapping[str, Sequence[float]]]) -> None:
-        atomic_write_text(self.path, "".join(_balance_line(step, lists) for step, lists in rows.items()))
+        RUN_WRITER.replace(self.path, "".join(_balance_line(step, lists) for step, lists in rows.items()))
 
 
 def _read_rows(path: Path, kind: str, parse: Callable[[Any], _Row]) -> list[_Row]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from megarl.base.run_writer import RUN_WRITER
 
 FOLDER_BYTES = 512 << 20
 
 
-def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
-    """Write one sample per line; values that JSON lacks are written as strings."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> int:
+    """Write one sample per line; values that JSON lacks are written as strings. Returns the number of bytes."""
     lines = (json.dumps(sample, ensure_ascii=False, default=str) for sample in samples)
     # "replace": broken output of a model may contain lone surrogates, which UTF-8 cannot encode
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8", errors="replace")
+    content = "".join(line + "\n" for line in lines).encode("utf-8", "replace")
+    RUN_WRITER.replace(path, content)
+    return len(content)
 
 
 def step_files(folder: Path | None) -> list[Path]:
@@ -65,9 +69,8 @@ class SampleFiles:
 
     def add(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Write the samples of a step."""
-        write_samples(self._path(step), samples)
         before = max((kept for kept in self._sizes if kept < step), default=None)
-        self._sizes[step] = self._path(step).stat().st_size
+        self._sizes[step] = write_samples(self._path(step), samples)
         if before is not None:
             self._drop([before])
         while sum(self._sizes.values()) > self.limit_bytes and len(self._sizes) > 2:
@@ -78,7 +81,9 @@ class SampleFiles:
         ends = (min(self._sizes), max(self._sizes))
         for step in steps:
             if step % self.stride and step not in ends:
-                self._path(step).unlink(missing_ok=True)
+                RUN_WRITER.forget(self._path(step))
+                with suppress(OSError):
+                    self._path(step).unlink(missing_ok=True)
                 del self._sizes[step]
 
     def _path(self, step: int) -> Path:

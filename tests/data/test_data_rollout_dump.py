@@ -25,7 +25,8 @@ def test_rollout_dump_round_trip(tmp_path: Path) -> None:
         {"weight_version": [3, 4]},
     )
     facts = DumpMetadata(7, 0.7, "embedded", "bfloat16", "float32")
-    RolloutDump.of(batch, facts).save(tmp_path / "new" / "7.npz")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "7.npz").write_bytes(RolloutDump.of(batch, facts).encoded())
     read = RolloutDump.load(tmp_path / "new" / "7.npz")
     assert asdict(read.metadata) == asdict(facts) and len(read) == 2
     expected = {

@@ -24,7 +24,6 @@ def write(path, steps, resumed_step=None, value=1.0):
     file = MetricsFile(path, resumed_step)
     for step in steps:
         file.append(step, {"loss": value * step})
-    file.close()
 
 
 def test_metrics_rows_are_read_back_in_order(path):
@@ -39,7 +38,6 @@ def test_metrics_rows_are_read_back_in_order(path):
 def test_non_finite_metrics_survive_as_valid_json(path):
     file = MetricsFile(path)
     file.append(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "exact": 0.1 + 0.2})
-    file.close()
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     (row,) = read_metrics(path)
     assert math.isnan(row["nan"]) and row["up"] == math.inf and row["down"] == -math.inf and row["exact"] == 0.1 + 0.2
@@ -49,7 +47,6 @@ def test_metrics_of_one_step_are_merged(path):
     file = MetricsFile(path)
     file.append(1, {"a": 1.0, "b": 1.0})
     file.append(1, {"b": 2.0})
-    file.close()
     assert read_metrics(path) == [{"step": 1, "a": 1.0, "b": 2.0}]
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.base.atomic_write import atomic_write_text
 from megarl.base.logs import LOGS_FOLDER
+from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
@@ -104,6 +104,7 @@ class RunReporter:
             "updated": 0.0,
         }
         resumed_step = None if resumed_from is None else resumed_from[1]
+        RUN_WRITER.reset()
         (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run in this folder
         begin_samples(folder / "samples", resumed_step)
         self.samples = {kind: SampleFiles(folder / "samples" / kind) for kind in ("train", "validation")}
@@ -119,7 +120,7 @@ class RunReporter:
                 shutil.copyfile(checkpoint / name, self.folder / name)
 
     def _open_trackers(self, resumed_step: int | None) -> Trackers:
-        (self.folder / ID_FILE).write_text(self.run_id, encoding="ascii")
+        RUN_WRITER.replace(self.folder / ID_FILE, self.run_id)
         run = RunInfo(
             self.config.project_name,
             self.config.experiment_name,
@@ -174,7 +175,7 @@ class RunReporter:
         self._totals["updated"] += max((tokens.get(phase, 0) for phase in updates), default=0)
         accuracy = _accuracy(metrics)
         self._accuracy_after = self._accuracy_after if accuracy is None else accuracy
-        self.trackers.log({**metrics, **self.timer.metrics(tokens)}, step)
+        self.trackers.log({**metrics, **self.timer.metrics(tokens), **RUN_WRITER.metrics()}, step)
         self.timer.reset()
 
     def log_validation(self, step: int, metrics: Metrics) -> None:
@@ -216,7 +217,8 @@ class RunReporter:
         self.trackers.finish()
         values = {**summary, "report": str(self.report)}
         for folder in (self.folder, self.folder.parent):
-            atomic_write_text(folder / "summary.json", json.dumps(values, indent=2) + "\n")
+            RUN_WRITER.replace(folder / "summary.json", json.dumps(values, indent=2) + "\n")
+        RUN_WRITER.close()
         self.console.summary(values, self.config.experiment_name)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import ActorRolloutRefConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.data.rollout_dump import DumpMetadata, RolloutDump
@@ -135,7 +136,7 @@ def dump_log_probs(folder: str | Path, step: int, batch: DataProto, config: Acto
     """Write ``<folder>/<step>.npz``: tokens and log-probs of engine and actor, for ``megarl doctor logprobs``."""
     rollout, actor = config.rollout, config.actor
     facts = DumpMetadata(step, rollout.temperature, rollout.name, rollout.dtype, actor.megatron.dtype)
-    RolloutDump.of(batch, facts).save(Path(folder) / f"{step}.npz")
+    RUN_WRITER.replace(Path(folder) / f"{step}.npz", RolloutDump.of(batch, facts).encoded())
 
 
 def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:

@@ -31,7 +31,6 @@ def make_run(tmp_path: Path) -> MakeRun:
         metrics = MetricsFile(folder / "metrics.jsonl")
         for number, row in enumerate(default_rows() if rows is None else rows):
             metrics.append(int(row.get("step", number)), {key: value for key, value in row.items() if key != "step"})
-        metrics.close()
         chosen = {step: [sample(n, step) for n in range(3)] for step in (1, 10)} if samples is None else samples
         for step, answers in chosen.items():
             write_samples(folder / "samples" / "train" / f"{step}.jsonl", answers)
