@@ -153,6 +153,7 @@ def join(gcs_address, **authentication):
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")},
         "RAY_ADDRESS": gcs_address,
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # this cluster is on the loopback interface only
+        "RAY_NUM_REDIS_GET_RETRIES": "2",  # a refused client tries again every second
         **authentication,
     }
     return subprocess.run(
