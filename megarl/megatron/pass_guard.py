@@ -13,7 +13,6 @@ repeated only if no rank waits:
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import time
 from collections.abc import Callable
@@ -60,8 +59,6 @@ class PassGuard:
         self._runtime = runtime
         self._obstacle = _obstacle(runtime, enabled)
         self._peers_wait_s = peers_wait_s
-        self._numbers = itertools.count()
-        self._number = 0
         self._has_voted = False
         self._random_states: _RandomStates
 
@@ -81,7 +78,6 @@ class PassGuard:
         Raises:
             DeviceMemoryError: a rank ran out of device memory.
         """
-        self._number = next(self._numbers)
         self._has_voted = False
         if self._votes:
             self._random_states = _RandomStates(self._runtime.device)
@@ -116,7 +112,7 @@ class PassGuard:
         if not obstacle and gathers_weights:
             obstacle = "with overlap_param_gather other ranks wait for its weights"
         elif not obstacle and self._has_voted:
-            obstacle = "with overlap_grad_reduce other ranks wait for its gradients of the last micro-batch"
+            obstacle = "other ranks wait for its gradients, with overlap_grad_reduce during the last micro-batch"
         elif not obstacle and not self._peers_left_alike():
             obstacle = "ranks that share its layers, sequences or experts had enough memory and wait for it"
         if obstacle:
@@ -138,7 +134,8 @@ class PassGuard:
         if not peers:
             return True
         own = {group.group_name: _collectives(group) for group in _world.pg_map}
-        store, prefix = _get_default_store(), f"megarl/out_of_memory/{self._number}"
+        # Each pass ends with a collective of all ranks, the vote: their number identifies the pass.
+        store, prefix = _get_default_store(), f"megarl/out_of_memory/{_collectives(dist.group.WORLD)}"
         store.set(f"{prefix}/{self._runtime.rank}", json.dumps(own))
         keys, end = [f"{prefix}/{rank}" for rank in peers], time.monotonic() + self._peers_wait_s
         while not store.check(keys):

@@ -200,19 +200,18 @@ class MegatronWorker(SavingWorker):
         sizes = batch.meta_info.get(MINI_BATCH_SIZES, [share] * (len(rows) // share))
         totals: dict[str, float] = defaultdict(float)
         steps = 0
+
+        def compute_gradient(
+            mini_batch: range, groups: Sequence[Sequence[int]]
+        ) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
+            packed, sequences = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
+            return self.engine.forward_backward(packed, partial(weighted_sums, loss, sequences), outputs), groups
+
         for _ in range(plan.epochs):
             for start, stop in pairwise(accumulate(sizes, initial=0)):
                 mini_batch = range(start, stop)
-
-                def compute_gradient(
-                    groups: Sequence[Sequence[int]], mini_batch: range = mini_batch
-                ) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
-                    packed, sequences = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
-                    return self.engine.forward_backward(
-                        packed, partial(weighted_sums, loss, sequences), outputs
-                    ), groups
-
-                metrics, groups = self.memory.run_pass(UPDATE, plan.budget, rows, compute_gradient, mini_batch)
+                compute = partial(compute_gradient, mini_batch)
+                metrics, groups = self.memory.run_pass(UPDATE, plan.budget, rows, compute, mini_batch)
                 metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups)
                 for name, value in metrics.items():
                     totals[name] += value
