@@ -50,10 +50,10 @@ def collective_interfaces(address: str) -> dict[str, str]:
     Args:
         address: this node's address in the job; loopback if all ranks are on this machine.
     """
+    is_local = ipaddress.ip_address(address).is_loopback
+    if is_local and ":" not in address:
+        address = "127.0.0.1"  # its interface has all addresses of 127.0.0.0/8
     for name, addresses in psutil.net_if_addrs().items():
         if address in (entry.address for entry in addresses):
-            variables = {"GLOO_SOCKET_IFNAME": name}
-            if ipaddress.ip_address(address).is_loopback:
-                variables["NCCL_SOCKET_IFNAME"] = name
-            return variables
+            return {variable: name for variable in ("GLOO_SOCKET_IFNAME", *["NCCL_SOCKET_IFNAME"] * is_local)}
     return {}

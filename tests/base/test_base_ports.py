@@ -32,8 +32,8 @@ def test_ports_in_use_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_collectives_listen_on_the_interface_of_the_address() -> None:
     """Linux reports interfaces and addresses in /proc; a node has at least loopback."""
-    loopback = ports.collective_interfaces("127.0.0.1")
-    assert loopback == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    for address in ("127.0.0.1", "127.0.0.2"):  # the second: of another node of a cluster on this machine
+        assert ports.collective_interfaces(address) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             if entry.family == socket.AF_INET and name != "lo":
