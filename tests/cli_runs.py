@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 from interrupts import restore_interrupts
+from warm_drivers import DriverServer, WarmDriver
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARDS = ROOT / "tests" / "e2e" / "reward_functions.py"
@@ -35,26 +36,39 @@ class CliRun:
         arguments: command-line arguments after ``python -m megarl.<job>``.
         env: environment variables in addition to those of this process.
         job: ``train`` or ``evaluate``.
+        server: forks the driver; None = the driver is a process of its own.
     """
 
     def __init__(
-        self, folder: Path, arguments: Sequence[str], env: Mapping[str, str] | None = None, job: str = "train"
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        job: str = "train",
+        server: DriverServer | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.arguments = list(arguments)
         self.mark = uuid.uuid4().hex
         self.output_file = folder / f"output-{self.mark[:8]}.txt"
+        command = [f"megarl.{job}", *arguments]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {}), MARK: self.mark}
+        self.process: subprocess.Popen[bytes] | WarmDriver
+        # The driver begins a session: a signal to its process group acts like Ctrl-C in a terminal.
         with open(self.output_file, "w") as output:
+            if server is not None:
+                self.process = server.start(command, folder, variables, output.fileno())
+                return
             self.process = subprocess.Popen(
-                [sys.executable, "-m", f"megarl.{job}", *arguments],
+                [sys.executable, "-m", *command],
                 cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {}), MARK: self.mark},
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=restore_interrupts,
-                start_new_session=True,  # a signal to its process group acts like Ctrl-C in a terminal
+                start_new_session=True,
             )
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import ONE_BY_ONE, REWARDS, ROOT, CliRun
+from warm_drivers import DriverServer
 
 from megarl.base.packages import is_installed
 from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
@@ -56,10 +57,21 @@ def shared_server() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str]) -> Iterator[Callable[..., CliRun]]:
+def drivers() -> Iterator[DriverServer]:
+    """Server whose forks are the drivers of runs."""
+    server = DriverServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def start(
+    tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str], drivers: DriverServer
+) -> Iterator[Callable[..., CliRun]]:
     """``start(*arguments, folder=None, env=None, job="train")`` ends the previous run and starts a new one.
 
-    A run with an environment of its own has a fork server of its own.
+    The driver and the workers of a run are forks. A run with an environment, even an empty one, has a driver and a fork
+    server of its own.
     """
     runs: list[CliRun] = []
 
@@ -68,7 +80,9 @@ def start(tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str
     ) -> CliRun:
         if runs:
             runs[-1].close()
-        runs.append(CliRun(folder or tmp_path_factory.mktemp("run"), arguments, env or shared_server, job))
+        folder = folder or tmp_path_factory.mktemp("run")
+        is_warm = env is None
+        runs.append(CliRun(folder, arguments, shared_server if is_warm else env, job, drivers if is_warm else None))
         return runs[-1]
 
     yield start_run

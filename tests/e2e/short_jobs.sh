@@ -1,5 +1,15 @@
 # Shortens the documented commands for tests/e2e/test_e2e_docs.py, which sets BASH_ENV to this file: a small task, and jobs
-# of one step. With MEGARL_DOCS=check, jobs end after the checks of their configuration.
+# of one step. With MEGARL_DOCS=check, jobs end after the checks of their configuration. WARM_DRIVERS is the socket of the
+# server that forks jobs and scripts (tests/warm_drivers.py); without it they are processes of their own.
+
+_python() { # _python [-m] PROGRAM ARGUMENT...
+  if [ -z "${WARM_DRIVERS:-}" ]; then
+    command python "$@"
+    return
+  fi
+  if [ "$1" = -m ]; then shift; fi
+  command python -S "$(dirname "$BASH_ENV")/../warm_drivers.py" "$WARM_DRIVERS" "$@"
+}
 
 _job() { # _job NAME ARGUMENT...
   local name="$1" more=()
@@ -16,13 +26,13 @@ _job() { # _job NAME ARGUMENT...
       esac
       ;;
   esac
-  command python -m megarl.cli "$@" "${more[@]}"
+  _python -m megarl.cli "$@" "${more[@]}"
 }
 
 megarl() {
   case "$1" in
     train | sft | reward-model | evaluate | generate) _job "$@" ;;
-    *) command python -m megarl.cli "$@" ;;
+    *) _python -m megarl.cli "$@" ;;
   esac
 }
 
@@ -30,7 +40,8 @@ python() {
   case "$1 ${2:-}" in
     "-m megarl.train" | "-m megarl.sft" | "-m megarl.evaluate" | "-m megarl.generate") _job "${2#megarl.}" "${@:3}" ;;
     "tools/make_arithmetic.py "*)
-      command python "$@" --hidden 32 --layers 2 --largest 9 --num-test 20 --lessons 60 60 ;;
+      _python "$@" --hidden 32 --layers 2 --largest 9 --num-test 20 --lessons 60 60 ;;
+    tools/*.py\ *) _python "$@" ;;
     *) command python "$@" ;;
   esac
 }

@@ -6,21 +6,23 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
+from warm_drivers import DriverServer
 
 PINNED = ("launch/constraints.txt", "setup.py")
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "tools", "tests/ops/plan/models")
 BLOCKS = shell_blocks()
 
 
-def run(code: str, folder: Path, how: str) -> str:
+def run(code: str, folder: Path, how: str, warm: Mapping[str, str]) -> str:
     """Run commands in a folder; return their output."""
     environment = {
         **os.environ,
+        **warm,
         "BASH_ENV": str(ROOT / "tests/e2e/short_jobs.sh"),
         "MEGARL_DOCS": how,
         "OMP_NUM_THREADS": "1",
@@ -35,13 +37,10 @@ def run(code: str, folder: Path, how: str) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server(shared_server: dict[str, str]) -> Iterator[None]:
-    """The jobs of the pages share a server."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in shared_server.items():
-            patch.setenv(name, value)
-        yield
+@pytest.fixture(scope="session")
+def warm(shared_server: dict[str, str], drivers: DriverServer) -> dict[str, str]:
+    """Environment in which jobs, tools of the pages and workers are forks."""
+    return {**shared_server, "WARM_DRIVERS": drivers.address}
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +66,7 @@ def after_quickstart(checkout: Path) -> Path:
     """The checkout after the quickstart command of the pages."""
     commands = {block.code for block in BLOCKS if block.mark == QUICKSTART}
     assert len(commands) == 1, f"blocks marked {QUICKSTART!r} must be equal: {commands}"
-    output = run(commands.pop(), checkout, "step")
+    output = run(commands.pop(), checkout, "step", {})  # as a user runs it: every process starts by itself
     assert "== 4/4" in output and "What is 25 + 4?" in output.partition("== 4/4")[2]
     return checkout
 
@@ -78,15 +77,15 @@ def test_quickstart_writes_a_report_and_a_model(after_quickstart: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == ALONE], ids=lambda block: block.name)
-def test_standalone_commands(block: Block, checkout: Path) -> None:
-    run(block.code, checkout, "check")
+def test_standalone_commands(block: Block, checkout: Path, warm: dict[str, str]) -> None:
+    run(block.code, checkout, "check", warm)
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == AFTER_QUICKSTART], ids=lambda block: block.name)
-def test_commands_after_the_quickstart(block: Block, after_quickstart: Path) -> None:
-    run(block.code, after_quickstart, "check")
+def test_commands_after_the_quickstart(block: Block, after_quickstart: Path, warm: dict[str, str]) -> None:
+    run(block.code, after_quickstart, "check", warm)
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == ONE_STEP], ids=lambda block: block.name)
-def test_commands_after_the_quickstart_run_one_step(block: Block, after_quickstart: Path) -> None:
-    run(block.code, after_quickstart, "step")
+def test_commands_after_the_quickstart_run_one_step(block: Block, after_quickstart: Path, warm: dict[str, str]) -> None:
+    run(block.code, after_quickstart, "step", warm)

@@ -1,0 +1,64 @@
+"""A fork of the driver server behaves like a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import warm_drivers
+from warm_drivers import DriverServer
+
+SCRIPT = """
+import atexit, json, os, signal, sys, threading
+threading.Thread(target=lambda: print("thread", flush=True)).start()
+atexit.register(print, "at exit")
+print(json.dumps({
+    "argv": sys.argv, "cwd": os.getcwd(), "value": os.environ.get("VALUE"), "home": "HOME" in os.environ,
+    "session": os.getsid(0) == os.getpid(), "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "threads": threading.active_count(), "path": sys.path[0], "name": __name__, "loaded": "torch" in sys.modules,
+    "descriptors": sorted(os.listdir("/proc/self/fd"), key=int)[:-1], "stdin": sys.stdin.read(),
+}))
+print("to standard error", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_fork_equals_a_process_of_its_own(drivers: DriverServer, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command, env = ["script.py", "a b", "c=1"], {"VALUE": "of the client"}
+    fresh = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    with open(tmp_path / "output", "w+") as file:
+        driver = drivers.start(command, tmp_path, env, file.fileno())
+        assert driver.wait(60) == fresh.returncode == 3
+        file.seek(0)
+        forked = file.read()
+
+    def facts(output: str) -> dict[str, object]:
+        return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+    of_fork, of_fresh = facts(forked), facts(fresh.stdout)
+    assert of_fork.pop("loaded") and not of_fresh.pop("loaded")
+    assert of_fork == of_fresh
+    assert sorted(line for line in forked.splitlines() if line[0] != "{") == ["at exit", "thread", "to standard error"]
+
+
+def test_signals_and_the_shells_client(drivers: DriverServer, tmp_path: Path) -> None:
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        driver = drivers.start(["sleep.py"], tmp_path, dict(os.environ), 1)
+        with pytest.raises(subprocess.TimeoutExpired):
+            driver.wait(0.1)
+        assert driver.poll() is None
+        os.killpg(driver.pid, number)
+        assert driver.wait(60) == -number == driver.poll()
+    client = [sys.executable, "-S", warm_drivers.__file__, drivers.address, "megarl.cli", "trian"]
+    done = subprocess.run(client, capture_output=True, text=True)
+    assert done.returncode == 2 and "Did you mean train" in done.stderr

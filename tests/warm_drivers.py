@@ -1,0 +1,224 @@
+"""Runs jobs of the command line as forks of one process that has imported their libraries.
+
+Importing torch, transformers, Ray and the trainer costs a job 3.5 s of CPU time. A fork starts with them loaded, and
+is otherwise like a process of its own: arguments, environment, working folder, standard streams, session and exit code.
+All forks share the seed of Python's string hashes, so one run of a comparison must be a process of its own.
+
+As a script, ``warm_drivers.py SOCKET MODULE ARGUMENT...`` runs a job on a server, for the commands of a shell.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+MODULES = ("megarl.cli", "torch", "transformers", "ray", "megarl.trainer.jobs.train", "megarl.ops.dry_run")
+"""Imported before the first fork: what ``megarl.train`` imports until its first step."""
+_HEADER_BYTES = 8
+
+
+class WarmDriver:
+    """A job in a fork of a server; the methods are those of ``subprocess.Popen``.
+
+    Args:
+        address: socket of the server.
+        module: run as by ``python -m``; or the path of a script.
+        arguments: arguments of the command line.
+        cwd: working folder.
+        env: environment.
+        streams: file descriptors of standard input, output and error.
+    """
+
+    def __init__(
+        self, address: str, module: str, arguments: list[str], cwd: str, env: dict[str, str], streams: list[int]
+    ) -> None:
+        request = {"module": module, "arguments": arguments, "cwd": cwd, "env": env}
+        body = json.dumps(request).encode()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect(address)
+        socket.send_fds(self._connection, [len(body).to_bytes(_HEADER_BYTES, "big")], streams)
+        self._connection.sendall(body)
+        self._answers = self._connection.makefile()
+        self.pid = int(self._answers.readline())
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; return the exit code, or minus the number of the signal that ended it."""
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                self._connection.recv(1, socket.MSG_PEEK)
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(f"warm driver {self.pid}", timeout or 0.0) from None
+            self._connection.settimeout(None)
+            self.returncode = int(self._answers.readline())
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the job runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the job has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the job, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+class DriverServer:
+    """A child process that forks drivers until it is closed or this process ends."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-drivers-")
+        self.address = os.path.join(self._folder.name, "socket")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(self.address)
+        listener.listen()
+        with listener:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(listener.fileno())],
+                stdin=subprocess.PIPE,  # its end tells the server that this process is gone
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def start(self, command: Sequence[str], cwd: Path, env: dict[str, str], output: int) -> WarmDriver:
+        """Run a module with arguments; standard output and error go to a file descriptor."""
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), output, output]
+            return WarmDriver(self.address, command[0], list(command[1:]), str(cwd), env, streams)
+
+    def close(self) -> None:
+        """End the server; its forks continue."""
+        self._process.kill()
+        self._process.communicate()
+        self._folder.cleanup()
+
+
+def _serve(listener: socket.socket) -> dict[str, object]:
+    """Fork a process per request; returns the request in the fork, and an empty one when standard input ends."""
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of the process
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == 0:
+                return {}
+            if key.fd in running:
+                pid, connection = running.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(OSError), connection:  # the client may be gone
+                    connection.sendall(f"{code}\n".encode())
+                continue
+            connection, _ = listener.accept()
+            header, streams, _, _ = socket.recv_fds(connection, _HEADER_BYTES, 3)
+            with connection.makefile("rb") as file:
+                request: dict[str, object] = json.loads(file.read(int.from_bytes(header, "big")))
+            pid = os.fork()
+            if not pid:
+                os.setsid()
+                connection.sendall(f"{os.getpid()}\n".encode())  # from here on its group can be signalled
+                for inherited in (selector, listener, connection, *(other for _, other in running.values())):
+                    inherited.close()
+                for descriptor in running:
+                    os.close(descriptor)
+                return {**request, "streams": streams}
+            for stream in streams:
+                os.close(stream)
+            descriptor = os.pidfd_open(pid)
+            running[descriptor] = pid, connection
+            selector.register(descriptor, selectors.EVENT_READ)
+
+
+def _become(request: dict[str, object]) -> str:
+    """Take over streams, environment, folder and arguments of a request; returns the module to run."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    streams, env, module = request["streams"], request["env"], request["module"]
+    assert isinstance(streams, list) and isinstance(env, dict) and isinstance(module, str)
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(str(request["cwd"]))
+    arguments = request["arguments"]
+    assert isinstance(arguments, list)
+    is_script = module.endswith(".py")
+    sys.argv = [module, *arguments]
+    sys.orig_argv = [sys.executable, *([] if is_script else ["-m"]), *sys.argv]
+    sys.path[0] = os.path.dirname(os.path.abspath(module)) if is_script else os.getcwd()
+    return module
+
+
+def _main() -> None:
+    import gc
+    import importlib
+    import runpy
+
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the checkout
+    gc.disable()  # a collection would visit the objects of all modules again and again
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request:
+        module = _become(request)
+        import numpy
+
+        numpy.random.seed()  # as in a new process; Python's generator does so by itself
+        try:
+            if module == "megarl.cli":  # loaded, so runpy would warn
+                sys.exit(importlib.import_module(module).main())
+            if module.endswith(".py"):
+                runpy.run_path(module, run_name="__main__")
+            else:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as stop:
+            if not isinstance(stop.code, int | None):
+                raise
+            _exit(stop.code or 0)
+        _exit(0)
+
+
+def _exit(code: int) -> NoReturn:
+    """End as the interpreter does, but without clearing modules: their memory would be copied for that."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _client(address: str, module: str, arguments: list[str]) -> int:
+    driver = WarmDriver(address, module, arguments, os.getcwd(), dict(os.environ), [0, 1, 2])
+    return driver.wait() % 256
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        _main()
+    else:
+        sys.exit(_client(sys.argv[1], sys.argv[2], sys.argv[3:]))
