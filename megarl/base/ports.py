@@ -41,6 +41,14 @@ def free_port(host: str = "") -> int:
         return int(reserved.getsockname()[1])
 
 
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an address; None if this machine has none with it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (entry.address for entry in addresses):
+            return name
+    return None
+
+
 def collective_interfaces(address: str) -> dict[str, str]:
     """Return environment variables that make gloo, and NCCL on loopback, listen on the interface of an address.
 
@@ -51,9 +59,8 @@ def collective_interfaces(address: str) -> dict[str, str]:
         address: this node's address in the job; loopback if all ranks are on this machine.
     """
     is_local = ipaddress.ip_address(address).is_loopback
-    if is_local and ":" not in address:
-        address = "127.0.0.1"  # its interface has all addresses of 127.0.0.0/8
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in (entry.address for entry in addresses):
-            return {variable: name for variable in ("GLOO_SOCKET_IFNAME", *["NCCL_SOCKET_IFNAME"] * is_local)}
-    return {}
+    # The loopback interface has all addresses of 127.0.0.0/8, and names one.
+    name = interface_of("127.0.0.1" if is_local and ":" not in address else address)
+    if name is None:
+        return {}
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if is_local else [])), name)

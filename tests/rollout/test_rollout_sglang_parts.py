@@ -284,6 +284,8 @@ def test_address_for_ranks_on_another_host(monkeypatch):
     assert reply_addresses("127.0.0.1") == ("192.0.2.1", "127.0.0.1")
     listener = ReplyListener("127.0.0.1")
     assert listener.to["address"][0] == "192.0.2.1" and listener._listener.address[0] == "127.0.0.1"
+    monkeypatch.setenv("MEGARL_HOST_ADDRESS", "gateway.invalid")
+    assert reply_addresses("127.0.0.1") == ("gateway.invalid", "127.0.0.1")
     own = [e.address for entries in psutil.net_if_addrs().values() for e in entries if e.family == socket.AF_INET]
     monkeypatch.setenv("MEGARL_HOST_ADDRESS", own[-1])
     assert reply_addresses("127.0.0.1") == (own[-1], own[-1])

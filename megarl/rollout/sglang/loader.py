@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
-from megarl.base.ports import collective_interfaces
+from megarl.base.ports import interface_of
 from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.weight_checks import Coverage, check_complete
 
@@ -138,7 +138,7 @@ def reply_addresses(host: str) -> tuple[str, str]:
     that is no address of this machine, such as behind address translation, the listener stays at the interface.
     """
     named = os.environ.get("MEGARL_HOST_ADDRESS")
-    if named and collective_interfaces(named):
+    if named and interface_of(named):
         return named, named
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing; any port will do
