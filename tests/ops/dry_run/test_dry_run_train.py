@@ -114,7 +114,7 @@ def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
         ),
         pytest.param(
             {f"{POLICY}.rollout.name": "sglang"},
-            r"rollout.name=sglang needs the package sglang .*pip install",
+            r"rollout.name=sglang needs the package sglang .*ensure_gpu_environment sglang",
             marks=pytest.mark.skipif(is_installed("sglang"), reason="SGLang is installed"),
         ),
         ({"trainer.logger": ["wandb"]}, r"trackers: trainer.logger='wandb': there is no login"),
