@@ -290,12 +290,16 @@ def on_one_node(options: SGLangOptions) -> bool:
 
 
 class RankRendezvous:
-    """Loopback store at which the ranks of an SGLang on one node meet; it must live as long as they do.
+    """Hosts the TCPStore at which the ranks of an SGLang on one node meet, on loopback, as long as the object lives.
 
-    Otherwise SGLang's rank 0 starts a store that listens on all interfaces. With these variables all ranks are clients.
+    Otherwise SGLang's rank 0 hosts a store that listens on all interfaces.
 
     Args:
         options: options of the engine.
+
+    Attributes:
+        variables: environment variables of SGLang's processes, which make all its ranks clients of the store.
+        arguments: fields of ``ServerArgs``.
     """
 
     def __init__(self, options: SGLangOptions) -> None:
