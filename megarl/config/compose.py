@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
@@ -30,9 +31,11 @@ from megarl.base.errors import ConfigError
 from megarl.base.files import WRITABLE, write_error
 from megarl.config.build import build, build_draft, defaults, unknown_key
 from megarl.config.keys import Key, walk
+from megarl.config.outputs import check_sweep_outputs
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT
-from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides
+from megarl.config.stored import stored_config, stored_value
+from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides, sweeper_of
 from megarl.config.verl.adopt import is_verl_key
 from megarl.config.verl.table import table_of
 
@@ -105,17 +108,21 @@ def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
     For a sweeper that samples values (Optuna), one possible run is composed; the others are checked when they start.
 
     Raises:
-        ConfigError: as :func:`compose`, with the overrides of the wrong run.
+        ConfigError: as :func:`compose`, with the overrides of the wrong run; or two runs write the same path.
     """
     parsed, configs = _parse(request.overrides), []
     check_plugins(parsed, multirun=True)
-    for overrides in runs_of(parsed):
+    runs = runs_of(parsed)
+    samples = sweeper_of(parsed) != "basic"
+    for number, overrides in enumerate(runs * 2 if samples else runs):  # twice, to see the paths that runs share
         try:
             run = ConfigRequest(request.schema, request.config_name, overrides, request.config_dir)
-            configs.append(_compose(run, build))
+            # as when it starts: files without an explicit path go to the folder of each run
+            configs.append(_compose(run, partial(build, files_root=f"<folder of the sweep>/{number}")))
         except ConfigError as error:
             raise ConfigError(f"In the run of the sweep with {' '.join(overrides)}:\n{error}") from error
-    return configs
+    check_sweep_outputs(configs)
+    return configs[: len(runs)]
 
 
 def check_run_folder(request: ConfigRequest[Any]) -> None:
@@ -237,6 +244,7 @@ def _register(request: ConfigRequest[Any]) -> None:
         # the run writes its log itself; see megarl.base.logs
         "defaults": [_DEFAULTS, f"{request.config_name}@_global_", "_self_", {"override hydra/job_logging": "none"}],
         "hydra": {
+            "output_subdir": None,  # the run stores these files itself, without secrets
             "searchpath": [f"file://{folder}" for folder in folders[1:]],
             "run": {"dir": _RUN_FOLDER},
             "sweep": {"dir": _RUN_FOLDER, "subdir": "${hydra.job.num}"},
@@ -279,8 +287,8 @@ def _arguments(arguments: Sequence[str], multirun: bool) -> Iterator[None]:
 
 
 def to_yaml(config: JobConfig) -> str:
-    """The resolved configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The complete configuration as YAML in its stored form, without secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(stored_config(config)))
 
 
 class ChangedKey(NamedTuple):
@@ -288,7 +296,7 @@ class ChangedKey(NamedTuple):
 
     Attributes:
         key: dotted path.
-        value: value in the run.
+        value: value in the run, in its stored form.
         default: value in the schema.
         origin: ``command line``, ``file`` (the named YAML file, or one of its defaults), or ``derived`` from other
             keys, for keys that are null in the schema.
@@ -319,7 +327,7 @@ def changed_keys(
         default = schema_defaults.get(key)
         if value != default:
             origin = _origin(key, named, in_file=composed.get(key, default) != default)
-            changed.append(ChangedKey(key, value, default, origin))
+            changed.append(ChangedKey(key, stored_value(key, value), default, origin))
     return changed
 
 

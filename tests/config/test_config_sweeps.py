@@ -87,3 +87,21 @@ def test_experiments_apply_to_configurations(name: str, experiment: str) -> None
     bare = compose(ConfigRequest(TrainConfig, name, required))
     changed = compose(ConfigRequest(TrainConfig, name, (*required, f"+experiment={experiment}")))
     assert changed != bare and changed.trainer.experiment_name == bare.trainer.experiment_name
+
+
+@pytest.mark.parametrize("key", ["hf_export_dir", "rollout_data_dir"])
+def test_runs_of_a_sweep_share_no_folder(key: str) -> None:
+    runs = ("trainer.seed=1,2",)
+    shared = f"trainer.{key}=out"
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}=out: runs 0 and 1 .*trainer\.{key}=null"):
+        sweep(*runs, shared)
+    assert len(sweep(*runs, "trainer.save_freq=1")) == 2  # checkpoints go to the folder of each run
+    for allowed in ("trainer.overwrite_output=true", "trainer.dry_run=true"):
+        assert len(sweep(*runs, shared, allowed)) == 2
+
+
+def test_runs_with_sampled_values_share_no_folder() -> None:
+    optuna = ("hydra/sweeper=optuna", "trainer.seed=range(1,9)")
+    assert len(sweep(*optuna)) == 1
+    with pytest.raises(ConfigError, match=r"trainer\.hf_export_dir=out: runs 0 and 1"):
+        sweep(*optuna, "trainer.hf_export_dir=out")

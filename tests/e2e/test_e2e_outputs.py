@@ -10,6 +10,7 @@ from cli_runs import CliRun, RunFiles
 
 KEPT = ("trainer.save_freq=40", "trainer.hf_export_dir=outputs/quickstart/trained")
 """As launch/quickstart.sh."""
+ROLLOUTS = "trainer.rollout_data_dir=outputs/quickstart/rollouts"
 
 
 @pytest.fixture
@@ -20,8 +21,8 @@ def quickstart(small: list[str]) -> list[str]:
 
 
 def work(root: Path) -> dict[str, bytes]:
-    """Files of the checkpoints and of the exported policy."""
-    folders = (root / "checkpoints", root / "trained")
+    """Files of the checkpoints, of the exported policy and of the responses."""
+    folders = (root / "checkpoints", root / "trained", root / "rollouts")
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
@@ -29,7 +30,8 @@ def work(root: Path) -> dict[str, bytes]:
 def test_a_later_run_keeps_the_work_of_an_earlier_one(
     quickstart: list[str], start: Callable[..., CliRun], tmp_path: Path
 ) -> None:
-    first = start(*quickstart, *KEPT, "trainer.total_training_steps=3", folder=tmp_path)
+    kept = [*quickstart, *KEPT, ROLLOUTS]
+    first = start(*kept, "trainer.total_training_steps=3", folder=tmp_path)
     assert first.wait() == 0, first.output
     root = tmp_path / "outputs" / "quickstart"
     earlier, run_id = work(root), (RunFiles(tmp_path, "quickstart").newest / "run_id").read_text()
@@ -41,22 +43,26 @@ def test_a_later_run_keeps_the_work_of_an_earlier_one(
     assert beside.wait() == 0, beside.output
     assert work(root) == earlier
 
-    rejected = start(*quickstart, *KEPT, "trainer.total_training_steps=2", folder=tmp_path)
+    rejected = start(*kept, "trainer.total_training_steps=2", folder=tmp_path)
     assert rejected.wait() == 2, rejected.output
     assert "checkpoints holds 1 checkpoint of another run, up to step 3" in rejected.output
+    assert "rollouts holds 6 files of responses of another run" in rejected.output
     for alternative in ("trainer.resume_mode=auto", "<another folder>", "trainer.overwrite_output=true"):
         assert alternative in rejected.output
     assert "start workers" not in rejected.output and "Traceback" not in rejected.output
     assert work(root) == earlier
 
-    resumed = start(*quickstart, *KEPT, "trainer.total_training_steps=4", "trainer.resume_mode=auto", folder=tmp_path)
+    resumed = start(*kept, "trainer.total_training_steps=4", "trainer.resume_mode=auto", folder=tmp_path)
     assert resumed.wait() == 0, resumed.output
     assert (root / "trained" / "run_id").read_text() == run_id
     assert [path.name for path in (root / "checkpoints").glob("global_step_*")] == ["global_step_4"]
+    assert {path.stem for path in (root / "rollouts").glob("*.jsonl")} == {"1", "2", "3", "4"}
 
     shorter = ("trainer.total_training_steps=2", "trainer.overwrite_output=true")
-    again = start(*quickstart, *KEPT, *shorter, folder=tmp_path)
+    again = start(*kept, *shorter, folder=tmp_path)
     assert again.wait() == 0, again.output
     assert [path.name for path in (root / "checkpoints").glob("global_step_*")] == ["global_step_2"]
     new_id = (root / "trained" / "run_id").read_text()
     assert new_id == (root / "checkpoints" / "global_step_2" / "run_id").read_text() != run_id
+    assert new_id == (root / "rollouts" / "run_id").read_text()
+    assert {path.stem for path in (root / "rollouts").glob("*.jsonl")} == {"1", "2"}

@@ -389,10 +389,9 @@ def assert_equal_runs(actual: RunFiles, expected: RunFiles) -> None:
         differing = [name for name in row.keys() | other.keys() if row.get(name) != other.get(name)]
         assert not differing, f"step {row['step']}: {[(name, row.get(name), other.get(name)) for name in differing]}"
     for kind in ("rollouts", "validation"):
-        assert {path.name for path in (actual.folder / kind).iterdir()} == {
-            path.name for path in (expected.folder / kind).iterdir()
-        }
-        for path in (actual.folder / kind).iterdir():
+        files, expected_files = ({path.name for path in (run.folder / kind).glob("*.*")} for run in (actual, expected))
+        assert files == expected_files and files
+        for path in (actual.folder / kind).glob("*.*"):
             assert_equal_files(path, expected.folder / kind / path.name)
     weights, expected_weights = (load_file(run.folder / "hf" / "model.safetensors") for run in (actual, expected))
     assert weights.keys() == expected_weights.keys()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.base.errors import ConfigError
-from megarl.config import SFTConfig, TrainConfig
-from megarl.trainer.jobs.output_folders import check_output_folders, may_save
+from megarl.config import EvaluateConfig, GenerateConfig, SFTConfig, TrainConfig, build
+from megarl.config.outputs import may_save
+from megarl.trainer.jobs.output_folders import check_output_files, check_output_folders, claim_response_folders
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 Config = Callable[..., TrainConfig]
@@ -115,3 +116,88 @@ def test_supervised_jobs_are_checked_too(sft_config: Callable[..., SFTConfig], f
     export(tmp_path / "export", "other")
     with pytest.raises(ConfigError, match=r"trainer\.hf_export_dir="):
         check_output_folders(sft_config(folders), None)
+
+
+@pytest.fixture
+def responses(tmp_path: Path) -> dict[str, object]:
+    return {
+        "data.val_files": "x",
+        "trainer.rollout_data_dir": str(tmp_path / "rollouts"),
+        "trainer.validation_data_dir": str(tmp_path / "validation"),
+    }
+
+
+def dump(folder: Path, *names: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text("{}\n")
+
+
+def test_responses_of_another_run_are_rejected_by_folder(train_config: Config, responses: dict, tmp_path: Path) -> None:
+    config = train_config(responses)
+    claim_response_folders(config, "other")
+    check_output_folders(config, None)  # nothing is lost
+    dump(tmp_path / "rollouts", "1.jsonl", "1.npz")
+    with pytest.raises(ConfigError, match=r"rollout_data_dir=.* holds 2 files of responses of another run") as raised:
+        check_output_folders(config, None)
+    assert "trainer.rollout_data_dir=<another folder>" in str(raised.value)
+    assert "validation_data_dir" not in str(raised.value)
+    dump(tmp_path / "validation", "20.jsonl")
+    with pytest.raises(ConfigError, match=r"validation_data_dir=.* holds 1 file of"):
+        check_output_folders(train_config({**responses, "trainer.val_only": True}), None)
+    check_output_folders(config, save(tmp_path / "elsewhere", 20, "other"))  # resumed: these are its own
+    with pytest.raises(ConfigError, match="rollout_data_dir"):
+        check_output_folders(config, save(tmp_path / "third", 20, "mine"))
+
+
+def test_claimed_folders_keep_no_responses_of_another_run(
+    train_config: Config, responses: dict, tmp_path: Path
+) -> None:
+    """With trainer.overwrite_output; samples of two runs in one folder could not be told apart."""
+    config = train_config({**responses, "trainer.overwrite_output": True})
+    claim_response_folders(config, "other")
+    dump(tmp_path / "rollouts", "1.jsonl", "9.jsonl", "9.npz", "notes.txt")
+    check_output_folders(config, None)
+    claim_response_folders(config, "mine")
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["notes.txt", "run_id"]
+    dump(tmp_path / "rollouts", "1.jsonl")
+    claim_response_folders(config, "mine")  # a resumed run
+    assert (tmp_path / "rollouts" / "1.jsonl").exists()
+
+
+def evaluation(tmp_path: Path, **trainer: object) -> EvaluateConfig:
+    values = {
+        "data": {"val_files": "x"},
+        "actor_rollout_ref": {"model": {"path": "m"}},
+        "best_answers": {"file": str(tmp_path / "best.parquet")},
+        "trainer": {"experiment_name": "e", "validation_data_dir": str(tmp_path / "answers"), **trainer},
+    }
+    return build(EvaluateConfig, values)
+
+
+def test_files_of_an_earlier_evaluation_are_rejected(tmp_path: Path) -> None:
+    config = evaluation(tmp_path)
+    check_output_files(config, 20)
+    dump(tmp_path / "answers", "10.jsonl")
+    check_output_files(config, 20)  # another checkpoint's answers lie beside
+    dump(tmp_path / "answers", "20.jsonl")
+    check_output_files(config)
+    with pytest.raises(ConfigError, match=r"validation_data_dir: .*answers/20.jsonl exists"):
+        check_output_files(config, 20)
+    dump(tmp_path, "best.parquet")
+    with pytest.raises(ConfigError, match=r"best_answers.file: .* exists") as raised:
+        check_output_files(config)
+    assert "best_answers.file=<another path>" in str(raised.value) and "resume" not in str(raised.value)
+    check_output_files(evaluation(tmp_path, overwrite_output=True), 20)
+
+
+def test_file_of_an_earlier_generation_is_rejected(tmp_path: Path) -> None:
+    values = {
+        "data": {"prompts": ["a"], "output_path": str(tmp_path / "answers.jsonl")},
+        "actor_rollout_ref": {"model": {"path": "m"}},
+        "trainer": {"experiment_name": "e"},
+    }
+    check_output_files(build(GenerateConfig, values))
+    dump(tmp_path, "answers.jsonl")
+    with pytest.raises(ConfigError, match=r"data.output_path: .* exists"):
+        check_output_files(build(GenerateConfig, values))

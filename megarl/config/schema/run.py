@@ -140,6 +140,11 @@ class RunConfig:
         "Level of the files in `logs/` of the run's folder: `driver.log`, and one per role and rank.",
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
     )
+    private_files: bool = key(
+        True,
+        "Only this user can read the files of the run, checkpoints and export included (modes 0600 and 0700); false = "
+        "the modes follow the umask of the shell.",
+    )
     quiet: bool = key(False, "Print only warnings, errors and the closing summary; `--quiet` sets it.")
     nnodes: int = key(1, "Number of nodes.", at_least=1)
     n_gpus_per_node: int = key(8, "Devices per node: GPUs, or process slots if `device` is cpu.", at_least=1)
@@ -153,6 +158,12 @@ class RunConfig:
         None,
         "Metric that a sweep compares runs by, at its last value; null = mean of the last validation, or without one "
         "the score or the loss (see docs/sweeps.md).",
+    )
+    overwrite_output: bool = key(
+        False,
+        "Replace the work of another run in the folders and files that this run writes: checkpoints (at the first "
+        "save), export, responses, answers; false = such work is an error before the run starts (see "
+        "docs/checkpoints.md#folders-of-other-runs).",
     )
     seed: int = key(1, "Seed of the run; the default of all other seeds.", at_least=0)
     timeline: TimelineConfig = section(TimelineConfig)
@@ -212,11 +223,6 @@ class TrainingRunConfig(CollectivesConfig, RunConfig):
     resume_from_path: str | None = key(None, "Checkpoint folder to continue from, with `resume_mode: resume_path`.")
     default_local_dir: str | None = key(
         None, "Folder of the checkpoints; null = `outputs/<experiment_name>/checkpoints`."
-    )
-    overwrite_output: bool = key(
-        False,
-        "Replace the work of another run in `default_local_dir` (its checkpoints, at the first save) and "
-        "`hf_export_dir`; false = such a folder is an error before the run starts (see docs/checkpoints.md).",
     )
     max_wall_seconds: float | None = key(
         None,

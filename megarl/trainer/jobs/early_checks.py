@@ -6,20 +6,21 @@ The command line runs these checks within a second or two, before the imports of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.files import WRITABLE, write_error
 from megarl.base.packages import require_sglang
 from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config.outputs import output_files, output_folders
 from megarl.config.schema.data import DataSourceConfig
 from megarl.config.schema.jobs import JobConfig, SupervisedConfig
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.devices import check_dashboard, check_devices
-from megarl.trainer.jobs.output_folders import CHECKPOINTS_KEY, EXPORT_KEY, may_save
+from megarl.trainer.jobs.output_folders import check_output_files
 from megarl.workers.settings import check_role
 
 
@@ -35,6 +36,8 @@ def check_early(config: JobConfig) -> None:
     """
     check_packages(config)
     check_writable(config)
+    if isinstance(config, EvaluateConfig | GenerateConfig):
+        check_output_files(config)
     if isinstance(config, TrainConfig | SupervisedConfig):
         check_learners(config)
     if isinstance(config, TrainConfig | EvaluateConfig) and config.reward_model.enable:
@@ -62,22 +65,10 @@ def check_writable(config: JobConfig) -> None:
     Raises:
         ConfigError: names the first that cannot, by key.
     """
-    for key, folder in _output_folders(config):
+    files = {key: str(Path(file).parent) for key, file in output_files(config).items()}
+    for key, folder in (output_folders(config) | files).items():
         if problem := write_error(Path(folder)):
             raise ConfigError(f"{key}={folder}: cannot be written to ({problem}); {WRITABLE}")
-
-
-def _output_folders(config: JobConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(config, TrainConfig | SupervisedConfig):
-        if may_save(config):
-            yield CHECKPOINTS_KEY, str(config.trainer.default_local_dir)
-        if config.trainer.hf_export_dir is not None:
-            yield EXPORT_KEY, config.trainer.hf_export_dir
-    for name in ("rollout_data_dir", "validation_data_dir"):
-        if (folder := getattr(config.trainer, name, None)) is not None:
-            yield f"trainer.{name}", folder
-    if isinstance(config, GenerateConfig) and config.data.output_path is not None:
-        yield "data.output_path", str(Path(config.data.output_path).parent)
 
 
 def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = True) -> None:

@@ -20,6 +20,7 @@ from megarl.config.schema.jobs import BestAnswersConfig, EvaluateConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.tracking import validation_table
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
+from megarl.trainer.jobs.output_folders import check_output_files
 from megarl.trainer.jobs.preflight import check_answers
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.jobs.worker_groups import ready_reward_model
@@ -56,6 +57,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     policy = FrozenPolicy(config, output_dir)
     check_answers(config, policy.model.config)
     tokenizer, step = policy.tokenizer, policy.model.step
+    check_output_files(config, step)
     loader = validation_loader(config, tokenizer)
     reader = SequenceReader(config.reward_model, tokenizer) if config.reward_model.enable else None
     with open_job(config, output_dir) as session:

@@ -1,4 +1,4 @@
-"""Check of the folders that a training run writes: no run replaces the checkpoints or the export of another run."""
+"""Check of the folders and files that a job writes: no run replaces checkpoints, export or responses of another run."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from pathlib import Path
 
 from megarl.base.errors import ConfigError
 from megarl.base.units import count_noun
-from megarl.config.schema.jobs import SupervisedConfig, TrainConfig
+from megarl.config.outputs import CHECKPOINTS_KEY, EXPORT_KEY, may_save, output_files, response_folders
+from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, SupervisedConfig, TrainConfig
 from megarl.trainer.state.checkpoint_manifest import is_whole
 from megarl.trainer.state.checkpoint_store import CheckpointStore
-from megarl.trainer.state.run_identity import read_run_id
-
-CHECKPOINTS_KEY, EXPORT_KEY = "trainer.default_local_dir", "trainer.hf_export_dir"
+from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 
 def check_output_folders(config: TrainConfig | SupervisedConfig, resumed: Path | None) -> None:
-    """Reject checkpoint and export folders with the work of another run, unless ``trainer.overwrite_output`` is set.
+    """Reject output folders with the work of another run, unless ``trainer.overwrite_output`` is set.
 
     Args:
         config: complete.
@@ -25,26 +24,59 @@ def check_output_folders(config: TrainConfig | SupervisedConfig, resumed: Path |
         ConfigError: names the folder, its content, and the alternatives.
     """
     trainer = config.trainer
-    if trainer.overwrite_output or (isinstance(config, TrainConfig) and config.trainer.val_only):
+    if trainer.overwrite_output:
         return
+    trains = not (isinstance(config, TrainConfig) and config.trainer.val_only)
     root, export = str(trainer.default_local_dir), trainer.hf_export_dir
     found = {}
-    if may_save(config) and (steps := steps_of_others(CheckpointStore(root), resumed)):
+    if trains and may_save(config) and (steps := steps_of_others(CheckpointStore(root), resumed)):
         checkpoints = count_noun(len(steps), "checkpoint")
         found[CHECKPOINTS_KEY] = f"{root} holds {checkpoints} of another run, up to step {steps[-1]}"
-    if export is not None and _is_foreign_export(Path(export), resumed):
+    if trains and export is not None and _is_foreign_export(Path(export), resumed):
         found[EXPORT_KEY] = f"{export} is not empty, and this run did not write it"
+    for key, folder in response_folders(config).items():
+        if (files := _response_files(Path(folder))) and _is_of_another_run(Path(folder), resumed):
+            found[key] = f"{folder} holds {count_noun(len(files), 'file')} of responses of another run"
     if found:
         problems = [f"{key}={text}" for key, text in found.items()]
         can_resume = resumed is None and CHECKPOINTS_KEY in found
         raise ConfigError("\n".join([*problems, *_alternatives(list(found), can_resume=can_resume)]))
 
 
-def may_save(config: TrainConfig | SupervisedConfig) -> bool:
-    """Whether the configuration lets the run save checkpoints."""
-    trainer = config.trainer
-    best = isinstance(config, TrainConfig) and config.trainer.best_metric is not None
-    return trainer.save_freq > 0 or trainer.max_wall_seconds is not None or best
+def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None = None) -> None:
+    """Reject files of an earlier evaluation or generation, unless ``trainer.overwrite_output`` is set.
+
+    Args:
+        config: complete.
+        step: of the evaluated policy; None: the file with the responses of a step is not checked.
+
+    Raises:
+        ConfigError: names the file and the alternatives.
+    """
+    if config.trainer.overwrite_output:
+        return
+    files = output_files(config)
+    if step is not None:
+        files |= {key: str(Path(folder) / f"{step}.jsonl") for key, folder in response_folders(config).items()}
+    if found := {key: path for key, path in files.items() if Path(path).exists()}:
+        problems = [f"{key}: {path} exists" for key, path in found.items()]
+        raise ConfigError("\n".join([*problems, *_alternatives(list(found), can_resume=False, kind="path")]))
+
+
+def claim_response_folders(config: TrainConfig, run_id: str) -> None:
+    """Write the run's ID into its folders of responses, and remove the files of another run from them.
+
+    Args:
+        config: accepted by :func:`check_output_folders`.
+        run_id: ID of the run.
+    """
+    for name in response_folders(config).values():
+        folder = Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if read_run_id(folder) != run_id:
+            for path in _response_files(folder):
+                path.unlink()
+            (folder / ID_FILE).write_text(run_id, encoding="ascii")
 
 
 def steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
@@ -66,12 +98,22 @@ def steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
 def _is_foreign_export(folder: Path, resumed: Path | None) -> bool:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
+    return _is_of_another_run(folder, resumed)
+
+
+def _is_of_another_run(folder: Path, resumed: Path | None) -> bool:
     run_id = read_run_id(folder)
     return run_id is None or resumed is None or run_id != read_run_id(resumed)
 
 
-def _alternatives(keys: list[str], *, can_resume: bool) -> list[str]:
-    other = " ".join(f"{key}=<another folder>" for key in keys)
+def _response_files(folder: Path) -> list[Path]:
+    """List the files ``<step>.jsonl`` and ``<step>.npz`` of a folder, which may be missing."""
+    paths = [path for suffix in ("jsonl", "npz") for path in folder.glob(f"*.{suffix}")]
+    return [path for path in paths if path.stem.isdigit()]
+
+
+def _alternatives(keys: list[str], *, can_resume: bool, kind: str = "folder") -> list[str]:
+    other = " ".join(f"{key}=<another {kind}>" for key in keys)
     return [
         "The run would replace this work, so it does not start. Choose one:",
         *(["  continue the other run:  trainer.resume_mode=auto"] if can_resume else []),

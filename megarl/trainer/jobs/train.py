@@ -13,7 +13,7 @@ from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
 from megarl.models.hf_folder import all_eos_token_ids
 from megarl.trainer.callbacks import load_callbacks
-from megarl.trainer.jobs.output_folders import check_output_folders
+from megarl.trainer.jobs.output_folders import check_output_folders, claim_response_folders
 from megarl.trainer.jobs.preflight import check_schedules, check_train
 from megarl.trainer.jobs.roles import RoleBuilder, Roles
 from megarl.trainer.jobs.session import JobSession, open_job
@@ -56,6 +56,7 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
         with session.starting_workers() as progress:
             trainer = builder.build(pool, progress)
         with session.training(trainer.state, trainer.reporter):
+            claim_response_folders(config, session.run_id)
             return trainer.fit()
 
 

@@ -1,0 +1,70 @@
+"""Paths that a job writes besides its run's own folder, and the check that the runs of a sweep share none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.base.errors import ConfigError
+from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, JobConfig, SupervisedConfig, TrainConfig
+
+CHECKPOINTS_KEY, EXPORT_KEY = "trainer.default_local_dir", "trainer.hf_export_dir"
+ROLLOUTS_KEY, VALIDATION_KEY = "trainer.rollout_data_dir", "trainer.validation_data_dir"
+BEST_KEY, ANSWERS_KEY = "best_answers.file", "data.output_path"
+
+
+def may_save(config: TrainConfig | SupervisedConfig) -> bool:
+    """Whether the configuration lets the run save checkpoints."""
+    trainer = config.trainer
+    best = isinstance(config, TrainConfig) and config.trainer.best_metric is not None
+    return trainer.save_freq > 0 or trainer.max_wall_seconds is not None or best
+
+
+def output_folders(config: JobConfig) -> dict[str, str]:
+    """Return the folders of checkpoints, export and responses that a job writes, by key."""
+    folders: dict[str, str | None] = {}
+    if isinstance(config, TrainConfig | SupervisedConfig):
+        folders[CHECKPOINTS_KEY] = config.trainer.default_local_dir if may_save(config) else None
+        folders[EXPORT_KEY] = config.trainer.hf_export_dir
+    return {key: folder for key, folder in folders.items() if folder is not None} | response_folders(config)
+
+
+def response_folders(config: JobConfig) -> dict[str, str]:
+    """Return the folders of ``<step>.jsonl`` files with responses, by key."""
+    folders: dict[str, str | None] = {}
+    if isinstance(config, TrainConfig):
+        folders[ROLLOUTS_KEY] = config.trainer.rollout_data_dir
+    if isinstance(config, TrainConfig | EvaluateConfig):
+        folders[VALIDATION_KEY] = config.trainer.validation_data_dir
+    return {key: folder for key, folder in folders.items() if folder is not None}
+
+
+def output_files(config: JobConfig) -> dict[str, str]:
+    """Return the single files that a job writes at its end, by key."""
+    if isinstance(config, EvaluateConfig) and config.best_answers.file is not None:
+        return {BEST_KEY: config.best_answers.file}
+    if isinstance(config, GenerateConfig) and config.data.output_path is not None:
+        return {ANSWERS_KEY: config.data.output_path}
+    return {}
+
+
+def check_sweep_outputs(configs: Sequence[JobConfig]) -> None:
+    """Reject a sweep of which two runs write the same path, unless it replaces work by request or is a dry run.
+
+    Args:
+        configs: of all runs; paths that are not set explicitly differ, since each run has its own folder.
+
+    Raises:
+        ConfigError: names the key, the path, and both runs.
+    """
+    writers: dict[tuple[str, str], int] = {}
+    for number, config in enumerate(configs):
+        if config.trainer.overwrite_output or getattr(config.trainer, "dry_run", False):
+            continue
+        for key, path in (output_folders(config) | output_files(config)).items():
+            first = writers.setdefault((key, path), number)
+            if first != number:
+                raise ConfigError(
+                    f"{key}={path}: runs {first} and {number} of the sweep would both write it. Set {key}=null: each "
+                    "run then has its own folder, or writes no such files; or list a path for each run; or set "
+                    "trainer.overwrite_output=true to keep the last run's"
+                )
