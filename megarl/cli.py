@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import megarl
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError
+from megarl.base.files import private_files
 from megarl.base.imports import import_large
 from megarl.base.logs import LOGS_FOLDER, driver_log
 from megarl.base.provenance import run_facts
+from megarl.base.redaction import redact, redact_text
 from megarl.base.run_clock import start_run_clock
 from megarl.base.run_writer import RUN_WRITER
 from megarl.base.table import table_lines
@@ -44,6 +46,7 @@ from megarl.config.compose import (
 )
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import JobConfig
+from megarl.config.stored import remember_references
 from megarl.config.sweeps import SweepFolder
 from megarl.config.verl.table import table_of
 from megarl.models import read_model_config
@@ -180,7 +183,8 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         print("---\n".join(map(to_yaml, configs)), end="")
         return 0
     try:
-        return _run(name, job, request, minimize=any(map(_is_loss, configs)))
+        with private_files(all(config.trainer.private_files for config in configs)):
+            return _run(name, job, request, minimize=any(map(_is_loss, configs)))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -270,10 +274,13 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
         hydra = HydraConfig.get()
         folder, sweeps = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
         metric, problem = None, None
+        if sweeps:
+            _store_sweep(folder, values)
         try:
             # runs of a sweep share a name, so files without an explicit path go to the folder of each run
             config = build(job.schema, values, str(folder) if sweeps else None)
             metric = config.trainer.sweep_metric
+            remember_references(config, values)
             print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
             with locked_output_folders(config, folder):
                 _run_locked(name, job, request.config_name, config, values, hydra.overrides.task)
@@ -285,7 +292,8 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
             return None
         from megarl.tracking.sweep import result_of
 
-        result = result_of(folder, hydra.overrides.task, metric, problem)
+        overrides = [redact_text(override) for override in hydra.overrides.task]
+        result = result_of(folder, overrides, metric, problem and redact_text(problem))
         return result.value  # Optuna counts None as a failed trial and continues; NaN would end its study
 
     SweepFolder.noted = None
@@ -303,6 +311,7 @@ def _run_locked(
     """Run one job in its folder, which no other run writes."""
     folder, title = Path(HydraConfig.get().runtime.output_dir), f"{name} {config.trainer.experiment_name}"
     RUN_WRITER.replace(folder / "config.yaml", to_yaml(config))
+    _store_hydra(folder, values)
     _record_start(folder, name, config_name, config, values, overrides)
     config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
     with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
@@ -320,6 +329,24 @@ def _run_locked(
             _write_report(folder)  # of the steps before a first Ctrl-C
             raise
         _write_report(folder)
+
+
+def _store_hydra(folder: Path, values: DictConfig) -> None:
+    """Store the composed configuration and the overrides as Hydra does, without secrets."""
+    hydra, files = HydraConfig.instance().cfg, folder / ".hydra"
+    assert hydra is not None
+    contents = {"config": values, "hydra": {"hydra": hydra.hydra}, "overrides": hydra.hydra.overrides.task}
+    for name, content in contents.items():
+        plain = redact(OmegaConf.to_container(OmegaConf.create(content)))
+        RUN_WRITER.replace(files / f"{name}.yaml", OmegaConf.to_yaml(plain))
+
+
+def _store_sweep(folder: Path, values: DictConfig) -> None:
+    """Store the files of Hydra for a run of a sweep, and redact Hydra's description of the sweep."""
+    _store_hydra(folder, values)
+    sweep = folder.parent / "multirun.yaml"
+    if sweep.is_file():
+        RUN_WRITER.replace(sweep, OmegaConf.to_yaml(redact(OmegaConf.to_container(OmegaConf.load(sweep)))))
 
 
 def _say(config: JobConfig, text: str) -> None:
@@ -373,7 +400,7 @@ def _record_start(
     facts = {
         "job": name,
         "config_name": config_name,
-        "overrides": list(overrides),
+        "overrides": [redact_text(override) for override in overrides],
         **run_facts(),
         "differences": [difference._asdict() for difference in changes],
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -16,6 +18,9 @@ import yaml
 from megarl import cli
 from megarl.base.errors import DataError, RewardError, RewardFunctionError, WorkerError
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
+from megarl.config.compose import to_yaml
+from megarl.tracking import Console
+from megarl.trainer.records.reporting import RunReporter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -314,3 +319,67 @@ def test_two_concurrent_runs_share_no_folder(
     assert f"in use by another run: quickstart in {job.calls[0][1]}, process " in error
     assert f"{shared}=<another folder>" in error
     assert not list(tmp_path.rglob("*run_lock"))
+
+
+SECRETS = ("hunter2secret", "kwargs-key-1", "sk-abcdefghijklmnop1234", "env-secret-99")
+
+
+def secret_overrides() -> list[str]:
+    """Overrides with secrets by key name, in an address, by form, and from the environment."""
+    return [
+        "retriever.url=http://me:hunter2secret@127.0.0.1:8000/retrieve",
+        "+custom_reward_function.reward_kwargs.api_key=kwargs-key-1",
+        "+custom_reward_function.reward_kwargs.header=sk-abcdefghijklmnop1234",
+        "+custom_reward_function.reward_kwargs.password=${oc.env:MEGARL_TEST_SECRET}",
+    ]
+
+
+def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
+    job: FakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job gets the values; config, Hydra's files, log, tracker config and run facts do not."""
+    monkeypatch.setenv("MEGARL_TEST_SECRET", "env-secret-99")
+    record = job.run
+
+    def run(config: Any, output_dir: Path) -> None:
+        record(config, output_dir)
+        logging.getLogger("megarl").info("the judge answered 401 to kwargs-key-1 and env-secret-99")
+        reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, Console(quiet=True))
+        (output_dir / "tracker_config.json").write_text(json.dumps(reporter.resolved))
+        (output_dir / "checkpoint_config.yaml").write_text(to_yaml(config))
+
+    sys.modules["megarl_fake_job"].run = run  # type: ignore[attr-defined]
+    assert cli.main(["train", *quickstart(*secret_overrides())]) == 0
+    ((config, folder),) = job.calls
+    kwargs = config.custom_reward_function.reward_kwargs
+    assert (kwargs["api_key"], kwargs["password"]) == ("kwargs-key-1", "env-secret-99")
+    files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
+    assert {"config.yaml", "run.json", "driver.log", "overrides.yaml", "hydra.yaml"} <= {path.name for path in files}
+    leaks = [(path, secret) for path in files for secret in SECRETS if secret in path.read_text(errors="replace")]
+    assert leaks == []
+    stored = yaml.safe_load((folder / "config.yaml").read_text())
+    assert stored["custom_reward_function"]["reward_kwargs"]["password"] == "${oc.env:MEGARL_TEST_SECRET}"
+    assert stored["retriever"]["url"] == "http://<redacted>@127.0.0.1:8000/retrieve"
+    modes = {oct(path.stat().st_mode & 0o777) for path in files}
+    assert modes == {"0o600"} and folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_stored_config_names_the_secrets_to_set_again(
+    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGARL_TEST_SECRET", "env-secret-99")
+    assert cli.main(["train", *quickstart(*secret_overrides())]) == 0
+    folder = job.calls[0][1]
+    again = ["train", "--config-dir", str(folder), "--config-name", "config"]
+    assert cli.main(again) == cli.EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert "custom_reward_function.reward_kwargs.api_key" in error and "retriever.url" in error
+    assert "custom_reward_function.reward_kwargs.password" not in error
+    values = [
+        "custom_reward_function.reward_kwargs.api_key=new",
+        "custom_reward_function.reward_kwargs.header=new",
+        "retriever.url=null",
+    ]
+    assert cli.main([*again, *values]) == 0
+    kwargs = job.calls[1][0].custom_reward_function.reward_kwargs
+    assert (kwargs["api_key"], kwargs["password"]) == ("new", "env-secret-99")

@@ -6,11 +6,15 @@ import errno
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 DIGEST_BYTES = 32
 BLOCK_BYTES = 1 << 22
+PRIVATE_UMASK = 0o077
+"""Umask under which only the user can read new files and folders."""
 WRITABLE = "name a folder that this user may write to"
 """Remedy for a folder with a :func:`write_error`."""
 
@@ -20,6 +24,17 @@ class FileEntry(NamedTuple):
 
     size: int
     digest: str
+
+
+@contextmanager
+def private_files(enable: bool = True) -> Iterator[None]:
+    """Create files and folders readable by this user only, within the block, also in processes started in it."""
+    before = os.umask(PRIVATE_UMASK) if enable else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.umask(before)
 
 
 def read_entry(path: Path, flush: bool = False) -> FileEntry:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megarl.base.redaction import redact_text
 from megarl.base.run_writer import RUN_WRITER
 
 LOGS_FOLDER, DRIVER = "logs", "driver"
@@ -38,10 +39,12 @@ class ProcessLogs:
     Attributes:
         folder: absolute path; a node without this shared folder creates a local folder of the same name.
         level: name of the lowest logged level, as in :mod:`logging`.
+        umask: of the processes, for all files that they write; None = as they start.
     """
 
     folder: Path
     level: str = "INFO"
+    umask: int | None = None
 
     def file(self, role: str, rank: int) -> Path:
         """Log file of a process."""
@@ -54,6 +57,10 @@ class LogFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
         self.default_msec_format = "%s.%03d"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format the line, without secrets."""
+        return redact_text(super().format(record))
 
 
 def timestamped_line(label: str, text: str) -> str:
@@ -112,7 +119,7 @@ class TimestampedStream(WrappedStream):
 
     def write(self, text: str) -> int:
         """Write text of any number of lines, complete or not; a full disk loses it, and does not end the process."""
-        for line in text.splitlines(keepends=True):
+        for line in redact_text(text).splitlines(keepends=True):
             try:
                 if self._lost:
                     note = f"{self._lost:,} characters of output are missing here: the disk was full\n"
@@ -234,7 +241,7 @@ class TerminalHandler(logging.Handler):
         if not getattr(record, _SHOWN_KEY, False) and record.name != "py.warnings":
             # A console with a live view prints the line without logging it again.
             show = getattr(sys.stderr, "show_only", None)
-            text = self.format(record)
+            text = redact_text(self.format(record))
             with contextlib.suppress(OSError):  # a terminal redirected to a file on a full disk
                 show(text) if show else print(text, file=sys.stderr, flush=True)
 

@@ -118,6 +118,8 @@ class WorkerProcess:
         os.environ.update(env)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         if logs is not None:
+            if logs.umask is not None:
+                os.umask(logs.umask)
             redirect_output(logs.file(role, rank), logs.level, f" on {ray.util.get_node_ip_address()}")
         watch_process(tracing)
         self._tracing = tracing

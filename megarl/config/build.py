@@ -17,6 +17,7 @@ from megarl.config.derived import with_derived
 from megarl.config.keys import REQUIRED, Key, keys_of, walk
 from megarl.config.problems import InvalidConfigError, Problem, namesakes, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
+from megarl.config.stored import redacted_problems
 from megarl.config.synonyms import synonyms
 from megarl.config.verl.adopt import Adoption, adopt
 
@@ -40,7 +41,7 @@ def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root
         InvalidConfigError: with every problem.
     """
     config = _complete(schema, values, files_root)
-    _raise(config, check(config) or list(_external_problems(config)))
+    _raise(config, check(config) or list(redacted_problems(config)) or list(_external_problems(config)))
     return config
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic
 
+from megarl.base.files import PRIVATE_UMASK
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
 from megarl.base.run_clock import run_started
 from megarl.cluster import PlacedPool, RaySession
@@ -66,7 +67,8 @@ class JobSession(Generic[JobT]):
         self.config = config
         self.output_dir = output_dir
         self.console = console
-        self.logs = ProcessLogs(output_dir.resolve() / LOGS_FOLDER, config.trainer.log_level)
+        umask = PRIVATE_UMASK if config.trainer.private_files else None
+        self.logs = ProcessLogs(output_dir.resolve() / LOGS_FOLDER, config.trainer.log_level, umask)
         self.stop = StopCondition()
         self.resume: Resume | None = None
         self.started = run_started()

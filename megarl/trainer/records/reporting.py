@@ -15,6 +15,7 @@ from typing import Any
 from megarl.base.logs import LOGS_FOLDER
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
+from megarl.config.stored import stored_config
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
@@ -85,7 +86,7 @@ class RunReporter:
         started: float | None = None,
     ) -> None:
         self.config = config
-        self.resolved = resolved
+        self.resolved = stored_config(resolved)
         self.folder = folder
         self.console = console
         self.run_id = run_id or identify_run()

@@ -1,0 +1,72 @@
+"""Stored form of a configuration: secrets redacted, references to environment variables unresolved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from megarl.base.redaction import REDACTED, is_secret_name, redact, remember_secrets
+from megarl.config.problems import Problem
+from megarl.config.schema.jobs import JobConfig
+
+_REFERENCE = "${oc.env:"
+
+
+class _References:
+    """References to environment variables in the configuration of this process's run, by dotted path."""
+
+    by_path: Mapping[str, str] = {}
+
+
+def remember_references(config: JobConfig, values: Mapping[str, Any] | DictConfig) -> None:
+    """Remember the references and the secrets of a run's configuration, for everything that is stored later.
+
+    Args:
+        config: complete.
+        values: the unresolved values that it was built from.
+    """
+    raw = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
+    assert isinstance(raw, Mapping)
+    _References.by_path = {
+        path: value for path, value in _leaves(raw) if isinstance(value, str) and _REFERENCE in value
+    }
+    remember_secrets(dataclasses.asdict(config))
+
+
+def stored_config(config: JobConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as nested plain values that may be written to a file or sent to a tracker."""
+    plain = config if isinstance(config, Mapping) else dataclasses.asdict(config)
+    return {name: _stored(value, str(name)) for name, value in plain.items()}
+
+
+def stored_value(path: str, value: Any) -> Any:
+    """Return the value of one key in its stored form."""
+    return _References.by_path.get(path) or redact(value, path.rpartition(".")[2])
+
+
+def redacted_problems(config: JobConfig) -> Iterator[Problem]:
+    """Find values that come from a stored configuration, which has them redacted."""
+    for path, value in _leaves(dataclasses.asdict(config)):
+        if REDACTED in str(value):
+            text = (
+                f"the stored configuration does not have this secret: set it again, such as {path}='${{oc.env:NAME}}'"
+            )
+            yield Problem(path, value, text)
+
+
+def _stored(value: Any, path: str) -> Any:
+    if isinstance(value, Mapping) and not is_secret_name(path.rpartition(".")[2]):
+        return {key: _stored(inner, f"{path}.{key}") for key, inner in value.items()}
+    return stored_value(path, value)
+
+
+def _leaves(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        path = f"{prefix}{name}"
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(inner, f"{path}.")
+        else:
+            yield path, inner
