@@ -45,7 +45,7 @@ def interface_of(address: str) -> str | None:
     """Return the network interface that has an address; None if this machine has none with it."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in (entry.address for entry in addresses):
-            return name
+            return str(name)
     return None
 
 
