@@ -133,6 +133,34 @@ def test_timeout_kills_the_program(source):
     assert execution.status == "timeout" and not execution.succeeded
 
 
+HOARD = """
+import os, time
+for _ in range(5):
+    if os.fork() == 0:
+        memory = bytearray(b"x") * (100 * 2**20)
+        time.sleep(1000)
+time.sleep(1000)
+"""
+
+
+def test_memory_of_all_processes_together_is_limited(run):
+    execution = run(HOARD)
+    assert execution.status == "memory_limit" and not execution.succeeded
+
+
+SHARED = """
+import os, time
+memory = bytearray(b"x") * (100 * 2**20)
+for _ in range(5):
+    os.fork() or (time.sleep(0.5), os._exit(0))
+time.sleep(0.3)
+"""
+
+
+def test_pages_shared_after_a_fork_count_once(run):
+    assert run(SHARED).succeeded
+
+
 def test_output_limit(run):
     execution = run("while True: print('x' * 10000)")
     assert execution.status == "output_limit" and len(execution.stdout) < 2 * 2**20

@@ -105,9 +105,7 @@ class SandboxFusionConfig:
         None, "Address of a SandboxFusion service, including `/run_code`; null = the sandbox on this machine."
     )
     max_concurrent: int = key(64, "Concurrent requests over all processes.", at_least=1)
-    memory_limit_mb: int = key(
-        1024, "Memory of a program, in MiB; in the local sandbox, of each of its processes.", at_least=32
-    )
+    memory_limit_mb: int = key(1024, "Memory of a program with all its processes, in MiB.", at_least=32)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ async def code_tests(
         extra_info: unused.
         url: URL of a remote sandbox; None = the local sandbox.
         timeout_s: wall seconds per case.
-        memory_limit_mb: memory per process, in MiB.
+        memory_limit_mb: memory of a program with all its processes, in MiB.
         max_processes: process limit of the local sandbox.
         disk_mb: disk limit of the local sandbox, in MiB.
         max_cases: number of cases to run, from the first; None = all.

@@ -18,11 +18,13 @@ from typing import NamedTuple
 
 from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.sandbox.jail import HOME
+from megarl.rewards.sandbox.memory import exceeds_memory
 
-FINISHED, TIMEOUT, OUTPUT_LIMIT = "finished", "timeout", "output_limit"
+FINISHED, TIMEOUT, OUTPUT_LIMIT, MEMORY_LIMIT = "finished", "timeout", "output_limit", "memory_limit"
 _JAIL = Path(__file__).with_name("jail.py")
 _START_S = 30.0
 """Seconds to set up the sandbox on a loaded machine, beyond the limit of the program."""
+_MEMORY_CHECK_S = 0.02
 _MIB = 2**20
 
 
@@ -32,7 +34,7 @@ class SandboxLimits:
 
     Attributes:
         timeout_s: wall seconds of the program, and CPU seconds of each process.
-        memory_mb: address space of each process, in MiB.
+        memory_mb: resident memory of all processes together, and address space of each, in MiB.
         max_processes: concurrent processes and threads.
         disk_mb: files, kept in memory, in MiB.
         max_open_files: open files per process.
@@ -51,7 +53,7 @@ class Execution(NamedTuple):
     """Result of a program.
 
     Attributes:
-        status: ``finished``, ``timeout`` or ``output_limit``.
+        status: ``finished``, ``timeout``, ``output_limit`` or ``memory_limit``.
         exit_code: exit code, negative for a signal; None unless the program finished.
         stdout: standard output.
         stderr: end of standard error.
@@ -106,9 +108,7 @@ class LocalSandbox:
             finally:
                 os.close(status_w)
             try:
-                output = _communicate(
-                    process, json.dumps(spec).encode(), self.limits.output_mb * _MIB, wall_s + _START_S
-                )
+                output = _communicate(process, json.dumps(spec).encode(), self.limits, wall_s + _START_S)
             finally:
                 if process.poll() is None:
                     process.kill()  # its children die with it
@@ -145,8 +145,8 @@ class _Output(NamedTuple):
     stopped: str | None  # reason why reading stopped before the end of the program
 
 
-def _communicate(process: subprocess.Popen[bytes], stdin: bytes, max_bytes: int, limit_s: float) -> _Output:
-    """Send the input of a process and read its output, up to a number of bytes and seconds."""
+def _communicate(process: subprocess.Popen[bytes], stdin: bytes, limits: SandboxLimits, limit_s: float) -> _Output:
+    """Send the input of a process and read its output, within the limits of output, memory and seconds."""
     assert process.stdin and process.stdout and process.stderr
     deadline, parts = time.monotonic() + limit_s, {"stdout": bytearray(), "stderr": bytearray()}
     try:
@@ -157,19 +157,25 @@ def _communicate(process: subprocess.Popen[bytes], stdin: bytes, max_bytes: int,
     with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
         selector.register(process.stdout, selectors.EVENT_READ, "stdout")
         selector.register(process.stderr, selectors.EVENT_READ, "stderr")
-        while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), TIMEOUT)
-            for ready, _ in selector.select(left):
+        stopped = None
+        next_check = time.monotonic() + _MEMORY_CHECK_S
+        while selector.get_map() and stopped is None:
+            for ready, _ in selector.select(_MEMORY_CHECK_S):
                 chunk = os.read(ready.fd, 65536)
                 parts[ready.data] += chunk
                 if not chunk:
                     selector.unregister(ready.fileobj)
-            if sum(map(len, parts.values())) > max_bytes:
-                return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), OUTPUT_LIMIT)
-    process.wait()
-    return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), None)
+            now = time.monotonic()
+            if sum(map(len, parts.values())) > limits.output_mb * _MIB:
+                stopped = OUTPUT_LIMIT
+            elif now > deadline:
+                stopped = TIMEOUT
+            elif now > next_check:
+                stopped = MEMORY_LIMIT if exceeds_memory(process.pid, limits.memory_mb * _MIB) else None
+                next_check = now + _MEMORY_CHECK_S
+    if stopped is None:
+        process.wait()
+    return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), stopped)
 
 
 def _execution(report: dict[str, object], output: _Output) -> Execution:

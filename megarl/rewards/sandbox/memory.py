@@ -1,0 +1,53 @@
+"""Memory of a sandbox: the sum over all processes of a program, read from ``/proc``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
+
+
+def exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
+    """Return whether a program with all its processes has more resident bytes than a limit.
+
+    Pages that processes share after a fork count once. Memory that is not mapped, such as a ``memfd``, does not count.
+
+    Args:
+        launcher: process id of the launcher of the sandbox.
+        limit: bytes.
+        own_processes: processes of the launcher, each the only child of the one before; they do not count.
+    """
+    pids = _tree(launcher)[own_processes:]
+    if sum(map(_resident, pids)) <= limit:  # an upper bound, much cheaper to read
+        return False
+    return sum(map(_proportional, pids)) > limit
+
+
+def _tree(root: int) -> list[int]:
+    """Return the ids of a process and its descendants; orphans belong to process 1 of their namespace."""
+    pids = [root]
+    for pid in pids:  # grows
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the process has ended
+                pids += map(int, children.read_text().split())
+    return pids
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    """Return the resident bytes of a process, with shared pages divided among their users (PSS)."""
+    try:
+        match = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
+    except OSError:  # another user's process, or it has ended
+        match = None
+    return int(match[1]) * 1024 if match else _resident(pid)
