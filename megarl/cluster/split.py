@@ -159,7 +159,7 @@ def split(batch: DataProto, plan: Plan, mini_batch_rows: int | None = None) -> l
     rows = 1 + max(max(indices) for indices in plan)
     if rows != len(batch):
         raise DataError(f"all batches of one call must have the same rows: {len(batch)}, expected {rows}")
-    chunks = [batch[np.asarray(indices, dtype=np.int64)] for indices in plan]
+    chunks = batch.parts(plan)
     if mini_batch_rows is not None:
         for chunk, sizes in zip(chunks, mini_batch_sizes(plan, mini_batch_rows), strict=True):
             chunk.meta_info = {**chunk.meta_info, MINI_BATCH_SIZES: sizes}

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.data.columns import column_widths
-from megarl.data.ragged import PackedBatch, join_rows, merge_mappings, pack_columns, require_same_keys, unpack_columns
+from megarl.data.ragged import (
+    PackedBatch,
+    RowSelection,
+    join_rows,
+    merge_mappings,
+    pack_columns,
+    require_same_keys,
+    unpack_columns,
+)
+from megarl.data.sequences import read_spans
 
 if TYPE_CHECKING:  # importing it costs over a second of CPU time in every process
     from tensordict import TensorDict
@@ -112,10 +121,14 @@ class DataProto:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensor columns by name."""
+        if isinstance(self._columns, RowSelection):
+            self._columns = dict(self._columns)
         return {} if self._columns is None else dict(self._columns.items())
 
     def __len__(self) -> int:
         """Number of rows."""
+        if isinstance(self._columns, RowSelection):
+            return len(self._columns.rows)
         columns: list[Tensor | np.ndarray] = [*self.tensors.values(), *self.non_tensor_batch.values()]
         return len(columns[0]) if columns else 0
 
@@ -134,6 +147,27 @@ class DataProto:
     def __iter__(self) -> Iterator[DataProto]:
         """Iterate over batches of one row each."""
         return (self[row] for row in range(len(self)))
+
+    def parts(self, rows: Sequence[Sequence[int]]) -> list[DataProto]:
+        """Select rows for several receivers, like ``[batch[part] for part in rows]``.
+
+        A part copies a column when it is read. Pickling it copies its values once, without padding.
+
+        Raises:
+            IndexError: a position is outside the batch.
+            DataError: the attention mask has holes.
+        """
+        columns = self.tensors
+        spans = read_spans(columns)
+        selected = []
+        for part in rows:
+            positions = _row_selector(part, len(self))
+            assert isinstance(positions, np.ndarray)
+            objects = {name: values[positions] for name, values in self.non_tensor_batch.items()}
+            batch = DataProto(None, objects, dict(self.meta_info))
+            batch._columns = RowSelection(columns, positions % max(1, len(self)), spans) if columns else None
+            selected.append(batch)
+        return selected
 
     def select(
         self,
@@ -282,6 +316,8 @@ class DataProto:
         return self[: len(self) - added]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._columns, RowSelection):
+            return _restore, (self._columns.pack(), self.non_tensor_batch, self.meta_info)
         packed = None if self._columns is None else pack_columns(self.tensors)
         return _restore, (packed, self.non_tensor_batch, self.meta_info)
 

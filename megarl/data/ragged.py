@@ -1,17 +1,21 @@
 """Ragged columns: drop the padding of a batch for transport, restore it, and concatenate batches of different widths.
 
-Declared columns travel as flat unpadded values with lengths, other columns as they are. The payload contains numpy
-arrays only: a view never sends its complete storage, and Ray moves the bytes without a copy. It describes itself; the
-receiver needs no declarations.
+Declared columns travel as flat unpadded values with lengths, other columns as they are. Integers travel in the smallest
+type that holds them. The payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the
+bytes without a copy. It describes itself; the receiver needs no declarations.
 
 The padding of a declared column is found in one of two ways. With an ``attention_mask`` in the batch, its lengths apply
 to all columns, and the mask itself is not sent. Without a mask (a worker that returns only log-probs), pad values are
 trimmed from each row at the padded side. Either way the receiver's tensor equals the sender's.
+
+A batch is split for many ranks without a padded copy of their rows: a :class:`RowSelection` packs its rows from the
+columns of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +38,7 @@ class PackedColumn(NamedTuple):
         alignment: None for an undeclared column, which keeps its padding.
         pad: padding value.
         lengths: ``[b]`` values per row; None if the spans of the batch apply.
+        stored: name of the dtype in ``data``; empty: ``dtype``.
     """
 
     dtype: str
@@ -42,14 +47,27 @@ class PackedColumn(NamedTuple):
     alignment: Alignment | None = None
     pad: float = 0
     lengths: np.ndarray | None = None
+    stored: str = ""
 
 
 class _Region:
-    """Unpadded entries of all columns of one alignment, computed once."""
+    """Unpadded entries of all columns of one alignment: ``[start, stop)`` of each row."""
 
     def __init__(self, spans: Spans, alignment: Alignment) -> None:
-        self.mask = spans.mask(alignment)
-        self._index = self.mask.flatten().nonzero().flatten()
+        self._spans, self._alignment = spans, alignment
+        prompts, responses = spans.prompt_lengths.tolist(), spans.response_lengths.tolist()
+        offset = 0 if alignment == "response" else spans.prompt_width
+        self.starts = [offset - length for length in prompts] if alignment != "response" else [0] * len(prompts)
+        self.stops = [offset + length for length in responses] if alignment != "prompt" else [offset] * len(prompts)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True for unpadded entries, ``[b, width]``."""
+        return self._spans.mask(self._alignment)
+
+    @cached_property
+    def _index(self) -> Tensor:
+        return self.mask.flatten().nonzero().flatten()
 
     def gather(self, padded: Tensor) -> Tensor:
         """Gather unpadded entries: ``[b, width, ...]`` to ``[entries, ...]``."""
@@ -69,15 +87,51 @@ class PackedBatch(NamedTuple):
     spans: tuple[int, int, np.ndarray, np.ndarray] | None
 
 
+class RowSelection(Mapping[str, Tensor]):
+    """Some rows of the columns of a batch; they are copied when a column is read, and packed without a copy.
+
+    Args:
+        columns: of the whole batch.
+        rows: ``[n]`` int64.
+        spans: of the whole batch; None = without an ``attention_mask``.
+    """
+
+    def __init__(self, columns: Mapping[str, Tensor], rows: np.ndarray, spans: Spans | None) -> None:
+        self.columns, self.rows, self.spans = columns, rows, spans
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name][torch.from_numpy(self.rows)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def pack(self) -> PackedBatch:
+        """Drop the padding of the rows; see :func:`pack_columns`."""
+        if self.spans is None:
+            return pack_columns(dict(self))
+        prompts, responses = (
+            lengths[torch.from_numpy(self.rows)] for lengths in (self.spans.prompt_lengths, self.spans.response_lengths)
+        )
+        spans = self.spans._replace(prompt_lengths=prompts, response_lengths=responses)
+        return _pack_all(self.columns, self.rows, spans)
+
+
 def pack_columns(tensors: Mapping[str, Tensor]) -> PackedBatch:
     """Drop the padding of all declared columns.
 
     Raises:
         DataError: the attention mask has holes, or the padding of a column contains several values.
     """
-    spans = read_spans(tensors)
+    return _pack_all(tensors, None, read_spans(tensors))
+
+
+def _pack_all(tensors: Mapping[str, Tensor], rows: np.ndarray | None, spans: Spans | None) -> PackedBatch:
+    """Pack all rows, or those of ``rows``, whose spans are given."""
     regions = _regions(spans, {COLUMNS[name].alignment for name in tensors.keys() & COLUMNS.keys()})
-    columns = {name: _pack(name, tensor.detach().cpu(), regions) for name, tensor in tensors.items()}
+    columns = {name: _pack(name, tensor.detach().cpu(), rows, regions) for name, tensor in tensors.items()}
     if spans is None:
         return PackedBatch(columns, None)
     prompt, response = (lengths.numpy().astype(np.int32) for lengths in (spans.prompt_lengths, spans.response_lengths))
@@ -101,9 +155,12 @@ def _regions(spans: Spans | None, alignments: set[Any]) -> dict[Alignment, _Regi
     return {alignment: _Region(spans, alignment) for alignment in alignments if alignment not in (None, "row")}
 
 
-def _pack(name: str, tensor: Tensor, regions: dict[Alignment, _Region]) -> PackedColumn:
+def _pack(name: str, tensor: Tensor, rows: np.ndarray | None, regions: dict[Alignment, _Region]) -> PackedColumn:
     column = COLUMNS.get(name)
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    if column is not None and tensor.dim() == 2 and column.alignment in regions and tensor.dtype != torch.bfloat16:
+        return _pack_spans(column, tensor, rows, regions[column.alignment])
+    tensor = tensor if rows is None else tensor[torch.from_numpy(rows)]
+    dtype, shape = _dtype_name(tensor), tuple(tensor.shape)
     if column is None or column.alignment == "row" or (not regions and column.alignment == "sequence"):
         return PackedColumn(dtype, shape, _to_bytes(tensor))
     if not regions:
@@ -112,11 +169,50 @@ def _pack(name: str, tensor: Tensor, regions: dict[Alignment, _Region]) -> Packe
         packed_lengths = lengths.numpy().astype(np.int32)
         return PackedColumn(dtype, shape, _to_bytes(values), column.alignment, column.pad, packed_lengths)
     region = regions[column.alignment]
-    if name == "attention_mask" and bool((tensor[tensor != 0] == 1).all()):
-        return PackedColumn(dtype, shape, None, column.alignment)
     pad = padding_value(tensor, region.mask, column)
     real = _to_bytes(region.gather(tensor))
     return PackedColumn(dtype, shape, real, column.alignment, column.pad if pad is None else pad)
+
+
+def _pack_spans(column: Column, tensor: Tensor, rows: np.ndarray | None, region: _Region) -> PackedColumn:
+    """Pack a column ``[b, width]`` row by row: one copy of its values, and one look at its padding."""
+    numbers = range(len(tensor)) if rows is None else rows.tolist()
+    values, pads, width = tensor.numpy(), list[Any](), tensor.shape[1]
+    real = [values[row, start:stop] for row, start, stop in zip(numbers, region.starts, region.stops, strict=True)]
+    for row, start, stop in zip(numbers, region.starts, region.stops, strict=True):
+        for part in (values[row, :start], values[row, stop:]):
+            if part.size:
+                pads.append(part[0])
+                if (part != pads[0]).any():
+                    raise _several_paddings(column, row)
+    joined = np.concatenate(real) if real else values[:0].reshape(-1)
+    dtype, shape = _dtype_name(tensor), (len(numbers), width)
+    pad = pads[0].item() if pads else column.pad
+    if column.name == "attention_mask" and (joined == 1).all():
+        return PackedColumn(dtype, shape, None, column.alignment)
+    stored = _narrowest(joined)
+    data = joined.astype(stored, copy=False).view(np.uint8)
+    return PackedColumn(dtype, shape, data, column.alignment, pad, None, "" if stored == joined.dtype else stored.name)
+
+
+def _narrowest(values: np.ndarray) -> np.dtype[Any]:
+    """Return the smallest integer type that holds int64 values; other types are kept."""
+    if values.dtype != np.int64 or not values.size:
+        return values.dtype
+    low, high = values.min(), values.max()
+    kinds = (np.dtype(name) for name in ("int8", "int16", "int32"))
+    return next((kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), values.dtype)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _several_paddings(column: Column, row: int) -> DataError:
+    return DataError(
+        f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and would be "
+        f"lost in transport; set them to {column.pad:g}"
+    )
 
 
 def _unpack(packed: PackedColumn, regions: dict[Alignment, _Region]) -> Tensor:
@@ -131,7 +227,8 @@ def _unpack(packed: PackedColumn, regions: dict[Alignment, _Region]) -> Tensor:
         region = _Region(spans, packed.alignment)
     if packed.data is None:
         return region.mask.to(dtype)
-    return region.scatter(_from_bytes(packed.data, dtype), packed.shape, packed.pad)
+    values = _from_bytes(packed.data, getattr(torch, packed.stored or packed.dtype)).to(dtype)
+    return region.scatter(values, packed.shape, packed.pad)
 
 
 def padding_value(tensor: Tensor, mask: Tensor, column: Column) -> float | None:
@@ -151,11 +248,7 @@ def padding_value(tensor: Tensor, mask: Tensor, column: Column) -> float | None:
     pad = tensor[row, column_number].flatten()[0]
     others = _anywhere(tensor != pad) & ~mask
     if bool(others.any()):
-        row = int(others.any(-1).nonzero()[0])
-        raise DataError(
-            f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and would be "
-            f"lost in transport; set them to {column.pad:g}"
-        )
+        raise _several_paddings(column, int(others.any(-1).nonzero()[0]))
     return pad.item()
 
 

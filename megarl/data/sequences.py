@@ -7,9 +7,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megarl.base.errors import DataError
 from megarl.data.columns import Alignment, column_widths
+
+_KNOWN_SPANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Version (number of changes in place) and spans of attention masks, which all phases of a step read."""
 
 
 class TensorBatch(Protocol):
@@ -55,14 +59,25 @@ def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
     widths = column_widths(tensors)
     if "attention_mask" not in tensors or widths.prompt is None or widths.response is None:
         return None
-    real = tensors["attention_mask"].cpu() != 0
-    prompt, response = real[:, : widths.prompt], real[:, widths.prompt :]
-    spans = Spans(widths.prompt, widths.response, prompt.sum(-1), response.sum(-1))
+    mask = tensors["attention_mask"]
+    if mask.is_inference():  # its changes in place are not counted
+        return _spans_of(mask, widths.prompt, widths.response)
+    known: tuple[int, Spans] | None = _KNOWN_SPANS.get(mask)
+    if known is None or (known[0], known[1].prompt_width, known[1].response_width) != (mask._version, *widths):
+        known = mask._version, _spans_of(mask, widths.prompt, widths.response)
+        _KNOWN_SPANS[mask] = known
+    return known[1]
+
+
+def _spans_of(mask: Tensor, prompt_width: int, response_width: int) -> Spans:
+    real = mask.cpu() != 0
+    prompt, response = real[:, :prompt_width], real[:, prompt_width:]
+    spans = Spans(prompt_width, response_width, prompt.sum(-1), response.sum(-1))
     broken = (spans.mask("sequence") != real).any(-1).nonzero().flatten()
     if len(broken):
         raise DataError(
             f"column 'attention_mask', row {int(broken[0])}: real tokens are not contiguous; prompts must be padded at "
-            f"their left and responses at their right (the prompt part is {widths.prompt} wide)"
+            f"their left and responses at their right (the prompt part is {prompt_width} wide)"
         )
     return spans
 

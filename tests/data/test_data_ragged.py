@@ -81,7 +81,46 @@ def test_payload_size_depends_on_tokens_not_on_padding():
     assert padded < short + 200
     tokens, more = batch_of([100] * 8, [500] * 8), batch_of([100] * 8, [1500] * 8)
     per_token = (len(pickle.dumps(more)) - len(pickle.dumps(tokens))) / (8 * 1000)
-    assert per_token == pytest.approx(8 + 8 + 4 + 2, rel=0.01)  # responses, response_mask, old_log_probs, ref_log_prob
+    # responses below 1000 in int16, response_mask in int8, old_log_probs in float32, ref_log_prob in bfloat16
+    assert per_token == pytest.approx(2 + 1 + 4 + 2, rel=0.01)
+
+
+@QUICK
+@given(lengths, st.sampled_from([0, 151643]), st.data())
+def test_parts_equal_the_selected_rows(rows, pad, data):
+    """Before and after transport; rows may repeat, and a part may be empty."""
+    batch = batch_of(*zip(*rows, strict=True), pad=pad, spare=2)
+    batch = batch.with_columns({"representations": torch.rand(len(batch), 3), "x": torch.rand(len(batch), 2)})
+    plan = data.draw(st.lists(st.lists(st.integers(0, len(batch) - 1), max_size=4), max_size=3))
+    for part, selected in zip(batch.parts(plan), plan, strict=True):
+        assert len(part) == len(selected)
+        assert_equal(sent(part), batch[selected])
+        assert_equal(part, batch[selected])
+        assert_equal(sent(part), batch[selected])
+
+
+@pytest.mark.parametrize("value", [0, -1, 127, -129, 2**15, 2**31 - 1, -(2**31), 2**31, -(2**63)])
+def test_integers_of_every_size_arrive(value):
+    batch = batch_of([1], [3]).with_columns({"responses": torch.tensor([[1, value, 5]])})
+    assert_equal(sent(batch), batch)
+
+
+def test_parts_without_an_attention_mask_or_tensors():
+    batch = DataProto.from_dict({"values": torch.rand(3, 4)}, {"name": ["a", "b", "c"]}, {"step": 1})
+    assert_equal(sent(batch.parts([[2, 0]])[0]), batch[[2, 0]])
+    (part,) = DataProto.from_dict(None, {"name": ["a", "b"]}).parts([[1]])
+    assert sent(part).non_tensor_batch["name"].tolist() == ["b"] and part.batch is None
+    with pytest.raises(IndexError, match="outside a batch of 3"):
+        batch.parts([[3]])
+
+
+def test_a_part_with_several_paddings_is_rejected():
+    batch = batch_of([1, 1, 1], [1, 3, 1])
+    batch.tensors["old_log_probs"][2, 1:] = torch.tensor([1.0, 2.0])
+    kept, broken = batch.parts([[0, 1], [0, 2]])
+    sent(kept)
+    with pytest.raises(DataError, match=r"column 'old_log_probs', row 2: .* several values"):
+        pickle.dumps(broken)
 
 
 def test_pickled_chunk_does_not_send_the_complete_storage():
