@@ -320,7 +320,9 @@ class Megarl:
         self.processes.scatter("rollout", "connect_sync", arguments)
         self.sync = ShardingManager(plan, ActorEnd(self.processes), EngineEnd(self.processes))
         self.sync.sync_weights()
-        self.rewards = RewardManager(in_driver(score), PreTrainedTokenizerFast.from_pretrained(folder))
+        self.rewards = RewardManager(
+            in_driver(score), PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+        )
 
     def step(self, number: int) -> Taken:
         """Run one step."""

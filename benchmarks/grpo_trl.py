@@ -69,9 +69,9 @@ def run_peer(folder: Path, mix: Mix, steps: int, batch_size: int) -> None:
         disable_tqdm=True,
     )
     trainer = trl.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False),
         args=config,
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False),
         reward_funcs=lambda completions, **_: [distinct_words(text) for text in completions],
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
     )

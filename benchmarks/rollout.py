@@ -82,7 +82,7 @@ def log_normal_lengths(count: int, scale: int, seed: int) -> list[int]:
 
 def task_mixes(task: Path, prompts: int, samples: int, scale: int, seed: int) -> list[Mix]:
     """Return mixes with the quickstart's prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    tokenizer = AutoTokenizer.from_pretrained(task / "model", trust_remote_code=False)
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()[: prompts * samples]
     encoded = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
     answers = [len(tokenizer(row["reward_model"]["ground_truth"])["input_ids"]) + 1 for row in rows]
@@ -157,7 +157,11 @@ def engines(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Rollou
 
 
 def compare(args: argparse.Namespace, folder: Path, mixes: list[Mix]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval().to(args.device)
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype), trust_remote_code=False)
+        .eval()
+        .to(args.device)
+    )
     parameters = sum(p.numel() for p in model.parameters())
     where = processor() + ", one thread" if args.device == "cpu" else torch.cuda.get_device_name()
     print(f"{where}, torch {torch.__version__}, transformers {transformers.__version__}")
@@ -195,7 +199,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     shape = (args.prompts, args.samples, args.scale, args.seed)
     if args.model:
-        config = transformers.AutoConfig.from_pretrained(args.model)
+        config = transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=False)
         compare(args, args.model, random_mixes(config.vocab_size, *shape))
         return
     with tempfile.TemporaryDirectory() as folder:

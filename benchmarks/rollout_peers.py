@@ -63,7 +63,9 @@ def continuous_run(
     """
     from transformers import ContinuousBatchingConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=like.dtype).eval().to(like.device)
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=like.dtype, trust_remote_code=False).eval().to(like.device)
+    )
     sampling = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1, pad_token_id=0)
     sampling.max_new_tokens = max(lengths)
     # Room for all sequences in pages of 32 tokens, so that memory is no limit.

@@ -32,8 +32,8 @@ def main() -> None:
     args = parser.parse_args()
 
     folder = args.model or Path(json.loads(args.summary.read_text())["hf_dir"])
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     print(f"{folder}")
     for question in args.questions:
         print(f"  {question}  ->  {answer(model, tokenizer, question, args.max_new_tokens)}")

@@ -68,7 +68,9 @@ def main() -> None:
         json.dumps(raw | shrunk_fields(raw, args.layers, args.hidden), indent=2) + "\n"
     )
     torch.manual_seed(args.seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(args.target, trust_remote_code=False), dtype=torch.float32, trust_remote_code=False
+    )
     model.save_pretrained(args.target)
     print(f"{args.target}: {raw['architectures'][0]}, {sum(p.numel() for p in model.parameters()):,} parameters")
 

@@ -224,6 +224,6 @@ class UnfinishedOutput:
     def _read_journal(self) -> dict[str, Any] | None:
         try:
             journal = json.loads((self.folder / _JOURNAL).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return journal if isinstance(journal, dict) and isinstance(journal.get("finished"), list) else None

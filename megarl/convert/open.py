@@ -250,5 +250,5 @@ def _state_facts(path: Path) -> dict[str, Any]:
             "dtype": document["dtype"],
             "optimizer steps": document["steps"],
         }
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is malformed: {error!r}") from error

@@ -81,7 +81,7 @@ def read_state(folder: Path) -> RoleState:
         return _parse(document)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: not a checkpoint of a role") from None
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is malformed: {error!r}") from error
 
 

@@ -159,7 +159,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
         raise ModelError(f"model folder {folder} has no config.json")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds a {type(raw).__name__}, expected a JSON object")

@@ -126,7 +126,7 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
 def _read_index(index: Path) -> dict[str, str]:
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{index} is not a safetensors index: {error!r}") from None
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
@@ -149,7 +149,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
                 name: TensorEntry(file, tuple(e["shape"]), e["dtype"], offset=8 + length + e["data_offsets"][0])
                 for name, e in header.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{file} is not a safetensors file: {error!r}") from None
     if size != 8 + length + end:
         raise ModelError(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
@@ -191,7 +191,7 @@ def _generation_eos(folder: Path) -> tuple[int, ...]:
         return ()
     try:
         return eos_in(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from None
 
 

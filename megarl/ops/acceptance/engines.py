@@ -102,7 +102,9 @@ class _Case:
     def _transformers(self, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
         import transformers
 
-        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False
+        )
         return model.eval().to(self.bench.device)
 
     def _folder(self, shape: str, dtype: torch.dtype) -> Path:

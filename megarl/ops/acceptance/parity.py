@@ -144,7 +144,9 @@ class _Case:
     def _rounded(self) -> Any:
         import transformers
 
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=torch.bfloat16, trust_remote_code=False
+        )
         return loaded.eval().to(self.bench.device)
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,11 @@ from megarl.base.files import DIGEST_BYTES, FileEntry, flush_file, flush_path, r
 MANIFEST = "manifest.json"
 FORMAT = 1
 HASH_THREADS = 8  # hashing and fsync release the interpreter lock
+_FOREIGN = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|\._.+|Thumbs\.db|desktop\.ini|\.directory|\.fuse_hidden[0-9a-f]+")
 NO_ENTRIES: Mapping[str, FileEntry] = {}
+
+
+logger = logging.getLogger(__name__)
 
 
 class Score(NamedTuple):
@@ -104,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: not a checkpoint folder, or one that was never finished") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
         if document["format"] != FORMAT:
@@ -114,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
         score = document.get("score")
         score = None if score is None else Score(str(score[0]), float(score[1]))
         manifest = Manifest(int(document["step"]), int(document["sequence"]), files, score)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is malformed: {error!r}") from None
     if digest != _document_digest(document):
         raise CheckpointError(f"{path} fails its own checksum: it was altered or is damaged")
@@ -177,7 +184,7 @@ def _layout_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Sorted names of all files below a folder, without the manifest."""
+    """Sorted names of all files below a folder, without the manifest and files of file systems and desktops."""
     names = []
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in files + folders):
@@ -188,7 +195,20 @@ def _file_names(folder: Path) -> list[str]:
                 )
             if stat.S_ISREG(mode):
                 names.append(path.relative_to(folder).as_posix())
-    return sorted(name for name in names if name != MANIFEST)
+    foreign = [name for name in names if is_foreign(name)]
+    if foreign:
+        _warn_once(f"checkpoint {folder}: ignored, not written by megarl: {', '.join(foreign)}")
+    return sorted(name for name in names if name != MANIFEST and not is_foreign(name))
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a file is of a file system (``.nfs...``) or a desktop (``.DS_Store``), and no part of a checkpoint."""
+    return _FOREIGN.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def _read_entries(folder: Path, flush: bool, but: Mapping[str, FileEntry] = NO_ENTRIES) -> dict[str, FileEntry]:

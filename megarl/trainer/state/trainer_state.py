@@ -71,7 +71,7 @@ class TrainerState:
             document = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             version = document.get("format") if isinstance(document, dict) else document
