@@ -340,8 +340,9 @@ def _check_database(uri: str) -> None:
     except sqlalchemy.exc.ArgumentError as error:
         raise ValueError(str(error)) from error
     file = engine.url.database
-    is_file = engine.dialect.name == "sqlite" and file and file != ":memory:"
-    if is_file and (problem := write_error(Path(file).parent)):
+    if engine.dialect.name != "sqlite" or file is None or file in ("", ":memory:"):
+        return
+    if problem := write_error(Path(file).parent):
         raise ValueError(f"its folder cannot be written to ({problem})")
 
 
