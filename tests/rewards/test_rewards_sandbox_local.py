@@ -161,6 +161,27 @@ def test_pages_shared_after_a_fork_count_once(run):
     assert run(SHARED).succeeded
 
 
+MEMORY_FILES = """
+import os, time
+files = [os.memfd_create("x") for _ in range(50)]
+for file in files:
+    for _ in range(4):
+        os.write(file, bytes(2**20 - 4096))
+        time.sleep(0.005)
+"""
+SEGMENTS = """
+import ctypes
+libc = ctypes.CDLL(None)
+print([libc.shmget(0, ctypes.c_size_t(2**20), 0o1600) for _ in range(3)])
+"""
+
+
+def test_memory_outside_of_address_spaces_is_limited(run):
+    small = LocalSandbox(SandboxLimits(timeout_s=4, memory_mb=128, disk_mb=4))
+    assert small.run(MEMORY_FILES).status == "memory_limit"
+    assert run(SEGMENTS).stdout == "[-1, -1, -1]\n"
+
+
 def test_output_limit(run):
     execution = run("while True: print('x' * 10000)")
     assert execution.status == "output_limit" and len(execution.stdout) < 2 * 2**20

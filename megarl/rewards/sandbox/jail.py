@@ -6,6 +6,7 @@ its child, process 1 of the new PID namespace, builds the file system from read-
 privileges and becomes the program. If one of the first three dies, the others die with it.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -133,6 +134,7 @@ def _build_root(spec: dict[str, Any]) -> None:
     try:
         _mount("none", root + "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         _write(f"{root}/proc/sys/user/max_user_namespaces", "0")
+        _forbid_shared_segments(root)
         _set_read_only(root + "/proc", 0)
     except OSError:
         pass  # a container hides it: the program has no /proc
@@ -142,6 +144,12 @@ def _build_root(spec: dict[str, Any]) -> None:
         raise _error("pivot_root")
     _call("umount2", b".", _MNT_DETACH)
     os.chdir(HOME)
+
+
+def _forbid_shared_segments(root: str) -> None:
+    """Allow no System V shared memory in this namespace: detached segments would not count as memory of any process."""
+    with contextlib.suppress(OSError):  # older kernels let only the machine's root change it
+        _write(f"{root}/proc/sys/kernel/shmmni", "0")
 
 
 def _bind_read_only(path: str, target: str) -> None:

@@ -14,7 +14,7 @@ _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 def exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
     """Return whether a program with all its processes has more resident bytes than a limit.
 
-    Pages that processes share after a fork count once. Memory that is not mapped, such as a ``memfd``, does not count.
+    Pages that processes share after a fork count once. Files in anonymous memory (``memfd``) count while they are open.
 
     Args:
         launcher: process id of the launcher of the sandbox.
@@ -22,9 +22,10 @@ def exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
         own_processes: processes of the launcher, each the only child of the one before; they do not count.
     """
     pids = _tree(launcher)[own_processes:]
-    if sum(map(_resident, pids)) <= limit:  # an upper bound, much cheaper to read
+    files = _anonymous_files(pids)
+    if files + sum(map(_resident, pids)) <= limit:  # an upper bound, much cheaper to read
         return False
-    return sum(map(_proportional, pids)) > limit
+    return files + sum(map(_proportional, pids)) > limit
 
 
 def _tree(root: int) -> list[int]:
@@ -35,6 +36,18 @@ def _tree(root: int) -> list[int]:
             with contextlib.suppress(OSError):  # the process has ended
                 pids += map(int, children.read_text().split())
     return pids
+
+
+def _anonymous_files(pids: list[int]) -> int:
+    """Return the bytes of the open memory files of processes, each file once."""
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # another user's process, or it has ended
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                if os.readlink(entry.path).startswith("/memfd:"):
+                    status = os.stat(entry.path)
+                    sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 def _resident(pid: int) -> int:
