@@ -1,4 +1,4 @@
-"""A stray file of a file system or desktop harms no checkpoint; other foreign files and hostile manifests are errors."""
+"""A stray file of a file system or desktop harms no checkpoint; other foreign files and hostile manifests do."""
 
 from __future__ import annotations
 
