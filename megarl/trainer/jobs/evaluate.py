@@ -16,6 +16,7 @@ from megarl.agents.endpoint import build_endpoint
 from megarl.algorithms.selection import best_of_groups
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
+from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import BestAnswersConfig, EvaluateConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.tracking import validation_table
@@ -89,7 +90,7 @@ def _record(config: EvaluateConfig, step: int, metrics: Metrics, samples: list[S
     trainer = config.trainer
     answers = Path(trainer.validation_data_dir or reporter.folder / ANSWERS)
     dump_samples(answers, step, samples)
-    (reporter.folder / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n")
+    RUN_WRITER.replace(reporter.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     reporter.keep_samples(step, evenly_spaced(samples, SAMPLES_IN_REPORT), "validation")
     reporter.log_samples(step, evenly_spaced(samples, trainer.log_val_generations))
     reporter.log_validation(step, metrics)
