@@ -25,7 +25,7 @@ from rich.text import Text
 from megarl.base.logs import ALREADY_SHOWN, WrappedStream
 from megarl.tracking.console_tables import RL_COLUMNS, MetricColumn, StepTable
 from megarl.tracking.live_status import LiveStatus, PhaseProgress
-from megarl.tracking.run_summary import plain_summary, summary_panel
+from megarl.tracking.run_summary import SKIPPED_STEPS_SUFFIX, plain_summary, summary_panel
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Console:
         self.table = StepTable(columns, self.output.width, total_steps, self._is_ascii)
         self.status = LiveStatus(total_steps, columns=columns, title=title)
         self._rewards: list[float] = []
+        self._skipped_steps = 0
         self._last_validation: dict[str, float] = {}
         self._rows_since_header = 0
         self._legend_shown = False
@@ -164,8 +165,21 @@ class Console:
         validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIX)}
         if any(column.read(metrics) is not None for column in self.table.columns):
             self._row(metrics, step)
+        self._warn_of_skipped_steps(metrics, step)
         if validation:
             self._validation(validation, step)
+
+    def _warn_of_skipped_steps(self, metrics: Mapping[str, float], step: int) -> None:
+        """Warn of the optimizer steps that a training step skipped, per role."""
+        for name, value in metrics.items():
+            if not name.endswith(SKIPPED_STEPS_SUFFIX) or not value > 0:
+                continue
+            self._skipped_steps += int(value)
+            role = name.removesuffix(SKIPPED_STEPS_SUFFIX)
+            self.warn(
+                f"step {step}: {role} skipped {_count(int(value))} because of a non-finite loss or gradient; "
+                f"{self._skipped_steps} skipped since the start of this process"
+            )
 
     def _row(self, metrics: Mapping[str, float], step: int) -> None:
         self.status.steps_done = step
@@ -217,6 +231,8 @@ class Console:
             title: name of the run.
         """
         self.close()
+        if self._skipped_steps:
+            summary = {**summary, "skipped_steps": self._skipped_steps}
         plain = plain_summary(summary, title)
         logger.info("%s", "\n".join(plain))
         if self._is_live:
@@ -232,6 +248,10 @@ class Console:
                 self._streams.by_line = False
             self._live.stop()
             self._live = None
+
+
+def _count(steps: int) -> str:
+    return f"{steps} optimizer step{'' if steps == 1 else 's'}"
 
 
 class _ProgressLines:

@@ -15,6 +15,8 @@ from rich.text import Text
 from megarl.base.units import duration
 
 REPORT_FILE = "report.html"
+SKIPPED_STEPS_SUFFIX = "/skipped_steps"
+"""End of the metrics that count skipped optimizer steps, after the role."""
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
 
@@ -52,6 +54,8 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if present("steps"):
         took = f" in {duration(summary['train_seconds'])}" if present("train_seconds") else ""
         facts.append(("steps", f"{summary['steps']}{took}"))
+    if present("skipped_steps"):
+        facts.append(("skipped optimizer steps", f"{summary['skipped_steps']} (non-finite loss or gradient)"))
     if present("wall_seconds"):
         facts.append(("whole run", duration(summary["wall_seconds"])))
     if present("rollout_tokens_per_s"):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from megarl.tracking.run_summary import SKIPPED_STEPS_SUFFIX
 from megarl.tracking.subprocess_tracker import SubprocessTracker
 from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker, check_trackers
 
@@ -64,13 +65,17 @@ class GuardedTracker(Tracker):
             self._failing = False
 
 
+def _is_always_due(name: str, value: float) -> bool:
+    return name.startswith(_VALIDATION) or (name.endswith(SKIPPED_STEPS_SUFFIX) and value > 0)
+
+
 class Trackers(Tracker):
     """Several trackers as one.
 
     Args:
         trackers: each receives the calls in this order.
-        every: steps between the metrics that trackers other than jsonl receive. They also receive validations and the
-            last step.
+        every: steps between the metrics that trackers other than jsonl receive. They also receive validations,
+            steps that skipped an optimizer step, and the last step.
     """
 
     def __init__(self, trackers: Iterable[GuardedTracker | SubprocessTracker], every: int = 1) -> None:
@@ -87,7 +92,7 @@ class Trackers(Tracker):
         """Record the metrics, and ``tracking/dropped`` if it is above 0."""
         extra = {"tracking/dropped": float(self.dropped)} if self.dropped else {}
         record = {**metrics, **extra}
-        is_due = step % self.every == 0 or any(name.startswith(_VALIDATION) for name in metrics)
+        is_due = step % self.every == 0 or any(_is_always_due(name, value) for name, value in metrics.items())
         self._skipped = None if is_due else (step, record)
         for tracker in self.trackers:
             if is_due or tracker.name == _COMPLETE:

@@ -62,6 +62,26 @@ def test_terminal_table_repeats_its_header_rarely():
     assert lines[2].split() == ["1/60", "│", "0.500", "·", "·", "·", "│", "1.00", "│", "2.00", "50"]
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_skipped_optimizer_steps_are_warnings_and_counted_in_the_summary(quiet):
+    text = io.StringIO()
+    with Console(3, output=RichConsole(file=text, width=200, color_system=None), quiet=quiet) as console:
+        console.log({**STEP, "actor/skipped_steps": 0.0}, 1)
+        console.log({**STEP, "actor/skipped_steps": 2.0, "critic/skipped_steps": 1.0}, 2)
+        console.log({"train/skipped_steps": 4.0}, 3)  # fine-tuning, and a step without a row
+        console.summary({"steps": 3})
+    shown = text.getvalue()
+    assert [line for line in shown.splitlines() if " skipped " in line and line.startswith("step ")] == [
+        "step 2: actor skipped 2 optimizer steps because of a non-finite loss or gradient; "
+        "2 skipped since the start of this process",
+        "step 2: critic skipped 1 optimizer step because of a non-finite loss or gradient; "
+        "3 skipped since the start of this process",
+        "step 3: train skipped 4 optimizer steps because of a non-finite loss or gradient; "
+        "7 skipped since the start of this process",
+    ]
+    assert "skipped optimizer steps: 7 (non-finite loss or gradient)" in shown
+
+
 def test_failed_phase_restores_the_terminal():
     console, text = make(terminal=True)
     with pytest.raises(RuntimeError), console, console.phase("gen", announce=True):

@@ -41,17 +41,18 @@ def test_all_trackers_receive_all_calls():
 
 
 def test_each_nth_step_reaches_trackers_other_than_jsonl(run, monkeypatch):
-    """Also validations, and the last step; jsonl has all steps, before the others are finished."""
+    """Also validations, skipped optimizer steps, and the last step; jsonl has all steps, before the others finish."""
 
     seldom = Recorder()
     monkeypatch.setitem(TRACKERS, "seldom", lambda run: seldom)
     trackers = open_trackers(["jsonl", "seldom"], run, every=3)
     for step in range(9):
-        trackers.log({"a": float(step), **({"val-core/x/reward/mean@1": 1.0} if step == 4 else {})}, step)
-    assert [step for step, _ in seldom.calls] == [0, 3, 4, 6]
+        validation = {"val-core/x/reward/mean@1": 1.0} if step == 4 else {}
+        trackers.log({"a": float(step), "actor/skipped_steps": float(step == 5), **validation}, step)
+    assert [step for step, _ in seldom.calls] == [0, 3, 4, 5, 6]
     trackers.finish()
-    assert [call if call == "finish" else call[0] for call in seldom.calls] == [0, 3, 4, 6, 8, "finish"]
-    assert seldom.calls[4][1] == {"a": 8.0}
+    assert [call if call == "finish" else call[0] for call in seldom.calls] == [0, 3, 4, 5, 6, 8, "finish"]
+    assert seldom.calls[5][1] == {"a": 8.0, "actor/skipped_steps": 0.0}
     assert [row["step"] for row in read_metrics(run.folder / "metrics.jsonl")] == list(range(9))
 
 
