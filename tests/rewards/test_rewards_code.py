@@ -92,6 +92,13 @@ def test_remote_sandbox_equals_local_sandbox():
         url = f"{service.url}/run_code"
         for text in (GOOD, "```python\n1 / 0\n```", "print(3)"):
             assert score(text, SUMS, url=url, memory_limit_mb=512) == score(text, SUMS)
+        doubled = {"assert_case": ["assert f(2) == 4", "assert f(3) == 5"]}
+        assert score("def f(a): return a * 2", doubled, url=url) == {
+            "score": 0.5,
+            "acc": 0.0,
+            "pass_rate": 0.5,
+            "status": "wrong",
+        }
         assert score("while True: pass", SUMS, url=url, timeout_s=1.0)["status"] == "timeout"
     body = service.bodies[0]
     assert body["stdin"] == "1 2\n" and body["language"] == "python" and body["memory_limit_MB"] == 512
