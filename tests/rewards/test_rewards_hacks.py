@@ -153,7 +153,7 @@ def in_one_process(program, test):
     """Verdict of a test with the rounds of judge and program, without sandboxes."""
     requests, replies = [], []
     for _ in range(32):
-        verdict = assertion_judge.judge(test, list(zip(requests, replies, strict=True)))
+        verdict = assertion_judge.run_test(test, list(zip(requests, replies, strict=True)))
         if verdict["verdict"] != "unknown":
             return verdict["verdict"]
         requests += verdict["requests"]

@@ -190,7 +190,7 @@ class _SkipUnknown(ast.NodeTransformer):
     visit_Assert = visit_Expr = _guarded
 
 
-def judge(test: str, replies: list[Any]) -> dict[str, Any]:
+def run_test(test: str, replies: list[Any]) -> dict[str, Any]:
     """Run a test; return its verdict, or the requests to the program that it still needs."""
     calls = Calls(replies)
     try:
@@ -238,4 +238,4 @@ def main(marker: str) -> None:
     """Judge the tests on standard input; print each verdict as soon as it is known."""
     sys.set_int_max_str_digits(0)
     for test, replies in json.load(sys.stdin):
-        print("\n" + marker + json.dumps(judge(test, replies)), flush=True)
+        print("\n" + marker + json.dumps(run_test(test, replies)), flush=True)
