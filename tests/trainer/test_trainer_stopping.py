@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import queue
 import signal
+import sys
 import time
 
 import pytest
@@ -121,6 +123,7 @@ def test_a_malformed_expiry_is_an_error(text: str) -> None:
         (signal.SIGTERM, signal.SIGTERM, "SIGTERM"),
         (signal.SIGINT, signal.SIGINT, "Ctrl-C"),
         (signal.SIGINT, signal.SIGTERM, "Ctrl-C"),
+        (signal.SIGHUP, signal.SIGTERM, "SIGHUP"),
     ],
 )
 def test_the_first_signal_requests_and_the_second_ends(
@@ -132,7 +135,7 @@ def test_the_first_signal_requests_and_the_second_ends(
     def end(*_: object) -> None:
         raise Ended
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.signal(number, end) for number in numbers}
     lines: queue.Queue[str] = queue.Queue()
     try:
@@ -141,7 +144,11 @@ def test_the_first_signal_requests_and_the_second_ends(
             os.kill(os.getpid(), first)
             assert stop.requested == reason and stop.reason is None  # the step under way is finished
             line = lines.get(timeout=10)
-            assert line.startswith(f"{reason}: the run ends after the current step") and f"another {reason}" in line
+            assert line.startswith(f"{reason}: the run ends after the current step") and line.endswith(
+                " ends it at once"
+            )
+            os.kill(os.getpid(), signal.SIGHUP)  # a shell and the kernel both send one when a terminal closes
+            assert stop.requested == reason
             assert stop.step_done(None) == reason
             os.kill(os.getpid(), second)
         with ends_on_signals(StopCondition()):
@@ -150,6 +157,33 @@ def test_the_first_signal_requests_and_the_second_ends(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_closed_terminal_requests_the_end_and_takes_no_output() -> None:
+    """A process whose terminal closes gets SIGHUP, and each of its writes to it fails."""
+    program = (
+        "import os, sys\n"
+        "from megarl.trainer.state.stopping import StopCondition, ends_on_signals\n"
+        "stop = StopCondition()\n"
+        "with ends_on_signals(stop):\n"
+        "    os.write(3, b'ready')\n"
+        "    while stop.requested is None:\n"
+        "        pass\n"
+        "    print('a line', flush=True)\n"
+        "    print('a line', file=sys.stderr, flush=True)\n"
+        "    os.write(3, stop.step_done(None).encode())\n"
+    )
+    read, write = os.pipe()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.dup2(write, 3)
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    os.close(write)
+    assert os.read(read, 100) == b"ready"
+    os.close(terminal)
+    assert os.read(read, 100) == b"SIGHUP"
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(read)
 
 
 def test_an_ignored_ctrl_c_stays_ignored() -> None:

@@ -1,4 +1,4 @@
-"""Stop conditions of a run: a time limit, a scheduler's deadline, a SIGTERM, a Ctrl-C."""
+"""Stop conditions of a run: a time limit, a scheduler's deadline, a SIGTERM, a SIGHUP, a Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ EXPIRY_VARIABLES = (
 )
 """Environment variables with the UNIX time, in seconds, at which the machine or job ends."""
 
-CTRL_C, SIGTERM = "Ctrl-C", "SIGTERM"
-_REASONS = {signal.SIGTERM: SIGTERM, signal.SIGINT: CTRL_C}
+CTRL_C, SIGTERM, SIGHUP = "Ctrl-C", "SIGTERM", "SIGHUP"
+_REASONS = {signal.SIGTERM: SIGTERM, signal.SIGHUP: SIGHUP, signal.SIGINT: CTRL_C}
 FIRST_SAVE_S = 60.0
 """Assumed seconds of a save before the first."""
 STEPS_REMEMBERED = 10
@@ -148,7 +148,9 @@ class StopCondition:
 
 @contextmanager
 def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.warning) -> Iterator[None]:
-    """Handle the first SIGTERM or Ctrl-C as a request to end after the current step; the next has its earlier effect.
+    """Handle the first SIGTERM, SIGHUP or Ctrl-C as a request to end after the current step; the next ends the run.
+
+    A SIGHUP after the first signal changes nothing: a closed terminal sends several.
 
     Has no effect outside the main thread, since Python handles no signals there.
 
@@ -162,16 +164,21 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
     previous: dict[int, Any] = {number: signal.getsignal(number) for number in _REASONS}
     handled = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
 
-    def restore() -> None:
-        for number in handled:
+    def restore(numbers: Sequence[int]) -> None:
+        for number in numbers:
             if signal.getsignal(number) is handle:
                 signal.signal(number, previous[number])
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_lost_terminal()
+            if stop.requested is not None:
+                return
         reason = _REASONS[signal.Signals(number)]
         stop.request(reason)
-        restore()
-        text = f"{reason}: the run ends after the current step and saves; another {reason} ends it at once"
+        restore([other for other in handled if other != signal.SIGHUP])
+        following = SIGTERM if reason == SIGHUP else f"another {reason}"
+        text = f"{reason}: the run ends after the current step and saves; {following} ends it at once"
         # Not in this handler, which may interrupt a print that holds a lock.
         threading.Thread(target=notify, args=(text,), daemon=True).start()
 
@@ -180,7 +187,21 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
     try:
         yield
     finally:
-        restore()
+        restore(handled)
+
+
+def leave_lost_terminal() -> None:
+    """Redirect standard output and error to ``/dev/null`` where their terminal is closed.
+
+    A write to a closed terminal raises, and would end the run before its save.
+    """
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")  # changes nothing; a closed terminal refuses it
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
 
 
 def process_deadlines(max_wall_seconds: float | None, started: float) -> list[Deadline]:
