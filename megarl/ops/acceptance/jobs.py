@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ RISE = 0.05
 SAME_SCORE = 0.15
 """Largest difference of the mean score after a resume; on a CPU the difference must be zero."""
 SAVE_FREQ = 2
+SAVING = (f"trainer.save_freq={SAVE_FREQ}", "trainer.resume_mode=auto")
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 
 
@@ -28,8 +30,8 @@ def run(bench: Bench) -> None:
     """Run the jobs one after the other."""
     case = _Case(bench)
     bench.check("supervised warm-up", case.warm_up)
-    bench.check("GRPO learning curve", partial(case.learns, "quickstart_grpo"))
-    bench.check("PPO learning curve", partial(case.learns, "quickstart"))
+    bench.check("GRPO learning curve", partial(case.learns, lambda: case.grpo))
+    bench.check("PPO learning curve", partial(case.learns, case.ppo))
     bench.check("kill and resume", case.resumes)
 
 
@@ -67,11 +69,19 @@ class _Case:
         assert self.warm.is_dir()
         return Result("", Verdict.OK, time.monotonic() - started, "s")
 
-    def learns(self, config: str) -> Result:
+    @cached_property
+    def grpo(self) -> Path:
+        """Folder of a GRPO job that saves; a resumed job is compared with it."""
+        return self._job("train", "quickstart_grpo", *self._overrides("quickstart_grpo"), *SAVING)
+
+    def ppo(self) -> Path:
+        """Run a PPO job with critic and reference; returns its folder."""
+        return self._job("train", "quickstart", *self._overrides("quickstart"))
+
+    def learns(self, train: Callable[[], Path]) -> Result:
         """Train, and compare the score at the start and at the end."""
         started = time.monotonic()
-        folder = self._job("train", config, *self._overrides(config))
-        rows = _metric(folder, SCORE)
+        rows = _metric(train(), SCORE)
         seconds = (time.monotonic() - started) / max(1, len(rows))
         values = list(rows.values())
         count = max(1, len(values) // 5)
@@ -85,8 +95,8 @@ class _Case:
 
     def resumes(self) -> Result:
         """Kill a GRPO job after a checkpoint, resume it, and compare it with the undisturbed run."""
-        overrides = [*self._overrides("quickstart_grpo"), f"trainer.save_freq={SAVE_FREQ}", "trainer.resume_mode=auto"]
-        whole = self._job("train", "quickstart_grpo", *overrides)
+        overrides = [*self._overrides("quickstart_grpo"), *SAVING]
+        whole = self.grpo
         folder = self._job("train", "quickstart_grpo", *overrides, kill_after=SAVE_FREQ + 1)
         before = max(_metric(folder, SCORE), default=0)
         self._job("train", "quickstart_grpo", *overrides, folder=folder)
