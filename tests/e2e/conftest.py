@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,12 +16,23 @@ collect_ignore = [] if is_installed("sglang") else ["test_e2e_sglang.py"]
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drivers() -> Iterator[DriverServer]:
+    """Server whose forks are the drivers of runs."""
+    server = DriverServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory, drivers: DriverServer) -> Path:
     """A small quickstart task: 48 thousand parameters, 80 training and 20 validation problems."""
     folder = tmp_path_factory.mktemp("task")
-    command = [sys.executable, str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(folder)]
-    command += ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(folder), "--hidden", "32", "--layers", "2"]
+    command += ["--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
+    with open(folder / "output.txt", "w+") as output:
+        code = drivers.start(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, output.fileno()).wait()
+        output.seek(0)
+        assert code == 0, output.read()
     return folder
 
 
@@ -57,32 +66,30 @@ def shared_server() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def drivers() -> Iterator[DriverServer]:
-    """Server whose forks are the drivers of runs."""
-    server = DriverServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="session")
 def start(
     tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str], drivers: DriverServer
 ) -> Iterator[Callable[..., CliRun]]:
-    """``start(*arguments, folder=None, env=None, job="train")`` ends the previous run and starts a new one.
+    """``start(*arguments, folder=None, env=None, job="train", warm=None)`` ends the previous run and starts a new one.
 
-    The driver and the workers of a run are forks. A run with an environment, even an empty one, has a driver and a fork
-    server of its own.
+    The driver and the workers of a warm run are forks. A run with an environment, even an empty one, is not warm by
+    default: it has a driver and a fork server of its own.
     """
     runs: list[CliRun] = []
 
     def start_run(
-        *arguments: str, folder: Path | None = None, env: dict[str, str] | None = None, job: str = "train"
+        *arguments: str,
+        folder: Path | None = None,
+        env: dict[str, str] | None = None,
+        job: str = "train",
+        warm: bool | None = None,
     ) -> CliRun:
         if runs:
             runs[-1].close()
         folder = folder or tmp_path_factory.mktemp("run")
-        is_warm = env is None
-        runs.append(CliRun(folder, arguments, shared_server if is_warm else env, job, drivers if is_warm else None))
+        if env is None if warm is None else warm:
+            runs.append(CliRun(folder, arguments, {**shared_server, **(env or {})}, job, drivers))
+        else:
+            runs.append(CliRun(folder, arguments, env, job))
         return runs[-1]
 
     yield start_run

@@ -40,6 +40,7 @@ def run(
         *("reward_model.name=agent_score", "data.max_response_length=120", "trainer.rollout_data_dir=rollouts"),
         *(f"{rollout}.calculate_log_probs=true", "trainer.test_freq=-1", "trainer.val_before_train=false"),
         env={"MEGARL_E2E_TURNS": str(turns)},
+        warm=True,
     )
     access = run.folder / "outputs" / "external" / "endpoint.json"
     run.wait_until(access.exists)

@@ -142,7 +142,8 @@ def ended(arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: 
     folder = tmp_path_factory.mktemp("ended")
     paused = folder / "paused"
     pause_at = (ENDED_IN_STEP - 1) * SAMPLES + SAMPLES // 2
-    run = start(*arguments, *SAVING, folder=folder, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)})
+    env = {PAUSE_AT: str(pause_at), PAUSED: str(paused)}
+    run = start(*arguments, *SAVING, folder=folder, env=env, warm=True)
     run.wait_until(paused.exists)
     os.kill(run.process.pid, signal.SIGTERM)
     paused.unlink()
