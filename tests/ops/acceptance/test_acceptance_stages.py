@@ -1,4 +1,4 @@
-"""Every stage runs on the CPU with tiny sizes, in one run of the launch script. A rerun continues after a time limit."""
+"""One run of the launch script runs every stage on the CPU with tiny sizes; a rerun continues after a time limit."""
 
 from __future__ import annotations
 
