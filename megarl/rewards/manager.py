@@ -27,7 +27,7 @@ from megarl.rewards.outcome import (
     failed_outcome,
     object_column,
 )
-from megarl.rewards.pool.runner import RunCounts
+from megarl.rewards.pool.jobs import RunCounts
 from megarl.rewards.rules.agent_score import AGENT_RESULT
 from megarl.rewards.scorer import Scorer, ScoreStream
 from megarl.rewards.shaping import LengthShaping

@@ -8,8 +8,8 @@ from typing import Any
 
 from megarl.rewards.calling import LoadedFunction, RewardTask
 from megarl.rewards.outcome import Outcome
-from megarl.rewards.pool.runner import InDriverRunner, RewardJob, RunCounts, Runner
-from megarl.rewards.pool.stream import RewardStream
+from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts
+from megarl.rewards.pool.runner import InDriverRunner, Runner
 from megarl.rewards.registry import RewardFunction
 
 

@@ -49,7 +49,7 @@ class Damage(NamedTuple):
 
 
 def _signal_driver(number: signal.Signals, times: int = 1) -> Callable[[CliRun, Random], bool]:
-    def strike(run: CliRun, random: Random) -> None:
+    def strike(run: CliRun, random: Random) -> bool:
         for index in range(times):
             time.sleep(random.uniform(0.0, 0.5) if index else 0.0)
             run.process.send_signal(number)
@@ -61,34 +61,33 @@ def _signal_driver(number: signal.Signals, times: int = 1) -> Callable[[CliRun, 
 def _signal_group(number: signal.Signals) -> Callable[[CliRun, Random], bool]:
     """Signal every process of the run, as a terminal, a batch scheduler or the kernel's memory killer does."""
 
-    def strike(run: CliRun, random: Random) -> None:
+    def strike(run: CliRun, random: Random) -> bool:
         for process in run.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
+        return True
 
     return strike
 
 
 def _kill(command: str) -> Callable[[CliRun, Random], bool]:
     """Kill one process of the run with a text in its command line."""
-
-    def strike(run: CliRun, random: Random) -> None:
-        candidates = run.running(command)
-        if candidates:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                random.choice(candidates).kill()
-
-    return strike
+    return lambda run, random: _strike_one(run.running(command), random, psutil.Process.kill)
 
 
-def _freeze(run: CliRun, random: Random) -> None:
-    candidates = run.running(WORKER)
-    if candidates:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            random.choice(candidates).suspend()
+def _freeze(run: CliRun, random: Random) -> bool:
+    return _strike_one(run.running(WORKER), random, psutil.Process.suspend)
 
 
-def _stutter(run: CliRun, random: Random) -> None:
+def _strike_one(processes: Sequence[psutil.Process], random: Random, act: Callable[[psutil.Process], None]) -> bool:
+    try:
+        act(random.choice(processes))
+    except (IndexError, psutil.NoSuchProcess):
+        return False
+    return True
+
+
+def _stutter(run: CliRun, random: Random) -> bool:
     """Stop all processes for up to two seconds, as a suspended virtual machine does."""
     processes = run.processes()
     for process in processes:

@@ -21,7 +21,7 @@ from megarl.config.schema.run import WatchdogConfig
 from megarl.models import ParallelLayout
 from megarl.rewards.calling import FunctionSpec, RewardTask
 from megarl.rewards.pool import RewardPool
-from megarl.rewards.pool.runner import RewardJob
+from megarl.rewards.pool.jobs import RewardJob
 from megarl.rewards.registry import FunctionTraits
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.router import Router

@@ -19,9 +19,9 @@ from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs, tail
 from megarl.rewards.calling import FunctionSpec, RewardTask, timeout_outcome
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, Outcome, failed_outcome
+from megarl.rewards.pool.jobs import JobSource, RewardJob, RewardStream, RunCounts
 from megarl.rewards.pool.process import RewardProcess
-from megarl.rewards.pool.runner import RewardJob, RunCounts, retry_delay_s
-from megarl.rewards.pool.stream import JobSource, RewardStream
+from megarl.rewards.pool.runner import retry_delay_s
 from megarl.rewards.registry import FunctionTraits
 
 LARGEST_CHUNK = 64

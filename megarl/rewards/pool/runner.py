@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
-from megarl.rewards.calling import LoadedFunction, RewardTask
+from megarl.rewards.calling import LoadedFunction
 from megarl.rewards.outcome import INFRASTRUCTURE, Outcome
+from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts
 from megarl.rewards.registry import FunctionTraits
 
-if TYPE_CHECKING:
-    from megarl.rewards.pool.stream import RewardStream
-
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
-
-
-class RewardJob(NamedTuple):
-    """A task for one of the runner's functions, given by its number."""
-
-    function: int
-    task: RewardTask
-
-
-@dataclass
-class RunCounts:
-    """Retries and replacements while a batch was scored.
-
-    Attributes:
-        retries: attempts after an infrastructure failure.
-        replaced: processes replaced because they hung or died.
-    """
-
-    retries: int = 0
-    replaced: int = 0
 
 
 class Runner(Protocol):

@@ -1,4 +1,4 @@
-"""Scoring of jobs as they arrive, while the driver does other work; imports no torch."""
+"""Jobs of reward functions, and their scoring as they arrive while the driver does other work; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,32 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+from megarl.rewards.calling import RewardTask
 from megarl.rewards.outcome import Outcome
-from megarl.rewards.pool.runner import RewardJob, RunCounts
+
+
+class RewardJob(NamedTuple):
+    """A task for one of the runner's functions, given by its number."""
+
+    function: int
+    task: RewardTask
+
+
+@dataclass
+class RunCounts:
+    """Retries and replacements while a batch was scored.
+
+    Attributes:
+        retries: attempts after an infrastructure failure.
+        replaced: processes replaced because they hung or died.
+    """
+
+    retries: int = 0
+    replaced: int = 0
+
 
 Results = tuple[list[Outcome], RunCounts]
 
