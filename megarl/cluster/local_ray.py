@@ -12,6 +12,7 @@ import ray
 from ray._private import node, parameter, ray_constants, services, utils
 
 from megarl.base.environment import environment_variables
+from megarl.base.timeouts import RAY_SILENCE
 from megarl.cluster import fork_client
 from megarl.cluster.fork_server import fork_address
 from megarl.cluster.ray_token import ClusterToken, read_authentication
@@ -77,7 +78,7 @@ def start_local_ray(
             log_to_driver=log_to_driver,
             logging_level="ERROR",
             _temp_dir=temp_dir,
-            _system_config=None if dashboard else _NO_TASK_EVENTS,
+            _system_config=RAY_SILENCE if dashboard else RAY_SILENCE | _NO_TASK_EVENTS,
         )
         Path(context.address_info["session_dir"]).chmod(0o700)  # logs and sockets, which Ray opens to all users
         return f"http://{context.dashboard_url}" if dashboard else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import stat
 from pathlib import Path
@@ -15,6 +17,7 @@ from ray._private import node, parameter, ray_constants
 from megarl.cluster import RaySession
 from megarl.cluster.local_ray import dashboard_error, start_local_ray
 from megarl.cluster.ray_token import ClusterToken
+from megarl.config.schema.run import TrainerConfig
 
 
 def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> None:
@@ -24,7 +27,10 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
     before, variables = state(), dict(os.environ)
     with RaySession(num_cpus=1):
         commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
-        assert any("gcs_server" in command for command in commands)
+        (gcs,) = [command for command in commands if "gcs_server" in command]
+        ray_settings = json.loads(base64.b64decode(gcs.partition("--config_list=")[2].split()[0]))
+        # Ray calls a process dead that is silent for this time and 120 seconds, by default 300.
+        assert ray_settings["grpc_client_keepalive_time_ms"] > 1000 * TrainerConfig(experiment_name="x").nccl_timeout
         for absent in ("dashboard/dashboard.py", "monitor.py", "log_monitor.py"):
             assert not any(absent in command for command in commands), absent
         assert ray.util.get_node_ip_address() == "127.0.0.1"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarl.base.errors import ConfigError
+from megarl.base.timeouts import RAY_SILENCE
 
 Device = Literal["auto", "cpu", "cuda"]
 WORKER_PORTS = (10002, 19999)
@@ -202,6 +203,7 @@ def ray_environment(token_file: str, address: str = "", loopback: bool = False) 
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file, "PYTHONUNBUFFERED": "1"}
     # The GCS keeps 4 KB of each of the last calls for the dashboard; Ray's default of 100,000 is 400 MB.
     variables["RAY_task_events_max_num_task_in_gcs"] = "10000"
+    variables |= {f"RAY_{name}": str(value) for name, value in RAY_SILENCE.items()}
     if address:
         variables["RAY_ADDRESS"] = address
     if loopback:

@@ -63,6 +63,10 @@ def test_records_of_calls_in_the_gcs_are_limited():
     assert int(ray_environment("/t/token")["RAY_task_events_max_num_task_in_gcs"]) <= 10_000
 
 
+def test_ray_calls_no_process_dead_before_its_collective_fails():
+    assert int(ray_environment("/t/token")["RAY_grpc_client_keepalive_time_ms"]) > 1800 * 1000
+
+
 def test_token_is_always_required():
     assert ray_environment("/t/token")["RAY_AUTH_MODE"] == "token"
     assert "RAY_ADDRESS" not in ray_environment("/t/token")
