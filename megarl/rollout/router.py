@@ -315,6 +315,7 @@ class Router:
     def _receive(self, number: int, completions: Sequence[Completion]) -> None:
         if not completions or self._failure is not None:
             return
+        TRACER.progress()
         self._account()
         for completion in completions:
             entry = self._entries.pop(completion.request_id)
@@ -327,6 +328,7 @@ class Router:
         self._changed.set()
 
     def _lose(self, number: int, reason: str) -> None:
+        TRACER.progress()
         self._account()
         entries = self._board.lose(number)
         self._spans.lost(number)

@@ -65,6 +65,8 @@ class Tracer:
         recording: whether events are kept.
         watcher: called with the name of a span at its start, and with None at its end; for NVTX.
         board: board that shows the spans of the main thread; None = no board.
+        moved_ns: time of the last progress: start or end of a span of the main thread, or a call of :meth:`progress`.
+        completed: names of the phases that have ended.
         waited_ns: nanoseconds in collectives since the start of the process, counted while the tracer is active.
     """
 
@@ -74,6 +76,7 @@ class Tracer:
         self.watcher: Callable[[str | None], None] | None = None
         self.stack: list[tuple[str, str, int]] = []
         self.moved_ns = time.monotonic_ns()
+        self.completed: set[str] = set()
         self.dropped = 0
         self.waited_ns = 0
         self._events: list[Event] = []
@@ -103,6 +106,8 @@ class Tracer:
         if main and self.stack:
             self.stack.pop()
             self.moved_ns = now
+            if category == PHASE:
+                self.completed.add(name)
             if self.board is not None:
                 self.board.pop()
             if self.watcher is not None:
@@ -110,6 +115,10 @@ class Tracer:
         if self.recording and now - start_ns >= shortest_ns:
             lane = "" if main else threading.current_thread().name
             self.keep(Event("X", name, category, start_ns, now - start_ns, lane, args))
+
+    def progress(self) -> None:
+        """Record progress within a span, such as a finished request: the watchdog's time starts again."""
+        self.moved_ns = time.monotonic_ns()
 
     def keep(self, event: Event) -> None:
         """Keep an event, up to the limit."""

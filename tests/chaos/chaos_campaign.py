@@ -232,4 +232,10 @@ def arguments_of(config_name: str, task: Sequence[str], steps: int) -> list[str]
         *("trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"),
         *(f"trainer.watchdog.timeout_s={WATCHDOG_S}", "trainer.watchdog.action=end"),
         "+trainer.watchdog.phases.start_workers=60",
+        # In the order of docs/debugging.md#time-limits: a frozen replica is replaced, a frozen actor ends the run.
+        *(
+            "actor_rollout_ref.rollout.health.timeout_s=10",
+            "sync.timeout_s=10",
+            f"trainer.nccl_timeout={WATCHDOG_S + 60}",
+        ),
     ]

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,12 +23,12 @@ from megarl.rewards.calling import FunctionSpec, RewardTask
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.pool.jobs import RewardJob
 from megarl.rewards.registry import FunctionTraits
-from megarl.rollout.interface import SamplingParams
+from megarl.rollout.interface import Completion, Request, SamplingParams
 from megarl.rollout.router import Router
 from megarl.tracing import PHASE, TracingOptions, span, unwatch_process, watch_process
 from megarl.tracing.stall import explain_stall
 from megarl.trainer.records import watchdog
-from megarl.trainer.records.watchdog import PhaseLimits, Watchdog
+from megarl.trainer.records.watchdog import RECOVERY_S, LaterLimits, PhaseLimits, Watchdog
 
 RANKS = 3
 HANGING = "tests.cluster.hanging_workers.Hanging"
@@ -138,7 +138,7 @@ def test_action_report_lets_the_run_continue(
 def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\ndef score(*a, **k):\n    while True:\n        time.sleep(1)\n")
     spec = FunctionSpec(f"{tmp_path}/mine.py:score")
-    keys = WatchdogConfig(timeout_s=3, action="end")
+    keys = WatchdogConfig(timeout_s=None, phases={"reward": 3}, action="end")
     with RewardPool([spec], [FunctionTraits()], 1, 0) as rewards:
         with (
             pytest.raises(
@@ -153,6 +153,7 @@ def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path) ->
 
 def test_a_stalled_engine_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path) -> None:
     group = start("rollout")
+    keys = WatchdogConfig(timeout_s=None, phases={"gen": 2}, action="end")
 
     async def ask() -> None:
         async with Router([GroupReplica(group, 1)], 1, timeout_s=600) as router:
@@ -160,7 +161,7 @@ def test_a_stalled_engine_is_named(start: Callable[[str], WorkerGroup], pool: Pl
 
     with (
         pytest.raises(StallError, match=r"rollout rank 1 is in exchange, at hang \(.*hanging_workers.py") as error,
-        Watchdog(WatchdogConfig(timeout_s=2, action="end"), tmp_path, pool.processes, lambda text: None),
+        Watchdog(keys, tmp_path, pool.processes, lambda text: None),
         span("gen", PHASE),
     ):
         asyncio.run(ask())
@@ -194,6 +195,56 @@ def test_time_of_a_stopped_process_does_not_count(
     assert messages == [] and not (tmp_path / "stalls").exists()
 
 
+def test_a_phase_that_has_not_completed_yet_is_reported_at_once_and_ends_the_run_before_the_collective_fails(
+    pool: PlacedPool, tmp_path: Path
+) -> None:
+    """The first pass may compile; the second is known to be short."""
+    messages: list[str] = []
+    later = LaterLimits(collective_s=watchdog.REPORT_S + 4)
+    keys = WatchdogConfig(timeout_s=1.5, action="end")
+    with Watchdog(keys, tmp_path, pool.processes, messages.append, later), span("step", PHASE):
+        with span("update_actor", PHASE):
+            time.sleep(2.5)
+        assert len(messages) == 1 and "the run ends after 4 s, unless update_actor goes on before" in messages[0]
+    with (
+        pytest.raises(StallError, match=r"values has taken \d+ s, its limit is 4 s"),
+        Watchdog(keys, tmp_path, pool.processes, messages.append, later),
+        span("values", PHASE),
+    ):
+        time.sleep(30)
+    # A phase of normal length that stalls later does not wait that long.
+    began = time.monotonic()
+    with (
+        pytest.raises(StallError, match=r"adv has taken \d+ s, its limit is 1\.5 s"),
+        Watchdog(keys, tmp_path, pool.processes, messages.append, later),
+    ):
+        with span("adv", PHASE):
+            pass
+        with span("adv", PHASE):
+            time.sleep(30)
+    assert time.monotonic() - began < 15
+
+
+def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path) -> None:
+    class Slow:
+        async def exchange(
+            self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float
+        ) -> list[Completion]:
+            await asyncio.sleep(0.5)
+            return [Completion(request.request_id, [1], [0.0], "stop", 1) for request in requests]
+
+    async def ask() -> None:
+        async with Router([Slow()], 1, timeout_s=600) as router:
+            await asyncio.gather(
+                *(router.generate([1], SamplingParams(max_new_tokens=1), seed=seed) for seed in range(7))
+            )
+
+    keys, messages = WatchdogConfig(timeout_s=2), list[str]()
+    with Watchdog(keys, tmp_path, pool.processes, messages.append), span("gen", PHASE):
+        asyncio.run(ask())
+    assert messages == []
+
+
 def test_limits_are_per_phase_and_double() -> None:
     limits = PhaseLimits(WatchdogConfig(timeout_s=10, phases={"gen": 60, "testing": None}))
     assert (limits.of("gen"), limits.of("testing"), limits.of("adv")) == (60, None, 10)
@@ -202,3 +253,40 @@ def test_limits_are_per_phase_and_double() -> None:
     limits.double("testing")
     assert (limits.of("gen"), limits.of("testing"), limits.of("adv"), limits.of("ref")) == (120, None, 20, 10)
     assert limits.any and not PhaseLimits(WatchdogConfig(timeout_s=None, phases={"gen": None})).any
+
+
+def test_limits_follow_the_history_of_the_run_below_the_limit_of_collectives() -> None:
+    limits = PhaseLimits(WatchdogConfig(phases={"gen": 60}), LaterLimits(1800))
+    assert limits.of("update_actor") == 240
+    for seconds, limit in [(100, 240), (400, 800), (300, 800), (1000, 1740), (3000, 3750)]:
+        limits.observe("update_actor", seconds)
+        limits.observe("gen", seconds)
+        assert (limits.of("update_actor"), limits.of("gen"), limits.of("values")) == (limit, 60, 240)
+
+
+def test_the_run_ends_after_first_passes_and_after_the_recovery_of_replicas() -> None:
+    later = LaterLimits(1800, {"gen": 180, "update_weights": 600})
+    limits = PhaseLimits(WatchdogConfig(phases={"testing": 900, "save_checkpoint": None}), later)
+    ends = {
+        phase: [limits.end_of(phase, completed) for completed in (False, True)]
+        for phase in ("update_actor", "gen", "update_weights", "testing", "save_checkpoint")
+    }
+    assert ends == {
+        "update_actor": [1740, 240],
+        "gen": [1740, 240 + 180 + RECOVERY_S],
+        "update_weights": [1740, 240 + 600 + RECOVERY_S],
+        "testing": [900, 900],
+        "save_checkpoint": [None, None],
+    }
+    limits.double("update_actor")
+    assert (limits.of("update_actor"), limits.end_of("update_actor", True)) == (480, 240), "reports delay no end"
+
+
+def test_the_time_of_a_finished_phase_is_observed(pool: PlacedPool, tmp_path: Path) -> None:
+    keys = WatchdogConfig(timeout_s=1)
+    with Watchdog(keys, tmp_path, pool.processes, lambda text: None) as guard:
+        with span("old_log_prob", PHASE):
+            time.sleep(0.9)
+        time.sleep(0.5)
+    limit = guard.limits.of("old_log_prob")
+    assert limit is not None and 1.2 <= limit <= 2.6

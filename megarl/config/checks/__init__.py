@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.config.batch import batch_problems
-from megarl.config.checks import generation, layout, learning, run, scoring
+from megarl.config.checks import generation, layout, learning, run, scoring, time_limits
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import (
     EvaluateConfig,
@@ -39,7 +39,11 @@ _TRAIN: tuple[Check, ...] = (
     run.training_data,
     run.custom_data_classes,
     run.experiment_name,
-    run.timeline_and_watchdog,
+    run.timeline,
+    time_limits.watchdog_phases,
+    time_limits.watchdog_before_collectives,
+    time_limits.replicas_before_watchdog,
+    time_limits.sync_before_watchdog,
     layout.train_layouts,
     layout.replicas,
     layout.weight_sync,
@@ -63,7 +67,9 @@ _TRAIN: tuple[Check, ...] = (
 _SUPERVISED: tuple[Check, ...] = (
     run.training_data,
     run.experiment_name,
-    run.timeline_and_watchdog,
+    run.timeline,
+    time_limits.watchdog_phases,
+    time_limits.watchdog_before_collectives,
     layout.supervised_layout,
     learning.optimizers,
     batch_sizes,
@@ -73,7 +79,10 @@ _SUPERVISED: tuple[Check, ...] = (
 _EVALUATE: tuple[Check, ...] = (
     generation.evaluation_files,
     run.experiment_name,
-    run.timeline_and_watchdog,
+    run.timeline,
+    time_limits.watchdog_phases,
+    time_limits.watchdog_before_collectives,
+    time_limits.replicas_before_watchdog,
     layout.replicas,
     generation.validation_sampling,
     generation.token_filters,
@@ -85,6 +94,9 @@ _EVALUATE: tuple[Check, ...] = (
 _GENERATE: tuple[Check, ...] = (
     generation.generation_prompts,
     run.experiment_name,
+    run.timeline,
+    time_limits.watchdog_phases,
+    time_limits.replicas_before_watchdog,
     layout.replicas,
     generation.validation_sampling,
     generation.token_filters,

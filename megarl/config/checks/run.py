@@ -1,14 +1,12 @@
-"""Checks of the run: training data, validation, resume, checkpoints, timeline, watchdog and profilers."""
+"""Checks of the run: training data, validation, resume, checkpoints, timeline and profilers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import JobConfig, RewardTrainingConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import HF_MODEL, RESUMABLE, CheckpointConfig
-from megarl.config.schema.run import PHASES
 
 _MIXTURE_KEYS = ("files", "weight")
 _REF = "actor_rollout_ref.ref"
@@ -133,22 +131,11 @@ def _contents(checkpoint: CheckpointConfig, path: str) -> Iterator[Problem]:
             yield Problem(f"{path}.{name}", values, "must name each entry once")
 
 
-def timeline_and_watchdog(config: JobConfig) -> Iterator[Problem]:
-    """Check the steps of the timeline and the limits of the watchdog."""
-    steps, limits = config.trainer.timeline.steps, config.trainer.watchdog.phases
+def timeline(config: JobConfig) -> Iterator[Problem]:
+    """Check the steps of the timeline."""
+    steps = config.trainer.timeline.steps
     if any(step < 0 for step in steps):
         yield Problem("trainer.timeline.steps", steps, "steps are counted from 0, the time before the first")
-    for phase, seconds in limits.items():
-        if phase not in PHASES:
-            text = f"there is no phase {phase!r}; there are {', '.join(PHASES)}"
-            yield Problem("trainer.watchdog.phases", limits, text)
-        elif seconds is not None and not (_is_number(seconds) and seconds > 0):
-            text = f"{phase}: {seconds!r} must be seconds > 0, or null for no limit"
-            yield Problem("trainer.watchdog.phases", limits, text)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def profilers(config: TrainConfig) -> Iterator[Problem]:

@@ -183,7 +183,12 @@ class ValSamplingConfig(TokenFilterConfig):
 class HealthConfig:
     """Failure detection of rollout replicas: requests of a lost replica move to others, and a new one replaces it."""
 
-    timeout_s: float = key(300.0, "Seconds without a report after which a replica counts as lost.", above=0)
+    timeout_s: float = key(
+        180.0,
+        "Seconds after which a silent replica counts as lost: its process, or SGLang's scheduler while requests run. "
+        "Below `trainer.watchdog.timeout_s`.",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,16 @@ class WatchdogConfig:
     """Watchdog for phases that do not end."""
 
     timeout_s: float | None = key(
-        540.0,
-        "Seconds a phase may take before the watchdog reports which process waits for which; null = no limit. Keep it "
-        "below `trainer.nccl_timeout`.",
+        240.0,
+        "Seconds a phase may be without progress before the watchdog reports which process waits for which, or twice "
+        "its longest time so far in this run; null = no limit. At least 60 s below `trainer.nccl_timeout`.",
         above=0,
     )
     phases: dict[str, Any] = key({}, "Seconds by phase, such as `{gen: 3600}`, replacing `timeout_s`; null = none.")
     action: str = key(
         "tell",
-        "tell = report, continue, and double the limit of that phase; end = end the run with its processes.",
+        "tell = report, continue, and double the limit of that phase; end = end the run with its processes, a phase "
+        "that has not completed yet shortly before `trainer.nccl_timeout` (see docs/debugging.md#time-limits).",
         choices=("tell", "end"),
     )
 

@@ -19,6 +19,7 @@ from megarl.trainer.jobs.devices import reserve_devices
 from megarl.trainer.jobs.worker_groups import Progress
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.tracing import RunTracing, role_profiles
+from megarl.trainer.records.watchdog import LaterLimits
 from megarl.trainer.state.run_identity import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
 from megarl.trainer.state.stopping import CTRL_C, StopCondition, ends_on_signals, process_deadlines
@@ -108,7 +109,9 @@ class JobSession(Generic[JobT]):
         if isinstance(config, TrainConfig):
             profiles = role_profiles(config, self.output_dir, pool.pool.device)
             profiler = config.global_profiler
-        tracing = RunTracing(config.trainer, self.output_dir, self.console.warn, pool, profiles, profiler)
+        tracing = RunTracing(
+            config.trainer, self.output_dir, self.console.warn, pool, profiles, profiler, LaterLimits.of(config)
+        )
         self.tracing = self._stack.enter_context(tracing)
         return pool
 

@@ -26,7 +26,7 @@ from megarl.tracing import (
 )
 from megarl.tracing.trace_file import TRACE_FILE, OffsetEstimate, TraceFile
 from megarl.tracing.tracer import count_memory, missing_events
-from megarl.trainer.records.watchdog import Watchdog
+from megarl.trainer.records.watchdog import NO_OTHERS, LaterLimits, Watchdog
 
 TIMELINE = "timeline"
 DRIVER = 0
@@ -251,6 +251,7 @@ class RunTracing:
         pool: devices of the processes; processes that start later are traced.
         profiles: profiler of each role.
         profiled: the section ``global_profiler``, with the steps to profile.
+        later: limits of other parts of the run, for the watchdog.
     """
 
     def __init__(
@@ -261,10 +262,11 @@ class RunTracing:
         pool: PlacedPool,
         profiles: Mapping[str, RoleProfile] = _NO_PROFILES,
         profiled: ProfilerConfig | None = None,
+        later: LaterLimits = NO_OTHERS,
     ) -> None:
         self.processes = pool.processes
         self._profiler = ProfiledSteps(profiled, self.processes, message) if profiles and profiled else None
-        self._watchdog = Watchdog(config.watchdog, folder, self.processes, message)
+        self._watchdog = Watchdog(config.watchdog, folder, self.processes, message, later)
         self.options = TracingOptions(self._watchdog.limits.any, config.timeline.enable, dict(profiles))
         self.processes.options = self.options
         self._timeline = Timeline(config.timeline, folder, message) if config.timeline.enable else None
