@@ -145,7 +145,7 @@ HONEST_TESTS = [
     "assert kinds() == (None, True, 1.5, 'ä', b'x', [1], {1: {2}}, frozenset([3]), 2**70)",
     "assert list(evens(6)) == [0, 2, 4] and sort([]) is None and decode(LIMIT - 1) == 4 and LIMIT == 5",
     "def check(candidate):\n    assert candidate(1) == 1\n    assert candidate(fib(6)) == 21\ncheck(fib)",
-    "assert isinstance(fib(2), int) and type(kinds()) == tuple and fib in (fib,)",
+    "assert isinstance(fib(2), int) and type(kinds()) == tuple",
 ]
 
 
@@ -163,7 +163,7 @@ def in_one_process(program, test):
     return "unknown"
 
 
-@pytest.mark.parametrize("test", HONEST_TESTS[:-1])
+@pytest.mark.parametrize("test", HONEST_TESTS)
 def test_honest_program_passes_every_kind_of_assertion(test):
     assert in_one_process(HONEST, test) == "passed"
 
@@ -175,6 +175,7 @@ def test_honest_program_passes_every_kind_of_assertion(test):
         ("assert fib(30) != 832040", "wrong"),
         ("xs = [2, 1]\nsort(xs)\nassert xs == [2, 1]", "wrong"),
         ("assert Stack() == Stack()", "wrong"),
+        ("assert fib in (fib,)", "wrong"),  # objects of the program equal nothing, not even themselves
         ("assert nothing(1) == 1", "error"),
         ("assert fib(", "error"),
         ("fib(-1)", "error"),
@@ -185,5 +186,5 @@ def test_wrong_results_fail(test, verdict):
 
 
 def test_honest_program_scores_one_in_the_sandbox():
-    result = score(HONEST, {"assert_case": HONEST_TESTS[:-1]}, max_cases=None)
+    result = score(HONEST, {"assert_case": HONEST_TESTS}, max_cases=None)
     assert result == {"score": 1.0, "acc": 1.0, "pass_rate": 1.0, "status": "passed"}

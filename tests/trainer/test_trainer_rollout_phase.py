@@ -160,6 +160,13 @@ def test_length_predictor_uses_the_last_samples_of_a_prompt() -> None:
     assert predictor.expected([5]) == 2.0
 
 
+def test_length_predictor_forgets_the_prompts_sampled_longest_ago() -> None:
+    predictor = LengthPredictor(capacity=2)
+    for prompt in ([1], [2], [1], [3]):
+        predictor.update([Trajectory(prompt, [9], [1], [0.0], "stop", 2)])
+    assert [predictor.expected(ids) for ids in ([1], [2], [3])] == [1.0, None, 1.0]
+
+
 def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
     phase: Callable[..., RolloutPhase], train_config: Callable[..., TrainConfig], arithmetic: Path, prompts: DataProto
 ) -> None:

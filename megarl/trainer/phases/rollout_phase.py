@@ -213,9 +213,13 @@ class LengthPredictor:
     """Predicts response lengths from the last samples of the same prompt, so that the longest start first.
 
     Predictions change only the order of requests, not the samples. A resumed run may start with an empty predictor.
+
+    Args:
+        capacity: prompts to remember; the prompts sampled longest ago are forgotten first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 100_000) -> None:
+        self.capacity = capacity
         self._means: dict[int, float] = {}
 
     def expected(self, prompt_ids: Sequence[int]) -> float | None:
@@ -230,4 +234,8 @@ class LengthPredictor:
                 prompt, mask = hash(tuple(trajectory.prompt_ids)), bytes(trajectory.response_mask)
                 tokens[prompt] += sum(mask)
                 turns[prompt] += mask.startswith(b"\1") + mask.count(b"\0\1")
-        self._means.update({prompt: tokens[prompt] / turns[prompt] for prompt in tokens if turns[prompt]})
+        for prompt in filter(turns.__getitem__, tokens):
+            self._means.pop(prompt, None)  # a dict keeps the place of an old key: the newest come last
+            self._means[prompt] = tokens[prompt] / turns[prompt]
+        while len(self._means) > self.capacity:
+            del self._means[next(iter(self._means))]
