@@ -86,7 +86,11 @@ def build_model(folder: Path) -> int:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
     ).save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 
