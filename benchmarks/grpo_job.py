@@ -186,7 +186,7 @@ def peers(args: argparse.Namespace, folder: Path, mix: Mix) -> list[Row]:
 
 def print_table(size: Size, rows: Sequence[Row]) -> None:
     """Print seconds, rates, ratios and phases."""
-    print(f"\n{'':<26}{'s/step':>9}{'samples/s':>11}{'tokens/s':>10}{'ratio':>8}")
+    print(f"\n{'median of a step':<26}{'s/step':>9}{'samples/s':>11}{'tokens/s':>10}{'ratio':>8}")
     for row in rows:
         rate = size.samples / row.step
         ratio = f"{rows[-1].step / row.step:>8.2f}" if len(rows) > 1 else ""
@@ -216,7 +216,7 @@ def main() -> None:
         print(f"{processor()}, load {os.getloadavg()[0]:.1f} at start; {versions}")
         source = "from the engine" if args.engine_log_probs else "recomputed"
         print(f"Qwen2, {parameters / 1e6:.1f} M parameters, float32; {size.prompts} prompts x {SAMPLES} responses of "
-              f"{size.response_tokens} tokens; old log-probs {source}; medians of {steps - 1} steps", flush=True)  # fmt: skip
+              f"{size.response_tokens} tokens; old log-probs {source}", flush=True)  # fmt: skip
         rows = [run_job(folder, size, steps, args.engine_log_probs)]
         if not (args.tiny or args.job_only):
             rows += peers(args, folder, MIX)

@@ -429,10 +429,13 @@ with open(folder / "weights", "wb") as file:
     ids=["a new step", "the same step again", "where names cannot be exchanged"],
 )
 def test_killed_at_every_change_to_the_disk(again: bool, can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
-    """Whatever instant the process dies in, the old checkpoint or the new one is found whole, and saving goes on."""
+    """Whatever instant the process dies in, the old checkpoint or the new one is found whole, and saving goes on.
+
+    The pointer changes last: until then it names the old checkpoint, even if the new one is complete.
+    """
     if not can_exchange:
         monkeypatch.setattr(replacing, "exchange_paths", lambda *_: False)
-    deaths, seen = 0, set()
+    deaths, unpublished, seen = 0, 0, set()
     for changes in range(60):
         root = tmp_path / str(changes)
         save(CheckpointStore(root), 1)
@@ -444,6 +447,10 @@ def test_killed_at_every_change_to_the_disk(again: bool, can_exchange: bool, tmp
         assert found is not None
         seen.add("old" if (found / MANIFEST).read_text() == old else "new")
         assert step_of(found) in ((2,) if again else (2, 3))
+        pointer = int((root / POINTER).read_text())
+        complete = (root / "global_step_3" / MANIFEST).exists()
+        assert pointer == 2 or (pointer == 3 and complete)
+        unpublished += complete and pointer == 2
         save(CheckpointStore(root, Retention({"actor": 2, "critic": 2})), 4)
         assert not hidden(root)
         assert step_of(CheckpointStore(root).resolve("auto")) == 4
@@ -454,3 +461,4 @@ def test_killed_at_every_change_to_the_disk(again: bool, can_exchange: bool, tmp
         pytest.fail("the save never finished")
     assert deaths >= 10
     assert seen == {"old", "new"}
+    assert again or unpublished, "no death between the data and the pointer"
