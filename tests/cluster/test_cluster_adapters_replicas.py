@@ -1,11 +1,13 @@
 import asyncio
 
+import psutil
 import pytest
 
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup
 from megarl.cluster.adapters import GroupReplica
 from megarl.models import ParallelLayout
-from megarl.rollout.router import ReplicaLost
+from megarl.rollout.interface import SamplingParams
+from megarl.rollout.router import NoReplicaLeft, ReplicaLost, Router
 
 
 def test_dead_replica_is_reported_and_replaced():
@@ -39,3 +41,18 @@ def test_dead_replica_is_reported_and_replaced():
         assert group.init_model() == [new, pids[1]]
         with pytest.raises(TypeError, match="use call_on"):
             group.submit("exchange", [], [], 0.1)
+
+        # A frozen process does not answer, so the router's time limit finds it; its replacement ends it.
+        frozen = psutil.Process(new)
+        frozen.suspend()
+
+        async def route():
+            async with Router(replicas[:1], 1, timeout_s=1.0) as router:
+                await router.generate([1], SamplingParams(1), seed=0)
+
+        with pytest.raises(NoReplicaLeft, match="no answer within 1 s"):
+            asyncio.run(route())
+        group.restart([0])
+        assert group.submit_on([0], "init_model").result() != [new]
+        psutil.wait_procs([frozen], timeout=30)
+        assert not frozen.is_running()
