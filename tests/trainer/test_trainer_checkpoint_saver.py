@@ -20,7 +20,7 @@ from megarl.convert.open import open_source
 from megarl.convert.source import MEGARL
 from megarl.models import ParallelLayout
 from megarl.trainer.state import checkpoint_saver
-from megarl.trainer.state.checkpoint_manifest import Score
+from megarl.trainer.state.checkpoint_manifest import Retention, Score
 from megarl.trainer.state.checkpoint_saver import CheckpointSaver
 from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
 
@@ -51,8 +51,10 @@ def start(pool: PlacedPool, control: Path) -> WorkerGroup:
 class Run:
     """A saver in a folder of its own."""
 
-    def __init__(self, folder: Path, control: Path, in_background: bool = True) -> None:
-        self.store = CheckpointStore(folder)
+    def __init__(
+        self, folder: Path, control: Path, in_background: bool = True, retention: Retention | None = None
+    ) -> None:
+        self.store = CheckpointStore(folder, retention)
         self.messages: list[str] = []
         saved = {"actor": CheckpointConfig(async_save=in_background)}
         self.saver = CheckpointSaver(self.store, saved, self.messages.append)
@@ -201,8 +203,11 @@ def test_the_export_converts_written_files_in_the_background(run: Run, actor: Wo
 
 
 def test_a_killed_writer_leaves_the_old_checkpoint(
-    run: Run, pool: PlacedPool, control: Path, actor: WorkerGroup
+    tmp_path: Path, pool: PlacedPool, control: Path, actor: WorkerGroup
 ) -> None:
+    """With room for one checkpoint, the last good one stays until a later save is complete."""
+    newest = Retention({"actor": 1})
+    run = Run(tmp_path / "checkpoints", control, retention=newest)
     victim = start(pool, control)
     run.begin(1, victim)
     run.complete()
@@ -212,10 +217,12 @@ def test_a_killed_writer_leaves_the_old_checkpoint(
     with pytest.raises(WorkerFailed, match="actor rank 0"):
         run.saver.wait()
     assert len(run.hidden) == 1
-    after = Run(run.store.root, control)
+    assert (run.store.root / POINTER).read_text().strip() == "1"
+    after = Run(run.store.root, control, retention=newest)
     assert after.store.resolve("auto").name == "global_step_1"
+    after.store.verify(after.store.resolve("auto"))
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         after.store.verify(run.store.root / run.hidden[0])
     after.begin(2, actor)
     after.complete()
-    assert after.store.steps() == [1, 2] and after.hidden == []
+    assert after.store.steps() == [2] and after.hidden == []
