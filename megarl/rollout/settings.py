@@ -52,6 +52,7 @@ def engine_options(
         stop_strings=sglang.stop_strings,
         start_timeout_s=sglang.start_timeout_s,
         call_timeout_s=sglang.call_timeout_s,
+        health_timeout_s=rollout.health.timeout_s,
         server_args=sglang.server_args,
     )
     if not isinstance(rollout, TrainingRolloutConfig):

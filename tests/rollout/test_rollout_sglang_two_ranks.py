@@ -28,6 +28,8 @@ from megarl.models.checksum import rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
+from megarl.rollout.router import exchange_requests
+from megarl.rollout.sglang.liveness import SchedulerLiveness
 from megarl.rollout.sglang.options import SGLangOptions, environment
 from megarl.rollout.weight_checks import WeightFingerprint
 from megarl.sharding.verification import PartialChecksum, checksums_by_name, compare_checksums, weight_rectangles
@@ -314,6 +316,63 @@ def test_invalid_options_are_refused_before_the_start(folders, options, message)
         if "server_args" in options:
             check_server_args(options["server_args"])
         create_engine("sglang", str(folders[0]), SGLangOptions(**options))
+
+
+def poll_for(engine, seconds):
+    """Poll in slices, as the router does."""
+    deadline, completions = time.monotonic() + seconds, []
+    while time.monotonic() < deadline and not completions:
+        completions += exchange_requests(engine, [], [], 0.1)
+    return completions
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_frozen_rank_is_detected(front_end, tied, monkeypatch, rank):
+    front_end.load_hf(str(tied[0]))
+    victim = front_end._backend._processes[rank]
+    request = Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)
+    monkeypatch.setattr(front_end, "_liveness", SchedulerLiveness(front_end._backend, front_end._loop, 4.0))
+    try:
+        victim.suspend()
+        front_end.submit([request])
+        assert poll_for(front_end, 2) == []
+        victim.resume()
+        assert [completion.request_id for completion in poll_for(front_end, 60)] == ["r"]
+        victim.suspend()
+        front_end.submit([request])
+        message = rf"its scheduler has not responded for 4 s \(rollout.health.timeout_s\); stopped: pid {victim.pid}$"
+        with pytest.raises(EngineLost, match=message):
+            poll_for(front_end, 60)
+        assert not front_end.health().ready
+        with pytest.raises(EngineLost, match=message):
+            front_end.submit([request])
+    finally:
+        victim.resume()
+        front_end._wait_until_idle()
+
+
+def test_a_frozen_server_is_detected(server, owner, folders):
+    """Stops the front end of the server, then all of its processes; another client continues after that."""
+    server.load_hf(str(folders[0]))
+    front = psutil.Process(owner._backend._process.pid)
+    for frozen in ([front], front.children(recursive=True)):
+        options = SGLangOptions(url=server.url, api_key=API_KEY, tensor_parallel_size=2, health_timeout_s=3.0)
+        engine = create_engine("sglang", str(folders[0]), options)
+        try:
+            server._wait_until_idle()
+            engine.load_hf(str(folders[0]))
+            for process in frozen:
+                process.suspend()
+            engine.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
+            with pytest.raises(EngineLost, match=r"its scheduler has not responded for 3 s"):
+                poll_for(engine, 60)
+        finally:
+            for process in frozen:
+                process.resume()
+            engine.shutdown()
+    server.submit([Request("r", [1, 2], SamplingParams(5, ignore_eos=True), 0)])
+    assert [completion.request_id for completion in poll_for(server, 60)] == ["r"]
+    server._wait_until_idle()
 
 
 def test_a_dead_rank_is_detected(front_end, tied):

@@ -104,6 +104,12 @@ class SGLangBackend(Protocol):
     async def loaders(self) -> list[str]:
         """Return the custom weight loaders that it was started with."""
 
+    async def ask_scheduler(self) -> None:
+        """Wait for a response of the scheduler, which responds between two batches."""
+
+    def stopped(self) -> list[int]:
+        """Return the pids of its processes on this host that are stopped, as by SIGSTOP."""
+
     def failure(self) -> str | None:
         """Return the reason why it serves nothing any more; None while it runs."""
 

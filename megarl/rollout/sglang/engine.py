@@ -46,6 +46,7 @@ from megarl.rollout.sglang.backend import (
     parse_completion,
     request_payload,
 )
+from megarl.rollout.sglang.liveness import SchedulerLiveness
 from megarl.rollout.sglang.options import KEY, MODES, TRANSPORTS, SGLangOptions, decodes
 from megarl.rollout.sglang.shards import SGLangShards, check_model_runs
 from megarl.rollout.sglang.weights import WeightSession
@@ -106,6 +107,7 @@ class SGLangEngine(RolloutEngine):
         except BaseException:
             self._loop.close()
             raise
+        self._liveness = SchedulerLiveness(self._backend, self._loop, options.health_timeout_s)
         self._session = WeightSession(self._shards, options, self._backend, self._loop, self._call)
 
     @property
@@ -136,6 +138,8 @@ class SGLangEngine(RolloutEngine):
         self._check_alive()
         for request in requests:
             self._check_request(request)
+        if not self._running:
+            self._liveness.heard()
         for request in requests:
             entry = RunningRequest(request, next(self._names))
             self._running[request.request_id] = entry
@@ -157,6 +161,7 @@ class SGLangEngine(RolloutEngine):
             if self._running.get(entry.request.request_id) is not entry:
                 continue
             del self._running[entry.request.request_id]
+            self._liveness.heard()
             if isinstance(result, RolloutError):
                 self._drop_requests()
                 raise result
@@ -228,7 +233,7 @@ class SGLangEngine(RolloutEngine):
 
     def health(self) -> EngineHealth:
         """See the contract."""
-        ready = not (self.stale or self._asleep or self._closed) and self._backend.failure() is None
+        ready = not (self.stale or self._asleep or self._closed) and self._failure() is None
         return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
 
     def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
@@ -316,8 +321,13 @@ class SGLangEngine(RolloutEngine):
                 raise RolloutError(f"SGLang is not idle: {outcome.message}")
             time.sleep(ABORT_AGAIN_S)
 
+    def _failure(self) -> str | None:
+        return self._backend.failure() or self._liveness.lost
+
     def _check_alive(self) -> None:
-        failure = self._backend.failure()
+        if self._running:
+            self._liveness.check()
+        failure = self._failure()
         if failure is not None:
             self._running.clear()
             raise EngineLost(f"SGLang does not serve any more: {failure}")

@@ -16,12 +16,15 @@ from collections.abc import Mapping
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from megarl.base.child_process import kill_process_tree
 from megarl.base.errors import ConfigError
 from megarl.base.logs import output_log
 from megarl.base.ports import free_port
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
+from megarl.rollout.sglang.liveness import stopped_processes
 from megarl.rollout.sglang.options import KEY, SGLangOptions, decodes, environment
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -94,6 +97,19 @@ class HttpBackend:
         """Whether the server answers requests without the key."""
         status, _ = await self._send("GET", "/server_info", headers={})
         return status not in (401, 403)
+
+    async def ask_scheduler(self) -> None:
+        """See :class:`SGLangBackend`. The server's state has a part of the scheduler."""
+        await self.server_info()
+
+    def stopped(self) -> list[int]:
+        """See :class:`SGLangBackend`; empty for a server that was already running."""
+        if self._process is None:
+            return []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self._process.pid)
+            return stopped_processes([server, *server.children(recursive=True)])
+        return []
 
     def failure(self) -> str | None:
         """See :class:`SGLangBackend`."""

@@ -16,6 +16,7 @@ import psutil
 from megarl.base.environment import environment_variables
 from megarl.rollout.interface import RolloutError
 from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult
+from megarl.rollout.sglang.liveness import stopped_processes
 from megarl.rollout.sglang.options import (
     LOADER,
     RankRendezvous,
@@ -96,6 +97,14 @@ class InProcessBackend:
     async def loaders(self) -> list[str]:
         """See :class:`SGLangBackend`."""
         return [LOADER]
+
+    async def ask_scheduler(self) -> None:
+        """See :class:`SGLangBackend`."""
+        await self._manager.get_internal_state()
+
+    def stopped(self) -> list[int]:
+        """See :class:`SGLangBackend`."""
+        return stopped_processes(self._processes)
 
     def failure(self) -> str | None:
         """See :class:`SGLangBackend`."""

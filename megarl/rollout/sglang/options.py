@@ -111,6 +111,7 @@ class SGLangOptions(EngineOptions):
             response. None = if the folder has a tokenizer.
         start_timeout_s: timeout of the start, in seconds.
         call_timeout_s: timeout of calls that move weights or memory, in seconds.
+        health_timeout_s: seconds without a response of the scheduler, while requests run, after which it is lost.
     """
 
     mode: str = "in_process"
@@ -125,6 +126,7 @@ class SGLangOptions(EngineOptions):
     stop_strings: bool | None = None
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0
+    health_timeout_s: float = 180.0
 
     def device_of(self, rank: int) -> str:
         """Return the device of a rank; for a running server, the local device that its weights are sent from."""
