@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, isolation_problem
+from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, isolation_problem, protections
 
 LIMITS = SandboxLimits(timeout_s=4, memory_mb=256, max_processes=8, disk_mb=4, output_mb=1)
 
@@ -24,6 +24,10 @@ def test_program_reads_stdin_and_writes_files(run):
     assert (execution.status, execution.exit_code, execution.stdout) == ("finished", 3, "ä\n")
     execution = run("1 / 0")
     assert execution.exit_code == 1 and "ZeroDivisionError" in execution.stderr
+
+
+def test_a_program_observes_all_protections_but_a_seccomp_filter():
+    assert [name for name, active in protections().items() if not active] in ([], ["seccomp filter"])
 
 
 NETWORK = """

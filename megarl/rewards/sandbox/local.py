@@ -26,6 +26,47 @@ _START_S = 30.0
 """Seconds to set up the sandbox on a loaded machine, beyond the limit of the program."""
 _MEMORY_CHECK_S = 0.02
 _MIB = 2**20
+_PROBE = """
+import json, os, resource, socket
+
+def line(name):
+    try:
+        with open("/proc/self/status") as file:
+            return next((text.split()[1] for text in file if text.startswith(name + ":")), None)
+    except OSError:
+        return None
+
+def writable(path):
+    try:
+        open(path, "w").close()
+    except OSError:
+        return False
+    return True
+
+def system_v_segments():
+    try:
+        with open("/proc/sys/kernel/shmmni") as file:
+            return file.read().strip() != "0"
+    except OSError:
+        return True
+
+def hosts():
+    return [name for _, name in socket.if_nameindex() if name != "lo"]
+
+print(json.dumps({
+    "user without privileges": os.geteuid() == 65534 and line("CapEff") in (None, "0" * 16),
+    "no network": not hosts(),
+    "read-only files": not writable("/probe") and not writable("/usr/probe"),
+    "own process ids": os.getppid() == 1,
+    "memory and process limits": resource.RLIM_INFINITY not in (
+        resource.getrlimit(resource.RLIMIT_AS)[1], resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    ),
+    "no new privileges": line("NoNewPrivs") == "1",
+    "no System V shared memory": not system_v_segments(),
+    "seccomp filter": line("Seccomp") == "2",
+}))
+"""
+"""A program that reports its own confinement."""
 
 
 @dataclass(frozen=True)
@@ -210,3 +251,16 @@ def isolation_problem() -> str | None:
     except InfrastructureFailure as error:
         return str(error)
     return None if execution.stdout == "42\n" else f"a program does not run in the sandbox: {execution.stderr}"
+
+
+def protections() -> dict[str, bool]:
+    """Return the protections of the sandbox on this machine and whether each is active, as a program in it observes.
+
+    Raises:
+        InfrastructureFailure: this machine does not allow sandboxes.
+    """
+    execution = LocalSandbox(SandboxLimits(timeout_s=20)).run(_PROBE)
+    if not execution.succeeded:
+        raise InfrastructureFailure(f"a program does not run in the sandbox: {execution.stderr}")
+    observed: dict[str, bool] = json.loads(execution.stdout)
+    return observed

@@ -64,6 +64,9 @@ def test_all_faults_of_a_machine_are_reported(tmp_path: Path) -> None:
     assert results["checkpoint folder"].status is Status.WARN
     assert files.status is Status.FAIL and files.found.startswith("512 ") and "limits.conf" in files.remedy
     assert results["processes"].status is Status.WARN and "2,000" in results["processes"].found
+    sandbox = results["code sandbox"]
+    assert sandbox.status is Status.WARN and "no sandbox on this machine" in sandbox.found  # no second user is mapped
+    assert "sandbox_fusion.url" in sandbox.remedy
     held = results["port"]
     assert held.status is Status.FAIL and held.found.startswith(f"{port} is held by")
     reduced = results["all-reduce (gloo)"]  # still runs

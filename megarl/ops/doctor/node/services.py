@@ -1,4 +1,4 @@
-"""Checks of a run's optional packages and logins: the rollout engine and the trackers, by the preflight of a run."""
+"""Checks of a run's optional services: rollout engine, trackers and code sandbox."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from megarl.base.errors import ConfigError
 from megarl.base.packages import require_sglang
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
+from megarl.rewards.calling import InfrastructureFailure
+from megarl.rewards.sandbox import protections
 from megarl.tracking import check_trackers
 
 
@@ -31,3 +33,16 @@ def check_logins(needs: Needs) -> list[CheckResult]:
         else:
             results.append(CheckResult(f"tracker {name}", Status.PASS, "ready"))
     return results
+
+
+def check_sandbox(needs: Needs) -> CheckResult:
+    """Check that this machine can isolate generated programs, and list the active protections of the local sandbox."""
+    try:
+        observed = protections()
+    except InfrastructureFailure as error:
+        remedy = "only for the reward function code: allow user namespaces, or set reward_model.sandbox_fusion.url"
+        return CheckResult("code sandbox", Status.WARN, str(error), remedy)
+    active = [name for name, is_active in observed.items() if is_active]
+    missing = [name for name, is_active in observed.items() if not is_active]
+    text = ", ".join(active) + (f"; not active: {', '.join(missing)}" if missing else "")
+    return CheckResult("code sandbox", Status.PASS, text)
