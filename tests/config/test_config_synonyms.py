@@ -47,7 +47,8 @@ def test_suggested_keys_exist_and_have_other_names() -> None:
         names += others.split()
     assert len(names) == len(set(names)) > 120
     own = {path for path in (*TRAIN, *SFT) if path.rpartition(".")[2] in names}
-    assert {path.rpartition(".")[2] for path in own} == {"warmup_ratio"}, "reward weights have a warm-up too"
+    # Reward weights have a warm-up, too; TRL's ``delta`` is a clip range.
+    assert {path.rpartition(".")[2] for path in own} == {"warmup_ratio", "delta"}
 
 
 @pytest.mark.parametrize("page", ["from_trl.md"])

@@ -49,7 +49,8 @@ def test_an_engine_that_stays_during_updates_gets_half_at_most():
     assert shared_fraction(alone, 0, keeps_memory=True) == 0.5
 
 
-def test_the_share_is_set_beside_training_roles_only(gpus):
+def test_the_share_is_set_beside_training_roles_only(gpus, monkeypatch):
+    monkeypatch.setenv("KEY_OF_SERVERS", "secret")
     beside = engine_options(rollout(server_args={"attention_backend": "fa3"}), "cuda", pending_bytes=2 * GIB)
     assert set(beside.server_args) == {"attention_backend", "mem_fraction_static"}
     assert engine_options(rollout(server_args={"mem_fraction_static": 0.7}), "cuda", pending_bytes=0).server_args == {
@@ -57,7 +58,10 @@ def test_the_share_is_set_beside_training_roles_only(gpus):
     }
     assert engine_options(rollout(), "cuda").server_args == {}
     assert engine_options(rollout(), "cpu", pending_bytes=0).server_args == {}
-    assert engine_options(rollout(urls=["http://a:1"]), "cuda", pending_bytes=0).server_args == {}
+    assert (
+        engine_options(rollout(urls=["http://a:1"], api_key_env="KEY_OF_SERVERS"), "cuda", pending_bytes=0).server_args
+        == {}
+    )
 
 
 def test_a_full_gpu_is_refused_before_sglang_starts(gpus):

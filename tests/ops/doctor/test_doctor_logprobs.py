@@ -23,7 +23,7 @@ def diagnose(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """Run ``megarl doctor logprobs`` on a dump; return the report."""
 
     def run(dump: RolloutDump) -> str:
-        dump.save(tmp_path / "4.npz")
+        (tmp_path / "4.npz").write_bytes(dump.encoded())
         assert main(["doctor", "logprobs", str(tmp_path / "4.jsonl"), "--model", str(models[0])]) == 0
         return capsys.readouterr().out
 
@@ -144,10 +144,10 @@ def test_unreadable_dumps_and_models_are_refused(
     assert "calculate_log_probs=true" in error_of(str(tmp_path), "--model", str(models[0]))
     (tmp_path / "1.npz").write_text("no zip")
     assert "is not a rollout dump" in error_of(str(tmp_path / "1.npz"), "--model", str(models[0]))
-    healthy.save(tmp_path / "2.npz")
+    (tmp_path / "2.npz").write_bytes(healthy.encoded())
     assert "cannot load a language model" in error_of(str(tmp_path / "2.npz"), "--model", str(tmp_path))
     responses = [row + 1000 for row in healthy.responses]
-    replace(healthy, responses=responses).save(tmp_path / "3.npz")
+    (tmp_path / "3.npz").write_bytes(replace(healthy, responses=responses).encoded())
     assert f"row 0 of the dump has token {responses[0].max()}; " in error_of(
         str(tmp_path / "3.npz"), "--model", str(models[0])
     )
@@ -157,7 +157,8 @@ def test_folder_reports_all_steps_with_limited_rows(
     models: Models, healthy: RolloutDump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (10, 9):
-        replace(healthy, metadata=replace(healthy.metadata, step=step)).save(tmp_path / f"{step}.npz")
+        dump = replace(healthy, metadata=replace(healthy.metadata, step=step))
+        (tmp_path / f"{step}.npz").write_bytes(dump.encoded())
     assert main(["doctor", "logprobs", str(tmp_path), "--model", str(models[0]), "--rows", "2"]) == 0
     report = capsys.readouterr().out
     assert report.index("step 9, 2 rows") < report.index("step 10, 2 rows")
