@@ -184,6 +184,20 @@ def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_a
     assert get_authentication_mode() == AuthenticationMode.DISABLED, "the user's setting holds again"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_during_the_shutdown_does_not_interrupt_it(number):
+    def interrupt(*_):
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(number, interrupt)
+    try:
+        with session_module._signals_ignored():
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, previous)
+
+
 def test_invalid_settings_raise():
     with pytest.raises(ResourceError, match="num_cpus=0 must be at least 1"):
         RaySession(num_cpus=0)
