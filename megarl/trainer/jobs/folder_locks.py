@@ -35,7 +35,8 @@ def locked_output_folders(config: JobConfig, folder: Path) -> Iterator[None]:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"{key}={file.parent}: cannot be written to ({error.strerror}); {WRITABLE}") from error
+                reason = error.strerror
+                raise ConfigError(f"{key}={file.parent}: cannot be written to ({reason}); {WRITABLE}") from error
             remedy = f"Wait for its end, or set {key}=<another folder>"
             stack.enter_context(folder_lock(file, own, remedy, _describe_holder))
         yield
