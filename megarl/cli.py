@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,6 +190,9 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    finally:
+        # Callbacks run in reverse order: after the run, a Ctrl-C cannot interrupt the others with a traceback.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def compose_job(name: str, argv: Sequence[str]) -> JobConfig:

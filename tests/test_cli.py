@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from interrupts import restore_interrupts
 
 from megarl import cli
 from megarl.base.errors import DataError, RewardError, RewardFunctionError, WorkerError
@@ -383,3 +384,18 @@ def test_a_stored_config_names_the_secrets_to_set_again(
     assert cli.main([*again, *values]) == 0
     kwargs = job.calls[1][0].custom_reward_function.reward_kwargs
     assert (kwargs["api_key"], kwargs["password"]) == ("new", "env-secret-99")
+
+
+def test_ctrl_c_after_the_run_shows_no_traceback(tmp_path):
+    """Libraries clean up at the exit of the process."""
+    code = (
+        "import atexit, os, signal, sys\n"
+        "from megarl import cli\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "cli._run = lambda *arguments, **options: 0\n"
+        "sys.exit(cli.run_job('train', ['--config-name', 'quickstart']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, preexec_fn=restore_interrupts
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -49,6 +49,7 @@ class Campaign:
         random: selects faults and moments.
         faults: faults to choose from.
         damages: damages to choose from.
+        share_at_start: share of the faults that strike within ten seconds after the start, at any moment.
         log: one line per event.
     """
 
@@ -58,6 +59,7 @@ class Campaign:
     random: Random
     faults: Sequence[Fault] = FAULTS
     damages: Sequence[Damage] = DAMAGES
+    share_at_start: float = 0.2
     log: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
 
@@ -121,7 +123,7 @@ class Campaign:
             run.wait_until(lambda: f"step {first + 1}/" in run.output or first == done)
             run.wait_until(lambda: any(root.glob(unfinished)) or run.process.poll() is not None)
             return f"save after step {first}"
-        if self.random.random() < 0.2:
+        if self.random.random() < self.share_at_start:
             delay = self.random.uniform(0.5, 10.0)
             time.sleep(delay)
             return f"{delay:.1f} s after start"
