@@ -31,6 +31,7 @@ from megarl.config import (
     EvaluateConfig,
     GenerateConfig,
     MegatronConfig,
+    PreferenceConfig,
     RewardTrainingConfig,
     SFTConfig,
     SupervisedConfig,
@@ -74,6 +75,12 @@ JOBS = {
         "reward_model",
         "megarl.trainer.jobs.train_reward_model",
         "training of a reward model on pairs",
+    ),
+    "preference": Job(
+        PreferenceConfig,
+        "preference",
+        "megarl.trainer.jobs.preference",
+        "preference optimization on pairs (DPO, IPO, SLiC, SimPO)",
     ),
     "evaluate": Job(
         EvaluateConfig, "evaluate", "megarl.trainer.jobs.evaluate", "mean@N, best@N, maj@N on held-out prompts"

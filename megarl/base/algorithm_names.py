@@ -1,4 +1,4 @@
-"""Names of advantage estimators, policy losses and KL estimators, with the facts that the configuration needs.
+"""Names of advantage estimators, losses and KL estimators, with the facts that the configuration needs.
 
 This is the only list of these names. The configuration schema offers them as choices without importing torch; the
 registries in :mod:`megarl.algorithms` read the facts from here, and a test compares registries and list.
@@ -42,6 +42,9 @@ DEFAULT_AGGREGATION = "token-mean"
 """``loss_agg_mode`` of a custom policy loss, as of PPO's."""
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+PREFERENCE_LOSS_TYPES: Mapping[str, bool] = {"dpo": True, "ipo": True, "hinge": True, "simpo": False}
+"""Losses of preference optimization, and whether they need a reference."""
 
 FULL_KL = "full"
 """The exact KL over the whole vocabulary; it is no per-token estimator and not in the registry."""

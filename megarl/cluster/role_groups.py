@@ -128,6 +128,16 @@ class RewardTrainingGroup(MegatronGroup):
         def score_pairs(self, batch: DataProto) -> DataProto: ...
 
 
+class PreferenceGroup(MegatronGroup):
+    """Workers of preference optimization: :class:`megarl.workers.preference.PreferenceWorker`."""
+
+    if TYPE_CHECKING:
+
+        def update_preference(self, batch: DataProto) -> dict[str, float]: ...
+
+        def compute_pair_log_probs(self, batch: DataProto) -> DataProto: ...
+
+
 class SFTGroup(MegatronGroup):
     """Workers of supervised fine-tuning: :class:`megarl.workers.sft.SFTWorker`."""
 

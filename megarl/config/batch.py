@@ -371,6 +371,7 @@ _TITLES = {
     "critic": "critic update",
     "actor": "actor update",
     "sft": "update",
+    "preference": "update",
 }
 _ROWS: tuple[tuple[str, Callable[[PhasePlan], object]], ...] = (
     ("layout", lambda p: p.layout),

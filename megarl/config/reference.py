@@ -8,7 +8,14 @@ from typing import Any
 
 from megarl.config.keys import REQUIRED, Key, keys_of
 from megarl.config.problems import format_value
-from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config.schema.jobs import (
+    EvaluateConfig,
+    GenerateConfig,
+    PreferenceConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from megarl.config.schema.model import MegatronConfig, OptimConfig
 
 _SHARED = {OptimConfig: "Optimizer", MegatronConfig: "Parallel layout"}
@@ -38,6 +45,7 @@ def render_reference() -> str:
         ("`megarl.train`", TrainConfig),
         ("`megarl.sft`", SFTConfig),
         ("`megarl.reward_model`", RewardTrainingConfig),
+        ("`megarl.preference`", PreferenceConfig),
         ("`megarl.evaluate`", EvaluateConfig),
         ("`megarl.generate`", GenerateConfig),
     )

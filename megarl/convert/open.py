@@ -36,7 +36,7 @@ from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, TensorEntry, check_
 CONFIG = "config.json"
 HF_FOLDERS = ("huggingface", "hf_config", "")
 """Folders with the model's config and tokenizer, relative to the checkpoint and the folders above it."""
-ROLES = ("actor", "critic", "sft", "reward_model")
+ROLES = ("actor", "critic", "sft", "reward_model", "preference")
 POINTER = "latest_checkpointed_iteration.txt"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "mp_rank_00", "mp_rank_00_000")
 

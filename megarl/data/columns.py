@@ -85,6 +85,14 @@ _declare(
 )
 _declare(
     "row",
+    torch.int64,
+    {
+        "chosen_prompt_tokens": "Tokens of `chosen` before its response.",
+        "rejected_prompt_tokens": "Tokens of `rejected` before its response.",
+    },
+)
+_declare(
+    "row",
     torch.float32,
     {
         "rm_scores": "Score of the reward model.",

@@ -1,4 +1,4 @@
-"""Data sets of supervised training: prompts with responses (SFT), and preference pairs for reward models."""
+"""Data sets of supervised training: prompts with responses (SFT), and preference pairs."""
 
 from __future__ import annotations
 
@@ -189,12 +189,14 @@ class PairDataset(RowDataset):
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
         sample_seed: seed of the draw.
         cache_dir: folder for converted files.
+        with_prompt_tokens: also return the number of prompt tokens of each sequence, for losses on the responses.
 
     Attributes:
         truncated: number of truncated sequences.
 
     Raises:
-        DataError: a file, column or row is malformed, or a sequence is too long.
+        DataError: a file, column or row is malformed, a sequence is too long, or truncation leaves no prompt or no
+            response for a loss on the responses.
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class PairDataset(RowDataset):
         max_samples: int = -1,
         sample_seed: int | None = None,
         cache_dir: str | None = None,
+        with_prompt_tokens: bool = False,
     ) -> None:
         check_truncation(truncation)
         require_eos(tokenizer)
@@ -226,17 +229,24 @@ class PairDataset(RowDataset):
         self.answer_keys = answer_keys
         self.margin_key = margin_key
         self.truncation = truncation
+        self.with_prompt_tokens = with_prompt_tokens
         self.truncated = self._check_rows()
 
     def __getitem__(self, item: int) -> Sample:
-        """Return a row: ``chosen`` and ``rejected`` (token ids), ``margin`` if there are margins, and ``index``."""
+        """Return a row: ``chosen`` and ``rejected`` (token ids), ``margin`` if there are margins, and ``index``.
+
+        With ``with_prompt_tokens`` also ``chosen_prompt_tokens`` and ``rejected_prompt_tokens``.
+        """
         row = int(self._rows[item])
         values = self.source[row]
-        cut = {
-            name: truncate(ids, self.max_length, self.truncation) for name, ids in self._sequences(values, row).items()
-        }
-        margin = {} if self.margin_key is None else {"margin": self._margin(values[self.margin_key], row)}
-        return {**cut, **margin, "index": row}
+        sample: Sample = {"index": row}
+        for name, (prompt, response) in self._sequences(values, row).items():
+            sample[name] = truncate(prompt + response, self.max_length, self.truncation)
+            if self.with_prompt_tokens:
+                sample[f"{name}_prompt_tokens"] = self._prompt_tokens(len(prompt), len(response))
+        if self.margin_key is not None:
+            sample["margin"] = self._margin(values[self.margin_key], row)
+        return sample
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate rows to a batch: ``chosen``, ``rejected``, their ``attention_mask``, and optionally ``margins``."""
@@ -247,17 +257,20 @@ class PairDataset(RowDataset):
         tensors["attention_mask"] = attention_mask_of([*map(len, chosen)], [*map(len, rejected)], *widths)
         if self.margin_key is not None:
             tensors["margins"] = torch.tensor([sample["margin"] for sample in samples], dtype=torch.float32)
+        if self.with_prompt_tokens:
+            for name in (f"{half}_prompt_tokens" for half in PAIR_COLUMNS):
+                tensors[name] = torch.tensor([sample[name] for sample in samples])
         return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
 
-    def _sequences(self, values: Mapping[str, Any], row: int) -> dict[str, list[int]]:
-        """Token ids of both sequences, without truncation."""
+    def _sequences(self, values: Mapping[str, Any], row: int) -> dict[str, tuple[list[int], list[int]]]:
+        """Token ids of prompt and response of both sequences, without truncation."""
         location, tokenizer = self.source.location(row), self.encoder.tokenizer
         sequences = {}
         for name, key in zip(PAIR_COLUMNS, self.answer_keys, strict=True):
             prompt, response = self._parts(values, key, location)
             ids = tokenizer(response, add_special_tokens=False)["input_ids"]
             rendered = self.reader.read({**values, self.reader.key: prompt}, location)
-            sequences[name] = [*self.encoder.encode(rendered, location), *ids, tokenizer.eos_token_id]
+            sequences[name] = self.encoder.encode(rendered, location), [*ids, tokenizer.eos_token_id]
         return sequences
 
     def _parts(self, values: Mapping[str, Any], key: str, location: str) -> tuple[Messages, str]:
@@ -287,6 +300,26 @@ class PairDataset(RowDataset):
             )
         return values[self.prompt_key], messages[0]["content"]
 
+    def _prompt_tokens(self, prompt: int, response: int) -> int:
+        """Number of prompt tokens of a truncated sequence."""
+        cut = max(0, prompt + response - self.max_length) if self.truncation == "left" else 0
+        return min(prompt - cut, self.max_length)
+
+    def _check_length(self, name: str, prompt: int, response: int, location: str) -> None:
+        problem = f"{location}: the {name} sequence has {prompt} + {response} tokens (prompt + response), at most "
+        if prompt + response > self.max_length and self.truncation == "error":
+            raise DataError(
+                f"{problem}{self.max_length} are allowed; raise data.max_length, or set data.truncation to left or "
+                "right"
+            )
+        kept = self._prompt_tokens(prompt, response)
+        if self.with_prompt_tokens and not 0 < kept < self.max_length:
+            lost = "response" if kept > 0 else "prompt"
+            raise DataError(
+                f"{problem}{self.max_length} are kept, and data.truncation={self.truncation} leaves no {lost}; raise "
+                "data.max_length"
+            )
+
     def _margin(self, value: Any, row: int) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             location = self.source.location(row)
@@ -300,13 +333,9 @@ class PairDataset(RowDataset):
             values = self.source[row]
             if self.margin_key is not None:
                 self._margin(values[self.margin_key], row)
-            for name, ids in self._sequences(values, row).items():
-                if len(ids) > self.max_length and self.truncation == "error":
-                    raise DataError(
-                        f"{self.source.location(row)}: the {name} sequence has {len(ids)} tokens, at most "
-                        f"{self.max_length} are allowed; raise data.max_length, or set data.truncation to left or right"
-                    )
-                truncated += len(ids) > self.max_length
+            for name, (prompt, response) in self._sequences(values, row).items():
+                self._check_length(name, len(prompt), len(response), self.source.location(row))
+                truncated += len(prompt) + len(response) > self.max_length
         if truncated:
             logger.warning(
                 "%d of %d sequences are cut at their %s to %d tokens",

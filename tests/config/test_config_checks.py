@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from config_cases import EVALUATE, SFT, TRAIN, problems_of, with_keys
 
-from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -351,6 +351,20 @@ def test_a_reward_model_alone_calls_no_function_and_reads_whole_rollouts() -> No
 )
 def test_impossible_training_of_reward_models(values: dict[str, Any], path: str, expected: str) -> None:
     assert expected in problems_of(values, RewardTrainingConfig, SFT)[path].text
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "expected"),
+    [
+        ({"trainer.test_freq": 5}, "trainer.test_freq", "needs data.val_files"),
+        ({"loss.type": "dop"}, "loss.type", "must be one of dpo, ipo"),
+        ({"loss.beta": 0}, "loss.beta", "> 0"),
+        ({"loss.type": "ipo", "loss.label_smoothing": 0.1}, "loss.label_smoothing", "no effect with loss.type=ipo"),
+        ({"data.margin_key": "gap"}, "data.margin_key", "unknown key"),
+    ],
+)
+def test_impossible_preference_optimization(values: dict[str, Any], path: str, expected: str) -> None:
+    assert expected in problems_of(values, PreferenceConfig, SFT)[path].text
 
 
 def test_min_p_needs_sglang_without_its_deterministic_mode() -> None:

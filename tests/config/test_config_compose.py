@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megarl.base.errors import ConfigError
-from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.config.build import build
 from megarl.config.compose import (
@@ -58,7 +58,8 @@ def test_every_shipped_generation_is_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" not in name and "generate" not in name])
 def test_every_shipped_config_is_valid(name: str) -> None:
-    schema: Any = RewardTrainingConfig if name == "reward_model" else SFTConfig if "sft" in name else TrainConfig
+    pair_jobs = {"reward_model": RewardTrainingConfig, "preference": PreferenceConfig}
+    schema: Any = pair_jobs.get(name) or (SFTConfig if "sft" in name else TrainConfig)
     required = () if name.startswith("quickstart") else REQUIRED
     if schema is not TrainConfig and required:
         required = ("data.train_files=train.parquet", "model.path=model")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import megarl
-from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.keys import walk
 
 PACKAGE = Path(megarl.__file__).parent
@@ -96,7 +96,9 @@ def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:
     return unread
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, RewardTrainingConfig, EvaluateConfig, GenerateConfig])
+@pytest.mark.parametrize(
+    "schema", [TrainConfig, SFTConfig, RewardTrainingConfig, PreferenceConfig, EvaluateConfig, GenerateConfig]
+)
 def test_every_key_is_read(schema: Any, pairs: set[tuple[str, str]]) -> None:
     unread = unread_keys(schema, pairs)
     assert not unread, f"nothing reads {', '.join(unread)}"

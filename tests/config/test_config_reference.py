@@ -14,7 +14,7 @@ from megarl.base.algorithm_names import (
     REWEIGHT_KINDS,
     WEIGHT_SCHEDULES,
 )
-from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.keys import walk
 from megarl.config.reference import render_reference
 
@@ -28,7 +28,7 @@ def test_committed_page_is_up_to_date() -> None:
 
 def test_every_key_is_on_the_page() -> None:
     page = render_reference()
-    for schema in (TrainConfig, SFTConfig, RewardTrainingConfig, EvaluateConfig, GenerateConfig):
+    for schema in (TrainConfig, SFTConfig, RewardTrainingConfig, PreferenceConfig, EvaluateConfig, GenerateConfig):
         for path, item in walk(schema):
             if item.section is None:
                 assert f"| `{item.name}` | " in page, path

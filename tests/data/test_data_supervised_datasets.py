@@ -61,11 +61,33 @@ def test_pair_batch_has_complete_sequences_and_margins(tokenizer: Any, write: Ca
 
 def test_long_pair_sequence_is_rejected_or_truncated(tokenizer: Any, write: Callable[..., str]) -> None:
     file = write(rows("yes", "never mind"))
-    with pytest.raises(DataError, match=r"row 0: the rejected sequence has 16 tokens, at most 12 are allowed"):
+    with pytest.raises(DataError, match=r"row 0: the rejected sequence has 5 \+ 11 tokens .* at most 12 are allowed"):
         PairDataset(file, tokenizer, 12)
     dataset = PairDataset(file, tokenizer, 12, truncation="left")
     assert dataset.truncated == 1 and len(dataset[0]["rejected"]) == 12
     assert dataset[0]["rejected"][-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(("truncation", "boundaries"), [("left", (5, 1)), ("right", (5, 5))])
+def test_prompt_tokens_of_truncated_pairs(
+    truncation: str, boundaries: tuple[int, int], tokenizer: Any, write: Callable[..., str]
+) -> None:
+    file = write(rows("yes", "never mind"))
+    dataset = PairDataset(file, tokenizer, 12, truncation=truncation, with_prompt_tokens=True)
+    tensors = dataset.collate([dataset[0]]).tensors
+    assert (tensors["chosen_prompt_tokens"].item(), tensors["rejected_prompt_tokens"].item()) == boundaries
+    whole = tokenizer("never mind", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    assert dataset[0]["rejected"][boundaries[1] :] == whole[: 12 - boundaries[1]]
+
+
+@pytest.mark.parametrize(("limit", "truncation", "lost"), [(11, "left", "prompt"), (5, "right", "response")])
+def test_truncation_must_leave_prompt_and_response(
+    limit: int, truncation: str, lost: str, tokenizer: Any, write: Callable[..., str]
+) -> None:
+    file = write(rows("yes", "never mind"))
+    PairDataset(file, tokenizer, limit, truncation=truncation)  # a reward model reads the sequence as a whole
+    with pytest.raises(DataError, match=f"truncation={truncation} leaves no {lost}"):
+        PairDataset(file, tokenizer, limit, truncation=truncation, with_prompt_tokens=True)
 
 
 @pytest.mark.parametrize(

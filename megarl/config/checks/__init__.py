@@ -16,6 +16,7 @@ from megarl.config.schema.jobs import (
     EvaluateConfig,
     GenerateConfig,
     JobConfig,
+    PreferenceConfig,
     RewardTrainingConfig,
     SFTConfig,
     SupervisedConfig,
@@ -106,6 +107,7 @@ _CHECKS: dict[type, tuple[Check, ...]] = {
     TrainConfig: _TRAIN,
     SFTConfig: _SUPERVISED,
     RewardTrainingConfig: (*_SUPERVISED, run.pair_validation),
+    PreferenceConfig: (*_SUPERVISED, run.pair_validation, learning.preference_loss),
     EvaluateConfig: _EVALUATE,
     GenerateConfig: _GENERATE,
 }

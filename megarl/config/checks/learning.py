@@ -8,7 +8,7 @@ from megarl.base.algorithm_names import ADV_ESTIMATORS, estimator_needs
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
 from megarl.config.problems import Problem
 from megarl.config.schema.algorithm import RolloutCorrectionConfig
-from megarl.config.schema.jobs import SupervisedConfig, TrainConfig
+from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import OptimConfig
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -135,6 +135,14 @@ def optimizers(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
     yield from _optimizer(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
     if config.uses_critic:
         yield from _optimizer(config.critic.optim, "critic.optim")
+
+
+def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
+    """Check that the preference loss reads the label smoothing."""
+    loss, smoothed = config.loss, ("dpo", "simpo")
+    if loss.label_smoothing and loss.type not in smoothed:
+        text = f"has no effect with loss.type={loss.type}; leave it 0, or use {' or '.join(smoothed)}"
+        yield Problem("loss.label_smoothing", loss.label_smoothing, text)
 
 
 def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megarl.config.problems import Problem
-from megarl.config.schema.jobs import JobConfig, RewardTrainingConfig, SupervisedConfig, TrainConfig
+from megarl.config.schema.jobs import JobConfig, PairTrainingConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import HF_MODEL, RESUMABLE, CheckpointConfig
 
 _MIXTURE_KEYS = ("files", "weight")
@@ -73,8 +73,8 @@ def validation(config: TrainConfig) -> Iterator[Problem]:
         yield _no_validation_data(trainer.test_freq)
 
 
-def pair_validation(config: RewardTrainingConfig) -> Iterator[Problem]:
-    """Check that the validation of a reward model has data."""
+def pair_validation(config: PairTrainingConfig) -> Iterator[Problem]:
+    """Check that a validation on pairs has data."""
     if config.trainer.test_freq > 0 and not config.data.val_files:
         yield _no_validation_data(config.trainer.test_freq)
 

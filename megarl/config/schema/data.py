@@ -197,6 +197,12 @@ class PairDataConfig(SupervisedDataConfig):
         "`chosen_key` and `rejected_key` hold whole conversations, as lists of chat messages that end with the "
         "response; `prompt_key` is not read.",
     )
+
+
+@dataclass(frozen=True)
+class RewardPairDataConfig(PairDataConfig):
+    """Pairs for a reward model. `train_batch_size` counts pairs per optimizer step."""
+
     margin_key: str | None = key(
         None, "Column of margins: smallest difference between chosen and rejected reward; null = 0."
     )

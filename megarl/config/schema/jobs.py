@@ -1,4 +1,4 @@
-"""Top-level schema of the five jobs: train, sft, reward_model, evaluate and generate."""
+"""Top-level schema of the six jobs: train, sft, reward_model, preference, evaluate and generate."""
 
 # ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, TypeVar
 
-from megarl.base.algorithm_names import estimator_needs
+from megarl.base.algorithm_names import PREFERENCE_LOSS_TYPES, estimator_needs
 from megarl.config.keys import key, section
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.config.schema.data import (
@@ -14,6 +14,7 @@ from megarl.config.schema.data import (
     GenerateDataConfig,
     PairDataConfig,
     PromptsConfig,
+    RewardPairDataConfig,
     SFTDataConfig,
     SupervisedDataConfig,
 )
@@ -210,15 +211,57 @@ class PairLossConfig:
 
 
 @dataclass(frozen=True)
-class RewardTrainingConfig(SupervisedConfig):
-    """Training of a reward model on pairs of responses (Bradley-Terry)."""
+class PairTrainingConfig(SupervisedConfig):
+    """Training on pairs of responses, with validation on held-out pairs."""
 
-    role: ClassVar[str] = "reward_model"
     sequences_per_row: ClassVar[int] = 2
 
     data: PairDataConfig = section(PairDataConfig)
-    loss: PairLossConfig = section(PairLossConfig)
     trainer: PairRunConfig = section(PairRunConfig)
+
+
+@dataclass(frozen=True)
+class RewardTrainingConfig(PairTrainingConfig):
+    """Training of a reward model on pairs of responses (Bradley-Terry)."""
+
+    role: ClassVar[str] = "reward_model"
+
+    data: RewardPairDataConfig = section(RewardPairDataConfig)
+    loss: PairLossConfig = section(PairLossConfig)
+
+
+@dataclass(frozen=True)
+class PreferenceLossConfig:
+    """The loss on a pair, averaged over the pairs of a step; docs/preference.md has the formulas."""
+
+    type: str = key(
+        "dpo",
+        "dpo, ipo, hinge (SLiC), or simpo, which needs no reference.",
+        choices=tuple(PREFERENCE_LOSS_TYPES),
+    )
+    beta: float = key(0.1, "Strength of the pull towards the reference; SimPO: scale of the rewards.", above=0)
+    label_smoothing: float = key(
+        0.0, "Probability that a pair's label is wrong, for dpo and simpo.", at_least=0, at_most=0.5
+    )
+    simpo_gamma: float = key(0.5, "Target margin between the rewards of simpo; other losses ignore it.", at_least=0)
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss reads log-probs of the initial model."""
+        return PREFERENCE_LOSS_TYPES[self.type]
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(PairTrainingConfig):
+    """Preference optimization of a policy on pairs of responses (DPO, IPO, SLiC, SimPO).
+
+    The reference is the initial model. Its weights stay in host memory and are swapped in.
+    """
+
+    role: ClassVar[str] = "preference"
+
+    optim: OptimConfig = section(OptimConfig, lr=1e-6)
+    loss: PreferenceLossConfig = section(PreferenceLossConfig)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from megarl.base.errors import ConfigError, ModelError
-from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
+from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.config.compose import ConfigRequest, compose, compose_draft
 from megarl.ops.plan.estimate import Estimate, estimate
 from megarl.ops.plan.hardware import Hardware, hardware_of, known_hardware
@@ -23,6 +23,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "train": (TrainConfig, "ppo"),
     "sft": (SFTConfig, "sft"),
     "reward-model": (RewardTrainingConfig, "reward_model"),
+    "preference": (PreferenceConfig, "preference"),
 }
 """Jobs that can be planned: schema and default configuration."""
 EXIT_DOES_NOT_FIT, EXIT_BAD_CONFIG = 1, 2
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "only its config.json. See docs/plan.md.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
-    parser.add_argument("--config-name", "-cn", help="YAML file (default: ppo, sft or reward_model, by job)")
+    parser.add_argument("--config-name", "-cn", help="YAML file (default: that of the job)")
     parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
     parser.add_argument("--job", choices=sorted(JOBS), default="train", help="kind of job (default: train)")
     hardware = ", ".join(known_hardware())

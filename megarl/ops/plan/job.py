@@ -8,7 +8,7 @@ from functools import cached_property
 from megarl.base.algorithm_names import FULL_KL
 from megarl.config import MegatronConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches
-from megarl.config.schema.jobs import SupervisedConfig
+from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import ModelConfig, ParallelLayout, read_model_config
 from megarl.workers.settings import check_role, layout_of
@@ -183,7 +183,7 @@ class PlannedJob:
     def phases(self) -> tuple[str, ...]:
         """Phases of the job, in the order of a training step."""
         if self.rollout is None:
-            return ("update",)
+            return tuple(planned.phase for planned in self.roles[0].passes)
         role_phases = {planned.phase for role in self.roles for planned in role.passes}
         return tuple(phase for phase in PHASES if phase in role_phases or phase in ("gen", "update_weights"))
 
@@ -321,15 +321,20 @@ def _supervised_job(config: SupervisedConfig, device: str) -> PlannedJob:
         samples=phase.samples_per_mini_batch * count,
         longest=longest,
     )
+    has_reference = isinstance(config, PreferenceConfig) and config.loss.uses_reference
+    passes: tuple[PlannedPass, ...] = (planned,)
+    if has_reference:
+        passes = (replace(planned, phase="ref", updates=False, optimizer_steps=0), planned)
     model = read_model_config(config.model.path)
     role = _role(
         config.role,
         "megatron",
         model,
         config.megatron,
-        (planned,),
+        passes,
         value_head=scores,
         trains=True,
+        holds_reference=has_reference,
         saves_in_background=config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save,
     )
     return PlannedJob(

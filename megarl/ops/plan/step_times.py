@@ -111,7 +111,8 @@ def time_step(
 
 def micro_batches_of(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> MicroBatches:
     """Return the micro-batch sizes of a role's pass."""
-    return job.batches.phase(_BATCHES.get(planned.phase, role.name)).micro
+    name = role.name if job.rollout is None else _BATCHES.get(planned.phase, role.name)
+    return job.batches.phase(name).micro
 
 
 def generation_s(job: PlannedJob, hardware: Hardware, lengths: Lengths) -> float:

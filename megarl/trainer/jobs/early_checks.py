@@ -12,9 +12,9 @@ from pathlib import Path
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.files import WRITABLE, write_error
 from megarl.base.packages import require_sglang
-from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, PairTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.outputs import output_files, output_folders
-from megarl.config.schema.data import DataSourceConfig
+from megarl.config.schema.data import DataSourceConfig, RewardPairDataConfig
 from megarl.config.schema.jobs import JobConfig, SupervisedConfig
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
@@ -146,7 +146,7 @@ def check_rows(config: JobConfig) -> None:
     elif isinstance(config, SFTConfig):
         texts = () if config.data.messages_key else (config.data.response_key,)
         _check_training_files(config.data, prompt=config.data.messages_key or config.data.prompt_key, texts=texts)
-    elif isinstance(config, RewardTrainingConfig):
+    elif isinstance(config, PairTrainingConfig):
         _check_pairs(config)
     elif isinstance(config, EvaluateConfig) or (
         isinstance(config, TrainConfig) and config.data.custom_cls.path is None
@@ -168,10 +168,10 @@ def check_prompt_rows(config: TrainConfig | EvaluateConfig) -> None:
         check_files(data.val_files, columns, "data.val_files", data.prompt_key, source_key=data.reward_fn_key)
 
 
-def _check_pairs(config: RewardTrainingConfig) -> None:
+def _check_pairs(config: PairTrainingConfig) -> None:
     data = config.data
     prompt = None if data.conversations else data.prompt_key
-    margins = [data.margin_key] if data.margin_key else []
+    margins = [data.margin_key] if isinstance(data, RewardPairDataConfig) and data.margin_key else []
     texts = [data.chosen_key, data.rejected_key]
     _check_training_files(data, margins, prompt, texts)
     if data.val_files:

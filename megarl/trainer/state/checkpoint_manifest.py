@@ -307,7 +307,7 @@ class Retention:
 
 def limit_key(role: str) -> str:
     """Name the configuration key that limits the checkpoints of a role."""
-    return "trainer.max_ckpt_to_keep" if role in ("sft", "reward_model") else f"trainer.max_{role}_ckpt_to_keep"
+    return f"trainer.max_{role}_ckpt_to_keep" if role in ("actor", "critic") else "trainer.max_ckpt_to_keep"
 
 
 def roles_in(manifest: Manifest) -> set[str]:

@@ -32,6 +32,7 @@ CHECKPOINT_KEYS = {
     "critic": "critic.checkpoint",
     "sft": "trainer.checkpoint",
     "reward_model": "trainer.checkpoint",
+    "preference": "trainer.checkpoint",
 }
 VALIDATION_PREFIXES = ("val-core/", "val-aux/")
 

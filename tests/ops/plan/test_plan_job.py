@@ -9,7 +9,7 @@ import pytest
 from planned_jobs import MODELS, megatron, train_job
 
 from megarl.base.errors import ConfigError
-from megarl.config import RewardTrainingConfig, SFTConfig
+from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig
 from megarl.config.build import build
 from megarl.ops.plan import plan_memory, planned_job
 from megarl.ops.plan.hardware import read_hardware
@@ -123,6 +123,28 @@ def test_supervised_jobs_have_one_phase(schema: type[SFTConfig], sequences: int,
     assert update.outputs <= update.tokens
     plan = plan_memory(job)
     assert plan.kv is None and plan.peak.phase == "update"
+
+
+@pytest.mark.parametrize(("loss", "phases"), [("dpo", ("ref", "update")), ("simpo", ("update",))])
+def test_preference_job_keeps_a_reference_in_host_memory(loss: str, phases: tuple[str, ...]) -> None:
+    values = {
+        "data": {"train_files": ["x.parquet"], "train_batch_size": 32, "max_length": 1000},
+        "model": {"path": str(MODELS / "Qwen2.5-7B")},
+        "megatron": megatron(4),
+        "loss": {"type": loss},
+        "trainer": {"experiment_name": "planned", "n_gpus_per_node": 8, "device": "cuda"},
+    }
+    values["data"]["max_token_len_per_gpu"] = 2000
+    job = planned_job(build(PreferenceConfig, values))
+    assert job.phases == phases and tuple(planned.phase for planned in job.roles[0].passes) == phases
+    copies = {part.name: part.nbytes for part in plan_memory(job).host}
+    if loss == "simpo":
+        assert "reference copy" not in copies
+    else:  # bfloat16 weights of two data-parallel ranks, in chunks
+        assert copies["reference copy"] == pytest.approx(2 * 2 * 7.616e9, rel=0.1)
+    step = time_step(job, read_hardware("h100"), longest_lengths(500, 500))
+    timed = {phase.phase: phase.cost.seconds for phase in step.phases}
+    assert tuple(timed) == phases and all(timed.values())
 
 
 def test_an_invalid_layout_is_rejected_by_its_key() -> None:

@@ -1,0 +1,186 @@
+"""The worker of preference optimization: trains a policy on pairs, with the initial model as reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms import PREFERENCE_LOSSES, PreferenceInputs, PreferenceLossOptions, TokenLoss
+from megarl.algorithms.masked import sequence_sums
+from megarl.config.schema.jobs import PreferenceLossConfig
+from megarl.data import DataProto
+from megarl.megatron import PolicyOutputs
+from megarl.megatron.packed import PackedMicroBatch
+from megarl.workers.base import MegatronWorker, offload_after
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.memory import FORWARD, UPDATE
+from megarl.workers.reward_model import PAIRS
+from megarl.workers.rows import SAMPLE_IDS, PackedRows
+from megarl.workers.settings import MicroBatchBudget, RoleSettings
+
+PROMPT_TOKENS = ("chosen_prompt_tokens", "rejected_prompt_tokens")
+"""Columns with the number of prompt tokens of both sequences of a pair."""
+POLICY_LOG_PROBS = ("chosen_log_prob", "rejected_log_prob")
+REF_LOG_PROBS = ("ref_chosen_log_prob", "ref_rejected_log_prob")
+TOKENS = ("chosen_tokens", "rejected_tokens")
+REF_LOG_PROB = "ref_log_prob"
+"""Column of a micro-batch: log-prob of each response token under the reference."""
+
+
+class ResponsePairs(PackedRows):
+    """Rows that are pairs: both responses of a pair are packed into one micro-batch, the chosen one first.
+
+    Args:
+        batch: needs the columns of :data:`~megarl.workers.reward_model.PAIRS` and :data:`PROMPT_TOKENS`; a pair's
+            tokens are those of both sequences.
+        share: compute the common prompt of a pair once.
+    """
+
+    def __init__(self, batch: DataProto, *, share: bool) -> None:
+        super().__init__(batch)
+        self.share = share
+        self._boundaries = [batch.tensors[name].tolist() for name in PROMPT_TOKENS]
+
+    def responses(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Prompt and response token ids of the chosen and of the rejected sequence."""
+        chosen, rejected = self.batch.tensors["chosen"], self.batch.tensors["rejected"]
+        start, stop = chosen.shape[1] - self.prompt_lengths[row], self.response_lengths[row]
+        sequences = chosen[row, start:], rejected[row, :stop]
+        return [(ids[: at[row]], ids[at[row] :]) for ids, at in zip(sequences, self._boundaries, strict=True)]
+
+    def pack_pairs(self, rows: Sequence[int], columns: Mapping[str, Tensor] | None = None) -> PackedMicroBatch:
+        """Pack pairs into one micro-batch; ``columns`` are packed over all response tokens of the pairs."""
+        parts = [part for row in rows for part in self.responses(row)]
+        return PackedMicroBatch.from_rows(parts, columns, share_prompts=self.share)
+
+    def by_row(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Split values over response tokens, one tensor per micro-batch, into those of each pair."""
+        values: dict[int, Tensor] = {}
+        for group, tensor in zip(groups, packed, strict=True):
+            counts = [sum(len(response) for _, response in self.responses(row)) for row in group]
+            values |= zip(group, tensor.float().cpu().split(counts), strict=True)
+        return values
+
+
+class PreferenceWorker(MegatronWorker):
+    """Trains a policy on preference pairs; the initial weights, in host memory, are the reference.
+
+    Args:
+        place: rank and rendezvous address of this process.
+        settings: model, layout, optimizer.
+        budget: micro-batch budget for pairs; tokens count both sequences.
+        loss: loss of a pair.
+    """
+
+    prefix = "train"
+    shares_device = False
+
+    def __init__(
+        self, place: WorkerPlace, *, settings: RoleSettings, budget: MicroBatchBudget, loss: PreferenceLossConfig
+    ) -> None:
+        super().__init__(place, settings=settings)
+        self.budget = budget
+        self.loss = loss
+
+    @verb(Dispatch.ALL)
+    @offload_after
+    def init_model(self) -> None:
+        """Build the model; keep the initial weights in host memory if the loss has a reference."""
+        super().init_model()
+        self._reference = self.engine.copy_weights() if self.loss.uses_reference else None
+
+    @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*PAIRS, *PROMPT_TOKENS, *SAMPLE_IDS))
+    def update_preference(self, batch: DataProto) -> dict[str, float]:
+        """Run one optimizer step on the batch's pairs; metrics under ``train/`` are means over all pairs."""
+        rows = self._pairs(batch)
+        total = sum(self.counts_over_dp(len(rows)))
+        reference = self._ref_log_probs(rows)
+
+        def compute_gradient(groups: Sequence[Sequence[int]]) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
+            packed = [rows.pack_pairs(group, _columns(reference, group)) for group in groups]
+            return self.engine.forward_backward(packed, partial(_share_of_loss, self.loss, total)), groups
+
+        metrics, groups = self.memory.run_pass(UPDATE, self.budget, rows, compute_gradient)
+        metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row=2)
+        named = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+        return named | self.memory.take_metrics() | self.end_phase()
+
+    @verb(Dispatch.SPLIT, phase="testing", columns=(*PAIRS, *PROMPT_TOKENS))
+    @offload_after
+    def compute_pair_log_probs(self, batch: DataProto) -> DataProto | None:
+        """Compute the inputs of the loss of pairs, ``[b]`` each; None on non-owner ranks.
+
+        Log-probs summed over the response: ``chosen_log_prob`` and ``rejected_log_prob``, with a reference also
+        ``ref_chosen_log_prob`` and ``ref_rejected_log_prob``. Number of response tokens: ``chosen_tokens`` and
+        ``rejected_tokens``.
+        """
+        rows = self._pairs(batch)
+        policy, reference = self._log_probs(rows), self._ref_log_probs(rows)
+        if policy is None:
+            return None
+        lengths = torch.tensor([[len(response) for _, response in rows.responses(row)] for row in range(len(rows))])
+        columns = dict(zip(TOKENS, lengths.unbind(1), strict=True))
+        for names, values in ((POLICY_LOG_PROBS, policy), (REF_LOG_PROBS, reference)):
+            if values is not None:
+                packed = torch.cat([values[row] for row in range(len(rows))])
+                sums = sequence_sums(packed, torch.ones_like(packed), lengths.flatten()).view(-1, 2)
+                columns |= zip(names, sums.unbind(1), strict=True)
+        return DataProto.from_dict({name: column.contiguous() for name, column in columns.items()})
+
+    def _ref_log_probs(self, rows: ResponsePairs) -> dict[int, Tensor] | None:
+        """Log-probs of each pair's response tokens under the reference; None without one and before the last stage."""
+        if self._reference is None:
+            return None
+        with self.engine.swapped_weights(self._reference):
+            return self._log_probs(rows)
+
+    def _log_probs(self, rows: ResponsePairs) -> dict[int, Tensor] | None:
+        """Log-probs of each pair's response tokens under the current weights; None before the last stage."""
+
+        def compute(groups: Sequence[Sequence[int]]) -> dict[int, Tensor] | None:
+            outputs = self.engine.forward([rows.pack_pairs(group) for group in groups])
+            return None if outputs is None else rows.by_row(groups, [output.log_probs for output in outputs])
+
+        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
+
+    def _pairs(self, batch: DataProto) -> ResponsePairs:
+        return ResponsePairs(batch, share=self.engine.can_share_prompts)
+
+
+def compute_preference_loss(loss: PreferenceLossConfig, columns: Mapping[str, Tensor]) -> TokenLoss:
+    """Compute the loss of each pair from the columns of :meth:`PreferenceWorker.compute_pair_log_probs`."""
+    return PREFERENCE_LOSSES[loss.type](
+        PreferenceInputs(
+            chosen=columns["chosen_log_prob"],
+            rejected=columns["rejected_log_prob"],
+            ref_chosen=columns.get("ref_chosen_log_prob"),
+            ref_rejected=columns.get("ref_rejected_log_prob"),
+            chosen_tokens=columns["chosen_tokens"],
+            rejected_tokens=columns["rejected_tokens"],
+            options=PreferenceLossOptions(loss.beta, loss.label_smoothing, loss.simpo_gamma),
+        )
+    )
+
+
+def _columns(reference: dict[int, Tensor] | None, group: Sequence[int]) -> dict[str, Tensor]:
+    return {} if reference is None else {REF_LOG_PROB: torch.cat([reference[row] for row in group])}
+
+
+def _share_of_loss(
+    loss: PreferenceLossConfig, total: int, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A micro-batch's share of the mean loss over all ``total`` pairs, and of the means of its metrics."""
+    lengths, every = micro_batch.row_lengths, torch.ones_like(outputs.log_probs)
+    columns = dict(zip(TOKENS, (lengths[0::2], lengths[1::2]), strict=True))
+    log_probs = {POLICY_LOG_PROBS: outputs.log_probs, REF_LOG_PROBS: micro_batch.columns.get(REF_LOG_PROB)}
+    for names, values in log_probs.items():
+        if values is not None:
+            sums = sequence_sums(values, every, lengths)
+            columns |= {names[0]: sums[0::2], names[1]: sums[1::2]}
+    result = compute_preference_loss(loss, columns)
+    metrics = {"loss": result.loss.detach(), **result.diagnostics}
+    metrics |= {name: columns[name].detach() for name in POLICY_LOG_PROBS}
+    return result.loss.sum() / total, {name: values.sum() / total for name, values in metrics.items()}

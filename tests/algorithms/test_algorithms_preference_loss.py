@@ -1,0 +1,92 @@
+"""Preference losses against their equations, computed with Python's own floats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms import PREFERENCE_LOSSES, PreferenceInputs, PreferenceLossOptions
+from megarl.base.algorithm_names import PREFERENCE_LOSS_TYPES
+
+BETA, SMOOTHING, GAMMA = 0.3, 0.1, 0.7
+OPTIONS = PreferenceLossOptions(BETA, SMOOTHING, GAMMA)
+LOG_PROB = st.floats(-60, 0)
+PAIR = st.tuples(LOG_PROB, LOG_PROB, LOG_PROB, LOG_PROB, st.integers(1, 9), st.integers(1, 9))
+Equation = Callable[[float, float, float, float, int, int], tuple[float, float, float]]
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x)) if x > -700 else x
+
+
+def smooth(x: float) -> float:
+    return -(1 - SMOOTHING) * log_sigmoid(x) - SMOOTHING * log_sigmoid(-x)
+
+
+def dpo(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple[float, float, float]:
+    return smooth(BETA * ((pc - qc) - (pr - qr))), BETA * (pc - qc), BETA * (pr - qr)
+
+
+def hinge(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple[float, float, float]:
+    return max(0.0, 1 - BETA * ((pc - qc) - (pr - qr))), BETA * (pc - qc), BETA * (pr - qr)
+
+
+def ipo(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple[float, float, float]:
+    chosen, rejected = (pc - qc) / nc, (pr - qr) / nr
+    return (chosen - rejected - 1 / (2 * BETA)) ** 2, BETA * chosen, BETA * rejected
+
+
+def simpo(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple[float, float, float]:
+    chosen, rejected = BETA * pc / nc, BETA * pr / nr
+    return smooth(chosen - rejected - GAMMA), chosen, rejected
+
+
+EQUATIONS: dict[str, Equation] = {"dpo": dpo, "hinge": hinge, "ipo": ipo, "simpo": simpo}
+
+
+def inputs_of(pairs: list[tuple[float, ...]]) -> PreferenceInputs:
+    columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True)]
+    return PreferenceInputs(*columns, options=OPTIONS)
+
+
+def test_every_listed_loss_has_an_equation() -> None:
+    assert set(EQUATIONS) == set(PREFERENCE_LOSSES) == set(PREFERENCE_LOSS_TYPES)
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+@settings(max_examples=40)
+@given(pairs=st.lists(PAIR, min_size=1, max_size=5))
+def test_loss_equals_its_equation(name: str, pairs: list[tuple[float, ...]]) -> None:
+    result = PREFERENCE_LOSSES[name](inputs_of(pairs))
+    for row, pair in enumerate(pairs):
+        loss, chosen, rejected = EQUATIONS[name](*pair)
+        assert result.loss[row].item() == pytest.approx(loss, rel=1e-9, abs=1e-9)
+        numbers = {key: value[row].item() for key, value in result.diagnostics.items()}
+        expected = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
+        assert {key: numbers[key] for key in expected} == pytest.approx(expected, abs=1e-9)
+        assert numbers["accuracy"] == float(numbers["chosen_reward"] > numbers["rejected_reward"])
+
+
+def test_policy_equal_to_its_reference_costs_log_two_and_learns_both_ways() -> None:
+    chosen, rejected = (torch.full((2,), -5.0, requires_grad=True) for _ in range(2))
+    counts = torch.tensor([3, 3])
+    reference = torch.full((2,), -5.0)
+    options = PreferenceLossOptions(beta=0.1)
+    inputs = PreferenceInputs(chosen, rejected, reference, reference, counts, counts, options=options)
+    loss = PREFERENCE_LOSSES["dpo"](inputs).loss
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([math.log(2)] * 2)
+    assert chosen.grad is not None and rejected.grad is not None
+    assert chosen.grad.tolist() == pytest.approx([-0.05] * 2) and rejected.grad.tolist() == pytest.approx([0.05] * 2)
+
+
+@pytest.mark.parametrize("name", [name for name, needed in PREFERENCE_LOSS_TYPES.items() if needed])
+def test_missing_reference_is_an_error(name: str) -> None:
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="needs the log-probs of a reference"):
+        PREFERENCE_LOSSES[name](PreferenceInputs(one, one, None, None, one, one, options=OPTIONS))

@@ -1,0 +1,91 @@
+"""Preference optimization of a policy, its export to transformers, and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from arithmetic_task import RUN
+from dotted_keys import set_keys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.config import PreferenceConfig
+from megarl.config.build import build
+from megarl.convert.command import main as convert
+from megarl.tracking import read_metrics
+from megarl.trainer.jobs.preference import run
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
+BETA, STEPS = 0.1, 40
+
+
+def log_probs(model: Path, pairs: Path, column: str) -> torch.Tensor:
+    """Log-probs of the responses of all pairs, one sequence at a time, by transformers."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sums = []
+    for row in pq.read_table(pairs).to_pylist():
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        ids = prompt + tokenizer(row[column] + tokenizer.eos_token, add_special_tokens=False).input_ids
+        with torch.no_grad():
+            rows = network(torch.tensor([ids])).logits[0].log_softmax(-1)
+        sums.append(sum(rows[at - 1, ids[at]] for at in range(len(prompt), len(ids))))
+    return torch.stack(sums)
+
+
+def test_policy_learns_preferences_resumes_and_exports(
+    arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    held_out = arithmetic / "data" / "pairs_test.parquet"
+    values = {
+        "data.train_files": [str(arithmetic / "data" / "pairs.parquet")],
+        "data.val_files": [str(held_out)],
+        "data.train_batch_size": 20,
+        "data.max_length": 40,
+        "model.path": str(arithmetic / "model"),
+        "optim.lr": 2e-3,
+        "loss.beta": BETA,
+        "megatron.dtype": "float32",
+        **RUN,
+        "trainer.save_freq": STEPS // 2,
+        "trainer.test_freq": STEPS,
+        "trainer.total_training_steps": STEPS,
+        "trainer.total_epochs": STEPS,
+        "trainer.default_local_dir": str(tmp_path / "checkpoints"),
+    }
+
+    def train(name: str, changes: dict[str, Any]) -> list[dict[str, float]]:
+        (tmp_path / name).mkdir()
+        keys = {**values, "trainer.hf_export_dir": str(tmp_path / name / "policy"), **changes}
+        run(build(PreferenceConfig, set_keys({}, keys)), tmp_path / name)
+        return read_metrics(tmp_path / name / "metrics.jsonl")
+
+    steps = train("whole", {})
+    assert steps[0]["train/loss"] == pytest.approx(0.6931, abs=1e-4)  # policy and reference are one model
+    assert steps[0]["train/margin"] == pytest.approx(0, abs=1e-5) and steps[0]["train/accuracy"] < 1
+    assert steps[-1]["train/loss"] < 0.5 and steps[-1]["train/accuracy"] > 0.9
+    assert {"train/chosen_reward", "train/rejected_reward", "train/chosen_log_prob"} <= steps[-1].keys()
+
+    # The reference is the initial model: transformers computes the validation from both folders.
+    margins = torch.zeros(())
+    for sign, column in ((1, "chosen"), (-1, "rejected")):
+        final, initial = (log_probs(p, held_out, column) for p in (tmp_path / "whole/policy", arithmetic / "model"))
+        margins = margins + sign * BETA * (final - initial)
+    assert steps[-1]["val/margin"] == pytest.approx(margins.mean().item(), abs=1e-4)
+    assert steps[-1]["val/accuracy"] == pytest.approx((margins > 0).float().mean().item())
+    assert steps[-1]["val/loss"] == pytest.approx(-torch.nn.functional.logsigmoid(margins).mean().item(), abs=1e-4)
+
+    middle = tmp_path / "checkpoints" / f"global_step_{STEPS // 2}"
+    capsys.readouterr()
+    resumed = train("resumed", {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(middle)})
+    names = [name for name in steps[-1] if name.startswith(("train/", "val/"))]
+    assert [row["step"] for row in resumed] == list(range(1, STEPS + 1))  # with the rows before the checkpoint
+    for row, other in zip(resumed, steps, strict=True):
+        assert {name: row.get(name) for name in names} == {name: other.get(name) for name in names}
+    output = capsys.readouterr().out
+    assert f"step {STEPS // 2 + 1}/{STEPS}" in output and f"step {STEPS // 2}/{STEPS}" not in output
+    assert convert(["verify", str(tmp_path / "resumed" / "policy"), str(tmp_path / "checkpoints")]) == 0
