@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 from megarl.base.ports import free_port
 
-PRELOADED = ["megarl.workers.actor", "megarl.workers.critic", "megarl.sharding.manager"]
+PRELOADED = [
+    "megarl.workers.actor",
+    "megarl.workers.critic",
+    "megarl.sharding.manager",
+    "transformers",
+    "torch._dynamo",  # the first optimizer of a process imports it
+]
+"""Imported before the first fork: garbage collections of the processes do not visit their objects."""
 
 
 class Place(NamedTuple):
