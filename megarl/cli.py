@@ -25,6 +25,7 @@ from megarl.base.provenance import run_facts
 from megarl.base.redaction import redact, redact_text
 from megarl.base.run_clock import start_run_clock
 from megarl.base.run_writer import RUN_WRITER
+from megarl.base.signals import signals_exit_at_once, signals_exit_in_order
 from megarl.base.table import table_lines
 from megarl.cluster.fork_server import fork_server
 from megarl.config import (
@@ -128,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in JOBS:
         return run_job(name, arguments[1:])
     if name in COMMANDS:
-        code: int = importlib.import_module(COMMANDS[name].module).main(arguments[1:])
-        return code
+        return _run_command(COMMANDS[name], arguments[1:])
     if name in ("-h", "--help"):
         print(_usage())
         return 0
@@ -138,6 +138,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(_unknown(name) if name else _usage(), file=sys.stderr)
     return EXIT_BAD_CONFIG
+
+
+def _run_command(command: Command, arguments: Sequence[str]) -> int:
+    with signals_exit_at_once():
+        module = importlib.import_module(command.module)
+    try:
+        with signals_exit_in_order():
+            code: int = module.main(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return code
 
 
 def _unknown(name: str) -> str:
@@ -174,7 +186,8 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 if the run, or a run of a sweep, failed; 2 if configuration, model folder, data or this
-        machine's devices, packages or logins are wrong; 130 after Ctrl-C.
+        machine's devices, packages or logins are wrong; 130 after Ctrl-C. SIGTERM and SIGHUP raise
+        :class:`SystemExit` with 143 and 129, or end the process with them at once while it imports.
     """
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
@@ -192,7 +205,7 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         print("---\n".join(map(to_yaml, configs)), end="")
         return 0
     try:
-        with private_files(all(config.trainer.private_files for config in configs)):
+        with signals_exit_in_order(), private_files(all(config.trainer.private_files for config in configs)):
             return _run(name, job, request, minimize=any(map(_is_loss, configs)))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -332,11 +345,15 @@ def _run_locked(
             importlib.import_module(DRY_RUN).run(config)
             return
         _say(config, f"{title}: check files, devices and logins ...")
-        importlib.import_module(EARLY_CHECKS).check_early(config)
+        with signals_exit_at_once():
+            early_checks = importlib.import_module(EARLY_CHECKS)
+        early_checks.check_early(config)
         _say(config, "load libraries (torch, transformers, Ray) ...")
         try:
             with fork_server(_has_local_cpu_workers(config)):
-                import_large(job.module).run(config, folder)
+                with signals_exit_at_once():
+                    module = import_large(job.module)
+                module.run(config, folder)
         except KeyboardInterrupt:
             _write_report(folder)  # of the steps before a first Ctrl-C
             raise

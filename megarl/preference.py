@@ -2,7 +2,10 @@
 
 import sys
 
-from megarl.cli import run_job
+from megarl.base.signals import exit_at_once_on_signals
 
 if __name__ == "__main__":
+    exit_at_once_on_signals()
+    from megarl.cli import run_job
+
     sys.exit(run_job("preference"))

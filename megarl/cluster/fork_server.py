@@ -30,6 +30,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megarl.base.errors import ConfigError
@@ -130,6 +131,7 @@ def fork_address() -> str | None:
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import the modules, then fork a process per request until standard input ends."""
+    _end_during_imports(listener)
     with without_garbage_collection():
         for module in modules:
             importlib.import_module(module)
@@ -140,7 +142,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     while True:
         ready = [key.fileobj for key, _ in selector.select()]
         if sys.stdin in ready:  # the driver ended without closing the server
-            shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
+            _delete_folder(listener)
             return
         connection, _ = listener.accept()
         request, streams = _receive(connection)
@@ -157,6 +159,21 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
             os.close(stream)
 
 
+def _end_during_imports(listener: socket.socket) -> None:
+    """Have the kernel end this process with SIGTERM when the driver dies, also before it looks at standard input."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        _delete_folder(listener)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _delete_folder(listener: socket.socket) -> None:
+    shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
+
+
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Read a client's request and its three standard streams; an empty request if the client is gone."""
     header, streams, _, _ = socket.recv_fds(connection, fork_client.HEADER_BYTES, 3)
@@ -170,7 +187,8 @@ def _run_script(request: dict[str, Any], streams: Sequence[int]) -> None:
     """Become the client: its streams, environment, folder and arguments; then run the script."""
     _end_with_server()
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
         os.close(stream)

@@ -12,6 +12,7 @@ import ray
 from ray._private import node, parameter, ray_constants, services, utils
 
 from megarl.base.environment import environment_variables
+from megarl.base.signals import ENDING_SIGNALS
 from megarl.base.timeouts import RAY_SILENCE
 from megarl.cluster import fork_client
 from megarl.cluster.fork_server import fork_address
@@ -95,7 +96,7 @@ class _Daemon(services.ConsolePopen):
 
     def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> None:
         def prepare() -> None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(ENDING_SIGNALS))
             if preexec_fn is not None:
                 preexec_fn()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import secrets
 import shutil
 import tempfile
@@ -9,7 +12,10 @@ from pathlib import Path
 
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+from megarl.cluster.reaper import MARK, delete_sessions, processes_of, session_folders
+
+_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", MARK)
+_PREFIX = "megarl-ray-token-"
 
 
 class ClusterToken:
@@ -17,21 +23,85 @@ class ClusterToken:
 
     Ray by itself depends on the user's shell (``RAY_AUTH_MODE=disabled``), and shares one token between all clusters
     of a user, in ``~/.ray/auth_token``, which other users can read.
+
+    Args:
+        sessions: Ray's folder of sessions; :meth:`close` deletes the session folders of this Ray there.
     """
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="megarl-ray-token-"))  # mode 0700
+    def __init__(self, sessions: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
         self.file = self._folder / "token"
         self.file.touch(0o600)
         self.file.write_text(secrets.token_hex(32))
+        draft = self._folder / "draft"
+        draft.write_text(json.dumps([sessions, os.getpid()]))
+        self._lock = _lock(draft)  # until this process ends, see delete_stale_tokens
+        draft.rename(_owner_file(self._folder))
 
     def environment(self) -> dict[str, str | None]:
         """Return the environment variables of Ray's processes; None = unset."""
-        return dict(zip(_VARIABLES, ("token", None, str(self.file)), strict=True))
+        return dict(zip(_VARIABLES, ("token", None, str(self.file), str(self.file)), strict=True))
+
+    def session_folders(self) -> list[Path]:
+        """List the session folders of this Ray, with its logs."""
+        return _session_folders(self._folder)
 
     def close(self) -> None:
-        """Delete the token, once Ray has ended."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Delete the token and Ray's session folders, once Ray has ended."""
+        _delete(self._folder)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def delete_stale_tokens() -> None:
+    """Delete tokens and session folders of drivers on this machine that were killed together with their reaper.
+
+    A token counts as stale if its driver no longer locks it and no process of its Ray lives.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        lock = _lock(_owner_file(folder))
+        if lock is None:
+            continue  # in use, or of another user
+        try:
+            if not processes_of(folder / "token"):
+                _delete(folder)
+        finally:
+            os.close(lock)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a token and the session folders of its Ray."""
+    delete_sessions(_session_folders(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _session_folders(folder: Path) -> list[Path]:
+    """List the session folders of the Ray with a token, from the token's owner file."""
+    try:
+        sessions, driver = json.loads(_owner_file(folder).read_text())
+        return session_folders(str(sessions), int(driver), (folder / "token").stat().st_mtime)
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _owner_file(folder: Path) -> Path:
+    """File with Ray's folder of sessions and the driver's process ID, which the driver locks."""
+    return folder / "owner"
+
+
+def _lock(file: Path) -> int | None:
+    """Lock a file; returns its descriptor, or None without the file or if another process has locked it."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def read_authentication() -> None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import ResourceError
 from megarl.base.logs import ProcessLogs
+from megarl.base.signals import ENDING_SIGNALS, signals_held
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import start_local_ray
-from megarl.cluster.ray_token import ClusterToken, read_authentication
+from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
+from megarl.cluster.reaper import Reaper, end_ray
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
@@ -33,9 +38,9 @@ class RaySession:
     """Starts Ray on this machine, or joins a running cluster, for the duration of a ``with`` block.
 
     On every exit (normal, exception, Ctrl-C, SIGTERM or SIGHUP) the devices are released and worker processes are
-    killed. If Ray was started here, all its processes have ended when the block is left. SIGTERM and SIGHUP raise
-    :class:`SystemExit` inside the block. If this process is killed outright, Ray's processes notice it and end within
-    seconds.
+    killed. If Ray was started here, all its processes have ended when the block is left, and its session folder is
+    deleted. SIGTERM and SIGHUP raise :class:`SystemExit` inside the block. If this process is killed outright, a
+    :class:`~megarl.cluster.reaper.Reaper` ends the Ray that was started here; a joined cluster stays.
 
     Args:
         address: cluster to join; default: ``RAY_ADDRESS`` if set, otherwise Ray is started here, reachable by loopback
@@ -85,6 +90,7 @@ class RaySession:
         self.dashboard_url = ""
         self.token_file = ""
         self._token: ClusterToken | None = None
+        self._reaper: Reaper | None = None
         self._pools: list[PlacedPool] = []
         self._daemons: list[psutil.Process] = []
         self._handlers: dict[int, Any] = {}
@@ -96,20 +102,21 @@ class RaySession:
         before = set(psutil.Process().children())
         self._catch_signals()
         try:
-            with _signals_held():  # until Ray is complete: half a Ray cannot be shut down
+            # Until Ray is complete: half a Ray cannot be shut down, and Ray installs handlers that abort this process.
+            # A connection may take long, so Ctrl-C interrupts it.
+            with signals_held((signal.SIGTERM, signal.SIGHUP) if self.address else ENDING_SIGNALS):
                 self._connect() if self.address else self._start()
-                self._catch_signals()  # again: Ray installed handlers that abort this process
         except BaseException:
-            self._daemons = [child for child in psutil.Process().children() if child not in before]
-            self.close()
+            self._daemons = self._children_since(before)
+            self.close(keep_logs=True)
             raise
-        self._daemons = [child for child in psutil.Process().children() if child not in before]
+        self._daemons = self._children_since(before)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(keep_logs=error is not None and isinstance(error, Exception))
         if self._signal and isinstance(error, SystemExit):
             raise SystemExit(128 + self._signal)  # Ray turns the code of an exit during its calls into 1
 
@@ -123,8 +130,12 @@ class RaySession:
         self._pools += placed.values()
         return placed
 
-    def close(self) -> None:
-        """Shut everything down; safe to call twice. A second Ctrl-C does not interrupt it."""
+    def close(self, *, keep_logs: bool = False) -> None:
+        """Shut everything down; safe to call twice. A second Ctrl-C does not interrupt it.
+
+        Args:
+            keep_logs: copy the logs of a Ray that was started here to the logs of the run.
+        """
         with _signals_ignored():
             children = self._daemons + [child for daemon in self._daemons for child in _descendants(daemon)]
             if ray.is_initialized():
@@ -135,17 +146,25 @@ class RaySession:
                 ray.shutdown()
             _end(children)
             if self._token is not None:
+                end_ray(self._token.file)  # a process that has left the tree above, or that started meanwhile
+                if keep_logs and self.logs is not None:
+                    _copy_logs(self._token.session_folders(), self.logs.folder / "ray")
                 self._token.close()
                 read_authentication()  # of the user's environment, for clusters joined later
-            self._pools, self._daemons, self._token = [], [], None
+            if self._reaper is not None:
+                self._reaper.close()
+            self._pools, self._daemons, self._token, self._reaper = [], [], None, None
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
 
     def _start(self) -> None:
         """Start Ray; a start that fails, as on a machine under load, is repeated once."""
+        delete_stale_tokens()
+        sessions = self.temp_dir or get_default_ray_temp_dir()
+        self._token = ClusterToken(sessions)
+        self._reaper = Reaper(self._token.file, sessions)
         before = set(psutil.Process().children(recursive=True))
-        self._token = ClusterToken()
         self.token_file = str(self._token.file)
         for is_last in (False, True):
             try:
@@ -162,10 +181,11 @@ class RaySession:
                 ray.shutdown()
                 _end([child for child in psutil.Process().children(recursive=True) if child not in before])
                 if is_last:
+                    logs = f"Its logs are in {self.logs.folder / 'ray'}. " if self.logs else ""
                     raise ResourceError(
-                        f"Ray did not start on this machine, in two attempts: {error}. Its logs are in "
-                        f"{self.temp_dir or '/tmp/ray'}/session_latest/logs. Usual causes are a full /tmp or /dev/shm, "
-                        "a limit of processes (ulimit -u) and a machine under load; `megarl doctor` checks them"
+                        f"Ray did not start on this machine, in two attempts: {error}. {logs}Usual causes are a full "
+                        "/tmp or /dev/shm, a limit of processes (ulimit -u) and a machine under load; `megarl doctor` "
+                        "checks them"
                     ) from error
                 logger.warning("Ray did not start and is started again: %s", error)
 
@@ -178,6 +198,11 @@ class RaySession:
             # ``auto`` is not probed before
             build = unreachable if "Could not find any running Ray instance" in str(error) else not_joined
             raise build(address, str(error)) from error
+
+    def _children_since(self, before: set[psutil.Process]) -> list[psutil.Process]:
+        """List new children of this process, without the reaper, which ends last."""
+        reaper = self._reaper.pid if self._reaper else None
+        return [child for child in psutil.Process().children() if child not in before and child.pid != reaper]
 
     def _catch_signals(self) -> None:
         """Turn SIGTERM and SIGHUP into an exception, so that the block exits in order."""
@@ -209,14 +234,11 @@ def _signals_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold SIGTERM and SIGHUP back until the end of the block, also from the handlers that Ray installs in it."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+def _copy_logs(sessions: Sequence[Path], target: Path) -> None:
+    """Copy the log folders of Ray's sessions."""
+    for session in sessions:
+        with contextlib.suppress(OSError):  # a full disk, or a file that cannot be read
+            shutil.copytree(session / "logs", target / session.name, dirs_exist_ok=True)
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -25,10 +25,10 @@ from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 NAME = "chaos"
-END_S = 90.0
-"""Seconds within which a run ends after a fault, including the watchdog's time for a frozen process."""
-GONE_S = 90.0
-"""Seconds within which the processes of an ended run are gone; Ray's agents poll for a raylet that was killed."""
+END_S = 240.0
+"""Seconds within which a run ends after a fault, including the watchdog's time for a frozen process, under load."""
+GONE_S = 30.0
+"""Seconds within which the processes of an ended run are gone. Without the reaper, Ray's agents take up to 90."""
 WATCHDOG_S = 15
 OWN_SERVER = {ENVIRONMENT: "1"}
 """Each run has a fork server of its own, since a fault may strike it."""

@@ -109,6 +109,8 @@ def _second_run(run: CliRun, random: Random) -> bool:
         code, output = other.wait(), other.output
     finally:
         other.process.kill()
+    if run.process.poll() is not None:
+        return False  # the first run ended before the second one looked
     assert code == 2, f"a second run in the same folder ended with {code}:\n{output}"
     assert str(run.process.pid) in output, output
     return True

@@ -51,7 +51,7 @@ def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch, t
 
     api_server = node.Node.start_api_server
     monkeypatch.setattr(ray, "init", init)
-    token = ClusterToken()
+    token = ClusterToken(str(tmp_path))
     assert start_local_ray(1, 2**27, False, None, dashboard=True, token=token) == "http://127.0.0.1:8265"
     assert start_local_ray(1, 2**27, False, None, token=token) == ""
     token.close()

@@ -98,14 +98,16 @@ def test_signal_during_a_verb_leaves_no_process(script, number, returncodes):
     assert marked_processes(mark) == []
 
 
-@pytest.mark.parametrize("delay", [0.2, 1.0, 2.0, 3.0])
-def test_sigterm_to_the_group_while_ray_starts_ends_soon_and_in_order(script, delay):
+@pytest.mark.parametrize(
+    ("number", "delay"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 1.0), (signal.SIGHUP, 1.0), (signal.SIGTERM, 3.0)]
+)
+def test_signal_to_the_group_while_ray_starts_ends_soon_and_in_order(script, number, delay):
     process, mark = script("busy")
     wait_until_busy(process, "start")
     time.sleep(delay)
-    os.killpg(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=25)  # a driver whose Ray is gone waits for a minute
-    assert process.returncode == 128 + signal.SIGTERM
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=40)  # a driver whose Ray is gone waits for a minute
+    assert process.returncode in {128 + number, -signal.SIGINT}
     assert "GCS" not in output and "SIGTERM received" not in output
     assert marked_processes(mark) == []
 
@@ -123,7 +125,7 @@ def test_killed_driver_leaves_no_process(script):
     wait_until_busy(process)
     process.kill()
     process.communicate(timeout=30)
-    deadline = time.monotonic() + 90  # Ray's agents poll for their raylet; on a busy machine that takes a while
+    deadline = time.monotonic() + 15  # without the reaper, Ray's agents live for up to a minute
     while marked_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.3)
     assert marked_processes(mark) == []
@@ -242,7 +244,7 @@ def test_ray_that_does_not_start_is_an_error_with_causes(monkeypatch):
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(session_module, "start_local_ray", start)
-    message = r"did not start on this machine, in two attempts: The current node timed out.*session_latest/logs.*doctor"
+    message = r"did not start on this machine, in two attempts: The current node timed out.*doctor"
     with pytest.raises(ResourceError, match=message), RaySession(num_cpus=1):
         pass
     assert len(attempts) == 2 and not ray.is_initialized()

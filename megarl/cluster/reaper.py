@@ -1,0 +1,140 @@
+"""Reaper: a process that ends a local Ray, and deletes its files, after the driver was killed.
+
+Ray's agents poll for their raylet and live for up to a minute after it. The reaper waits for the end of a pipe that the
+driver holds, so it notices any death of the driver at once. It recognizes the processes of its Ray by a mark in their
+environment, which no other process has. A driver that joined a cluster has no reaper: the cluster is not its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+MARK = "MEGARL_LOCAL_RAY"
+"""Environment variable of all processes of a local Ray: its token file. Other clients of this Ray do not have it."""
+_GRACE_S = 3.0
+_LIMIT_S = 60.0
+
+
+class Reaper:
+    """Child process that acts when this process has died.
+
+    Args:
+        token_file: of the local Ray.
+        temp_dir: Ray's folder of sessions.
+    """
+
+    def __init__(self, token_file: Path, temp_dir: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(token_file), temp_dir, str(os.getpid())],
+            stdin=subprocess.PIPE,  # its end tells the reaper that this process is gone
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is for the driver
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process ID."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the reaper; Ray's processes have ended."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+def end_ray(token_file: Path) -> None:
+    """End all processes of a local Ray and their descendants: SIGTERM first, SIGKILL after a few seconds."""
+    deadline = time.monotonic() + _LIMIT_S
+    kill_at = time.monotonic() + _GRACE_S
+    requested: set[psutil.Process] = set()
+    while (alive := processes_of(token_file)) and time.monotonic() < deadline:
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                if time.monotonic() > kill_at:
+                    process.kill()
+                elif process not in requested:
+                    process.terminate()
+        requested.update(alive)
+        time.sleep(0.2)
+
+
+def processes_of(token_file: Path) -> list[psutil.Process]:
+    """Find the live processes of the Ray with this token file, and their descendants."""
+    children: dict[int, list[psutil.Process]] = {}
+    waiting: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            children.setdefault(process.ppid(), []).append(process)
+            if process.environ().get(MARK) == str(token_file):
+                waiting.append(process)
+    found: set[psutil.Process] = set()
+    while waiting:
+        process = waiting.pop()
+        if process not in found and process.pid != os.getpid():
+            found.add(process)
+            waiting += children.get(process.pid, [])
+    return list(found)
+
+
+def session_folders(temp_dir: str, driver: int, since: float) -> list[Path]:
+    """List the session folders that a driver's Ray created.
+
+    Args:
+        temp_dir: Ray's folder of sessions.
+        driver: process ID, the end of the folders' names.
+        since: UNIX time; older folders are of an earlier process with the same ID.
+    """
+    return [path for path in sorted(Path(temp_dir).glob(f"session_*_{driver}")) if _modified(path) >= since]
+
+
+def delete_sessions(folders: Sequence[Path]) -> None:
+    """Delete session folders, except those that a process names in its command line."""
+    commands = "\n".join(map(_command_line, psutil.process_iter())) if folders else ""
+    for folder in folders:
+        if folder.name not in commands:
+            shutil.rmtree(folder, ignore_errors=True)
+        latest = folder.parent / "session_latest"
+        with contextlib.suppress(OSError):
+            if latest.is_symlink() and not latest.exists():
+                latest.unlink()
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def main(token_file: str, temp_dir: str, driver: int) -> None:
+    """Wait for the death of the driver, then end its Ray and delete its files."""
+    since = _modified(Path(token_file))
+    sys.stdin.buffer.read()
+    end_ray(Path(token_file))
+    delete_sessions(session_folders(temp_dir, driver, since))
+    shutil.rmtree(Path(token_file).parent, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
