@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 from interrupts import restore_interrupts
-from warm_drivers import DriverServer, WarmDriver
+from warm_drivers import Drivers, WarmDriver
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARDS = ROOT / "tests" / "e2e" / "reward_functions.py"
@@ -45,7 +45,7 @@ class CliRun:
         arguments: Sequence[str],
         env: Mapping[str, str] | None = None,
         job: str = "train",
-        server: DriverServer | None = None,
+        server: Drivers | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder

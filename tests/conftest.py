@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import ProcessPool
 from hypothesis import settings
+from shared_servers import open_drivers, open_workers, share_servers
+from warm_drivers import Drivers
 
 # By default hypothesis fails an example of more than 0.2 s; a busy machine needs more.
 settings.register_profile("untimed", deadline=None)
@@ -59,6 +62,27 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & SLOW_FIXTURES or any(path == entry or path.startswith(f"{entry}/") for entry in SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    """Start what all lanes of a parallel run share."""
+    if "not slow" not in node.config.option.markexpr:
+        share_servers(node)
+
+
+@pytest.fixture(scope="session")
+def drivers(request: pytest.FixtureRequest) -> Iterator[Drivers]:
+    """Forks the drivers of jobs."""
+    with open_drivers(request.config) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def shared_server(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """Environment of jobs whose workers are forks of one server."""
+    with open_workers(request.config) as environment:
+        yield environment
 
 
 @pytest.fixture(scope="session")

@@ -83,12 +83,29 @@ class WarmDriver:
         self.send_signal(signal.SIGKILL)
 
 
-class DriverServer:
+class Drivers:
+    """Starts drivers as forks of a server.
+
+    Args:
+        address: socket of the server.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def start(self, command: Sequence[str], cwd: Path, env: dict[str, str], output: int) -> WarmDriver:
+        """Run a module with arguments; standard output and error go to a file descriptor."""
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), output, output]
+            return WarmDriver(self.address, command[0], list(command[1:]), str(cwd), env, streams)
+
+
+class DriverServer(Drivers):
     """A child process that forks drivers until it is closed or this process ends."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-drivers-")
-        self.address = os.path.join(self._folder.name, "socket")
+        super().__init__(os.path.join(self._folder.name, "socket"))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.address)
         listener.listen()
@@ -100,12 +117,6 @@ class DriverServer:
                 start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-
-    def start(self, command: Sequence[str], cwd: Path, env: dict[str, str], output: int) -> WarmDriver:
-        """Run a module with arguments; standard output and error go to a file descriptor."""
-        with open(os.devnull) as nothing:
-            streams = [nothing.fileno(), output, output]
-            return WarmDriver(self.address, command[0], list(command[1:]), str(cwd), env, streams)
 
     def close(self) -> None:
         """End the server; its forks continue."""

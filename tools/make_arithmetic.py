@@ -175,7 +175,7 @@ def write_parquet(rows: list[dict], path: Path, *, with_response: bool) -> None:
     pq.write_table(pa.Table.from_pylist([{key: row[key] for key in columns} for row in rows]), path)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart/task"))
@@ -188,7 +188,7 @@ def main() -> None:
         "--pairs", type=int, nargs=2, default=(20_000, 600), help="number of training and held-out pairs"
     )
     parser.add_argument("--lessons", type=int, nargs=2, default=(120 * 256, 180 * 256), help="rows of each lesson")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, args.seed, args.hidden, args.layers)

@@ -1,39 +1,24 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_runs import ONE_BY_ONE, REWARDS, ROOT, CliRun
-from warm_drivers import DriverServer
+from arithmetic_task import make_task
+from cli_runs import ONE_BY_ONE, REWARDS, CliRun
+from warm_drivers import Drivers
 
 from megarl.base.packages import is_installed
-from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
 
 # SGLang is installed in a separate environment.
 collect_ignore = [] if is_installed("sglang") else ["test_e2e_sglang.py"]
 
 
 @pytest.fixture(scope="session")
-def drivers() -> Iterator[DriverServer]:
-    """Server whose forks are the drivers of runs."""
-    server = DriverServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory, drivers: DriverServer) -> Path:
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small quickstart task: 48 thousand parameters, 80 training and 20 validation problems."""
-    folder = tmp_path_factory.mktemp("task")
-    command = [str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(folder), "--hidden", "32", "--layers", "2"]
-    command += ["--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
-    with open(folder / "output.txt", "w+") as output:
-        code = drivers.start(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, output.fileno()).wait()
-        output.seek(0)
-        assert code == 0, output.read()
-    return folder
+    options = ("--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60")
+    return make_task(tmp_path_factory.mktemp("task"), *options)
 
 
 @pytest.fixture(scope="session")
@@ -58,16 +43,8 @@ def dense_reward() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def shared_server() -> Iterator[dict[str, str]]:
-    """Environment of runs whose workers are forks of one server."""
-    server = ForkServer()
-    yield {ENVIRONMENT: server.address}
-    server.close()
-
-
-@pytest.fixture(scope="session")
 def start(
-    tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str], drivers: DriverServer
+    tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str], drivers: Drivers
 ) -> Iterator[Callable[..., CliRun]]:
     """``start(*arguments, folder=None, env=None, job="train", warm=None)`` ends the previous run and starts a new one.
 

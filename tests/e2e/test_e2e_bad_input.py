@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from arithmetic_task import make_task
 from cli_runs import CliRun
 from safetensors.torch import load_file, save_file
 
@@ -324,9 +325,8 @@ def largest_file(folder: Path) -> Path:
 
 
 def test_checkpoint_of_another_model(refuse: Refuse, checkpoint: Path, task: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).parents[2] / "tools" / "make_arithmetic.py"), "--out", "other"]
-    subprocess.run([*command, "--hidden", "48", "--layers", "3"], check=True, capture_output=True, cwd=tmp_path)
-    path = f"actor_rollout_ref.model.path={tmp_path}/other/model"
+    other = make_task(tmp_path / "other", "--hidden", "48", "--layers", "3", "--lessons", "1", "1", "--pairs", "1", "1")
+    path = f"actor_rollout_ref.model.path={other}/model"
     message = refuse(*GRPO_ALONE, *resume_from(checkpoint), path, code=1)
     assert_contains(message, "checkpoint is of another model", "hidden_size: 32 in the checkpoint, 48 in this run")
     assert_contains(message, "num_layers: 2 in the checkpoint, 3 in this run")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
-from warm_drivers import DriverServer
+from warm_drivers import Drivers
 
 PINNED = ("launch/constraints.txt", "setup.py")
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "tools", "tests/ops/plan/models")
@@ -38,7 +38,7 @@ def run(code: str, folder: Path, how: str, warm: Mapping[str, str]) -> str:
 
 
 @pytest.fixture(scope="session")
-def warm(shared_server: dict[str, str], drivers: DriverServer) -> dict[str, str]:
+def warm(shared_server: dict[str, str], drivers: Drivers) -> dict[str, str]:
     """Environment in which jobs, tools of the pages and workers are forks."""
     return {**shared_server, "WARM_DRIVERS": drivers.address}
 

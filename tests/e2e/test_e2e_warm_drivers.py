@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm_drivers
-from warm_drivers import DriverServer
+from warm_drivers import Drivers
 
 SCRIPT = """
 import atexit, json, os, signal, sys, threading
@@ -29,7 +29,7 @@ sys.exit(3)
 """
 
 
-def test_a_fork_equals_a_process_of_its_own(drivers: DriverServer, tmp_path: Path) -> None:
+def test_a_fork_equals_a_process_of_its_own(drivers: Drivers, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command, env = ["script.py", "a b", "c=1"], {"VALUE": "of the client"}
     fresh = subprocess.run(
@@ -51,7 +51,7 @@ def test_a_fork_equals_a_process_of_its_own(drivers: DriverServer, tmp_path: Pat
     assert sorted(line for line in forked.splitlines() if line[0] != "{") == ["at exit", "thread", "to standard error"]
 
 
-def test_signals_and_the_shells_client(drivers: DriverServer, tmp_path: Path) -> None:
+def test_signals_and_the_shells_client(drivers: Drivers, tmp_path: Path) -> None:
     (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
     for number in (signal.SIGKILL, signal.SIGTERM):
         driver = drivers.start(["sleep.py"], tmp_path, dict(os.environ), 1)

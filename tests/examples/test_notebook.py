@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
-
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
@@ -45,19 +43,21 @@ def test_parameters_of_the_test_are_those_of_the_notebook() -> None:
 
 
 @pytest.mark.slow
-def test_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shared_server: dict[str, str],
+) -> None:
     monkeypatch.chdir(ROOT / "examples")
-    server = ForkServer()
-    monkeypatch.setenv(ENVIRONMENT, server.address)
+    for name, value in shared_server.items():
+        monkeypatch.setenv(name, value)
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        for number, cell in enumerate(CODE):
-            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
-            if cell["metadata"].get("tags") == ["parameters"]:
-                assert namespace["checkout"] == ROOT
-                namespace |= {**SMALL, "folder": tmp_path}
-    finally:
-        server.close()
+    for number, cell in enumerate(CODE):
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
+        if cell["metadata"].get("tags") == ["parameters"]:
+            assert namespace["checkout"] == ROOT
+            namespace |= {**SMALL, "folder": tmp_path}
     printed = capsys.readouterr().out
     assert "{'55': 1.0, '45': 0.25, '54': 0.0}" in printed
     assert list(namespace["scores"]) == [1, 2] and "step   2  mean reward" in printed

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
 from megarl.ops.acceptance.models import FAMILIES
 from megarl.ops.acceptance.stages import STAGES
 
@@ -35,11 +34,10 @@ def rows(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def accepted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def accepted(tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str]) -> tuple[Path, str]:
     """Folder and output of a run of all stages."""
-    folder, server = tmp_path_factory.mktemp("accepted"), ForkServer()  # the workers of all jobs are its forks
-    run = check(folder, env={ENVIRONMENT: server.address})
-    server.close()
+    folder = tmp_path_factory.mktemp("accepted")
+    run = check(folder, env=shared_server)
     assert run.returncode in (0, 1), run.stderr
     return folder, run.stdout + run.stderr
 

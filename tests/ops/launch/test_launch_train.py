@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from arithmetic_task import make_task
 
 from megarl.cli import main as megarl
 
@@ -26,11 +27,8 @@ SAMPLES = "mean=2000,sigma=0.8,prompt_mean=300"
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("task")
-    command = [sys.executable, str(ROOT / "tools/make_arithmetic.py"), "--out", str(folder), "--hidden", "32"]
-    command += ["--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    options = ("--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60")
+    return make_task(tmp_path_factory.mktemp("task"), *options)
 
 
 def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(start_launcher, first_port, task, tmp_path):
