@@ -66,8 +66,9 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
-    """Start what all lanes of a parallel run share."""
-    if "not slow" not in node.config.option.markexpr:
+    """Start what the lanes of a run of all tests share; other runs start it if a test needs it."""
+    config = node.config
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and "not slow" not in config.option.markexpr:
         share_servers(node)
 
 
