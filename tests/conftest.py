@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,27 @@ SLOW = (
     "test_distributed_pool.py",
 )
 """Folders and files below tests/ that start processes or take seconds per test."""
+LONGEST = (
+    "chaos/test_chaos.py",
+    "ops/acceptance/test_acceptance_stages.py",
+    "ops/launch/test_launch_cluster.py",
+    "e2e/test_e2e_failures.py",
+    "e2e/test_e2e_docs.py",
+    "e2e/test_e2e_ppo.py",
+    "ops/launch/test_launch_train.py",
+    "workers/test_workers_exactness.py",
+    "e2e/test_e2e_bad_input.py",
+    "trainer/test_trainer_watchdog.py",
+    "cluster/test_cluster_session.py",
+    "e2e/test_e2e_grpo.py",
+    "megatron/test_megatron_checkpoint.py",
+    "convert/test_convert_torch_dist.py",
+    "trainer/test_trainer_train_reward_model.py",
+    "examples/test_notebook.py",
+    "megatron/test_megatron_parity.py",
+    "test_cli.py",
+)
+"""Files that take more than 50 s, by decreasing time: they run first, so that no lane ends with one of them."""
 
 
 # Collections would visit the objects of all imported modules again and again.
@@ -55,8 +76,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark tests that start processes as ``slow``."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start processes as ``slow``; put the longest files first."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
     for item in items:
         path = item.path.relative_to(TESTS).as_posix()
         fixtures = set(getattr(item, "fixturenames", ()))
