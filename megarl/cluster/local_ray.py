@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ def start_local_ray(
     dashboard: bool = False,
     *,
     token: ClusterToken,
+    group: int = 0,
 ) -> str:
     """Start Ray and connect this process to it; the arguments are those of ``ray.init``. Returns the dashboard's URL.
 
-    Clients need the token, whatever the user's shell says about Ray's authentication.
+    Clients need the token, whatever the user's shell says about Ray's authentication. Ray's processes join the process
+    group, which exists; 0 = each has a group of its own.
 
     Ray runs without autoscaler, without API server unless it has a dashboard, and without log monitor unless the driver
     prints the output of workers: they take a second to start. With a fork server, workers are its forks.
@@ -70,7 +73,7 @@ def start_local_ray(
         stack.enter_context(_replaced(parameter, "RayParams", Parameters))
         if not dashboard:
             stack.enter_context(_replaced(node, "Node", _HeadNode))
-        stack.enter_context(_replaced(services, "ConsolePopen", _Daemon))
+        stack.enter_context(_replaced(services, "ConsolePopen", partial(_Daemon, process_group=group)))
         context = ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -92,7 +95,7 @@ def dashboard_error() -> str:
 
 
 class _Daemon(services.ConsolePopen):
-    """A process of Ray in a process group of its own, which SIGTERM can end even if it is held here."""
+    """A process of Ray outside the driver's process group, which signals can end even if they are held here."""
 
     def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> None:
         def prepare() -> None:
@@ -100,7 +103,7 @@ class _Daemon(services.ConsolePopen):
             if preexec_fn is not None:
                 preexec_fn()
 
-        super().__init__(*args, preexec_fn=prepare, process_group=0, **kwargs)
+        super().__init__(*args, preexec_fn=prepare, **kwargs)
 
 
 class _HeadNode(node.Node):

@@ -64,7 +64,7 @@ def delete_stale_tokens() -> None:
         if lock is None:
             continue  # in use, or of another user
         try:
-            if not processes_of(folder / "token"):
+            if not processes_of(folder / "token", None):
                 _delete(folder)
         finally:
             os.close(lock)

@@ -1,8 +1,9 @@
 """Reaper: a process that ends a local Ray, and deletes its files, after the driver was killed.
 
 Ray's agents poll for their raylet and live for up to a minute after it. The reaper waits for the end of a pipe that the
-driver holds, so it notices any death of the driver at once. It recognizes the processes of its Ray by a mark in their
-environment, which no other process has. A driver that joined a cluster has no reaper: the cluster is not its own.
+driver holds, so it notices any death of the driver at once. It recognizes the processes of its Ray by its own process
+group, which they join when they start, and by a mark in their environment. Ray's agents overwrite their environment;
+workers leave the group. A driver that joined a cluster has no reaper: the cluster is not its own.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Reaper:
             stdin=subprocess.PIPE,  # its end tells the reaper that this process is gone
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for the driver
+            process_group=0,  # Ctrl-C in a terminal is for the driver
         )
 
     @property
     def pid(self) -> int:
-        """Process ID."""
+        """Process ID, and ID of the process group that Ray's processes join."""
         return self._process.pid
 
     def close(self) -> None:
@@ -54,12 +55,12 @@ class Reaper:
         self._process.stdin.close()
 
 
-def end_ray(token_file: Path) -> None:
+def end_ray(token_file: Path, group: int | None) -> None:
     """End all processes of a local Ray and their descendants: SIGTERM first, SIGKILL after a few seconds."""
     deadline = time.monotonic() + _LIMIT_S
     kill_at = time.monotonic() + _GRACE_S
     requested: set[psutil.Process] = set()
-    while (alive := processes_of(token_file)) and time.monotonic() < deadline:
+    while (alive := processes_of(token_file, group)) and time.monotonic() < deadline:
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 if time.monotonic() > kill_at:
@@ -70,21 +71,26 @@ def end_ray(token_file: Path) -> None:
         time.sleep(0.2)
 
 
-def processes_of(token_file: Path) -> list[psutil.Process]:
-    """Find the live processes of the Ray with this token file, and their descendants."""
+def processes_of(token_file: Path, group: int | None) -> list[psutil.Process]:
+    """Find the live processes of a local Ray, and their descendants.
+
+    Args:
+        token_file: of the Ray.
+        group: process group of its reaper, which is not in the result; None: unknown.
+    """
     children: dict[int, list[psutil.Process]] = {}
     waiting: list[psutil.Process] = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             children.setdefault(process.ppid(), []).append(process)
-            if process.environ().get(MARK) == str(token_file):
+            if os.getpgid(process.pid) == group or process.environ().get(MARK) == str(token_file):
                 waiting.append(process)
     found: set[psutil.Process] = set()
     while waiting:
         process = waiting.pop()
-        if process not in found and process.pid != os.getpid():
+        if process not in found and process.pid not in (os.getpid(), group):
             found.add(process)
             waiting += children.get(process.pid, [])
     return list(found)
@@ -131,7 +137,7 @@ def main(token_file: str, temp_dir: str, driver: int) -> None:
     """Wait for the death of the driver, then end its Ray and delete its files."""
     since = _modified(Path(token_file))
     sys.stdin.buffer.read()
-    end_ray(Path(token_file))
+    end_ray(Path(token_file), os.getpgrp())
     delete_sessions(session_folders(temp_dir, driver, since))
     shutil.rmtree(Path(token_file).parent, ignore_errors=True)
 

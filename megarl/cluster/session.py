@@ -146,7 +146,8 @@ class RaySession:
                 ray.shutdown()
             _end(children)
             if self._token is not None:
-                end_ray(self._token.file)  # a process that has left the tree above, or that started meanwhile
+                # Processes that have left the tree above, or that started meanwhile.
+                end_ray(self._token.file, self._reaper.pid if self._reaper else None)
                 if keep_logs and self.logs is not None:
                     _copy_logs(self._token.session_folders(), self.logs.folder / "ray")
                 self._token.close()
@@ -175,6 +176,7 @@ class RaySession:
                     temp_dir=self.temp_dir,
                     dashboard=self.dashboard,
                     token=self._token,
+                    group=self._reaper.pid,
                 )
                 return
             except Exception as error:  # Ray raises many types, and for its time limit ``Exception`` itself

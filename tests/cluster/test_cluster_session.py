@@ -15,6 +15,7 @@ import psutil
 import pytest
 import ray
 from interrupts import restore_interrupts
+from ray._common.utils import get_default_ray_temp_dir
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 
@@ -120,15 +121,21 @@ def test_error_leaves_no_process_and_sets_the_exit_code(script):
     assert marked_processes(mark) == []
 
 
+def sessions(pid):
+    return list(Path(get_default_ray_temp_dir()).glob(f"session_*_{pid}"))
+
+
 def test_killed_driver_leaves_no_process(script):
     process, mark = script("busy")
+    before = sessions(process.pid)  # of an earlier process with this ID
     wait_until_busy(process)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert any("DashboardAgent" in " ".join(child.cmdline()) for child in started), "agents overwrite their environment"
     process.kill()
     process.communicate(timeout=30)
-    deadline = time.monotonic() + 15  # without the reaper, Ray's agents live for up to a minute
-    while marked_processes(mark) and time.monotonic() < deadline:
-        time.sleep(0.3)
-    assert marked_processes(mark) == []
+    _, alive = psutil.wait_procs(started, timeout=15)  # without the reaper, Ray's agents live for up to a minute
+    assert alive == [] and marked_processes(mark) == []
+    assert sessions(process.pid) == before, "only its own session folder is deleted"
 
 
 JOINING = """
