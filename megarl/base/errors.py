@@ -49,5 +49,9 @@ class WorkerError(MegarlError):
     """A worker process raised or died; the message has role, rank, verb and the remote traceback."""
 
 
+class RayLost(MegarlError):
+    """The GCS or the raylet of the run's Ray died; the message has the newest checkpoint and the command to resume."""
+
+
 class WorkerLost(MegarlError):
     """The state of a worker is lost, such as processes that it started; only a new worker can continue."""

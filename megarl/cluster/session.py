@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,20 +17,24 @@ from typing import Any
 
 import psutil
 import ray
+import ray._private.worker as ray_worker
 from ray._common.utils import get_default_ray_temp_dir
 from ray.exceptions import AuthenticationError
 
-from megarl.base.errors import ResourceError
+from megarl.base.errors import RayLost, ResourceError
 from megarl.base.logs import ProcessLogs
 from megarl.base.signals import ENDING_SIGNALS, signals_held
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
+from megarl.cluster.ray_watch import GCS, RayWatch
 from megarl.cluster.reaper import Reaper, end_ray
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
 _MINIMUM_OBJECT_STORE_BYTES = 75 * 2**20
+RAY_LOGS = "ray"
+"""Folder for Ray's own logs in the log folder of a run that failed."""
 _EXIT_GRACE_S = 3.0
 
 logger = logging.getLogger(__name__)
@@ -91,6 +97,7 @@ class RaySession:
         self.token_file = ""
         self._token: ClusterToken | None = None
         self._reaper: Reaper | None = None
+        self._watch = RayWatch([])
         self._pools: list[PlacedPool] = []
         self._daemons: list[psutil.Process] = []
         self._handlers: dict[int, Any] = {}
@@ -111,14 +118,34 @@ class RaySession:
             self.close(keep_logs=True)
             raise
         self._daemons = self._children_since(before)
+        self._watch = RayWatch(self._daemons)
+        if not self.log_to_driver:
+            ray_worker.print_to_stdstream = _log_message
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close(keep_logs=error is not None and isinstance(error, Exception))
+    ) -> bool:
+        lost, finished = self.lost(), error is None or self._watch.finished
+        self.close(keep_logs=lost is not None or isinstance(error, Exception))
+        if lost is not None and ray.is_initialized():  # the GCS
+            atexit.register(_exit_without_ray, 0 if finished else 128 + self._signal if self._signal else 1)
         if self._signal and isinstance(error, SystemExit):
             raise SystemExit(128 + self._signal)  # Ray turns the code of an exit during its calls into 1
+        if lost is not None and finished:
+            logger.warning("%s died when the work was complete; nothing is lost", lost)
+            return True
+        if lost is not None and not isinstance(error, RayLost):
+            raise RayLost(f"{lost} died, so the run ends{self._logs_of_ray()}") from error
+        return False
+
+    def lost(self) -> str | None:
+        """Name the process of a Ray that was started here, GCS or raylet, that has died; None if both live."""
+        return self._watch.lost()
+
+    def finish(self) -> None:
+        """Mark the work as complete: the death of the GCS or the raylet is only a warning from now on."""
+        self._watch.finished = True
 
     def place(self, pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
         """Check and reserve pools, by name; the session releases them when it ends.
@@ -136,20 +163,26 @@ class RaySession:
         Args:
             keep_logs: copy the logs of a Ray that was started here to the logs of the run.
         """
+        lost = self.lost()
+        self._watch.close()
         with _signals_ignored():
             children = self._daemons + [child for daemon in self._daemons for child in _descendants(daemon)]
-            if ray.is_initialized():
+            if lost == GCS:
+                # They would wait for the lost process, and abort this one after a minute.
+                atexit.unregister(ray.shutdown)
+                sys.excepthook = sys.__excepthook__
+            elif ray.is_initialized():
                 for pool in self._pools:
                     # A cluster that is already gone has nothing to release.
                     with contextlib.suppress(Exception):
                         pool.close()
                 ray.shutdown()
-            _end(children)
+            _end(children, 0.0 if lost == GCS else _EXIT_GRACE_S)
             if self._token is not None:
                 # Processes that have left the tree above, or that started meanwhile.
                 end_ray(self._token.file, self._reaper.pid if self._reaper else None)
                 if keep_logs and self.logs is not None:
-                    _copy_logs(self._token.session_folders(), self.logs.folder / "ray")
+                    _copy_logs(self._token.session_folders(), self.logs.folder / RAY_LOGS)
                 self._token.close()
                 read_authentication()  # of the user's environment, for clusters joined later
             if self._reaper is not None:
@@ -181,15 +214,19 @@ class RaySession:
                 return
             except Exception as error:  # Ray raises many types, and for its time limit ``Exception`` itself
                 ray.shutdown()
-                _end([child for child in psutil.Process().children(recursive=True) if child not in before])
+                _end(
+                    [child for child in psutil.Process().children(recursive=True) if child not in before], _EXIT_GRACE_S
+                )
                 if is_last:
-                    logs = f"Its logs are in {self.logs.folder / 'ray'}. " if self.logs else ""
                     raise ResourceError(
-                        f"Ray did not start on this machine, in two attempts: {error}. {logs}Usual causes are a full "
-                        "/tmp or /dev/shm, a limit of processes (ulimit -u) and a machine under load; `megarl doctor` "
-                        "checks them"
+                        f"Ray did not start on this machine, in two attempts: {error}{self._logs_of_ray()}. Usual "
+                        "causes are a full /tmp or /dev/shm, a limit of processes (ulimit -u) and a machine under "
+                        "load; `megarl doctor` checks them"
                     ) from error
                 logger.warning("Ray did not start and is started again: %s", error)
+
+    def _logs_of_ray(self) -> str:
+        return f"; Ray's logs: {self.logs.folder / RAY_LOGS}" if self.logs else ""
 
     def _connect(self) -> None:
         address = str(self.address)
@@ -236,6 +273,20 @@ def _signals_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _exit_without_ray(code: int) -> None:
+    """End this process at its exit: Ray's threads, which cannot be shut down without the GCS, would crash later."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _log_message(data: dict[str, Any], ignore_prefix: bool) -> None:
+    """Log a message of Ray, which has the whole log of a raylet that died, instead of printing it."""
+    logger.info("Ray (%s): %s", data.get("pid"), "\n".join(data.get("lines", ())))
+
+
 def _copy_logs(sessions: Sequence[Path], target: Path) -> None:
     """Copy the log folders of Ray's sessions."""
     for session in sessions:
@@ -251,9 +302,9 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _end(processes: list[psutil.Process]) -> None:
+def _end(processes: list[psutil.Process], grace_s: float) -> None:
     """Wait for processes to end, then kill the remaining ones (``psutil`` detects a reused pid)."""
-    _, alive = psutil.wait_procs(processes, timeout=_EXIT_GRACE_S)
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -107,6 +107,7 @@ class Campaign:
             self._note(f"{fault.name:<36} {moment:<18} {end}")
             self._require(code in fault.codes or code == 0, run, f"{fault.name}: exit code {code}")
             self._require("Traceback (most recent call last)" not in run.output, run, f"{fault.name}: a traceback")
+            self._require("[state-dump]" not in run.output, run, f"{fault.name}: the log of Ray on the console")
             self._require_gone(run)
         except AssertionError as error:
             raise error if isinstance(error, Violation) else Violation(f"{fault.name}: {error}") from error

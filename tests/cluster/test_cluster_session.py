@@ -138,6 +138,49 @@ def test_killed_driver_leaves_no_process(script):
     assert sessions(process.pid) == before, "only its own session folder is deleted"
 
 
+LOSS = """
+import sys, time
+from megarl.base.errors import RayLost
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup
+from megarl.models.layout import ParallelLayout
+
+daemon, moment = sys.argv[1:]
+try:
+    with RaySession(num_cpus=1) as session:
+        pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
+        group = WorkerGroup("sleeper", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
+        group.pid()
+        if moment == "at the end":
+            session.finish()
+        [victim] = [process for process in session._daemons if process.name() == daemon]
+        victim.kill()
+        while session.lost() is None:
+            time.sleep(0.05)
+        if moment == "in a call":
+            group.sleep(600)
+        time.sleep(1.0)  # longer than the watch takes
+except RayLost as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("daemon", "moment", "code", "message"),
+    [
+        ("gcs_server", "in a call", 1, "Ray's control process (GCS) died, so the run ends"),
+        ("raylet", "in a call", 1, "Ray's node process (raylet) died, so the run ends"),
+        ("gcs_server", "at the end", 0, "died when the work was complete; nothing is lost"),
+    ],
+)
+def test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_work(daemon, moment, code, message):
+    """Ray by itself aborts the driver a minute after the GCS, and prints the whole log of the raylet."""
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", LOSS, daemon, moment]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=55)
+    assert result.returncode == code, result.stderr
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1 and not result.stdout, result.stderr
+
+
 JOINING = """
 import contextlib, sys
 from megarl.base.errors import ResourceError

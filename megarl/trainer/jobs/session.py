@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic
 
+from megarl.base.errors import RayLost
 from megarl.base.files import PRIVATE_UMASK
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
 from megarl.base.run_clock import run_started
@@ -22,7 +23,7 @@ from megarl.trainer.records.tracing import RunTracing, role_profiles
 from megarl.trainer.records.watchdog import LaterLimits
 from megarl.trainer.state.run_identity import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
-from megarl.trainer.state.stopping import CTRL_C, StopCondition, ends_on_signals, process_deadlines
+from megarl.trainer.state.stopping import CTRL_C, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
 
 
 @contextmanager
@@ -63,6 +64,7 @@ class JobSession(Generic[JobT]):
     """
 
     tracing: RunTracing
+    _ray: RaySession
 
     def __init__(self, config: JobT, output_dir: Path, console: Console, stack: ExitStack) -> None:
         self.config = config
@@ -103,6 +105,7 @@ class JobSession(Generic[JobT]):
             ray = self._stack.enter_context(RaySession(logs=self.logs, dashboard=run.ray_dashboard))
         if ray.dashboard_url:
             self.console.message(f"Ray's dashboard: {ray.dashboard_url} (its token is in {ray.token_file})")
+        self._ray = ray
         pool = reserve_devices(ray, run)
         self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
         profiles, profiler = {}, None
@@ -131,13 +134,20 @@ class JobSession(Generic[JobT]):
 
         Raises:
             KeyboardInterrupt: training was ended by Ctrl-C; the summary is written.
+            RayLost: the GCS or the raylet died.
         """
         with ExitStack() as stack:
             if self._saves:
                 stack.enter_context(ends_on_signals(self.stop, self.console.warn))
             try:
                 yield
-            except KeyboardInterrupt:
+                self._ray.finish()
+            except BaseException as error:
+                lost = None if isinstance(error, SystemExit) else self._ray.lost()
+                if lost is not None:
+                    raise RayLost(f"{lost} died. {state.describe_interruption(RAY_LOST)}") from error
+                if not isinstance(error, KeyboardInterrupt):
+                    raise
                 # A second Ctrl-C must not wait for anything; a stall is reported by the watchdog.
                 if self.stop.requested is None and not self.tracing.is_stalled:
                     self.console.warn(state.describe_interruption())

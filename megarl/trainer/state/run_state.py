@@ -327,11 +327,11 @@ class RunState:
             f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
         )
 
-    def describe_interruption(self) -> str:
+    def describe_interruption(self, cause: str = CTRL_C) -> str:
         """Describe a run that ends at once, in the middle of a step, without a save."""
         place = f"in step {self.step} of {self.total_steps}" if self.step else "before the first step"
         reason = ": trainer.save_freq=-1" if self.config.trainer.save_freq < 1 else ""
-        where = f"Ended {place} ({CTRL_C}), not saved{reason}."
+        where = f"Ended {place} ({cause}), not saved{reason}."
         if self.saver.newest is not None:
             return f"{where} To go on from {self.saver.newest}:\n  {self._continuation()}"
         return f"{where} To start again:\n  {command_with([])}"

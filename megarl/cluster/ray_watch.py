@@ -1,0 +1,80 @@
+"""Watch over the processes of a local Ray that no run survives: the GCS and the raylet."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import psutil
+
+GCS, RAYLET = "Ray's control process (GCS)", "Ray's node process (raylet)"
+_NAMES = {"gcs_server": GCS, "raylet": RAYLET}
+_TICK_S = 0.5
+
+
+class RayWatch:
+    """A thread that interrupts the main thread soon after the GCS or the raylet has died.
+
+    Ray itself notices a dead raylet by errors of all workers, and for a dead GCS aborts this process after a minute.
+
+    Args:
+        processes: of a local Ray.
+
+    Attributes:
+        finished: the work is complete: a death interrupts nothing any more.
+    """
+
+    def __init__(self, processes: Sequence[psutil.Process]) -> None:
+        self.finished = False
+        self._watched = [(name, process) for process in processes if (name := _NAMES.get(_name(process)))]
+        self._closed = threading.Event()
+        self._previous: Any = None
+        self._in_main = threading.current_thread() is threading.main_thread()
+        if self._in_main and self._watched:
+            self._previous = signal.signal(signal.SIGUSR1, self._interrupt)
+            threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
+
+    def lost(self) -> str | None:
+        """Return :data:`GCS` or :data:`RAYLET` if that process has died, else None."""
+        for name, process in self._watched:
+            if not _is_alive(process):
+                return name
+        return None
+
+    def close(self) -> None:
+        """End the watch, before Ray is shut down."""
+        self._closed.set()
+        if self._previous is not None:
+            signal.signal(signal.SIGUSR1, self._previous)
+            self._previous = None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            if self.lost() is not None:
+                if not self.finished:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                return
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Raise in the main thread; Ray's calls propagate this exception only."""
+        if self.lost() is not None and not self.finished and not self._closed.is_set():
+            raise KeyboardInterrupt
+        if callable(self._previous):
+            self._previous(number, frame)
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(process.name())
+    return ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
