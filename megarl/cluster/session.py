@@ -119,6 +119,7 @@ class RaySession:
             raise
         self._daemons = self._children_since(before)
         self._watch = RayWatch(self._daemons)
+        ray_worker._unhandled_error_handler = _log_unhandled_error
         if not self.log_to_driver:
             ray_worker.print_to_stdstream = _log_message
         return self
@@ -285,6 +286,11 @@ def _exit_without_ray(code: int) -> None:
 def _log_message(data: dict[str, Any], ignore_prefix: bool) -> None:
     """Log a message of Ray, which has the whole log of a raylet that died, instead of printing it."""
     logger.info("Ray (%s): %s", data.get("pid"), "\n".join(data.get("lines", ())))
+
+
+def _log_unhandled_error(error: Exception) -> None:
+    """Log the error of a call that nobody waits for, as after a signal or a failed sync, instead of printing it."""
+    logger.info("error of a call without a reader: %s", error)
 
 
 def _copy_logs(sessions: Sequence[Path], target: Path) -> None:

@@ -13,8 +13,6 @@ from megarl.base.errors import WeightSyncError
 from megarl.sharding.plan import ReshardPlan, TransferUsage
 from megarl.sharding.verification import compare_checksums
 
-_MAKE_ROOM, _WAKE_WEIGHTS = "make_room", "wake weights"  # stages
-
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Sleep tags of the engine contract."""
 
@@ -170,9 +168,9 @@ class ShardingManager:
     def _run(self, version: int) -> list[TransferUsage]:
         """Run one sync; return the usage of every process."""
         source, target, session = self._source, self._target, self._session
-        self._run_stage(_MAKE_ROOM, source.make_room)
+        self._run_stage("make_room", source.make_room)
         if self.options.free_engine:
-            self._run_stage(_WAKE_WEIGHTS, partial(target.wake, (WEIGHTS,)))
+            self._run_stage("wake weights", partial(target.wake, (WEIGHTS,)))
         self._run_stage("begin_update", partial(target.begin_update, version))
         self._run_stage("open_transfer", partial(source.open_transfer, session), partial(target.open_transfer, session))
         self._transfer_buckets()
@@ -199,8 +197,6 @@ class ShardingManager:
     def _abort(self, version: int) -> None:
         """Abort the sync on both sides and make all engines stale, without waiting."""
         self._session += 1
-        if self.options.free_engine and self._stage in (_MAKE_ROOM, _WAKE_WEIGHTS):
-            return  # the engines are asleep or have no weights yet: they reject an update
         ends: list[SyncSource | SyncTarget] = [self._target, self._source]
         for start in (
             *(partial(end.close_transfer, False) for end in ends),

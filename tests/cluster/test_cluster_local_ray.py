@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,20 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
         assert state() == before
         changed = {name for name in os.environ if os.environ[name] != variables.get(name)}
         assert not {name for name in changed if name.startswith("MEGARL") or "WINDOWS" in name}
+
+
+def test_error_of_a_call_that_nobody_waits_for_is_logged_and_not_printed(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A signal in a weight sync leaves such calls; Ray by itself prints their tracebacks."""
+    caplog.set_level("INFO", "megarl.cluster.session")
+    with RaySession(num_cpus=1):
+        unread = ray.remote(num_cpus=0)(lambda: 1 / 0).remote()
+        deadline = time.monotonic() + 20
+        while "ZeroDivisionError" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.1)
+        del unread
+    assert "ZeroDivisionError" in caplog.text and "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

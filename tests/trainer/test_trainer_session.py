@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from megarl.base.errors import CheckpointError
+from megarl.base.errors import CheckpointError, RayLost
 from megarl.config import EvaluateConfig, TrainConfig
 from megarl.trainer.jobs import session as session_module
 from megarl.trainer.jobs.session import open_job
@@ -30,9 +30,8 @@ def interrupts() -> Iterator[None]:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Order in which resources open and close; Ray, devices and tracing are fakes."""
     events: list[str] = []
-    monkeypatch.setattr(
-        session_module, "RaySession", lambda **_: resource("ray", events, SimpleNamespace(dashboard_url=""))
-    )
+    ray = SimpleNamespace(dashboard_url="", lost=lambda: None, finish=lambda: None)
+    monkeypatch.setattr(session_module, "RaySession", lambda **_: resource("ray", events, ray))
     monkeypatch.setattr(session_module, "RunTracing", lambda *_: resource("tracing", events))
     pool = SimpleNamespace(pool=SimpleNamespace(device="cpu"))
     monkeypatch.setattr(session_module, "reserve_devices", lambda ray, run: pool)
@@ -85,6 +84,21 @@ def test_a_run_that_was_ended_by_ctrl_c_is_interrupted_after_its_last_save(
             os.kill(os.getpid(), signal.SIGINT)
             saved = session.stop.step_done(None) == "Ctrl-C"
     assert saved
+
+
+def test_the_death_of_a_process_of_ray_ends_training_with_the_way_to_go_on(
+    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
+) -> None:
+    state = SimpleNamespace(describe_interruption=lambda cause: f"({cause}). To go on: COMMAND")
+    with (
+        pytest.raises(RayLost, match=r"^the GCS died. \(a lost process of Ray\). To go on: COMMAND$"),
+        open_job(train_config({"trainer.save_freq": 5}), tmp_path) as session,
+    ):
+        session.start()
+        cast(Any, session._ray).lost = lambda: "the GCS"
+        with session.training(cast(Any, state), cast(Any, None)):
+            raise KeyboardInterrupt  # by the watch over Ray, or an error of a worker
+    assert events[-1] == "-ray"
 
 
 def test_training_needs_its_checkpoint_before_any_process(
