@@ -98,7 +98,11 @@ class LoadedFunction:
         self.traits: FunctionTraits = check_signature(fn, self.spec.spec, self.spec.kwargs)
 
     def run(self, tasks: Sequence[RewardTask], report: Report) -> None:
-        """Call the function for each task and report each outcome; enforces the time limit of coroutine functions."""
+        """Call the function for each task and report each outcome; enforces the time limit of coroutine functions.
+
+        Raises:
+            MemoryError: the process is out of memory, so that it can serve no other task either.
+        """
         if self.traits.batch:
             for index, outcome in enumerate(self._call_batch(tasks)):
                 report(index, outcome)
@@ -111,6 +115,8 @@ class LoadedFunction:
     def _call(self, task: RewardTask) -> Outcome:
         try:
             return read_result(self.fn(**self._arguments(task)))
+        except MemoryError:
+            raise
         except (Exception, SystemExit) as error:  # exit() in a function must not end the run silently
             return exception_outcome(error)
 
@@ -122,6 +128,8 @@ class LoadedFunction:
             results = list(self.fn(**columns, **self.spec.kwargs))
             if len(results) != len(tasks):
                 raise RewardError(f"the function returned {len(results)} results for a batch of {len(tasks)}")
+        except MemoryError:
+            raise
         except (Exception, SystemExit) as error:
             yield from [exception_outcome(error)] * len(tasks)
             return
@@ -145,6 +153,8 @@ class LoadedFunction:
         try:
             async with limit:
                 return read_result(await self.fn(**self._arguments(task)))
+        except MemoryError:
+            raise
         except (Exception, SystemExit) as error:
             return timeout_outcome(self.spec) if limit.expired() else exception_outcome(error)
 
@@ -174,6 +184,6 @@ def is_infrastructure(error: BaseException) -> bool:
     """Whether an exception means a failed service or connection, as opposed to a bad sample."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code >= 500 or error.code in (408, 429)
-    if isinstance(error, InfrastructureFailure | ConnectionError | TimeoutError | urllib.error.URLError):
+    if isinstance(error, InfrastructureFailure | ConnectionError | TimeoutError | MemoryError | urllib.error.URLError):
         return True
     return any(f"{cls.__module__}.{cls.__qualname__}" in CONNECTION_ERRORS for cls in type(error).__mro__)

@@ -4,8 +4,10 @@ import asyncio
 import ctypes
 import os
 import re
+import resource
 import subprocess
 import time
+from pathlib import Path
 
 CALLS = 0
 
@@ -80,3 +82,16 @@ def echo(data_source, solution_str, ground_truth, extra_info, prompt_str):
     """Returns its arguments."""
     extra_info["seen"] = True
     return {"score": 0, "arguments": [data_source, solution_str, ground_truth, extra_info, prompt_str]}
+
+
+LEAKED: list[bytearray] = []
+LEAK_BYTES = 16 << 20
+
+
+def leaking(data_source, solution_str, ground_truth, extra_info):
+    """Keeps 16 MiB per call under a limit of 64 MiB; ``huge`` does not fit at all."""
+    if not LEAKED:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 4 * LEAK_BYTES, resource.RLIM_INFINITY))
+    LEAKED.append(bytearray(LEAK_BYTES * (100 if solution_str == "huge" else 1)))
+    return 1.0

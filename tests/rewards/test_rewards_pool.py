@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from megarl.base.errors import RewardError
-from megarl.rewards.calling import FunctionSpec, RewardTask
+from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, TIMEOUT, Outcome
 from megarl.rewards.pool import InDriverRunner, RewardJob, RewardPool
 
 FUNCTIONS = Path(__file__).with_name("pool_functions.py")
-NAMES = ("misbehaving", "fails_once", "whole_batch", "sleeping", "barrier", "odd_results", "echo")
+NAMES = ("misbehaving", "fails_once", "whole_batch", "sleeping", "barrier", "odd_results", "echo", "leaking")
 LIMIT_S = 2.0
 SPECS = [FunctionSpec(f"{FUNCTIONS}:{name}", {}, LIMIT_S, 8) for name in NAMES]
 
@@ -83,6 +83,25 @@ def test_hanging_and_dying_calls_fail_alone(pool):
     # each of the six infrastructure failures was tried twice; each death and timeout cost a process
     assert counts.retries == 6 and counts.replaced == 2 + 2 * 4
     assert pool.run(jobs("misbehaving", "fine"))[0][0].score == 4
+
+
+def test_process_with_a_leak_is_replaced_at_its_memory_limit_and_no_sample_scores_zero():
+    spec = SPECS[NAMES.index("leaking")]
+    with RewardPool([spec], [spec.load().traits], processes=1, max_retries=1) as running:
+        outcomes, counts = running.run([RewardJob(0, task("x")) for _ in range(10)])
+        assert [(outcome.score, outcome.kind) for outcome in outcomes] == [(1.0, None)] * 10
+        assert counts.replaced >= 2
+        (huge, small), _ = running.run([RewardJob(0, task("huge")), RewardJob(0, task("x"))])
+        assert huge.kind == INFRASTRUCTURE and huge.failure.endswith("leaking ran out of memory")
+        assert small.score == 1.0
+
+
+def test_function_without_memory_in_the_driver_is_an_infrastructure_failure():
+    def huge(data_source, solution_str, ground_truth, extra_info):
+        raise MemoryError
+
+    (outcome,), _ = InDriverRunner([LoadedFunction(huge)]).run([RewardJob(0, task("x"))])
+    assert outcome.kind == INFRASTRUCTURE and "MemoryError" in outcome.failure
 
 
 def test_infrastructure_failure_is_retried(pool, tmp_path):

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megarl.base.child_process import ChildProcess, die_with_parent, open_connection
+from megarl.base.child_process import ChildProcess, describe_exit, die_with_parent, open_connection
 from megarl.base.errors import RewardError
 from megarl.base.logs import redirect_output
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
@@ -25,6 +25,8 @@ from megarl.tracing import TRACER, TracingOptions, past_span, span, watch_proces
 START_TIMEOUT_S = 300.0
 """Seconds for a process to load its functions; a user's file may have many imports."""
 READY, REFUSED = "ready", "refused"
+_OUT_OF_MEMORY = 77
+"""Exit status of a process whose function found no memory."""
 
 
 class RewardProcess:
@@ -133,9 +135,11 @@ class RewardProcess:
             grace_s: seconds to wait for a process that is ending by itself.
 
         Returns:
-            The way it ended, such as ``was killed`` or ``ended with status 1``.
+            The way it ended, such as ``was killed``, ``ended with status 1`` or ``ran out of memory``.
         """
         manner = self._process.kill(grace_s)
+        if manner == describe_exit(_OUT_OF_MEMORY):
+            manner = "ran out of memory"
         os.close(self.exit_handle)
         return manner
 
@@ -159,6 +163,8 @@ def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
         try:
             while True:
                 server.serve()
+        except MemoryError:
+            os._exit(_OUT_OF_MEMORY)  # a new process replaces this one
         except RewardError as error:
             connection.send_bytes(json.dumps([REFUSED, str(error)]).encode())
 

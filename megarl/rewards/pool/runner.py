@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from megarl.rewards.calling import LoadedFunction
+from megarl.rewards.calling import LoadedFunction, exception_outcome
 from megarl.rewards.outcome import INFRASTRUCTURE, Outcome
 from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts
 from megarl.rewards.registry import FunctionTraits
@@ -94,8 +94,13 @@ class InDriverRunner:
             def report(at: int, outcome: Outcome, indices: list[int] = indices) -> None:
                 outcomes[indices[at]] = outcome
 
-            if indices:
-                function.run(tasks, report)
+            try:
+                if indices:
+                    function.run(tasks, report)
+            except MemoryError as error:
+                for index in indices:
+                    if index not in outcomes or outcomes[index].kind == INFRASTRUCTURE:
+                        outcomes[index] = exception_outcome(error)
 
 
 def retry_delay_s(attempts: int) -> float:
