@@ -20,7 +20,7 @@ import megarl
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError
 from megarl.base.files import private_files
 from megarl.base.imports import import_large
-from megarl.base.logs import LOGS_FOLDER, driver_log
+from megarl.base.logs import LOGS_FOLDER, driver_log, steady_output
 from megarl.base.provenance import run_facts
 from megarl.base.redaction import redact, redact_text
 from megarl.base.run_clock import start_run_clock
@@ -205,7 +205,8 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         print("---\n".join(map(to_yaml, configs)), end="")
         return 0
     try:
-        with signals_exit_in_order(), private_files(all(config.trainer.private_files for config in configs)):
+        private = private_files(all(config.trainer.private_files for config in configs))
+        with steady_output(), signals_exit_in_order(), private:
             return _run(name, job, request, minimize=any(map(_is_loss, configs)))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -103,6 +103,47 @@ class WrappedStream(io.TextIOBase):
         self._stream.flush()
 
 
+class SteadyStream(WrappedStream):
+    """Never raises: text that a full disk refuses waits in the stream's buffer, and is lost beyond it.
+
+    Args:
+        stream: the wrapped stream, such as standard output in a file.
+    """
+
+    def write(self, text: str) -> int:
+        """Write as much as the disk takes."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the buffered text, as far as the disk takes it."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def steady_output() -> Iterator[None]:
+    """Scope in which no write to standard output or error raises, unless it is a terminal.
+
+    At the end, text that the disk still refuses is discarded: the interpreter would fail on it at its exit.
+    """
+    before = sys.stdout, sys.stderr
+    files = [stream for stream in before if not stream.isatty()]
+    sys.stdout, sys.stderr = (SteadyStream(stream) if stream in files else stream for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in files:
+            try:
+                stream.flush()
+            except OSError:
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
+
+
 class TimestampedStream(WrappedStream):
     """Prefixes each line with time and label.
 

@@ -182,8 +182,8 @@ class RaySession:
             if self._token is not None:
                 # Processes that have left the tree above, or that started meanwhile.
                 end_ray(self._token.file, self._reaper.pid if self._reaper else None)
-                if keep_logs and self.logs is not None:
-                    _copy_logs(self._token.session_folders(), self.logs.folder / RAY_LOGS)
+                if self.logs is not None:
+                    _copy_logs(self._token.session_folders(), self.logs.folder / RAY_LOGS, keep_logs)
                 self._token.close()
                 read_authentication()  # of the user's environment, for clusters joined later
             if self._reaper is not None:
@@ -293,11 +293,12 @@ def _log_unhandled_error(error: Exception) -> None:
     logger.info("error of a call without a reader: %s", error)
 
 
-def _copy_logs(sessions: Sequence[Path], target: Path) -> None:
-    """Copy the log folders of Ray's sessions."""
+def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None:
+    """Copy the log folders of Ray's sessions, or only the profiles of Nsight Systems in them."""
     for session in sessions:
-        with contextlib.suppress(OSError):  # a full disk, or a file that cannot be read
-            shutil.copytree(session / "logs", target / session.name, dirs_exist_ok=True)
+        source = Path("logs") if everything else Path("logs") / "nsight"
+        with contextlib.suppress(OSError):  # a full disk, or no such folder
+            shutil.copytree(session / source, target / session.name / source.relative_to("logs"), dirs_exist_ok=True)
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.tracing.tracer import TRACER
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,9 @@ class TorchProfiler:
 
     def stop(self, path: Path) -> None:
         """Stop and write the trace."""
-        self._profile.__exit__(None, None, None)
-        self._profile.export_chrome_trace(f"{path}.json.gz")
-        self._profile = None
+        profile, self._profile = self._profile, None
+        profile.__exit__(None, None, None)
+        profile.export_chrome_trace(f"{path}.json.gz")
 
 
 class MemoryProfiler:
@@ -98,8 +101,10 @@ class MemoryProfiler:
         """Stop and write the snapshot."""
         import torch
 
-        torch.cuda.memory._dump_snapshot(f"{path}.pickle")
-        torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            torch.cuda.memory._dump_snapshot(f"{path}.pickle")
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class NsysRanges:
@@ -184,9 +189,13 @@ class ProfiledProcess:
         assert self._options is not None and self._profiler is not None
         self._running = False
         folder = Path(self._options.folder)
-        folder.mkdir(parents=True, exist_ok=True)
         path, number = folder / f"{self._name}-{label}", 1
-        while any(folder.glob(f"{path.name}.*")):  # a verb may be called several times in a step
-            number += 1
-            path = folder / f"{self._name}-{label}-{number}"
-        self._profiler.stop(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            while any(folder.glob(f"{path.name}.*")):  # a verb may be called several times in a step
+                number += 1
+                path = folder / f"{self._name}-{label}-{number}"
+            self._profiler.stop(path)
+        except (OSError, RuntimeError) as error:  # such as a full disk: the run goes on
+            logger.warning("the profile %s could not be written: %s", path, error)
+            self._profiler = None

@@ -86,3 +86,22 @@ def test_tail_of_a_long_file(tmp_path):
     file.write_text(":job_id:0100\n" + "".join(f"line {number}\n" for number in range(100000)))
     assert tail(file, 2) == "line 99998\nline 99999"
     assert tail(tmp_path / "none.log") == ""
+
+
+FULL_DISK = """
+import sys
+from megarl.base.logs import steady_output
+from megarl.tracking import Console
+with steady_output(), Console() as console:
+    console.message("step " * 10000)
+    print("x", flush=True)
+open(sys.argv[1], "w").write("done")
+"""
+
+
+def test_console_on_a_full_disk_ends_no_run(tmp_path):
+    """The interpreter itself fails, too, with status 120, if the last text cannot be written at its exit."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "done")]
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=60).returncode == 0
+    assert (tmp_path / "done").read_text() == "done"

@@ -105,7 +105,10 @@ class Campaign:
             self.struck[fault.name] += has_struck
             end = f"exit {code:>4}  {seconds:5.1f} s" if has_struck else "no victim"
             self._note(f"{fault.name:<36} {moment:<18} {end}")
-            self._require(code in fault.codes or code == 0, run, f"{fault.name}: exit code {code}")
+            if code < 0 and not run.output:
+                code = 128 - code  # as in a shell: the interpreter had not started megarl yet
+            codes = fault.codes | {128 - killed for killed in fault.codes if killed < 0} | {0}
+            self._require(code in codes, run, f"{fault.name}: exit code {code}")
             self._require("Traceback (most recent call last)" not in run.output, run, f"{fault.name}: a traceback")
             self._require("[state-dump]" not in run.output, run, f"{fault.name}: the log of Ray on the console")
             self._require_gone(run)

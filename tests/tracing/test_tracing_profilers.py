@@ -71,6 +71,21 @@ def test_process_without_profiler_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_profile_that_cannot_be_written_is_reported_and_the_next_one_is_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profiles").write_text("a file in place of the folder")
+    profiled = ProfiledProcess(ProfileOptions("torch", str(tmp_path / "profiles"), contents=("cpu",)), "actor-0")
+    profiled.record("step-1")
+    torch.ones(4) + 1
+    profiled.record("step-2")
+    assert "actor-0-step-1 could not be written" in caplog.text
+    (tmp_path / "profiles").unlink()
+    torch.ones(4) + 1
+    profiled.record("")
+    assert [path.name for path in (tmp_path / "profiles").iterdir()] == ["actor-0-step-2.json.gz"]
+
+
 def test_profiled_ranks_of_a_role() -> None:
     options = ProfileOptions("torch", "x")
     tracing = TracingOptions(profiles={"actor": RoleProfile(options, (1,)), "critic": RoleProfile(options)})
