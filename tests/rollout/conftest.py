@@ -6,7 +6,7 @@ The contract suite runs against every engine in ``ENGINES``.
 import pytest
 import torch
 import transformers
-from sglang_engines import IN_PROCESS, OVER_HTTP, TWO_RANKS, SGLangEngines, is_for_ci, is_for_engine
+from sglang_engines import IN_PROCESS, OVER_HTTP, TWO_RANKS, SGLangEngines, engine_of, is_for_ci, is_for_engine
 
 from megarl.base.packages import is_installed
 from megarl.rollout import EngineOptions, create_engine
@@ -103,8 +103,12 @@ def engine_name(request):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Drop redundant cases that would start SGLang once more, and mark the cases for CI."""
+    """Drop redundant cases that would start SGLang once more, and mark the cases for CI.
+
+    Cases with a tokenizer, for which each engine of SGLang starts again, come last.
+    """
     items[:] = [item for item in items if is_for_engine(item)]
+    items.sort(key=lambda item: engine_of(item) in SGLANG and "folder_with_text" in item.fixturenames)
     for item in items:
         if is_for_ci(item):
             item.add_marker(pytest.mark.sglang)
