@@ -126,7 +126,7 @@ class RaySession:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    ) -> bool | None:
         lost, finished = self.lost(), error is None or self._watch.finished
         self.close(keep_logs=lost is not None or isinstance(error, Exception))
         if lost is not None and ray.is_initialized():  # the GCS
