@@ -211,7 +211,7 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
 
 def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
     """This rank's contribution, wherever it is: each element of each tensor comes from one rank."""
-    contributions = engine.weight_map.contributions(engine.runtime.layout, engine.runtime.rank)
+    contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
     state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
     for number, (param, replica, replicas) in enumerate(contributions):
         # Replicas take turns, so that each writes its share.
@@ -227,7 +227,7 @@ def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item
     An item is in one piece of memory.
     """
     state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
-    for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
+    for param in engine.trained_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         for kind, start, _, tensor in state.tensors(param.name):
             whole = memory(tensor)
             for piece in whole.pieces:
@@ -240,7 +240,7 @@ class _StoredState:
     """Weights and optimizer state of this rank by parameter, on the device or offloaded."""
 
     def __init__(self, engine: MegatronEngine, with_optimizer: bool) -> None:
-        self.shapes = engine.weight_map.hf_shapes()
+        self.shapes = engine.trained_map.hf_shapes()
         self._params = engine.weights.stored()
         self._shards: Mapping[str, StateShard] = {}
         self.is_sharded = False
@@ -284,8 +284,8 @@ def _check_fits(
         )
     if with_optimizer:
         kinds += [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
-    whole = engine.weight_map.hf_shapes()
-    trained = {name: shape for name, shape in whole.items() if not engine.weight_map.is_float32(name)}
+    whole = engine.trained_map.hf_shapes()
+    trained = {name: shape for name, shape in whole.items() if not engine.trained_map.is_float32(name)}
     for kind in kinds:
         expected = whole if kind == WEIGHT else trained
         shapes = saved_shapes.get(kind, {})

@@ -27,6 +27,7 @@ from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.host_memory import HostCopy
 from megarl.megatron.kernels import kernels
 from megarl.megatron.loading import LoadedMicroBatch, MicroBatchLoader
+from megarl.megatron.lora import Adapters, add_adapters
 from megarl.megatron.model import build_model
 from megarl.megatron.moe import drop_autograd_graphs
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
@@ -39,6 +40,7 @@ from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.weights import RankWeights
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
+from megarl.models.adapters import AdapterMap
 from megarl.models.hf_writer import NO_FILES, HFWriter
 from megarl.tracing import span
 
@@ -66,6 +68,7 @@ class MegatronEngine:
         runtime: this rank's process groups.
         options: the options above.
         weight_map: weight map of this model.
+        trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
         weights: this rank's weights.
         optimizer: None for inference.
@@ -95,6 +98,11 @@ class MegatronEngine:
             if self._exchange is not None and layout.vpp > 1:
                 self._exchange.connect()
             self.chunks: list[Any] = list(self._stage.chunks)
+            self.trained_map: WeightMap | AdapterMap = self.weight_map
+            self._adapters: Adapters | None = None
+            if options.lora is not None:
+                self.trained_map = AdapterMap(self.weight_map, options.lora)
+                self._adapters = add_adapters(self.chunks, self.trained_map, runtime)
             self.optimizer: Optimizer | None = None
             if options.optimizer is None:
                 for chunk in self.chunks:
@@ -104,7 +112,7 @@ class MegatronEngine:
                 self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
             self.offload_manager = OffloadManager(self.chunks, self.optimizer, options.offload, runtime.device)
             self.weights = RankWeights(
-                self._stage.chunks, self.weight_map, runtime, self.offload_manager, self._gather_weights
+                self._stage.chunks, self.weight_map, runtime, self.offload_manager, self._gather_weights, self._adapters
             )
             self._loss = torch.zeros(())
             self._faults = FaultWatch()
@@ -203,8 +211,8 @@ class MegatronEngine:
         with cuda_on_cpu.active():
             self.weights.export(writer)
 
-    def named_local_params(self) -> dict[str, Tensor]:
-        """This rank's weights (not copies) by their names in the weight map; may communicate."""
+    def named_local_params(self) -> Mapping[str, Tensor]:
+        """This rank's weights by their names in the weight map, adapters merged; only to be read; may communicate."""
         return self.weights.named()
 
     def weights_to_host(self) -> dict[str, Tensor]:
@@ -224,6 +232,11 @@ class MegatronEngine:
         """
         self._gather_weights()
         return self.offload_manager.swapped_weights(copy)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Scope in which the model computes without adapters: the reference policy of a model with LoRA."""
+        assert self._adapters is not None, "the model has no adapters"
+        return self._adapters.off()
 
     # ---- computing
 

@@ -163,7 +163,8 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
         options: number format, sequence parallelism, head, recomputation.
     """
     layout = runtime.layout
-    fused = uses_transformer_engine(runtime.device, options.dtype)
+    # Adapters read the input of a linear layer; Transformer Engine's fused norm hides it.
+    fused = uses_transformer_engine(runtime.device, options.dtype) and options.lora is None
     config = build_transformer_config(model, layout, options, fused=fused)
     check_fusions(config, runtime.device)
     frequencies = inverse_frequencies(model).to(runtime.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from megarl.base.errors import ModelError
+from megarl.megatron.lora import Adapters
 from megarl.megatron.offload import PARAM, OffloadManager
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.store_barrier import RankTurns
@@ -52,6 +53,7 @@ class RankWeights:
         offload_manager: knows where the weights are.
         gather: called before weights are read or set: updates them to those of the last step. May communicate with all
             data-parallel ranks.
+        adapters: merged into the weights that are read; None without LoRA.
     """
 
     def __init__(
@@ -61,10 +63,17 @@ class RankWeights:
         runtime: Runtime,
         offload_manager: OffloadManager,
         gather: Callable[[], None],
+        adapters: Adapters | None = None,
     ) -> None:
         experts, layout = weight_map.config.experts, runtime.layout
         first = layout.expert_coordinate(runtime.rank).ep * (experts.count // layout.ep) if experts is not None else 0
         self._params = {name: param for chunk in chunks for name, param in global_names(chunk, first).items()}
+        self._trained = self._params
+        if adapters is not None:
+            self._trained = adapters.parameters()
+            held = {id(param) for param in self._trained.values()}
+            self._params = {name: param for name, param in self._params.items() if id(param) not in held}
+        self._adapters = adapters
         self._dtype = chunks[0].config.params_dtype
         self._map = weight_map
         self._runtime = runtime
@@ -77,23 +86,24 @@ class RankWeights:
         self._offload_manager.onload(PARAM)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters on the device, by their names in the weight map; the caller may change them."""
+        """Trained parameters on the device, by their names in the engine's ``trained_map``; they may be changed."""
         self.settle()
         self._offload_manager.mark_changed(PARAM)
-        return dict(self._params)
+        return dict(self._trained)
 
     def stored(self) -> dict[str, nn.Parameter]:
-        """Parameters that may be offloaded, by their names in the weight map.
+        """Trained parameters that may be offloaded, by their names in the engine's ``trained_map``.
 
         :meth:`~megarl.megatron.offload.OffloadManager.memory` gives their memory.
         """
         self._gather()
-        return dict(self._params)
+        return dict(self._trained)
 
-    def named(self) -> dict[str, Tensor]:
-        """Weights on the device (not copies), detached from autograd; only to be read."""
+    def named(self) -> Mapping[str, Tensor]:
+        """Weights on the device, detached from autograd; only to be read. Those with adapters are merged copies."""
         self.settle()
-        return {name: param.detach() for name, param in self._params.items()}
+        weights = {name: param.detach() for name, param in self._params.items()}
+        return weights if self._adapters is None else self._adapters.merged(weights)
 
     @torch.no_grad()
     def load_hf(self, path: str | Path) -> None:
@@ -153,14 +163,15 @@ class RankWeights:
 
     def to_host(self) -> dict[str, Tensor]:
         """Copy the weights to host memory."""
-        self.settle()
         return {
-            name: param.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, param in self._params.items()
+            name: weight.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, weight in self.named().items()
         }
 
     def _values(self, param: LocalParam) -> Tensor:
-        """The values of a weight: a view on the device, or a copy of offloaded memory."""
+        """The values of a weight: a view on the device, or a copy of offloaded memory, or merged with its adapters."""
+        if self._adapters is not None:
+            return self.named()[param.name]
         return self._offload_manager.memory(self._params[param.name]).joined().view(param.shape)
 
     def _receive(self, param: LocalParam, owner: int, turns: RankTurns) -> Tensor:
