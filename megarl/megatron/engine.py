@@ -27,7 +27,7 @@ from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.host_memory import HostCopy
 from megarl.megatron.kernels import kernels
 from megarl.megatron.loading import LoadedMicroBatch, MicroBatchLoader
-from megarl.megatron.lora import Adapters, add_adapters
+from megarl.megatron.lora import Adapters, LowRankAdapter, add_adapters
 from megarl.megatron.model import build_model
 from megarl.megatron.moe import drop_autograd_graphs
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
@@ -102,6 +102,7 @@ class MegatronEngine:
             self._adapters: Adapters | None = None
             if options.lora is not None:
                 self.trained_map = AdapterMap(self.weight_map, options.lora)
+                self.trained_map.check_layout(layout)
                 self._adapters = add_adapters(self.chunks, self.trained_map, runtime)
             self.optimizer: Optimizer | None = None
             if options.optimizer is None:
@@ -238,6 +239,18 @@ class MegatronEngine:
         assert self._adapters is not None, "the model has no adapters"
         return self._adapters.off()
 
+    def copy_adapters(self) -> dict[str, Tensor]:
+        """Copy this rank's adapters to host memory, for :meth:`swapped_adapters`; may communicate."""
+        assert self._adapters is not None, "the model has no adapters"
+        self.weights.settle()
+        return self._adapters.copy()
+
+    def swapped_adapters(self, copy: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Scope in which the model computes with the adapters of ``copy``; the optimizer must not step in it."""
+        assert self._adapters is not None, "the model has no adapters"
+        self.weights.settle()
+        return self._adapters.swapped(copy)
+
     # ---- computing
 
     @torch.no_grad()
@@ -286,12 +299,13 @@ class MegatronEngine:
             return outputs if self.runtime.is_last_stage else None
 
     def output_weight(self) -> Tensor | None:
-        """Copy of this rank's rows of the output layer, ``[padded vocabulary / tp, hidden]``; None before the last
-        stage.
-
+        """Copy of this rank's rows of the output layer, ``[padded vocabulary / tp, hidden]``, with its adapter merged
+        unless it is off; None before the last stage.
         """
         self.offload_manager.onload(PARAM)
-        return self._stage.chunks[-1].output_weight()
+        weight = self._stage.chunks[-1].output_weight()
+        adapter: LowRankAdapter | None = getattr(getattr(self._stage.chunks[-1], "output_layer", None), "lora", None)
+        return weight if weight is None or adapter is None or not adapter.enabled else adapter.merged(weight)
 
     @torch.no_grad()
     def mean_hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:

@@ -57,7 +57,7 @@ class MegatronOptions:
         recompute: None = keep every activation.
         overlap: communication overlap; no effect without optimizer.
         offload: parts that leave the device between phases (see :data:`megarl.megatron.offload.PARTS`).
-        lora: low-rank adapters on a frozen model, in torch layers; None = train all weights.
+        lora: low-rank adapters on a frozen model; None = train all weights.
         transformer: further fields of Megatron's ``TransformerConfig``, which override megarl's choice.
         repeat_out_of_memory: all ranks vote after each pass, so that a pass that runs out of memory can be repeated.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,32 +14,14 @@ from torch import Tensor, nn
 from megarl.base.errors import ModelError
 from megarl.megatron.lora import Adapters
 from megarl.megatron.offload import PARAM, OffloadManager
+from megarl.megatron.parameter_names import first_expert, global_names
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.store_barrier import RankTurns
-from megarl.models import LocalParam, ParallelLayout, WeightMap, canonical_name
+from megarl.models import LocalParam, ParallelLayout, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.hf_writer import HFWriter
 
 VALUE_HEAD = ("score.weight", "score.bias")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-
-
-def global_names(module: GPTModel, first_expert: int = 0) -> dict[str, nn.Parameter]:
-    """Parameters of a chunk of the model by their name in the weight map.
-
-    Args:
-        module: the chunk; it numbers its layers, and the rank's experts, from 0.
-        first_expert: index of this rank's first expert among all experts of a layer.
-    """
-    names = {}
-    layers = [f"decoder.layers.{layer.layer_number - 1}" for layer in module.decoder.layers]
-    for name, param in module.named_parameters():
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            name = f"{layers[int(local)]}.{rest}"
-        name = _EXPERT.sub(lambda local: str(int(local[0]) + first_expert), canonical_name(name))
-        names[name] = param
-    return names
 
 
 class RankWeights:
@@ -65,14 +46,15 @@ class RankWeights:
         gather: Callable[[], None],
         adapters: Adapters | None = None,
     ) -> None:
-        experts, layout = weight_map.config.experts, runtime.layout
-        first = layout.expert_coordinate(runtime.rank).ep * (experts.count // layout.ep) if experts is not None else 0
+        first = first_expert(weight_map.config, runtime)
         self._params = {name: param for chunk in chunks for name, param in global_names(chunk, first).items()}
         self._trained = self._params
         if adapters is not None:
-            self._trained = adapters.parameters()
-            held = {id(param) for param in self._trained.values()}
+            added = adapters.parameters()
+            held = {id(param) for param in added.values()}
             self._params = {name: param for name, param in self._params.items() if id(param) not in held}
+            heads = self._params.keys() & {"output_layer.weight", "output_layer.bias"} if weight_map.value_head else ()
+            self._trained = added | {name: self._params[name] for name in sorted(heads)}
         self._adapters = adapters
         self._dtype = chunks[0].config.params_dtype
         self._map = weight_map

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from megarl.base.errors import ConfigError
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, RecomputeOptions
 from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.megatron.lora import initial_a
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
 
@@ -110,10 +112,10 @@ def backward(built: MegatronEngine, setup: Setup, batch: list[Row]) -> None:
     built.forward_backward(mine, policy_loss, OutputOptions(TEMPERATURE, with_entropy=True))
 
 
-def set_values(built: MegatronEngine, values: dict[str, Tensor]) -> None:
+def set_values(built: MegatronEngine, values: dict[str, Tensor], skip: Container[str] = ()) -> None:
     params = built.weights.parameters()
     for local in built.trained_map.megatron_params(built.runtime.layout, built.runtime.rank):
-        for piece in local.pieces:
+        for piece in (piece for piece in local.pieces if piece.hf_name not in skip):
             target = tuple(slice(at, at + n) for at, n in zip(piece.at, piece.shape, strict=True))
             source = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
             params[local.name].data[target] = values[piece.hf_name][source]
@@ -211,7 +213,7 @@ def test_initial_values_do_not_depend_on_the_layout(path: Path) -> None:
     drawn = []
     for layout in (ParallelLayout(), ParallelLayout(tp=2, pp=2)):
         parts = [
-            (piece, adapters.initial_a(param)[piece.at[0] : piece.at[0] + piece.shape[0]])
+            (piece, initial_a(adapters, param)[piece.at[0] : piece.at[0] + piece.shape[0]])
             for rank in range(layout.world_size)
             for param, *_ in adapters.contributions(layout, rank)
             if param.name.endswith("lora_a")
