@@ -42,6 +42,7 @@ from megarl.megatron.weights import RankWeights
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
 from megarl.models.adapters import AdapterMap
 from megarl.models.hf_writer import NO_FILES, HFWriter
+from megarl.models.peft_folder import AdapterFolder
 from megarl.tracing import span
 
 LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -183,6 +184,21 @@ class MegatronEngine:
                 self.offload_manager.onload(OPTIMIZER)
                 self.offload_manager.mark_changed(OPTIMIZER)
                 self.optimizer.weights_changed()
+
+    def load_adapters(self, path: str | Path) -> None:
+        """Load this rank's shard of adapters in peft's format.
+
+        Raises:
+            ConfigError: the folder is damaged, or has other adapters than this model.
+        """
+        assert isinstance(self.trained_map, AdapterMap) and self.optimizer is not None, "the model has no adapters"
+        folder = AdapterFolder(path)
+        folder.check(self.trained_map)
+        with cuda_on_cpu.active():
+            self.weights.load_adapters(folder.as_model_folder(self.trained_map), self.trained_map)
+            self.offload_manager.onload(OPTIMIZER)
+            self.offload_manager.mark_changed(OPTIMIZER)
+            self.optimizer.weights_changed()
 
     def export_hf(
         self,

@@ -18,7 +18,9 @@ from megarl.megatron.parameter_names import first_expert, global_names
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.store_barrier import RankTurns
 from megarl.models import LocalParam, ParallelLayout, WeightMap
+from megarl.models.adapters import AdapterMap
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.hf_folder import ModelFolder
 from megarl.models.hf_writer import HFWriter
 
 VALUE_HEAD = ("score.weight", "score.bias")
@@ -112,6 +114,14 @@ class RankWeights:
         absent = set(self._params) - loaded - heads
         if absent:
             raise ModelError(f"weight map has no entry for the model's parameters {sorted(absent)}")
+
+    @torch.no_grad()
+    def load_adapters(self, folder: ModelFolder, trained: AdapterMap) -> None:
+        """Load this rank's shard of saved adapters; a scalar head that the folder lacks is left unchanged."""
+        params = self.parameters()
+        local_params = trained.megatron_params(self._runtime.layout, self._runtime.rank)
+        for name, tensor in load_local(HFReader(folder), local_params, self._dtype, VALUE_HEAD):
+            params[name].copy_(tensor)
 
     def export(self, writer: Callable[[], HFWriter]) -> None:
         """Write the whole model on rank 0, which receives it part by part; all ranks must call this.

@@ -124,6 +124,11 @@ class AdapterMap:
             shapes |= {_hf_name(name, "A"): (rank, columns), _hf_name(name, "B"): (rows, rank)}
         return shapes | {name: self._shapes[name] for name in self.head}
 
+    @property
+    def base_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor of the model without adapters."""
+        return self._shapes
+
     @cached_property
     def hf_shapes_of_a(self) -> Mapping[str, tuple[int, int]]:
         """Shape of every A, by name."""

@@ -110,13 +110,13 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
     if not index.is_file():
         if not (folder / SINGLE_FILE).is_file():
             raise ModelError(f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-        return _read_header(folder / SINGLE_FILE)
+        return read_header(folder / SINGLE_FILE)
     file_of = _read_index(index)
     shards: dict[str, dict[str, TensorEntry]] = {}
     for file in dict.fromkeys(file_of.values()):
         if not (folder / file).is_file():
             raise ModelError(f"model folder {folder} lacks shard '{file}', which {INDEX_FILE} names")
-        shards[file] = _read_header(folder / file)
+        shards[file] = read_header(folder / file)
     for name, file in file_of.items():
         if name not in shards[file]:
             raise ModelError(f"{folder / file} lacks tensor '{name}', which {INDEX_FILE} places there")
@@ -133,7 +133,7 @@ def _read_index(index: Path) -> dict[str, str]:
     return file_of
 
 
-def _read_header(file: Path) -> dict[str, TensorEntry]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
     """Read the header of a safetensors file: its length in eight little-endian bytes, then JSON, then the data."""
     size = file.stat().st_size
     with file.open("rb") as stream:

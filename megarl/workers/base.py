@@ -140,6 +140,8 @@ class MegatronWorker(SavingWorker):
         settings = self.settings
         self.engine = MegatronEngine(self.model_config(), settings.layout, self.runtime, self._engine_options())
         self.engine.load_hf(settings.model_path)
+        if settings.adapter_path is not None:
+            self.engine.load_adapters(settings.adapter_path)
         self._log_device_memory("after its start")
 
     def model_config(self) -> ModelConfig:
@@ -352,6 +354,7 @@ class MegatronWorker(SavingWorker):
             recompute=recompute_options(megatron),
             overlap=OverlapOptions(megatron.overlap_grad_reduce, megatron.overlap_param_gather),
             offload=offloaded_parts(megatron),
+            lora=self.settings.lora,
             transformer=megatron.override_transformer_config,
             repeat_out_of_memory=self.settings.repeat_out_of_memory,
         )
