@@ -105,6 +105,8 @@ def begin_save(
         device=runtime.device.type,
         skipped_in_a_row=0 if optimizer is None else optimizer.skipped_in_a_row,
         contents=tuple(name for name in contents if name != OPTIMIZER_STATE or has_optimizer),
+        lora=engine.options.lora,
+        base=engine.base,
     )
 
     def prepare() -> None:
@@ -282,6 +284,7 @@ def _check_fits(
         raise CheckpointError(
             f"checkpoint {folder} has dtype={state.dtype}, this run dtype={_dtype_name(engine)}: they must agree"
         )
+    _check_adapters(engine, folder, state)
     if with_optimizer:
         kinds += [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
     whole = engine.trained_map.hf_shapes()
@@ -296,6 +299,28 @@ def _check_fits(
                     f"checkpoint {folder} is of another model: {kind} of '{name}' {saved} in the checkpoint, "
                     f"{here} here"
                 )
+
+
+def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> None:
+    """Reject adapters of another rank or scale, or of another base model; rank 0 identifies the base model."""
+    saved, here = state.lora, engine.options.lora
+    if (saved is None) != (here is None):
+        saved_text, here_text = (f"lora_rank={0 if options is None else options.rank}" for options in (saved, here))
+        raise CheckpointError(f"checkpoint {folder} was saved with {saved_text}, this run has {here_text}")
+    if saved is None or here is None:
+        return
+    for key, name in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora.use_rslora", "rank_stabilized")):
+        if getattr(saved, name) != getattr(here, name):
+            raise CheckpointError(
+                f"checkpoint {folder} was saved with {key}={getattr(saved, name)}, this run has {getattr(here, name)}"
+            )
+    part = engine.base.difference(state.base) if engine.base is not None and state.base is not None else None
+    if part is not None and engine.base is not None and state.base is not None:
+        raise CheckpointError(
+            f"checkpoint {folder} has adapters of the base model {state.base.path}, this run has {engine.base.path}: "
+            f"its {part} differ ({getattr(state.base, part)} and {getattr(engine.base, part)}); start from the same "
+            "base model"
+        )
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -42,6 +42,7 @@ from megarl.megatron.weights import RankWeights
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
 from megarl.models.adapters import AdapterMap
 from megarl.models.hf_writer import NO_FILES, HFWriter
+from megarl.models.model_identity import ModelIdentity, identify_model
 from megarl.models.peft_folder import AdapterFolder
 from megarl.tracing import span
 
@@ -70,6 +71,7 @@ class MegatronEngine:
         options: the options above.
         weight_map: weight map of this model.
         trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
+        base: identity of the frozen model under the adapters, on rank 0; None without adapters.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
         weights: this rank's weights.
         optimizer: None for inference.
@@ -100,6 +102,7 @@ class MegatronEngine:
                 self._exchange.connect()
             self.chunks: list[Any] = list(self._stage.chunks)
             self.trained_map: WeightMap | AdapterMap = self.weight_map
+            self.base: ModelIdentity | None = None
             self._adapters: Adapters | None = None
             if options.lora is not None:
                 self.trained_map = AdapterMap(self.weight_map, options.lora)
@@ -178,6 +181,8 @@ class MegatronEngine:
         Raises:
             ModelError: the folder is of another model, or incomplete.
         """
+        if self.options.lora is not None and self.runtime.rank == 0:
+            self.base = identify_model(path)
         with cuda_on_cpu.active():
             self.weights.load_hf(path)
             if self.optimizer is not None:

@@ -224,7 +224,10 @@ def decoder_spec(
         adapted: linear layers get adapters, which read their inputs: no norm is part of a linear layer, and the experts
             of a rank are separate layers.
     """
-    kinds = {has_experts: _layer(model, has_experts, fused, adapted) for has_experts in {model.has_experts(n) for n in layers}}
+    kinds = {
+        has_experts: _layer(model, has_experts, fused, adapted)
+        for has_experts in {model.has_experts(n) for n in layers}
+    }
     norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm if fused else RMSNorm
     return TransformerBlockSubmodules(layer_specs=[kinds[model.has_experts(n)] for n in layers], layer_norm=norm)
 

@@ -34,6 +34,8 @@ class TensorEntry(NamedTuple):
     """The tensor's name in the file, if it differs."""
     offset: int = 0
     """First byte of its elements in the file."""
+    nbytes: int = 0
+    """Bytes of its elements."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,13 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
             entries = {
-                name: TensorEntry(file, tuple(e["shape"]), e["dtype"], offset=8 + length + e["data_offsets"][0])
+                name: TensorEntry(
+                    file,
+                    tuple(e["shape"]),
+                    e["dtype"],
+                    offset=8 + length + e["data_offsets"][0],
+                    nbytes=e["data_offsets"][1] - e["data_offsets"][0],
+                )
                 for name, e in header.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -61,7 +61,7 @@ class AdapterFolder:
             ConfigError: names the key that differs, or the tensor.
         """
         options = adapters.options
-        self._check_supported()
+        self.check_supported()
         expected = {
             "r": ("lora_rank", options.rank),
             "lora_alpha": ("lora_alpha", options.alpha),
@@ -89,7 +89,12 @@ class AdapterFolder:
         """The tensors by their names in :class:`AdapterMap`, for a reader of model folders."""
         return ModelFolder(self.path, adapters.model, self.tensors)
 
-    def _check_supported(self) -> None:
+    def check_supported(self) -> None:
+        """Check that every setting is one that megarl supports.
+
+        Raises:
+            ConfigError: names the setting.
+        """
         if self.config.get("peft_type") != "LORA":
             raise ConfigError(f"{_KEY}={self.path}: peft_type={self.config.get('peft_type')!r}, expected 'LORA'")
         for name, value in _UNSUPPORTED.items():

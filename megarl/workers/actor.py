@@ -117,7 +117,7 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.ALL)
     @offload_after
     def init_model(self) -> None:
-        """Build the model; if the reference shares it, keep the reference's weights unless it is the base of adapters."""
+        """Build the model; keep the weights of a reference that shares it, unless they are the base of adapters."""
         super().init_model()
         self._as_reference = self._reference_scope() if self.reference else None
         self._reference_head = None

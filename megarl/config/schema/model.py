@@ -47,7 +47,7 @@ class LoraConfig:
     use_rslora: bool = key(False, "Scale adapters by `lora_alpha / sqrt(lora_rank)` (rank-stabilized LoRA).")
     lora_A_init_method: str = key(
         "kaiming",
-        "Initial values of A: uniform as in peft (kaiming), or normal as in Megatron-Bridge (xavier). B starts at zero.",
+        "Initial values of A: uniform as in peft (kaiming), or normal as in Megatron-Bridge (xavier). B starts at 0.",
         choices=("kaiming", "xavier"),
     )
     reference: str = key(

@@ -233,9 +233,7 @@ class RoleBuilder:
             )
         actor = self.policy.actor
         kwargs: dict[str, Any] = {
-            "settings": self._settings(
-                self.policy.model.path, actor.megatron, actor.optim, "actor", self.policy.model
-            ),
+            "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor", self.policy.model),
             "config": actor,
             "plan": self._update_plan("actor", str(actor.loss_agg_mode), actor.loss_scale_factor),
             "log_prob": self._log_prob("old_log_prob"),
@@ -250,9 +248,7 @@ class RoleBuilder:
     def _critic(self) -> CriticGroup:
         critic = self.config.critic
         kwargs: dict[str, Any] = {
-            "settings": self._settings(
-                str(critic.model.path), critic.megatron, critic.optim, "critic", critic.model
-            ),
+            "settings": self._settings(str(critic.model.path), critic.megatron, critic.optim, "critic", critic.model),
             "config": critic,
             "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
         }
