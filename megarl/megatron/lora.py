@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megarl.base.seeds import derive_seed
-from megarl.megatron.moe import ExpertRouter
 from megarl.megatron.parameter_names import first_expert, global_naming
 from megarl.megatron.runtime import Runtime
 from megarl.models import LocalParam
@@ -115,16 +114,14 @@ class LowRankAdapter(nn.Module):
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """``A x`` of all tokens that this rank's part of B multiplies."""
-        match self.split, self.sequence_parallel:
-            case AdapterSplit.COLUMN, True:
-                return gather_from_sequence_parallel_region(low, group=self.group)
-            case AdapterSplit.COLUMN, False:
-                return copy_to_tensor_model_parallel_region(low, group=self.group)
-            case AdapterSplit.ROW, True:
-                return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
-            case AdapterSplit.ROW, False:
-                return reduce_from_tensor_model_parallel_region(low, group=self.group)
-        return low
+        exchange = {
+            (AdapterSplit.COLUMN, True): gather_from_sequence_parallel_region,
+            (AdapterSplit.COLUMN, False): copy_to_tensor_model_parallel_region,
+            (AdapterSplit.ROW, True): reduce_scatter_to_sequence_parallel_region,
+            (AdapterSplit.ROW, False): reduce_from_tensor_model_parallel_region,
+        }.get((self.split, self.sequence_parallel))
+        result: Tensor = low if exchange is None else exchange(low, group=self.group)
+        return result
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
@@ -268,7 +265,7 @@ def _adapter_of(local: LocalAdapter, layer: Any, initial: Tensor, scale: float, 
 
 def _attach(layer: Any, adapter: LowRankAdapter) -> None:
     layer.lora = adapter
-    if not isinstance(layer, ExpertRouter):  # which adds its adapter to the logits, in float32
+    if not getattr(layer, "adds_own_adapter", False):
         layer.register_forward_hook(_add_output)
 
 

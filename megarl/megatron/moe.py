@@ -8,7 +8,7 @@ router computes in float32 in every number format.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarl.megatron.layers import SwiGLU
+from megarl.megatron.lora import LowRankAdapter
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, ParallelLayout
 from megarl.models.model_config import Experts
-
-if TYPE_CHECKING:
-    from megarl.megatron.lora import LowRankAdapter
 
 
 def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool) -> dict[str, Any]:
@@ -146,6 +144,9 @@ class ExpertRouter(nn.Module):
         expert_bias: ``[experts]`` float32 if the family has a correction bias; never trained.
         lora: low-rank adapter of the logits; None without one.
     """
+
+    adds_own_adapter = True
+    """The adapter's part is added to the logits, in float32, rather than to the output."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None, *, experts: Experts, **_: Any) -> None:
         super().__init__()
