@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -119,20 +119,11 @@ class ActorWorker(PolicyWorker):
     def init_model(self) -> None:
         """Build the model; keep the weights of a reference that shares it, unless they are the base of adapters."""
         super().init_model()
-        self._as_reference = self._reference_scope() if self.reference else None
+        self._as_reference = self.reference_scope() if self.reference else None
         self._reference_head = None
         if self.reference and self._needs_full_kl:
             with self._reference_model():
                 self._reference_head = self.engine.output_weight()
-
-    def _reference_scope(self) -> Callable[[], AbstractContextManager[None]]:
-        """Scopes in which the actor's model is the reference: with other weights, other adapters, or none."""
-        assert self.reference is not None
-        if self.settings.lora is None:
-            return partial(self.engine.swapped_weights, self.engine.copy_weights())
-        if self.reference.first_adapter:
-            return partial(self.engine.swapped_adapters, self.engine.copy_adapters())
-        return self.engine.adapters_off
 
     def _reference_model(self) -> AbstractContextManager[None]:
         """Scope in which the actor's model is the reference."""

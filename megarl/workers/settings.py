@@ -67,6 +67,7 @@ class RoleSettings:
         repeat_out_of_memory: after an out-of-memory error, repeat the pass with smaller micro-batches.
         lora: low-rank adapters, which alone are trained; None = all weights are.
         adapter_path: folder of adapters in peft's format to continue from.
+        reference_adapter: the reference policy has those adapters; otherwise it is the model without adapters.
     """
 
     model_path: str
@@ -81,6 +82,7 @@ class RoleSettings:
     repeat_out_of_memory: bool = True
     lora: LoraOptions | None = None
     adapter_path: str | None = None
+    reference_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,11 @@ class LogProbSettings:
         budget: micro-batch budget.
         temperature: sampling temperature, applied to the logits.
         full_kl: for a reference, also compute the exact KL to it.
-        first_adapter: the reference has the adapters that the run starts with, not the model without adapters.
     """
 
     budget: MicroBatchBudget
     temperature: float
     full_kl: bool = False
-    first_adapter: bool = False
 
 
 @dataclass(frozen=True)

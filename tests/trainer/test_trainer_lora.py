@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from arithmetic_task import RUN
+from dotted_keys import set_keys
 from safetensors.torch import load_file
 
 from megarl.base.errors import ConfigError
 from megarl.config import RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config.build import build
+from megarl.config.schema.jobs import PreferenceConfig
 from megarl.convert.command import main as convert
 from megarl.tracking import read_metrics
 from megarl.trainer.jobs.early_checks import check_learners
+from megarl.trainer.jobs.preference import run as run_preference
 from megarl.trainer.jobs.sft import run as run_sft
 from megarl.trainer.jobs.train import run as run_policy
 from megarl.trainer.jobs.train_reward_model import run as run_reward_model
@@ -102,3 +108,25 @@ def test_wrong_adapters_are_rejected_before_any_process_starts(
     keys = {"actor_rollout_ref.model.lora_rank": 4} | {f"actor_rollout_ref.model.{k}": v for k, v in changes.items()}
     with pytest.raises(ConfigError, match=rf"actor_rollout_ref\.model\.{message}"):
         check_learners(train_config(keys))
+
+
+def test_preference_optimization_has_the_base_as_reference(
+    pair_config: Callable[..., RewardTrainingConfig], tmp_path: Path
+) -> None:
+    """DPO's loss is log 2 while policy and reference are the same model."""
+    pairs = pair_config()
+    values = {
+        "data.train_files": pairs.data.train_files,
+        "data.train_batch_size": 8,
+        "model.path": pairs.model.path,
+        "model.lora_rank": RANK,
+        **RUN,
+        "megatron.dtype": "float32",
+        "optim.lr": 1e-2,
+        "trainer.total_training_steps": 3,
+    }
+    (tmp_path / "run").mkdir()
+    run_preference(build(PreferenceConfig, set_keys({}, values), str(tmp_path / "files")), tmp_path / "run")
+    losses = [row["train/loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-7)
+    assert abs(losses[2] - math.log(2)) > 1e-4

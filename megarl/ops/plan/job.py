@@ -342,7 +342,7 @@ def _supervised_job(config: SupervisedConfig, device: str) -> PlannedJob:
         passes,
         value_head=scores,
         trains=True,
-        holds_reference=has_reference,
+        holds_reference=has_reference and not config.model.lora_rank,
         saves_in_background=config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save,
         adapters=config.model,
         adapters_path="model",

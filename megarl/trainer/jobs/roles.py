@@ -229,7 +229,6 @@ class RoleBuilder:
             reference = replace(
                 self._log_prob("ref_log_prob"),
                 full_kl=self.config.algorithm.uses_full_kl,
-                first_adapter=self.policy.model.lora.reference == "adapter",
             )
         actor = self.policy.actor
         kwargs: dict[str, Any] = {
@@ -337,6 +336,7 @@ class RoleBuilder:
             repeat_out_of_memory=self.config.trainer.repeat_out_of_memory,
             lora=lora_options(adapters, self.config.trainer.seed) if adapters else None,
             adapter_path=adapters.lora_adapter_path if adapters else None,
+            reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:

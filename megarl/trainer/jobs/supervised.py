@@ -218,6 +218,7 @@ def _start_workers(
         repeat_out_of_memory=config.trainer.repeat_out_of_memory,
         lora=lora_options(config.model, config.trainer.seed),
         adapter_path=config.model.lora_adapter_path,
+        reference_adapter=config.model.lora.reference == "adapter",
     )
     cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)
     kwargs = {"settings": settings, **job.worker_arguments(phase, cost)}
