@@ -20,6 +20,7 @@ from megarl.config.schema.jobs import (
     TrainConfig,
 )
 from megarl.config.schema.model import (
+    AdapterKeys,
     LogProbBatchConfig,
     MegatronConfig,
     ModelPathConfig,
@@ -32,6 +33,7 @@ from megarl.config.schema.run import RunConfig, TrainerConfig
 
 __all__ = [
     "ActorConfig",
+    "AdapterKeys",
     "BatchPlan",
     "CriticConfig",
     "DataConfig",

@@ -25,6 +25,7 @@ from megarl.config.schema.run import RunConfig
 _Value = TypeVar("_Value")
 _GenerationJob = TypeVar("_GenerationJob", bound=GenerationJobConfig)
 _Supervised = TypeVar("_Supervised", bound=SupervisedConfig)
+_ModelPath = TypeVar("_ModelPath", bound=ModelPathConfig)
 _LogProbKeys = TypeVar("_LogProbKeys", bound=LogProbBatchConfig)
 
 
@@ -98,7 +99,7 @@ def _first(value: _Value | None, default: _Value) -> _Value:
     return default if value is None else value
 
 
-def _model(model: ModelPathConfig) -> ModelPathConfig:
+def _model(model: _ModelPath) -> _ModelPath:
     return replace(model, tokenizer_path=_first(model.tokenizer_path, model.path))
 
 

@@ -19,11 +19,11 @@ from megarl.base.user_code import import_user_modules
 from megarl.convert.comparison import compare, describe
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import ROLES, open_source
-from megarl.convert.source import HUGGING_FACE, MEGARL, CheckpointSource
+from megarl.convert.source import HUGGING_FACE, MEGARL, PEFT, CheckpointSource
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_KINDS = {"hf-to-megatron": MEGARL, "megatron-to-hf": HUGGING_FACE}
+_KINDS = {"hf-to-megatron": MEGARL, "megatron-to-hf": HUGGING_FACE, "megatron-to-peft": PEFT}
 
 
 def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> int:
@@ -114,7 +114,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     texts = {
         "hf-to-megatron": "Hugging Face folder to a megarl role checkpoint",
-        "megatron-to-hf": "checkpoint of megarl or of Megatron-Core (torch_dist) to a Hugging Face folder",
+        "megatron-to-hf": "checkpoint of megarl or Megatron-Core (torch_dist), or adapters, to a Hugging Face folder",
+        "megatron-to-peft": "checkpoint of low-rank adapters (LoRA) to a folder in peft's format",
     }
     for name, text in texts.items():
         command = _command(commands, name, text, _convert)
@@ -137,7 +138,10 @@ def _command(commands, name, text, run):  # type: ignore[no-untyped-def]
     command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     command.set_defaults(run=run)
     command.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="Hugging Face folder with config and tokenizer, if SRC has none"
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="Hugging Face folder with config and tokenizer if SRC has none, or base model of adapters",
     )
     command.add_argument(
         "--external-lib",

@@ -23,8 +23,8 @@ import torch
 from megarl.base.atomic_write import atomic_write_text, replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError
 from megarl.base.files import flush_path
-from megarl.convert.output import OutputPlan, plan_hugging_face, plan_role, select
-from megarl.convert.source import HUGGING_FACE, MEGARL, CheckpointSource
+from megarl.convert.output import OutputPlan, plan_adapters, plan_hugging_face, plan_role, select
+from megarl.convert.source import HUGGING_FACE, MEGARL, PEFT, CheckpointSource
 from megarl.convert.transfer import progress, transfer
 from megarl.models.hf_writer import copy_companions
 
@@ -65,7 +65,7 @@ def convert(source: CheckpointSource, destination: Path, kind: str, options: Con
     Args:
         source: the checkpoint to read.
         destination: folder to create; it appears when all files are written and flushed to disk.
-        kind: output format, ``Hugging Face`` or ``megarl``.
+        kind: output format, ``Hugging Face``, ``megarl`` or ``peft``.
         options: options of the output.
 
     Raises:
@@ -78,10 +78,7 @@ def convert(source: CheckpointSource, destination: Path, kind: str, options: Con
             f"{source.path} lacks {' and '.join(source.lacks)}, which every engine needs; inspect and "
             f"verify can read it"
         )
-    selection = select(source, options.dtype, options.keep_value_head)
-    if kind == MEGARL and selection.config["architectures"][0].endswith("Model"):
-        raise CheckpointError(f"{source.path} has no output layer except its scalar head, which must be kept")
-    plan = _PLANS[kind](selection, options.max_shard_bytes)
+    plan = _planned(source, kind, options)
     unfinished = UnfinishedOutput(destination, overwrite=options.overwrite)
     with unfinished.opened(_fingerprint(source, kind, options), options.restart):
         files = [file for file in plan.files if file.name not in unfinished.finished]
@@ -92,7 +89,19 @@ def convert(source: CheckpointSource, destination: Path, kind: str, options: Con
             transfer(files, unfinished.folder, options.workers, unfinished.record, report)
         _write_small(unfinished.folder, plan, source)
         unfinished.publish()
-    return ConversionResult(len(selection.tensors), plan.nbytes, len(plan.files), len(plan.files) - len(files))
+    return ConversionResult(plan.tensors, plan.nbytes, len(plan.files), len(plan.files) - len(files))
+
+
+def _planned(source: CheckpointSource, kind: str, options: ConversionOptions) -> OutputPlan:
+    if kind == PEFT:
+        if source.adapters is None:
+            raise CheckpointError(f"{source.path} has no adapters: it was trained without LoRA; expected a checkpoint "
+                                  "of a run with lora_rank above 0")  # fmt: skip
+        return plan_adapters(source.adapters, options.dtype)
+    selection = select(source, options.dtype, options.keep_value_head)
+    if kind == MEGARL and selection.config["architectures"][0].endswith("Model"):
+        raise CheckpointError(f"{source.path} has no output layer except its scalar head, which must be kept")
+    return _PLANS[kind](selection, options.max_shard_bytes)
 
 
 def _write_small(folder: Path, plan: OutputPlan, source: CheckpointSource) -> None:

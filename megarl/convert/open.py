@@ -15,10 +15,12 @@ from typing import Any
 
 from megarl.base.checkpoint_index import INDEX, read_index
 from megarl.base.errors import CheckpointError, ModelError
+from megarl.convert.adapters import base_of_role, options_of_folder, options_of_role, read_document, with_base
 from megarl.convert.source import (
     DTYPES,
     HUGGING_FACE,
     MEGARL,
+    PEFT,
     SCORE,
     STATE_FILE,
     STATE_FORMAT,
@@ -32,6 +34,8 @@ from megarl.convert.stored import Chunk, StoredTensor
 from megarl.convert.torch_dist import open_torch_dist
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, read_model_config
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, TensorEntry, check_model_folder
+from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
+from megarl.models.peft_folder import AdapterFolder
 
 CONFIG = "config.json"
 HF_FOLDERS = ("huggingface", "hf_config", "")
@@ -45,9 +49,10 @@ def open_source(path: str | Path, model: str | Path | None = None, role: str | N
     """Open a checkpoint of any supported format.
 
     Args:
-        path: a Hugging Face folder; the checkpoint of a role; a ``global_step_<N>`` of megarl or verl; an ``iter_<N>``
-            of Megatron-LM or slime; or a folder of these with a pointer to the latest.
-        model: Hugging Face folder with config and tokenizer, for a checkpoint without them.
+        path: a Hugging Face folder; adapters in peft's format; the checkpoint of a role; a ``global_step_<N>`` of
+            megarl or verl; an ``iter_<N>`` of Megatron-LM or slime; or a folder of these with a pointer to the latest.
+        model: Hugging Face folder with config and tokenizer, for a checkpoint without them; of adapters, the base
+            model.
         role: one of :data:`ROLES`, if the folder has several; None = the first of them.
 
     Raises:
@@ -55,12 +60,16 @@ def open_source(path: str | Path, model: str | Path | None = None, role: str | N
         ModelError: a Hugging Face folder is incomplete, or its architecture is unknown.
     """
     folder = find_checkpoint(Path(path), role)
+    given = Path(model) if model is not None else None
+    if (folder / ADAPTER_CONFIG).is_file():
+        return open_adapter_folder(folder, given)
     if not (folder / INDEX).is_file():
         return open_hugging_face(folder)
-    companions = _find_model(folder, Path(model) if model is not None else None)
+    companions = _find_model(folder, given)
     config = read_model_config(companions)
-    read = open_role if (folder / STATE_FILE).is_file() else open_torch_dist
-    return read(folder, config, companions)
+    if (folder / STATE_FILE).is_file():
+        return open_role(folder, config, companions, given)
+    return open_torch_dist(folder, config, companions)
 
 
 def find_checkpoint(path: Path, role: str | None = None) -> Path:
@@ -71,7 +80,7 @@ def find_checkpoint(path: Path, role: str | None = None) -> Path:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist" if not path.exists() else f"{path} is a file, expected a folder")
-    if (path / INDEX).is_file():
+    if (path / INDEX).is_file() or (path / ADAPTER_CONFIG).is_file():
         return path
     if (path / POINTER).is_file():
         return find_checkpoint(_pointed(path), role)
@@ -199,13 +208,38 @@ def _stored(name: str, entry: TensorEntry) -> StoredTensor:
     return StoredTensor(name, entry.shape, DTYPES[entry.dtype], (chunk,))
 
 
-def open_role(path: Path, config: ModelConfig, companions: Path) -> CheckpointSource:
+def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSource:
+    """Open adapters in peft's format as the model with the adapters merged.
+
+    Args:
+        path: the folder.
+        model: folder of the base model; None = the one that ``adapter_config.json`` names.
+
+    Raises:
+        CheckpointError: the base model does not exist here, or the adapters do not fit it.
+        ConfigError: the folder is damaged, or has unsupported settings.
+    """
+    folder = AdapterFolder(path)
+    base_path = model or Path(str(folder.config.get("base_model_name_or_path")))
+    if not base_path.is_dir():
+        raise CheckpointError(
+            f"{path}: its base model {base_path} does not exist here; pass its folder: --model FOLDER"
+        )
+    base = open_hugging_face(base_path)
+    config = base.config.as_reward_model() if SCORE[0] in folder.tensors else base.config
+    views = {name: whole_view(name, _stored(name, entry)) for name, entry in folder.tensors.items()}
+    bare = CheckpointSource(path, PEFT, config, base_path, {})
+    return with_base(bare, base, views, options_of_folder(folder))
+
+
+def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | None = None) -> CheckpointSource:
     """Open the checkpoint of a megarl role, saved in any layout.
 
     Args:
         path: the folder with ``state.json``.
         config: the model.
         companions: folder with the model's config and tokenizer.
+        model: base model of a checkpoint of adapters; None = the folder that the run had.
 
     Raises:
         CheckpointError: a file is missing, malformed or truncated, or the tensors do not fit the model.
@@ -217,6 +251,14 @@ def open_role(path: Path, config: ModelConfig, companions: Path) -> CheckpointSo
     shaped = config
     if SCORE[0] in stored and SCORE[1] not in stored:
         shaped = without_head_bias(config)
+    document = read_document(path / STATE_FILE)
+    if document.get("lora"):
+        views = {name: whole_view(name, tensor) for name, tensor in stored.items()}
+        bare = CheckpointSource(path, MEGARL, shaped, companions, {}, facts=facts)
+        base = open_hugging_face(base_of_role(path, document, model))
+        source = with_base(bare, base, views, options_of_role(document))
+        source.check_files()
+        return source
     expected = WeightMap(shaped, value_head=SCORE[0] in stored).hf_shapes()
     for name in [*expected, *stored]:
         if name not in stored or expected.get(name) != stored[name].shape:

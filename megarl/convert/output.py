@@ -27,12 +27,21 @@ from torch.distributed.checkpoint.metadata import (
 import megarl
 from megarl.base.checkpoint_index import INDEX
 from megarl.base.errors import CheckpointError
-from megarl.convert.source import DTYPES, SCORE, STATE_FILE, STATE_FORMAT, WEIGHT, CheckpointSource
+from megarl.convert.source import (
+    DTYPES,
+    SCORE,
+    STATE_FILE,
+    STATE_FORMAT,
+    WEIGHT,
+    CheckpointSource,
+    StoredAdapters,
+)
 from megarl.convert.stored import TensorView
 from megarl.convert.torch_zip import locate_tensor
 from megarl.models import ParallelLayout, WeightMap
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.models.hf_writer import exported_config, needs_head_bias
+from megarl.models.peft_folder import CONFIG_FILE, PREFIX, WEIGHTS_FILE, peft_config
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,11 @@ class OutputPlan:
     """Subfolder for the tokenizer and other small model files; empty = the output itself."""
 
     @property
+    def tensors(self) -> int:
+        """Number of tensors."""
+        return len({band.view.name for file in self.files for band in file.bands})
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the large files."""
         return sum(file.size for file in self.files)
@@ -164,6 +178,22 @@ def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
         placed = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         small[INDEX_FILE] = _json({"metadata": {"total_size": selection.nbytes}, "weight_map": placed})
     return OutputPlan(files, {**small, "config.json": _json(selection.config)}, "")
+
+
+# ---- adapters in peft's format
+
+
+def plan_adapters(adapters: StoredAdapters, dtype: torch.dtype | None) -> OutputPlan:
+    """Plan a folder in peft's format: ``adapter_config.json`` and one file of tensors.
+
+    Args:
+        adapters: the adapters.
+        dtype: dtype of the tensors; None keeps the dtype of each.
+    """
+    tensors = {PREFIX + name: view for name, view in adapters.views.items()}
+    selection = Selection(tensors, {name: dtype or view.dtype for name, view in tensors.items()}, {})
+    config = peft_config(adapters.map, str(adapters.base.absolute()))
+    return OutputPlan([_safetensors(WEIGHTS_FILE, list(tensors), selection)], {CONFIG_FILE: _json(config)}, "")
 
 
 def _safetensors(name: str, tensors: list[str], selection: Selection) -> FilePlan:

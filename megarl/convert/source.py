@@ -14,8 +14,9 @@ from megarl.base.checkpoint_index import INDEX
 from megarl.base.errors import CheckpointError
 from megarl.convert.stored import Chunk, StoredTensor, TensorView, ViewRegion
 from megarl.models import ModelConfig, hf_folder
+from megarl.models.adapters import AdapterMap
 
-HUGGING_FACE, MEGARL, TORCH_DIST = "Hugging Face", "megarl", "torch_dist"
+HUGGING_FACE, MEGARL, TORCH_DIST, PEFT = "Hugging Face", "megarl", "torch_dist", "peft"
 SCORE = (hf_folder.SCORE, hf_folder.SCORE_BIAS)
 STATE_FILE, STATE_FORMAT = "state.json", 1
 """File that describes a role checkpoint, and the version of its format."""
@@ -31,17 +32,32 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
+class StoredAdapters:
+    """Low-rank adapters of a checkpoint.
+
+    Attributes:
+        map: the adapters, by name.
+        views: every A and B, and a scalar head.
+        base: folder of the base model.
+    """
+
+    map: AdapterMap
+    views: Mapping[str, TensorView]
+    base: Path
+
+
+@dataclass(frozen=True)
 class CheckpointSource:
     """An opened checkpoint; no tensor has been read."""
 
     path: Path
     kind: str
-    """``Hugging Face``, ``megarl`` or ``torch_dist``."""
+    """``Hugging Face``, ``megarl``, ``torch_dist`` or ``peft``."""
     config: ModelConfig
     companions: Path
     """Folder with config, tokenizer and chat template."""
     tensors: Mapping[str, TensorView]
-    """Tensors by Hugging Face name, in checkpoint order."""
+    """Tensors by Hugging Face name, in checkpoint order; of adapters, those of the base model with adapters merged."""
     left_out: tuple[str, ...] = ()
     """Stored weights that the model does not have; they are not read."""
     state: tuple[str, ...] = ()
@@ -50,6 +66,8 @@ class CheckpointSource:
     """Further facts of the format, for reports."""
     lacks: tuple[str, ...] = ()
     """Tensors that the config requires and the folder lacks: the head."""
+    adapters: StoredAdapters | None = None
+    """The adapters, of a checkpoint that has only them."""
 
     @property
     def has_value_head(self) -> bool:

@@ -105,6 +105,8 @@ def begin_save(
         device=runtime.device.type,
         skipped_in_a_row=0 if optimizer is None else optimizer.skipped_in_a_row,
         contents=tuple(name for name in contents if name != OPTIMIZER_STATE or has_optimizer),
+        lora=engine.options.lora,
+        base=engine.base,
     )
 
     def prepare() -> None:
@@ -211,7 +213,7 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
 
 def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
     """This rank's contribution, wherever it is: each element of each tensor comes from one rank."""
-    contributions = engine.weight_map.contributions(engine.runtime.layout, engine.runtime.rank)
+    contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
     state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
     for number, (param, replica, replicas) in enumerate(contributions):
         # Replicas take turns, so that each writes its share.
@@ -227,7 +229,7 @@ def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item
     An item is in one piece of memory.
     """
     state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
-    for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
+    for param in engine.trained_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         for kind, start, _, tensor in state.tensors(param.name):
             whole = memory(tensor)
             for piece in whole.pieces:
@@ -240,7 +242,7 @@ class _StoredState:
     """Weights and optimizer state of this rank by parameter, on the device or offloaded."""
 
     def __init__(self, engine: MegatronEngine, with_optimizer: bool) -> None:
-        self.shapes = engine.weight_map.hf_shapes()
+        self.shapes = engine.trained_map.hf_shapes()
         self._params = engine.weights.stored()
         self._shards: Mapping[str, StateShard] = {}
         self.is_sharded = False
@@ -282,10 +284,11 @@ def _check_fits(
         raise CheckpointError(
             f"checkpoint {folder} has dtype={state.dtype}, this run dtype={_dtype_name(engine)}: they must agree"
         )
+    _check_adapters(engine, folder, state)
     if with_optimizer:
         kinds += [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
-    whole = engine.weight_map.hf_shapes()
-    trained = {name: shape for name, shape in whole.items() if not engine.weight_map.is_float32(name)}
+    whole = engine.trained_map.hf_shapes()
+    trained = {name: shape for name, shape in whole.items() if not engine.trained_map.is_float32(name)}
     for kind in kinds:
         expected = whole if kind == WEIGHT else trained
         shapes = saved_shapes.get(kind, {})
@@ -296,6 +299,28 @@ def _check_fits(
                     f"checkpoint {folder} is of another model: {kind} of '{name}' {saved} in the checkpoint, "
                     f"{here} here"
                 )
+
+
+def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> None:
+    """Reject adapters of another rank or scale, or of another base model; rank 0 identifies the base model."""
+    saved, here = state.lora, engine.options.lora
+    if (saved is None) != (here is None):
+        saved_text, here_text = (f"lora_rank={0 if options is None else options.rank}" for options in (saved, here))
+        raise CheckpointError(f"checkpoint {folder} was saved with {saved_text}, this run has {here_text}")
+    if saved is None or here is None:
+        return
+    for key, name in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora.use_rslora", "rank_stabilized")):
+        if getattr(saved, name) != getattr(here, name):
+            raise CheckpointError(
+                f"checkpoint {folder} was saved with {key}={getattr(saved, name)}, this run has {getattr(here, name)}"
+            )
+    part = engine.base.difference(state.base) if engine.base is not None and state.base is not None else None
+    if part is not None and engine.base is not None and state.base is not None:
+        raise CheckpointError(
+            f"checkpoint {folder} has adapters of the base model {state.base.path}, this run has {engine.base.path}: "
+            f"its {part} differ ({getattr(state.base, part)} and {getattr(engine.base, part)}); start from the same "
+            "base model"
+        )
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -21,6 +21,8 @@ import megarl
 from megarl.base.errors import CheckpointError
 from megarl.base.provenance import installed_versions
 from megarl.models import ParallelLayout
+from megarl.models.adapters import LoraOptions
+from megarl.models.model_identity import ModelIdentity
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -49,6 +51,10 @@ class RoleState:
     """Consecutive skipped optimizer steps."""
     contents: tuple[str, ...] = RESUMABLE
     """Saved contents, of :data:`CONTENTS`."""
+    lora: LoraOptions | None = None
+    """Options of the adapters, if these are the saved weights."""
+    base: ModelIdentity | None = None
+    """The frozen model under the adapters."""
     megarl_version: str = megarl.__version__
     versions: Mapping[str, str] = field(default_factory=installed_versions)
     """Versions of the software that saved, for information."""
@@ -96,9 +102,17 @@ def _parse(document: Mapping[str, Any]) -> RoleState:
         device=str(document["device"]),
         skipped_in_a_row=int(document.get("skipped_in_a_row", 0)),
         contents=tuple(str(name) for name in document.get("contents", whole)),
+        lora=_adapters(document.get("lora")),
+        base=ModelIdentity(**document["base"]) if document.get("base") else None,
         megarl_version=str(document["megarl_version"]),
         versions=dict(document.get("versions", {})),
     )
+
+
+def _adapters(stored: Mapping[str, Any] | None) -> LoraOptions | None:
+    if not stored:
+        return None
+    return LoraOptions(**{**stored, "targets": tuple(stored["targets"]), "excludes": tuple(stored["excludes"])})
 
 
 def save_random_state(path: Path, device: torch.device) -> None:

@@ -27,6 +27,7 @@ from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.host_memory import HostCopy
 from megarl.megatron.kernels import kernels
 from megarl.megatron.loading import LoadedMicroBatch, MicroBatchLoader
+from megarl.megatron.lora import Adapters, LowRankAdapter, add_adapters
 from megarl.megatron.model import build_model
 from megarl.megatron.moe import drop_autograd_graphs
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
@@ -39,7 +40,10 @@ from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.weights import RankWeights
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
+from megarl.models.adapters import AdapterMap
 from megarl.models.hf_writer import NO_FILES, HFWriter
+from megarl.models.model_identity import ModelIdentity, identify_model
+from megarl.models.peft_folder import AdapterFolder
 from megarl.tracing import span
 
 LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -66,6 +70,8 @@ class MegatronEngine:
         runtime: this rank's process groups.
         options: the options above.
         weight_map: weight map of this model.
+        trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
+        base: identity of the frozen model under the adapters, on rank 0; None without adapters.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
         weights: this rank's weights.
         optimizer: None for inference.
@@ -95,6 +101,13 @@ class MegatronEngine:
             if self._exchange is not None and layout.vpp > 1:
                 self._exchange.connect()
             self.chunks: list[Any] = list(self._stage.chunks)
+            self.trained_map: WeightMap | AdapterMap = self.weight_map
+            self.base: ModelIdentity | None = None
+            self._adapters: Adapters | None = None
+            if options.lora is not None:
+                self.trained_map = AdapterMap(self.weight_map, options.lora)
+                self.trained_map.check_layout(layout)
+                self._adapters = add_adapters(self.chunks, self.trained_map, runtime)
             self.optimizer: Optimizer | None = None
             if options.optimizer is None:
                 for chunk in self.chunks:
@@ -104,7 +117,7 @@ class MegatronEngine:
                 self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
             self.offload_manager = OffloadManager(self.chunks, self.optimizer, options.offload, runtime.device)
             self.weights = RankWeights(
-                self._stage.chunks, self.weight_map, runtime, self.offload_manager, self._gather_weights
+                self._stage.chunks, self.weight_map, runtime, self.offload_manager, self._gather_weights, self._adapters
             )
             self._loss = torch.zeros(())
             self._faults = FaultWatch()
@@ -168,12 +181,29 @@ class MegatronEngine:
         Raises:
             ModelError: the folder is of another model, or incomplete.
         """
+        if self.options.lora is not None and self.runtime.rank == 0:
+            self.base = identify_model(path)
         with cuda_on_cpu.active():
             self.weights.load_hf(path)
             if self.optimizer is not None:
                 self.offload_manager.onload(OPTIMIZER)
                 self.offload_manager.mark_changed(OPTIMIZER)
                 self.optimizer.weights_changed()
+
+    def load_adapters(self, path: str | Path) -> None:
+        """Load this rank's shard of adapters in peft's format.
+
+        Raises:
+            ConfigError: the folder is damaged, or has other adapters than this model.
+        """
+        assert isinstance(self.trained_map, AdapterMap) and self.optimizer is not None, "the model has no adapters"
+        folder = AdapterFolder(path)
+        folder.check(self.trained_map)
+        with cuda_on_cpu.active():
+            self.weights.load_adapters(folder.as_model_folder(self.trained_map), self.trained_map)
+            self.offload_manager.onload(OPTIMIZER)
+            self.offload_manager.mark_changed(OPTIMIZER)
+            self.optimizer.weights_changed()
 
     def export_hf(
         self,
@@ -203,8 +233,8 @@ class MegatronEngine:
         with cuda_on_cpu.active():
             self.weights.export(writer)
 
-    def named_local_params(self) -> dict[str, Tensor]:
-        """This rank's weights (not copies) by their names in the weight map; may communicate."""
+    def named_local_params(self) -> Mapping[str, Tensor]:
+        """This rank's weights by their names in the weight map, adapters merged; only to be read; may communicate."""
         return self.weights.named()
 
     def weights_to_host(self) -> dict[str, Tensor]:
@@ -224,6 +254,23 @@ class MegatronEngine:
         """
         self._gather_weights()
         return self.offload_manager.swapped_weights(copy)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Scope in which the model computes without adapters: the reference policy of a model with LoRA."""
+        assert self._adapters is not None, "the model has no adapters"
+        return self._adapters.off()
+
+    def copy_adapters(self) -> dict[str, Tensor]:
+        """Copy this rank's adapters to host memory, for :meth:`swapped_adapters`; may communicate."""
+        assert self._adapters is not None, "the model has no adapters"
+        self.weights.settle()
+        return self._adapters.copy()
+
+    def swapped_adapters(self, copy: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Scope in which the model computes with the adapters of ``copy``; the optimizer must not step in it."""
+        assert self._adapters is not None, "the model has no adapters"
+        self.weights.settle()
+        return self._adapters.swapped(copy)
 
     # ---- computing
 
@@ -273,12 +320,13 @@ class MegatronEngine:
             return outputs if self.runtime.is_last_stage else None
 
     def output_weight(self) -> Tensor | None:
-        """Copy of this rank's rows of the output layer, ``[padded vocabulary / tp, hidden]``; None before the last
-        stage.
-
+        """Copy of this rank's rows of the output layer, ``[padded vocabulary / tp, hidden]``, with its adapter merged
+        unless it is off; None before the last stage.
         """
         self.offload_manager.onload(PARAM)
-        return self._stage.chunks[-1].output_weight()
+        weight = self._stage.chunks[-1].output_weight()
+        adapter: LowRankAdapter | None = getattr(getattr(self._stage.chunks[-1], "output_layer", None), "lora", None)
+        return weight if weight is None or adapter is None or not adapter.enabled else adapter.merged(weight)
 
     @torch.no_grad()
     def mean_hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:

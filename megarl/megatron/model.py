@@ -183,7 +183,7 @@ def _build_chunk(
     is_last = runtime.is_last_stage and chunk == layout.vpp - 1
     module = PackedModel(
         config,
-        transformer_layer_spec=decoder_spec(model, layers, fused=fused),
+        transformer_layer_spec=decoder_spec(model, layers, fused=fused, adapted=options.lora is not None),
         vocab_size=WeightMap(model).padded_vocab(layout.tp),
         max_sequence_length=model.max_position_embeddings,
         pre_process=runtime.is_first_stage and chunk == 0,
@@ -212,25 +212,45 @@ def _take_gathered_inputs(output_layer: Any, config: TransformerConfig) -> None:
     output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
 
 
-def decoder_spec(model: ModelConfig, layers: Iterable[int], *, fused: bool) -> TransformerBlockSubmodules:
+def decoder_spec(
+    model: ModelConfig, layers: Iterable[int], *, fused: bool, adapted: bool = False
+) -> TransformerBlockSubmodules:
     """Specification of one chunk of the decoder, for ``GPTModel``.
 
     Args:
         model: the model.
         layers: global indices of the chunk's layers.
         fused: use Transformer Engine's layers.
+        adapted: linear layers get adapters, which read their inputs: no norm is part of a linear layer, and the experts
+            of a rank are separate layers.
     """
-    kinds = {has_experts: _layer(model, has_experts, fused) for has_experts in {model.has_experts(n) for n in layers}}
+    kinds = {
+        has_experts: _layer(model, has_experts, fused, adapted)
+        for has_experts in {model.has_experts(n) for n in layers}
+    }
     norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm if fused else RMSNorm
     return TransformerBlockSubmodules(layer_specs=[kinds[model.has_experts(n)] for n in layers], layer_norm=norm)
 
 
-def _layer(model: ModelConfig, has_experts: bool, fused: bool) -> ModuleSpec:
+def _layer(model: ModelConfig, has_experts: bool, fused: bool, adapted: bool) -> ModuleSpec:
     layer = _fused_layer(model, has_experts) if fused else _torch_layer(model)
     if has_experts:
         assert model.experts is not None
-        layer.submodules.mlp = expert_layer_spec(model.experts, fused=fused)
+        layer.submodules.mlp = expert_layer_spec(model.experts, fused=fused, grouped=fused and not adapted)
+    if fused and adapted:
+        _separate_norms(model, layer, has_experts)
     return layer
+
+
+def _separate_norms(model: ModelConfig, layer: ModuleSpec, has_experts: bool) -> None:
+    """Replace Transformer Engine's linear layers that contain a norm by a norm and a linear layer."""
+    engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+    if model.latent is None:
+        layer.submodules.input_layernorm = engine.TENorm
+        layer.submodules.self_attention.submodules.linear_qkv = engine.TEColumnParallelLinear
+    if not has_experts:
+        layer.submodules.pre_mlp_layernorm = engine.TENorm
+        submodules_of(layer.submodules.mlp).linear_fc1 = engine.TEColumnParallelLinear
 
 
 def _torch_layer(model: ModelConfig) -> ModuleSpec:

@@ -18,12 +18,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarl.megatron.layers import SwiGLU
+from megarl.megatron.lora import LowRankAdapter
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, ParallelLayout
 from megarl.models.model_config import Experts
 
 
-def expert_settings(model: ModelConfig, layout: ParallelLayout, *, fused: bool) -> dict[str, Any]:
+def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool) -> dict[str, Any]:
     """Fields of ``TransformerConfig`` for experts; empty for a dense model.
 
     With experts, activations are always split by sequence over tensor-parallel ranks: Megatron would otherwise send
@@ -32,7 +33,7 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, fused: bool) 
     Args:
         model: the model.
         layout: the role's layout.
-        fused: compute all experts of a rank in one kernel of Transformer Engine.
+        grouped: compute all experts of a rank in one kernel of Transformer Engine.
     """
     experts = model.experts
     if experts is None:
@@ -49,7 +50,7 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, fused: bool) 
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_expert_capacity_factor": None,
-        "moe_grouped_gemm": fused,
+        "moe_grouped_gemm": grouped,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tp,
@@ -57,12 +58,15 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, fused: bool) 
     }
 
 
-def expert_layer_spec(experts: Experts, *, fused: bool) -> ModuleSpec:
+def expert_layer_spec(experts: Experts, *, fused: bool, grouped: bool) -> ModuleSpec:
     """Specification of a layer's experts, in place of its dense MLP.
 
-    Without Transformer Engine a rank computes its experts one after the other.
+    Args:
+        experts: the experts.
+        fused: use Transformer Engine's layers.
+        grouped: compute all experts of a rank in one kernel; otherwise one after the other.
     """
-    spec = get_moe_module_spec(use_te=fused, num_experts=experts.count, moe_grouped_gemm=fused)
+    spec = get_moe_module_spec(use_te=fused, num_experts=experts.count, moe_grouped_gemm=grouped)
     parts = submodules_of(spec)
     parts.router = partial(ExpertRouter, experts=experts)
     if not fused:
@@ -138,12 +142,17 @@ class ExpertRouter(nn.Module):
     Attributes:
         weight: ``[experts, hidden]``, on every rank.
         expert_bias: ``[experts]`` float32 if the family has a correction bias; never trained.
+        lora: low-rank adapter of the logits; None without one.
     """
+
+    adds_own_adapter = True
+    """The adapter's part is added to the logits, in float32, rather than to the output."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None, *, experts: Experts, **_: Any) -> None:
         super().__init__()
         self.experts = experts
         self.layer_number: int | None = None
+        self.lora: LowRankAdapter | None = None
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(
             torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype, device=device)
@@ -168,7 +177,10 @@ class ExpertRouter(nn.Module):
             Weights ``[tokens, experts]`` float32, 0 for experts that were not selected, and a bool mask of the selected
             ones.
         """
-        logits = F.linear(hidden.flatten(0, -2).float(), self.weight.float())
+        tokens = hidden.flatten(0, -2).float()
+        logits = F.linear(tokens, self.weight.float())
+        if self.lora is not None and self.lora.enabled:
+            logits = logits + self.lora.in_float32(tokens)
         weights, chosen = choose_experts(logits, self.experts, self.expert_bias)
         routing = torch.zeros_like(logits).scatter(1, chosen, weights)
         return routing, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megarl.megatron.optimizer import OptimizerOptions
+from megarl.models.adapters import LoraOptions
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class MegatronOptions:
         recompute: None = keep every activation.
         overlap: communication overlap; no effect without optimizer.
         offload: parts that leave the device between phases (see :data:`megarl.megatron.offload.PARTS`).
+        lora: low-rank adapters on a frozen model; None = train all weights.
         transformer: further fields of Megatron's ``TransformerConfig``, which override megarl's choice.
         repeat_out_of_memory: all ranks vote after each pass, so that a pass that runs out of memory can be repeated.
     """
@@ -67,5 +69,6 @@ class MegatronOptions:
     recompute: RecomputeOptions | None = None
     overlap: OverlapOptions = OverlapOptions()
     offload: tuple[str, ...] = ()
+    lora: LoraOptions | None = None
     transformer: Mapping[str, Any] = field(default_factory=dict)
     repeat_out_of_memory: bool = False

@@ -52,7 +52,7 @@ def build_transformer_config(
         **_division(model.num_layers, layout, options.sequence_parallel),
         **_execution(options.dtype, fused),
         **_recomputation(options.recompute),
-        **expert_settings(model, layout, fused=fused),
+        **expert_settings(model, layout, grouped=fused and options.lora is None),
     }
     chosen = user_fields(options.transformer, fused=fused)
     if chosen.get("overlap_p2p_comm") and not torch.cuda.is_available():

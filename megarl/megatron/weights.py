@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,33 +12,18 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from megarl.base.errors import ModelError
+from megarl.megatron.lora import Adapters
 from megarl.megatron.offload import PARAM, OffloadManager
+from megarl.megatron.parameter_names import first_expert, global_names
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.store_barrier import RankTurns
-from megarl.models import LocalParam, ParallelLayout, WeightMap, canonical_name
+from megarl.models import LocalParam, ParallelLayout, WeightMap
+from megarl.models.adapters import AdapterMap
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.hf_folder import ModelFolder
 from megarl.models.hf_writer import HFWriter
 
 VALUE_HEAD = ("score.weight", "score.bias")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-
-
-def global_names(module: GPTModel, first_expert: int = 0) -> dict[str, nn.Parameter]:
-    """Parameters of a chunk of the model by their name in the weight map.
-
-    Args:
-        module: the chunk; it numbers its layers, and the rank's experts, from 0.
-        first_expert: index of this rank's first expert among all experts of a layer.
-    """
-    names = {}
-    layers = [f"decoder.layers.{layer.layer_number - 1}" for layer in module.decoder.layers]
-    for name, param in module.named_parameters():
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            name = f"{layers[int(local)]}.{rest}"
-        name = _EXPERT.sub(lambda local: str(int(local[0]) + first_expert), canonical_name(name))
-        names[name] = param
-    return names
 
 
 class RankWeights:
@@ -52,6 +36,7 @@ class RankWeights:
         offload_manager: knows where the weights are.
         gather: called before weights are read or set: updates them to those of the last step. May communicate with all
             data-parallel ranks.
+        adapters: merged into the weights that are read; None without LoRA.
     """
 
     def __init__(
@@ -61,10 +46,18 @@ class RankWeights:
         runtime: Runtime,
         offload_manager: OffloadManager,
         gather: Callable[[], None],
+        adapters: Adapters | None = None,
     ) -> None:
-        experts, layout = weight_map.config.experts, runtime.layout
-        first = layout.expert_coordinate(runtime.rank).ep * (experts.count // layout.ep) if experts is not None else 0
+        first = first_expert(weight_map.config, runtime)
         self._params = {name: param for chunk in chunks for name, param in global_names(chunk, first).items()}
+        self._trained = self._params
+        if adapters is not None:
+            added = adapters.parameters()
+            held = {id(param) for param in added.values()}
+            self._params = {name: param for name, param in self._params.items() if id(param) not in held}
+            heads = self._params.keys() & {"output_layer.weight", "output_layer.bias"} if weight_map.value_head else ()
+            self._trained = added | {name: self._params[name] for name in sorted(heads)}
+        self._adapters = adapters
         self._dtype = chunks[0].config.params_dtype
         self._map = weight_map
         self._runtime = runtime
@@ -77,23 +70,24 @@ class RankWeights:
         self._offload_manager.onload(PARAM)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters on the device, by their names in the weight map; the caller may change them."""
+        """Trained parameters on the device, by their names in the engine's ``trained_map``; they may be changed."""
         self.settle()
         self._offload_manager.mark_changed(PARAM)
-        return dict(self._params)
+        return dict(self._trained)
 
     def stored(self) -> dict[str, nn.Parameter]:
-        """Parameters that may be offloaded, by their names in the weight map.
+        """Trained parameters that may be offloaded, by their names in the engine's ``trained_map``.
 
         :meth:`~megarl.megatron.offload.OffloadManager.memory` gives their memory.
         """
         self._gather()
-        return dict(self._params)
+        return dict(self._trained)
 
-    def named(self) -> dict[str, Tensor]:
-        """Weights on the device (not copies), detached from autograd; only to be read."""
+    def named(self) -> Mapping[str, Tensor]:
+        """Weights on the device, detached from autograd; only to be read. Those with adapters are merged copies."""
         self.settle()
-        return {name: param.detach() for name, param in self._params.items()}
+        weights = {name: param.detach() for name, param in self._params.items()}
+        return weights if self._adapters is None else self._adapters.merged(weights)
 
     @torch.no_grad()
     def load_hf(self, path: str | Path) -> None:
@@ -120,6 +114,14 @@ class RankWeights:
         absent = set(self._params) - loaded - heads
         if absent:
             raise ModelError(f"weight map has no entry for the model's parameters {sorted(absent)}")
+
+    @torch.no_grad()
+    def load_adapters(self, folder: ModelFolder, trained: AdapterMap) -> None:
+        """Load this rank's shard of saved adapters; a scalar head that the folder lacks is left unchanged."""
+        params = self.parameters()
+        local_params = trained.megatron_params(self._runtime.layout, self._runtime.rank)
+        for name, tensor in load_local(HFReader(folder), local_params, self._dtype, VALUE_HEAD):
+            params[name].copy_(tensor)
 
     def export(self, writer: Callable[[], HFWriter]) -> None:
         """Write the whole model on rank 0, which receives it part by part; all ranks must call this.
@@ -153,14 +155,15 @@ class RankWeights:
 
     def to_host(self) -> dict[str, Tensor]:
         """Copy the weights to host memory."""
-        self.settle()
         return {
-            name: param.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, param in self._params.items()
+            name: weight.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, weight in self.named().items()
         }
 
     def _values(self, param: LocalParam) -> Tensor:
-        """The values of a weight: a view on the device, or a copy of offloaded memory."""
+        """The values of a weight: a view on the device, or a copy of offloaded memory, or merged with its adapters."""
+        if self._adapters is not None:
+            return self.named()[param.name]
         return self._offload_manager.memory(self._params[param.name]).joined().view(param.shape)
 
     def _receive(self, param: LocalParam, owner: int, turns: RankTurns) -> Tensor:

@@ -11,23 +11,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.base.errors import ModelError
-from megarl.models.hf_folder import check_model_folder
+from megarl.models.hf_folder import ModelFolder, check_model_folder
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import LocalParam, Piece
 
 
 class HFReader:
-    """Reader of rectangles of the tensors of a model folder.
+    """Reader of rectangles of the tensors of a model folder, given by its path or already checked.
 
-    The folder is checked first (:func:`megarl.models.hf_folder.check_model_folder`). Shards are memory-mapped: only the
+    A path is checked first (:func:`megarl.models.hf_folder.check_model_folder`). Shards are memory-mapped: only the
     bytes of the requested rectangles are read.
 
     Raises:
         ModelError: the folder is incomplete; names the missing shard or tensor, or the wrong shape.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.folder = check_model_folder(path)
+    def __init__(self, path: str | Path | ModelFolder) -> None:
+        self.folder = path if isinstance(path, ModelFolder) else check_model_folder(path)
         self._open: dict[Path, Any] = {}
 
     @property

@@ -34,6 +34,8 @@ class TensorEntry(NamedTuple):
     """The tensor's name in the file, if it differs."""
     offset: int = 0
     """First byte of its elements in the file."""
+    nbytes: int = 0
+    """Bytes of its elements."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,13 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
     if not index.is_file():
         if not (folder / SINGLE_FILE).is_file():
             raise ModelError(f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-        return _read_header(folder / SINGLE_FILE)
+        return read_header(folder / SINGLE_FILE)
     file_of = _read_index(index)
     shards: dict[str, dict[str, TensorEntry]] = {}
     for file in dict.fromkeys(file_of.values()):
         if not (folder / file).is_file():
             raise ModelError(f"model folder {folder} lacks shard '{file}', which {INDEX_FILE} names")
-        shards[file] = _read_header(folder / file)
+        shards[file] = read_header(folder / file)
     for name, file in file_of.items():
         if name not in shards[file]:
             raise ModelError(f"{folder / file} lacks tensor '{name}', which {INDEX_FILE} places there")
@@ -133,7 +135,7 @@ def _read_index(index: Path) -> dict[str, str]:
     return file_of
 
 
-def _read_header(file: Path) -> dict[str, TensorEntry]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
     """Read the header of a safetensors file: its length in eight little-endian bytes, then JSON, then the data."""
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -146,7 +148,13 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
             entries = {
-                name: TensorEntry(file, tuple(e["shape"]), e["dtype"], offset=8 + length + e["data_offsets"][0])
+                name: TensorEntry(
+                    file,
+                    tuple(e["shape"]),
+                    e["dtype"],
+                    offset=8 + length + e["data_offsets"][0],
+                    nbytes=e["data_offsets"][1] - e["data_offsets"][0],
+                )
                 for name, e in header.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

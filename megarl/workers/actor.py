@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -116,10 +117,18 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.ALL)
     @offload_after
     def init_model(self) -> None:
-        """Build the model; keep the initial weights in host memory if the reference shares it."""
+        """Build the model; keep the weights of a reference that shares it, unless they are the base of adapters."""
         super().init_model()
-        self._reference_weights = self.engine.copy_weights() if self.reference else None
-        self._reference_head = self.engine.output_weight() if self._needs_full_kl else None
+        self._as_reference = self.reference_scope() if self.reference else None
+        self._reference_head = None
+        if self.reference and self._needs_full_kl:
+            with self._reference_model():
+                self._reference_head = self.engine.output_weight()
+
+    def _reference_model(self) -> AbstractContextManager[None]:
+        """Scope in which the actor's model is the reference."""
+        assert self._as_reference is not None, "checked in the configuration: the reference lives in the actor"
+        return self._as_reference()
 
     @property
     def _needs_full_kl(self) -> bool:
@@ -145,12 +154,12 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
     @offload_after
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
-        """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``, with the reference's weights swapped in.
+        """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``, under the reference policy.
 
         If configured also ``ref_kl``, the exact KL of the current policy to the reference.
         """
-        assert self.reference is not None and self._reference_weights is not None, "no reference lives in the actor"
-        with self.engine.swapped_weights(self._reference_weights):
+        assert self.reference is not None, "no reference lives in the actor"
+        with self._reference_model():
             result = self.log_probs(batch, self.reference, with_entropy=False)
         columns = {} if result is None else {"ref_log_prob": result["log_probs"]}
         if self.reference.full_kl:
@@ -175,18 +184,17 @@ class ActorWorker(PolicyWorker):
         """Final hidden states of the reference for micro-batches, ``[response tokens, hidden]``; empty before the last
         stage.
         """
-        assert self._reference_weights is not None, "checked in the configuration: the reference lives in the actor"
         micro_batches = [rows.pack(group) for group in groups]
-        with self.engine.swapped_weights(self._reference_weights):
+        with self._reference_model():
             states = self.engine.hidden(micro_batches)
         return states or [torch.zeros(len(micro_batch.targets), 0) for micro_batch in micro_batches]
 
     @verb(Dispatch.SPLIT, phase="repr_align", columns=(*SEQUENCES, "response_mask"))
     @offload_after
     def compute_ref_representations(self, batch: DataProto) -> DataProto | None:
-        """Compute ``representations [b, hidden]`` of the responses, with the reference's weights swapped in."""
-        assert self.reference is not None and self._reference_weights is not None, "no reference lives in the actor"
-        with self.engine.swapped_weights(self._reference_weights):
+        """Compute ``representations [b, hidden]`` of the responses under the reference policy."""
+        assert self.reference is not None, "no reference lives in the actor"
+        with self._reference_model():
             return self.representations(batch, self.reference.budget)
 
     @verb(

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, pairwise
@@ -140,7 +141,17 @@ class MegatronWorker(SavingWorker):
         settings = self.settings
         self.engine = MegatronEngine(self.model_config(), settings.layout, self.runtime, self._engine_options())
         self.engine.load_hf(settings.model_path)
+        if settings.adapter_path is not None:
+            self.engine.load_adapters(settings.adapter_path)
         self._log_device_memory("after its start")
+
+    def reference_scope(self) -> Callable[[], AbstractContextManager[None]]:
+        """Scopes in which the model is the reference policy: with copied weights or adapters, or without adapters."""
+        if self.settings.lora is None:
+            return partial(self.engine.swapped_weights, self.engine.copy_weights())
+        if self.settings.reference_adapter:
+            return partial(self.engine.swapped_adapters, self.engine.copy_adapters())
+        return self.engine.adapters_off
 
     def model_config(self) -> ModelConfig:
         """Configuration of the model to build: that of the initial weights."""
@@ -352,6 +363,7 @@ class MegatronWorker(SavingWorker):
             recompute=recompute_options(megatron),
             overlap=OverlapOptions(megatron.overlap_grad_reduce, megatron.overlap_param_gather),
             offload=offloaded_parts(megatron),
+            lora=self.settings.lora,
             transformer=megatron.override_transformer_config,
             repeat_out_of_memory=self.settings.repeat_out_of_memory,
         )

@@ -66,7 +66,8 @@ class ResponsePairs(PackedRows):
 
 
 class PreferenceWorker(MegatronWorker):
-    """Trains a policy on preference pairs; the initial weights, in host memory, are the reference.
+    """Trains a policy on preference pairs; the initial weights, in host memory, or the base of adapters are the
+    reference.
 
     Args:
         place: rank and rendezvous address of this process.
@@ -88,9 +89,9 @@ class PreferenceWorker(MegatronWorker):
     @verb(Dispatch.ALL)
     @offload_after
     def init_model(self) -> None:
-        """Build the model; keep the initial weights in host memory if the loss has a reference."""
+        """Build the model; keep the weights of the loss's reference, unless they are the base of adapters."""
         super().init_model()
-        self._reference = self.engine.copy_weights() if self.loss.uses_reference else None
+        self._reference = self.reference_scope() if self.loss.uses_reference else None
 
     @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*PAIRS, *PROMPT_TOKENS, *SAMPLE_IDS))
     def update_preference(self, batch: DataProto) -> dict[str, float]:
@@ -134,7 +135,7 @@ class PreferenceWorker(MegatronWorker):
         """Log-probs of each pair's response tokens under the reference; None without one and before the last stage."""
         if self._reference is None:
             return None
-        with self.engine.swapped_weights(self._reference):
+        with self._reference():
             return self._log_probs(rows)
 
     def _log_probs(self, rows: ResponsePairs) -> dict[int, Tensor] | None:

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
 from megarl.base.units import count_noun
-from megarl.config import MegatronConfig, OptimConfig, RolloutConfig
-from megarl.models import ModelConfig, ParallelLayout, check_layout
+from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, RolloutConfig
+from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
+from megarl.models.adapters import AdapterMap, LoraOptions
+from megarl.models.peft_folder import AdapterFolder
 from megarl.models.sequence_cost import TOKENS, SequenceCost
 
 
@@ -63,6 +65,9 @@ class RoleSettings:
         nccl_timeout: seconds after which an incomplete collective fails.
         external_lib: user modules to import first, as ``path.py`` or ``package.module``.
         repeat_out_of_memory: after an out-of-memory error, repeat the pass with smaller micro-batches.
+        lora: low-rank adapters, which alone are trained; None = all weights are.
+        adapter_path: folder of adapters in peft's format to continue from.
+        reference_adapter: the reference policy has those adapters; otherwise it is the model without adapters.
     """
 
     model_path: str
@@ -75,6 +80,9 @@ class RoleSettings:
     nccl_timeout: float
     external_lib: tuple[str, ...] = ()
     repeat_out_of_memory: bool = True
+    lora: LoraOptions | None = None
+    adapter_path: str | None = None
+    reference_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,48 @@ def layout_of(megatron: MegatronConfig) -> ParallelLayout:
         embedding_as_layer=megatron.account_for_embedding_in_pipeline_split,
         loss_as_layer=megatron.account_for_loss_in_pipeline_split,
     )
+
+
+def lora_options(model: AdapterKeys, seed: int) -> LoraOptions | None:
+    """Options of a role's adapters; None without adapters."""
+    if not model.lora_rank:
+        return None
+    return LoraOptions(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        targets=tuple(model.target_modules),
+        excludes=tuple(model.exclude_modules or ()),
+        rank_stabilized=model.lora.use_rslora,
+        initial_a=model.lora.lora_A_init_method,
+        seed=seed,
+    )
+
+
+def check_adapters(
+    model: ModelConfig, keys: AdapterKeys, megatron: MegatronConfig, field: str, *, value_head: bool = False
+) -> None:
+    """Check that a role's adapters fit its model and layout, and the folder that they continue from.
+
+    Args:
+        model: the model.
+        keys: the role's keys of adapters.
+        megatron: the role's configuration with complete parallel sizes.
+        field: the section's key, such as ``actor_rollout_ref.model``.
+        value_head: the role has a scalar head.
+
+    Raises:
+        ConfigError: names the key, its value and the valid choices.
+    """
+    options = lora_options(keys, seed=0)
+    if options is None:
+        return
+    try:
+        adapters = AdapterMap(WeightMap(model, value_head), options)
+        adapters.check_layout(layout_of(megatron))
+        if keys.lora_adapter_path is not None:
+            AdapterFolder(keys.lora_adapter_path).check(adapters)
+    except ConfigError as error:
+        raise ConfigError(f"{field}.{error}") from error
 
 
 def check_role(model: ModelConfig, megatron: MegatronConfig, field: str) -> None:

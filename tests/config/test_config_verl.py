@@ -105,7 +105,8 @@ def test_accepted_without_a_change(key: str, value: Any) -> None:
         (f"{ROLLOUT}.name", "vllm", "rollout.name=sglang"),
         (f"{ROLLOUT}.name", "trtllm", "rollout.name=sglang"),
         ("trainer.device", "npu", "Ascend"),
-        ("actor_rollout_ref.model.lora.rank", 8, "megarl has no LoRA"),
+        ("actor_rollout_ref.model.lora.type", "dora", "megarl has no DoRA"),
+        ("actor_rollout_ref.model.lora.dropout", 0.1, "no dropout"),
         (f"{ACTOR}.ppo_micro_batch_size", 8, "ppo_micro_batch_size_per_gpu"),
         (f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff", 0.01, "no loss that balances experts"),
         (f"{ACTOR}.megatron.override_transformer_config.num_layers", 4, "config.json"),
@@ -130,9 +131,44 @@ def test_refused_by_name(key: str, value: Any, words: str) -> None:
 
 
 def test_keys_of_an_enabled_feature_are_refused_with_it() -> None:
-    problems = problems_of({"actor_rollout_ref.model.lora.rank": 8, "actor_rollout_ref.model.lora.alpha": 16})
-    assert "lora.rank=8" in problems["actor_rollout_ref.model.lora.alpha"].text
+    name = "actor_rollout_ref.model.mtp"
+    problems = problems_of({f"{name}.enable": True, f"{name}.enable_train": True})
+    assert "mtp.enable=true" in problems[f"{name}.enable_train"].text
     assert len(problems) == 2
+
+
+def test_adapters_have_verls_keys_of_both_of_its_sections() -> None:
+    model = "actor_rollout_ref.model"
+    nested = {"rank": 8, "alpha": 32, "target_modules": ["linear_qkv"], "exclude_modules": [], "merge": True}
+    config = build(TrainConfig, with_keys({f"{model}.lora.{name}": value for name, value in nested.items()}))
+    flat = {"lora_rank": 8, "lora_alpha": 32, "target_modules": ["linear_qkv"], "exclude_modules": []}
+    assert build(TrainConfig, with_keys({f"{model}.{name}": value for name, value in flat.items()})) == config
+    assert (config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora_alpha) == (8, 32)
+
+
+def test_adapters_need_no_layout_of_the_reference() -> None:
+    """verl ignores the reference's layout if the model has adapters."""
+    values = {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": 1}
+    assert build(TrainConfig, with_keys(values)).actor_rollout_ref.ref.megatron is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("actor_rollout_ref.model.lora_alpha", 32, "no effect with actor_rollout_ref.model.lora_rank=0"),
+        ("actor_rollout_ref.model.lora.use_rslora", True, "no effect with actor_rollout_ref.model.lora_rank=0"),
+        ("critic.model.lora_adapter_path", "adapter", "no effect with critic.model.lora_rank=0"),
+        ("actor_rollout_ref.model.lora_rank", -1, ">= 0"),
+    ],
+)
+def test_keys_of_adapters_without_a_rank_are_refused(key: str, value: Any, words: str) -> None:
+    assert words in problems_of({key: value})[key].text
+
+
+def test_an_adapter_as_reference_needs_its_folder() -> None:
+    model = "actor_rollout_ref.model"
+    problems = problems_of({f"{model}.lora_rank": 8, f"{model}.lora.reference": "adapter"})
+    assert "needs actor_rollout_ref.model.lora_adapter_path" in problems[f"{model}.lora.reference"].text
 
 
 def test_two_names_of_one_setting_must_agree() -> None:

@@ -29,6 +29,7 @@ from megarl.megatron import (
     shutdown_runtime,
 )
 from megarl.models import ParallelLayout, read_model_config
+from megarl.models.adapters import LoraOptions
 
 
 class Setup(NamedTuple):
@@ -44,6 +45,7 @@ class Setup(NamedTuple):
     overlap: OverlapOptions = OverlapOptions()
     transformer: tuple[tuple[str, Any], ...] = ()
     offload: tuple[str, ...] = ()
+    lora: LoraOptions | None = None
 
 
 @contextmanager
@@ -65,6 +67,7 @@ def engine(place: Place, path: Path, setup: Setup) -> Iterator[MegatronEngine]:
                 overlap=setup.overlap,
                 transformer=dict(setup.transformer),
                 offload=setup.offload,
+                lora=setup.lora,
             ),
         )
         built.load_hf(path)

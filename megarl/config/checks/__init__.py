@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.config.batch import batch_problems
-from megarl.config.checks import generation, layout, learning, run, scoring, time_limits
+from megarl.config.checks import adapters, generation, layout, learning, run, scoring, time_limits
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import (
     EvaluateConfig,
@@ -48,6 +48,7 @@ _TRAIN: tuple[Check, ...] = (
     layout.train_layouts,
     layout.replicas,
     layout.weight_sync,
+    adapters.adapters,
     learning.estimator,
     learning.losses,
     run.validation,
@@ -72,6 +73,7 @@ _SUPERVISED: tuple[Check, ...] = (
     time_limits.watchdog_phases,
     time_limits.watchdog_before_collectives,
     layout.supervised_layout,
+    adapters.adapters,
     learning.optimizers,
     batch_sizes,
     run.resume,

@@ -18,7 +18,7 @@ from megarl.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
-from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig
+from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig, ValRewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
 from megarl.config.schema.rollout import RetrieverConfig, RolloutConfig, TrainingRolloutConfig
@@ -49,6 +49,7 @@ class PolicyConfig:
 class ActorRolloutRefConfig(PolicyConfig):
     """The policy: its model, its update, the reference, and generation."""
 
+    model: TrainedModelConfig = section(TrainedModelConfig)
     rollout: TrainingRolloutConfig = section(TrainingRolloutConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
@@ -185,7 +186,7 @@ class SupervisedConfig:
     """Sequences of at most `data.max_length` tokens per row of the data."""
 
     data: SupervisedDataConfig = section(SupervisedDataConfig)
-    model: ModelPathConfig = section(ModelPathConfig)
+    model: TrainedModelConfig = section(TrainedModelConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-5)
     megatron: MegatronConfig = section(MegatronConfig)
     hub: HubConfig = section(HubConfig)

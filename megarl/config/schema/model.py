@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.keys import REQUIRED, key
+from megarl.config.keys import REQUIRED, key, section
 
 DTYPES = ("float32", "bfloat16")
 RESUMABLE = ("model", "optimizer", "extra")
@@ -38,6 +38,47 @@ class ModelPathConfig:
     def user_modules(self) -> tuple[str, ...]:
         """The modules of ``external_lib``; empty if it is null."""
         return tuple(self.external_lib or ())
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Further settings of low-rank adapters; the main ones are keys of the model's section."""
+
+    use_rslora: bool = key(False, "Scale adapters by `lora_alpha / sqrt(lora_rank)` (rank-stabilized LoRA).")
+    lora_A_init_method: str = key(
+        "kaiming",
+        "Initial values of A: uniform as in peft (kaiming), or normal as in Megatron-Bridge (xavier). B starts at 0.",
+        choices=("kaiming", "xavier"),
+    )
+    reference: str = key(
+        "base",
+        "Reference policy of the KL term: the model without adapters (base), or with those of `lora_adapter_path` "
+        "(adapter). Both share the actor's weights.",
+        choices=("base", "adapter"),
+    )
+
+
+@dataclass(frozen=True)
+class AdapterKeys:
+    """Low-rank adapters (LoRA) of a role that trains; see docs/lora.md."""
+
+    lora_rank: int = key(0, "Rank of low-rank adapters, which alone are trained; 0 = train all weights.", at_least=0)
+    lora_alpha: float = key(16.0, "The adapters' output is multiplied by `lora_alpha / lora_rank`.", above=0)
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "Layers with adapters: Hugging Face modules or their last parts, such as q_proj; Megatron's layers, such as "
+        "linear_qkv; or all-linear = attention, MLP and experts, without router and output layer.",
+    )
+    exclude_modules: list[str] | None = key(None, "Layers without adapters among `target_modules`, by the same names.")
+    lora_adapter_path: str | None = key(
+        None, "Folder of adapters in peft's format to continue from; its rank, scale and layers must be those here."
+    )
+    lora: LoraConfig = section(LoraConfig)
+
+
+@dataclass(frozen=True)
+class TrainedModelConfig(AdapterKeys, ModelPathConfig):
+    """Model, tokenizer, code to import, and adapters."""
 
 
 @dataclass(frozen=True)

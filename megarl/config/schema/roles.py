@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megarl.base.algorithm_names import FULL_KL, KL_KINDS, LOSS_AGG_MODES, LOSS_MODES
 from megarl.config.keys import key, section
 from megarl.config.schema.model import (
+    AdapterKeys,
     CheckpointConfig,
     LogProbBatchConfig,
     MegatronConfig,
@@ -102,8 +103,8 @@ class RefConfig(LogProbBatchConfig):
 
 
 @dataclass(frozen=True)
-class CriticModelConfig:
-    """Initial model of the critic."""
+class CriticModelConfig(AdapterKeys):
+    """Initial model of the critic, and its adapters."""
 
     path: str | None = key(None, "Folder of the Hugging Face model; null = the actor's. A value head is added.")
 

@@ -131,7 +131,7 @@ class _Adopter:
         self._refuse(source, value, f"is not supported{cause}: {rule.why}")
 
     def _rename(self, rule: Renamed, value: Any, source: str) -> None:
-        if value in rule.left_out:
+        if value in rule.left_out or (rule.switch in self.switches and self.switches[rule.switch] in rule.off):
             return
         schema = self.keys
         free = next((p for p in _parents(rule.to) if p in schema and schema[p].is_mapping), None)
@@ -182,7 +182,12 @@ class _Adopter:
         actors = _get(self.tree, "actor_rollout_ref.actor.megatron")
         if not isinstance(layout, dict) or not isinstance(actors, dict):
             return
-        if not layout:
+        with_adapters = bool(_get(self.tree, "actor_rollout_ref.model.lora_rank"))
+        if with_adapters and layout:
+            self.notes.append(
+                "actor_rollout_ref.ref.megatron has no effect: with adapters the reference is the actor's model"
+            )
+        if with_adapters or not layout:
             self.tree["actor_rollout_ref"]["ref"]["megatron"] = None
             return
         pipeline = "pipeline_model_parallel_size"

@@ -14,7 +14,8 @@ _PER_GPU = "counts samples over all ranks; give {}, per data-parallel rank"
 _FLOAT32 = "the optimizer state is float32, as in Megatron with this key and default dtypes"
 _SEEDS = "every rank draws from trainer.seed"
 _QAT = "megarl has no quantization-aware training; rollout.dtype is the engine's format"
-_LORA = "megarl has no LoRA: it trains all weights; remove the key, or set rank 0"
+_MERGED = "weights are merged while they are sent to the engine"
+_NO_VISION = "megarl has no vision models"
 
 _MEGATRON: dict[str, Rule] = {
     "use_mbridge": NoEffect("megarl's weight maps always read the Hugging Face folder"),
@@ -103,16 +104,39 @@ _MODEL: dict[str, Rule] = {
     "fused_kernel_options.*": NoEffect(_EXACT),
     "use_liger": Only((False,), "its kernels are for FSDP; megarl uses Transformer Engine's kernels if installed"),
     "tiled_mlp.*": Feature("{}.tiled_mlp.enabled", (False,), "nearest: megatron.recompute_modules=[mlp]"),
-    "lora_rank": Only((0,), _LORA),
-    "lora_alpha": Feature("{}.lora_rank", (0,), _LORA),
-    "lora_adapter_path": Refused(_LORA),
-    "target_modules": Feature("{}.lora_rank", (0,), _LORA),
-    "exclude_modules": Feature("{}.lora_rank", (0,), _LORA),
-    "lora.*": Feature("{}.lora.rank", (0,), _LORA),
     "mtp.*": Feature(
         "{}.mtp.enable", (False,), "megarl neither loads nor trains the layers of multi-token prediction (MTP)"
     ),
 }
+
+_LORA: dict[str, Rule] = {
+    "lora.rank": Renamed("{}.lora_rank"),
+    **{
+        f"lora.{name}": Renamed("{}." + to, switch="{}.lora.rank", off=(0,))
+        for name, to in {
+            "alpha": "lora_alpha",
+            "target_modules": "target_modules",
+            "exclude_modules": "exclude_modules",
+            "adapter_path": "lora_adapter_path",
+        }.items()
+    },
+    "lora.type": Only(
+        ("lora", "canonical_lora"),
+        "each Hugging Face tensor has one A and one B, also in Megatron's fused layers (canonical_lora); megarl has no "
+        "DoRA, whose norms of whole rows differ between layouts, and no vision models",
+    ),
+    "lora.merge": NoEffect(_MERGED),
+    "lora.fully_sharded_loras": NoEffect(_MERGED),
+    "lora.dropout": Only((0.0,), "adapters have no dropout: the log-probs of a policy must not be random"),
+    "lora.dropout_position": NoEffect("adapters have no dropout"),
+    "lora.lora_B_init_method": Only(("zero",), "B starts at zero, so that the first policy is the base model"),
+    "lora.a2a_experimental": Only((False,), "the token dispatcher is all-to-all"),
+    "lora.dtype": Refused("adapters have the weights' number format, megatron.dtype, and float32 optimizer state"),
+    "lora.freeze_vision_model": NoEffect(_NO_VISION),
+    "lora.freeze_vision_projection": NoEffect(_NO_VISION),
+    "lora.freeze_language_model": NoEffect("only adapters are trained"),
+}
+_MODEL |= _LORA
 
 _UPDATE: dict[str, Rule] = {
     "ppo_micro_batch_size": Refused(_PER_GPU.format("ppo_micro_batch_size_per_gpu")),
@@ -255,7 +279,7 @@ def _below(prefix: str, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     placed: dict[str, Rule] = {}
     for name, rule in rules.items():
         if isinstance(rule, Renamed):
-            rule = Renamed(rule.to.format(prefix), rule.values, rule.left_out, rule.why)
+            rule = replace(rule, to=rule.to.format(prefix), switch=rule.switch.format(prefix))
         elif isinstance(rule, Feature):
             rule = Feature(rule.switch.format(prefix), rule.off, rule.why)
         placed[f"{prefix}.{name}"] = rule

@@ -36,12 +36,16 @@ class Renamed:
         values: values that megarl writes differently; others stay the same.
         left_out: values that need no setting in megarl.
         why: difference in meaning, if any.
+        switch: key at whose values ``off`` the setting does nothing; empty = none.
+        off: see ``switch``.
     """
 
     to: str
     values: Mapping[Any, Any] = field(default_factory=dict)
     left_out: tuple[Any, ...] = ()
     why: str = ""
+    switch: str = ""
+    off: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ _OPTIM = (
     "betas clip_grad lr lr_decay_style lr_warmup_steps lr_warmup_steps_ratio lr_wsd_decay_steps "
     "lr_wsd_decay_style min_lr total_training_steps weight_decay"
 )
+_ADAPTERS = "exclude_modules lora_adapter_path lora_alpha lora_rank target_modules"
 _CHECKPOINT, _PROFILER = "async_save load_contents save_contents", "enable all_ranks ranks"
 _SAME = {
     "actor_rollout_ref.actor.checkpoint": _CHECKPOINT,
@@ -88,7 +89,8 @@ _SAME = {
     "global_profiler": "tool steps profile_continuous_steps save_path",
     "global_profiler.global_tool_config.nsys": "discrete",
     "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
-    "actor_rollout_ref.model": "external_lib path tokenizer_path",
+    "actor_rollout_ref.model": f"external_lib path tokenizer_path {_ADAPTERS}",
+    "actor_rollout_ref.model.lora": "lora_A_init_method",
     "actor_rollout_ref.ref": (
         "log_prob_max_token_len_per_gpu log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz"
     ),
@@ -116,7 +118,8 @@ _SAME = {
         "ppo_mini_batch_size use_dynamic_bsz"
     ),
     "critic.megatron": _MEGATRON,
-    "critic.model": "path",
+    "critic.model.lora": "lora_A_init_method",
+    "critic.model": f"path {_ADAPTERS}",
     "critic.optim": _OPTIM,
     "custom_reward_function": "name path reward_kwargs",
     "data": (
@@ -148,7 +151,8 @@ _SFT_SAME = {
         "apply_chat_template_kwargs max_length max_token_len_per_gpu messages_key micro_batch_size_per_gpu "
         "train_batch_size train_files train_max_samples truncation use_dynamic_bsz"
     ),
-    "model": "external_lib path tokenizer_path",
+    "model.lora": "lora_A_init_method",
+    "model": f"external_lib path tokenizer_path {_ADAPTERS}",
     "optim": _OPTIM,
     "trainer": (
         "default_local_dir device experiment_name logger max_ckpt_to_keep n_gpus_per_node nnodes project_name "

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.base.algorithm_names import FULL_KL
-from megarl.config import MegatronConfig, TrainConfig
+from megarl.config import AdapterKeys, MegatronConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import ModelConfig, ParallelLayout, read_model_config
-from megarl.workers.settings import check_role, layout_of
+from megarl.models.adapters import LoraOptions
+from megarl.workers.settings import check_adapters, check_role, layout_of, lora_options
 
 PHASES = (
     "gen",
@@ -74,6 +75,7 @@ class PlannedRole:
             phase ``ref``.
         reference_head: whether the device keeps a copy of the reference's output layer, for the exact KL.
         saves_in_background: whether a save copies the state to host memory.
+        lora: low-rank adapters, which alone are trained; None without adapters.
     """
 
     name: str
@@ -87,6 +89,7 @@ class PlannedRole:
     holds_reference: bool = False
     reference_head: bool = False
     saves_in_background: bool = False
+    lora: LoraOptions | None = None
 
     @property
     def dtype_bytes(self) -> int:
@@ -263,9 +266,12 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
         policy.actor.megatron,
         tuple(passes),
         trains=True,
-        holds_reference=swaps_reference,
+        # With adapters the reference is the model without them, or with other adapters, which are small.
+        holds_reference=swaps_reference and not policy.model.lora_rank,
         reference_head=learns_kl or computes_kl,
         saves_in_background=config.trainer.save_freq > 0 and policy.actor.checkpoint.async_save,
+        adapters=policy.model,
+        adapters_path="actor_rollout_ref.model",
     )
 
 
@@ -284,6 +290,8 @@ def _critic(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
         value_head=True,
         trains=True,
         saves_in_background=config.trainer.save_freq > 0 and config.critic.checkpoint.async_save,
+        adapters=config.critic.model,
+        adapters_path="critic.model",
     )
 
 
@@ -334,8 +342,10 @@ def _supervised_job(config: SupervisedConfig, device: str) -> PlannedJob:
         passes,
         value_head=scores,
         trains=True,
-        holds_reference=has_reference,
+        holds_reference=has_reference and not config.model.lora_rank,
         saves_in_background=config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save,
+        adapters=config.model,
+        adapters_path="model",
     )
     return PlannedJob(
         roles=(role,),
@@ -360,12 +370,18 @@ def _role(
     *,
     value_head: bool = False,
     trains: bool = False,
+    adapters: AdapterKeys | None = None,
+    adapters_path: str = "",
     **options: bool,
 ) -> PlannedRole:
-    """Check and build a role; ``options`` are the last fields of :class:`PlannedRole`."""
+    """Check and build a role; ``options`` are further fields of :class:`PlannedRole`."""
     check_role(model, megatron, path)
+    lora = None
+    if adapters is not None:
+        check_adapters(model, adapters, megatron, adapters_path, value_head=value_head)
+        lora = lora_options(adapters, seed=0)
     layout = layout_of(megatron)
-    return PlannedRole(name, path, model, layout, megatron, value_head, trains, passes, **options)
+    return PlannedRole(name, path, model, layout, megatron, value_head, trains, passes, lora=lora, **options)
 
 
 def _pass(

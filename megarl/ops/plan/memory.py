@@ -293,7 +293,7 @@ def _copied_for_save(role: PlannedRole, states: RankStates) -> int:
     """Return the bytes that a save in the background copies on a rank: its share of states that are not offloaded."""
     layout, megatron = role.layout, role.megatron
     replicas = layout.dp * layout.cp  # they share the weights to write
-    weights = 0 if megatron.param_offload else states.weights // replicas
+    weights = 0 if megatron.param_offload else (states.weights - states.frozen) // replicas
     if megatron.optimizer_offload:
         return weights
     return weights + states.optimizer // (1 if megatron.use_distributed_optimizer else replicas)

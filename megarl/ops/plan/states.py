@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
+from megarl.models.adapters import AdapterMap
 from megarl.ops.plan.job import DTYPE_BYTES, PlannedRole
 
 FLOAT32 = 4
@@ -32,11 +33,12 @@ class RankStates:
 
     Attributes:
         parameters: weight elements, without padding, frozen weights included.
-        weights: weights in their compute dtype, with padding.
+        weights: weights in their compute dtype, with padding, frozen weights and adapters included.
         gradients: gradient buffers.
         main_weights: the optimizer's float32 copies of its share of the weights.
         moments: Adam's running means.
         largest_bucket: largest gradient bucket that data-parallel ranks reduce at a time.
+        frozen: bytes of the weights under adapters, which checkpoints do not contain.
     """
 
     parameters: int
@@ -45,6 +47,7 @@ class RankStates:
     main_weights: int = 0
     moments: int = 0
     largest_bucket: int = 0
+    frozen: int = 0
 
     @property
     def optimizer(self) -> int:
@@ -93,6 +96,7 @@ class StateCounter:
     def __init__(self, role: PlannedRole) -> None:
         self.role = role
         self._map = WeightMap(role.model, role.value_head)
+        self._adapters = AdapterMap(self._map, role.lora) if role.lora is not None else None
 
     def of(self, rank: int) -> RankStates:
         """Return the states of a rank."""
@@ -100,6 +104,12 @@ class StateCounter:
         params = self._map.megatron_params(layout, rank)
         numbers = [math.prod(param.shape) for param in params]
         exact = sum(n for n, param in zip(numbers, params, strict=True) if self._is_float32(param))
+        frozen = 0
+        if self._adapters is not None:
+            heads = [p for p in params if any(piece.hf_name in self._adapters.head for piece in p.pieces)]
+            frozen = (sum(numbers) - exact - _count(heads)) * width + exact * FLOAT32
+            params = self._adapters.megatron_params(layout, rank)
+            numbers, exact = [sum(numbers) - _count(heads), *(math.prod(param.shape) for param in params)], 0
         if not self.role.trains:
             return RankStates(sum(numbers), (sum(numbers) - exact) * width + exact * FLOAT32)
         distributed = self.role.megatron.use_distributed_optimizer
@@ -110,11 +120,12 @@ class StateCounter:
             largest = max(largest, *(stop - start for start, stop in buffer.buckets))
         return RankStates(
             parameters=sum(numbers),
-            weights=numel * width + exact * FLOAT32,
+            weights=numel * width + exact * FLOAT32 + frozen,
             gradients=numel * FLOAT32,
             main_weights=0 if width == FLOAT32 else share * FLOAT32,
             moments=MOMENTS * share * FLOAT32,
             largest_bucket=largest * FLOAT32,
+            frozen=frozen,
         )
 
     def _buffers(self, params: Sequence[LocalParam], rank: int) -> list[tuple[_Buffer, int, int]]:
@@ -200,6 +211,10 @@ def _by_chunk(
         else:
             chunks[0 if parts[0] == "embedding" else -1].append(param)
     return chunks
+
+
+def _count(params: Sequence[LocalParam]) -> int:
+    return sum(math.prod(param.shape) for param in params)
 
 
 def _pad(number: int, multiple: int) -> int:

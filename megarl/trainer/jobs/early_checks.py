@@ -12,7 +12,15 @@ from pathlib import Path
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.files import WRITABLE, write_error
 from megarl.base.packages import require_sglang
-from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, PairTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import (
+    AdapterKeys,
+    EvaluateConfig,
+    GenerateConfig,
+    MegatronConfig,
+    PairTrainingConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from megarl.config.outputs import output_files, output_folders
 from megarl.config.schema.data import DataSourceConfig, RewardPairDataConfig
 from megarl.config.schema.jobs import JobConfig, SupervisedConfig
@@ -21,7 +29,7 @@ from megarl.models import check_model_folder, read_model_config
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.devices import check_dashboard, check_devices
 from megarl.trainer.jobs.output_folders import check_output_files
-from megarl.workers.settings import check_role
+from megarl.workers.settings import check_adapters, check_role
 
 
 def check_early(config: JobConfig) -> None:
@@ -83,14 +91,18 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
     """
     if isinstance(config, SupervisedConfig):
         _check_model(config.model.path, config.megatron, "megatron", weights=weights)
+        _check_adapters(config.model.path, config.model, config.megatron, "model", config.role == "reward_model")
         check_export(config.trainer.hf_export_dir, [config.model.path])
         return
     policy = config.actor_rollout_ref
     _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
+    _check_adapters(policy.model.path, policy.model, policy.actor.megatron, "actor_rollout_ref.model")
     if config.uses_reference and policy.ref.megatron is not None:
         _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
     if config.uses_critic:
-        _check_model(str(config.critic.model.path), config.critic.megatron, "critic.megatron", weights=weights)
+        critic = config.critic
+        _check_model(str(critic.model.path), critic.megatron, "critic.megatron", weights=weights)
+        _check_adapters(str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True)
     others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
     check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
 
@@ -130,6 +142,15 @@ def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = 
 def _check_model(path: str, megatron: MegatronConfig, field: str, *, weights: bool = True) -> None:
     model = check_model_folder(path).config if weights else read_model_config(path)
     check_role(model, megatron, field)
+
+
+def _check_adapters(
+    path: str, keys: AdapterKeys, megatron: MegatronConfig, field: str, value_head: bool = False
+) -> None:
+    model = read_model_config(path)
+    if value_head and not model.is_value_model:
+        model = model.as_reward_model(None)
+    check_adapters(model, keys, megatron, field, value_head=value_head)
 
 
 def check_rows(config: JobConfig) -> None:

@@ -19,7 +19,7 @@ from megarl.cluster.role_groups import (
     RewardModelGroup,
     RolloutGroup,
 )
-from megarl.config import MegatronConfig, OptimConfig, TrainConfig
+from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
@@ -43,7 +43,14 @@ from megarl.trainer.jobs.worker_groups import (
     router_replicas,
     update_plan,
 )
-from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan, layout_of
+from megarl.workers.settings import (
+    LogProbSettings,
+    MicroBatchBudget,
+    RoleSettings,
+    UpdatePlan,
+    layout_of,
+    lora_options,
+)
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -219,10 +226,13 @@ class RoleBuilder:
     def _actor(self) -> ActorGroup:
         reference = None
         if self._has_reference() and not self._reference_has_workers():
-            reference = replace(self._log_prob("ref_log_prob"), full_kl=self.config.algorithm.uses_full_kl)
+            reference = replace(
+                self._log_prob("ref_log_prob"),
+                full_kl=self.config.algorithm.uses_full_kl,
+            )
         actor = self.policy.actor
         kwargs: dict[str, Any] = {
-            "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor"),
+            "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor", self.policy.model),
             "config": actor,
             "plan": self._update_plan("actor", str(actor.loss_agg_mode), actor.loss_scale_factor),
             "log_prob": self._log_prob("old_log_prob"),
@@ -237,7 +247,7 @@ class RoleBuilder:
     def _critic(self) -> CriticGroup:
         critic = self.config.critic
         kwargs: dict[str, Any] = {
-            "settings": self._settings(str(critic.model.path), critic.megatron, critic.optim, "critic"),
+            "settings": self._settings(str(critic.model.path), critic.megatron, critic.optim, "critic", critic.model),
             "config": critic,
             "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
         }
@@ -305,7 +315,12 @@ class RoleBuilder:
         return group_cls(role, worker, kwargs, layout, self.pool, budgets=budgets)
 
     def _settings(
-        self, model_path: str, megatron: MegatronConfig, optim: OptimConfig | None, phase: str | None
+        self,
+        model_path: str,
+        megatron: MegatronConfig,
+        optim: OptimConfig | None,
+        phase: str | None,
+        adapters: AdapterKeys | None = None,
     ) -> RoleSettings:
         updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
         return RoleSettings(
@@ -319,6 +334,9 @@ class RoleBuilder:
             nccl_timeout=self.config.trainer.nccl_timeout,
             external_lib=self.policy.model.user_modules,
             repeat_out_of_memory=self.config.trainer.repeat_out_of_memory,
+            lora=lora_options(adapters, self.config.trainer.seed) if adapters else None,
+            adapter_path=adapters.lora_adapter_path if adapters else None,
+            reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:

@@ -31,7 +31,7 @@ from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
 from megarl.trainer.state.run_identity import ID_FILE
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
-from megarl.workers.settings import RoleSettings, layout_of
+from megarl.workers.settings import RoleSettings, layout_of, lora_options
 
 TARGET_WINDOW = 10
 """Steps over which accuracy is averaged before it is compared with the target."""
@@ -216,6 +216,9 @@ def _start_workers(
         nccl_timeout=config.trainer.nccl_timeout,
         external_lib=config.model.user_modules,
         repeat_out_of_memory=config.trainer.repeat_out_of_memory,
+        lora=lora_options(config.model, config.trainer.seed),
+        adapter_path=config.model.lora_adapter_path,
+        reference_adapter=config.model.lora.reference == "adapter",
     )
     cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)
     kwargs = {"settings": settings, **job.worker_arguments(phase, cost)}

@@ -13,6 +13,7 @@ from tiny_models import Row, rows_of
 from megarl.config import MegatronConfig
 from megarl.megatron import OptimizerOptions, OverlapOptions, RecomputeOptions
 from megarl.models import ParallelLayout, read_model_config
+from megarl.models.adapters import LoraOptions
 from megarl.ops.plan.job import PlannedPass, PlannedRole
 from megarl.ops.plan.pass_activations import saved_bytes
 from megarl.ops.plan.states import RankStates, StateCounter
@@ -69,6 +70,8 @@ CASES = {
     "experts_tp2_etp1_ep2": _case("experts", tp=2, etp=1, ep=2, sequence_parallel=True, dtype=torch.bfloat16),
     "experts_recomputed": _case("experts", RecomputeOptions("selective", modules=("moe",))),
     "latent": _case("latent"),
+    "adapters_tp2_bfloat16": _case("dense", tp=2, dtype=torch.bfloat16, lora=LoraOptions(4, 8.0)),
+    "adapters_critic_dp2": _case("critic", dp=2, value_head=True, lora=LoraOptions(4, 8.0)),
     "latent_tp2": _case("latent", tp=2, sequence_parallel=True),
 }
 
@@ -99,7 +102,7 @@ def planned_role(path: Path, setup: Setup) -> PlannedRole:
         dtype=str(setup.dtype).removeprefix("torch."),
     )
     model = read_model_config(path)
-    return PlannedRole("actor", "megatron", model, layout, megatron, setup.value_head, True, ())
+    return PlannedRole("actor", "megatron", model, layout, megatron, setup.value_head, True, (), lora=setup.lora)
 
 
 def planned_pass(setup: Setup, rows: list[Row], updates: bool = True) -> PlannedPass:

@@ -1,0 +1,309 @@
+"""Low-rank adapters (LoRA) on Megatron's parallel linear layers, and weights with the adapters merged into them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megarl.base.seeds import derive_seed
+from megarl.megatron.parameter_names import first_expert, global_naming
+from megarl.megatron.runtime import Runtime
+from megarl.models import LocalParam
+from megarl.models.adapters import OUTPUT_LAYER, A, AdapterMap, AdapterSplit, B, LocalAdapter
+
+
+class LowRankAdapter(nn.Module):
+    """The adapters of one parallel linear layer: ``scale * B A x`` is added to the layer's output.
+
+    A column-parallel layer has a whole A and its rows of B; a row-parallel layer its columns of A and a whole B. Under
+    sequence parallelism a whole matrix sees a part of the tokens: the mark on it makes Megatron sum its gradients.
+
+    Megatron's experts and megarl's output layer exchange tokens outside the layer: each rank that shares the layer has
+    all tokens, and the ranks' input gradients (of a row-parallel layer: outputs) are summed later.
+
+    Args:
+        local: the rank's shards.
+        weight: the layer's weight.
+        initial_a: initial values of A.
+        scale: factor of the output.
+        group: the ranks that share the layer.
+        sequence_parallel: the layer's inputs or outputs are split over the group by sequence.
+        sums_outside: see above.
+    """
+
+    def __init__(
+        self,
+        local: LocalAdapter,
+        weight: nn.Parameter,
+        initial_a: Tensor,
+        scale: float,
+        group: dist.ProcessGroup,
+        *,
+        sequence_parallel: bool,
+        sums_outside: bool,
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.enabled = True
+        self.split = local.split
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self._share = 1 / group.size() if sums_outside else 1.0
+        self._rows_of_layer = weight.shape[0]
+        self.a = nn.Parameter(initial_a.to(weight))
+        self.b = nn.Parameter(weight.new_zeros(local.b.shape))
+        adapters = len(self.a) // self.b.shape[1]
+        self.rows: Tensor
+        self.owned: Tensor | None
+        rows, owners = (torch.tensor(numbers, device=weight.device) for numbers in (local.rows, local.owners))
+        owned = F.one_hot(owners, adapters).to(weight) if adapters > 1 else None
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("owned", owned, persistent=False)
+        self._mark(weight, local.is_expert)
+
+    def _mark(self, weight: nn.Parameter, is_expert: bool) -> None:
+        """Set Megatron's marks: replicas of an expert, gradients to sum, and matrices that the norm counts once."""
+        whole = {AdapterSplit.COLUMN: [self.a], AdapterSplit.ROW: [self.b], AdapterSplit.REPLICATED: [self.a, self.b]}
+        for number, param in enumerate((self.a, self.b)):
+            is_whole = any(param is other for other in whole[self.split])
+            if is_expert:
+                # Megatron finds the first copy of a whole matrix by the group of dense layers.
+                set_tensor_model_parallel_attributes(param, True, 1 - number, 1)
+                setattr(param, "shared", is_whole and self.group.rank() > 0)  # noqa: B010
+                setattr(param, "allreduce", getattr(weight, "allreduce", True))  # noqa: B010
+            elif is_whole:
+                setattr(param, "sequence_parallel", self.sequence_parallel)  # noqa: B010
+            else:
+                set_tensor_model_parallel_attributes(param, True, 1 - number, 1)
+
+    def spread_b(self) -> Tensor:
+        """B ``[rows, adapters * rank]``: each row in the columns of its adapter, zero elsewhere."""
+        if self.owned is None:
+            return self.b
+        return (self.owned[:, :, None] * self.b[:, None, :]).flatten(1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The adapters' part of the layer's output, ``[..., rows]``."""
+        if self.split is AdapterSplit.COLUMN:
+            inputs = _Scaled.apply(inputs, 1.0, self._share)
+        result: Tensor = F.linear(self._exchanged(F.linear(inputs, self.a)), self.spread_b()) * self.scale
+        if self.split is AdapterSplit.ROW:
+            result = _Scaled.apply(result, self._share, 1.0)
+        if len(self.rows) == self._rows_of_layer:
+            return result
+        return result.new_zeros(*result.shape[:-1], self._rows_of_layer).index_copy(-1, self.rows, result)
+
+    def in_float32(self, inputs: Tensor) -> Tensor:
+        """The adapter's part of a router's logits, computed in float32 like the logits."""
+        return F.linear(F.linear(inputs, self.a.float()), self.b.float()) * self.scale
+
+    def _exchanged(self, low: Tensor) -> Tensor:
+        """``A x`` of all tokens that this rank's part of B multiplies."""
+        exchange = {
+            (AdapterSplit.COLUMN, True): gather_from_sequence_parallel_region,
+            (AdapterSplit.COLUMN, False): copy_to_tensor_model_parallel_region,
+            (AdapterSplit.ROW, True): reduce_scatter_to_sequence_parallel_region,
+            (AdapterSplit.ROW, False): reduce_from_tensor_model_parallel_region,
+        }.get((self.split, self.sequence_parallel))
+        result: Tensor = low if exchange is None else exchange(low, group=self.group)
+        return result
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """A copy of the layer's weight plus ``scale * B A``, summed in float32 and rounded once."""
+        result = weight.detach().float().clone()
+        result.index_add_(0, self.rows, self.spread_b().float() @ self.a.float(), alpha=self.scale)
+        return result.to(weight.dtype)
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiplies values by one factor and gradients by another."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, forward_factor: float, backward_factor: float) -> Tensor:
+        ctx.factor = backward_factor
+        return values.view_as(values) if forward_factor == 1 else values * forward_factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] if ctx.factor == 1 else grads[0] * ctx.factor, None, None
+
+
+class Adapters:
+    """All adapters of a pipeline stage.
+
+    Args:
+        layers: the adapter of each adapted weight, by the weight's name in the weight map.
+    """
+
+    def __init__(self, layers: Mapping[str, LowRankAdapter]) -> None:
+        self._layers = layers
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """A and B of every adapted layer, by their names in :class:`~megarl.models.adapters.AdapterMap`."""
+        found: dict[str, nn.Parameter] = {}
+        for weight, layer in self._layers.items():
+            name = weight.removesuffix(".weight")
+            found |= {f"{name}.{A}": layer.a, f"{name}.{B}": layer.b}
+        return found
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Scope in which the model computes without adapters."""
+        for layer in self._layers.values():
+            layer.enabled = False
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enabled = True
+
+    def copy(self) -> dict[str, Tensor]:
+        """Copy A and B, which must be on the device, to host memory, for :meth:`swapped`."""
+        return {name: param.detach().to("cpu", copy=True) for name, param in self.parameters().items()}
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:
+        """Scope in which the model computes with the adapters of a :meth:`copy`; they must be on the device."""
+        params, own = self.parameters(), self.copy()
+        try:
+            for name, param in params.items():
+                param.copy_(other[name])
+            yield
+        finally:
+            for name, param in params.items():
+                param.copy_(own[name])
+
+    def merged(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """View of the weights with adapters merged into them, one weight at a time."""
+        return _MergedWeights(weights, self._layers)
+
+
+class _MergedWeights(Mapping[str, Tensor]):
+    """Merges a weight when it is read, and keeps the last one: several slices of it are read in a row."""
+
+    def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, LowRankAdapter]) -> None:
+        self._weights, self._layers = weights, layers
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        layer = self._layers.get(name)
+        if layer is None:
+            return self._weights[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, layer.merged(self._weights[name])
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: Runtime) -> Adapters:
+    """Freeze the model, except a scalar head, and add its adapters; before it is wrapped for data parallelism.
+
+    Args:
+        chunks: modules of this stage.
+        adapter_map: the adapters.
+        runtime: this rank's process groups.
+    """
+    local = {adapter.weight: adapter for adapter in adapter_map.adapters(runtime.layout, runtime.rank)}
+    first = first_expert(adapter_map.model, runtime)
+    layers = {}
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        rename = global_naming(chunk, first)
+        for name, module in list(chunk.named_modules()):
+            has_weight = isinstance(getattr(module, "weight", None), nn.Parameter)
+            adapter = local.get(rename(f"{name}.weight")) if has_weight else None
+            if adapter is not None:
+                initial = initial_a(adapter_map, adapter.a)
+                layers[adapter.weight] = _adapter_of(adapter, module, initial, adapter_map.options.scale, runtime)
+                _attach(module, layers[adapter.weight])
+        if chunk.post_process and adapter_map.head:
+            chunk.output_layer.requires_grad_(True)
+        if chunk.pre_process:
+            # A recomputed layer has gradients only if its input does.
+            chunk.embedding.register_forward_hook(_require_grad)
+    assert layers.keys() == local.keys(), "every adapted layer of the stage is a module of its chunks"
+    return Adapters(layers)
+
+
+def _adapter_of(local: LocalAdapter, layer: Any, initial: Tensor, scale: float, runtime: Runtime) -> LowRankAdapter:
+    is_output, is_split = local.weight.startswith(OUTPUT_LAYER), runtime.layout.tp > 1
+    by_sequence = bool(getattr(layer, "sequence_parallel", False) or getattr(layer.weight, "sequence_parallel", False))
+    return LowRankAdapter(
+        local,
+        layer.weight,
+        initial,
+        scale,
+        runtime.etp_group if local.is_expert else runtime.tp_group,
+        sequence_parallel=by_sequence and is_split and not is_output and not local.is_expert,
+        # Megatron sums the input gradients of an output layer itself unless its inputs were gathered by sequence.
+        sums_outside=local.is_expert or (is_output and is_split and not layer.allreduce_dgrad),
+    )
+
+
+def _attach(layer: Any, adapter: LowRankAdapter) -> None:
+    layer.lora = adapter
+    if not getattr(layer, "adds_own_adapter", False):
+        layer.register_forward_hook(_add_output)
+
+
+def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:
+    """Initial values of a rank's part of A; those of B are zero.
+
+    Each tensor has a seed of its own, and is drawn whole: the values do not depend on the layout.
+    """
+    result, options, shapes = torch.zeros(param.shape), adapter_map.options, adapter_map.hf_shapes_of_a
+    for piece in param.pieces:
+        generator = torch.Generator().manual_seed(derive_seed(options.seed, piece.hf_name))
+        rows, columns = shapes[piece.hf_name]
+        whole = torch.empty(rows, columns)
+        draw = _DRAWS[options.initial_a]
+        draw(whole, generator)
+        result[piece.at[0] : piece.at[0] + rows] = whole[:, piece.start[1] : piece.stop[1]]
+    return result
+
+
+def _kaiming(values: Tensor, generator: torch.Generator) -> None:
+    bound = 1 / math.sqrt(values.shape[1])
+    values.uniform_(-bound, bound, generator=generator)
+
+
+def _xavier(values: Tensor, generator: torch.Generator) -> None:
+    values.normal_(0, math.sqrt(2 / sum(values.shape)), generator=generator)
+
+
+_DRAWS: Mapping[str, Callable[[Tensor, torch.Generator], None]] = {"kaiming": _kaiming, "xavier": _xavier}
+
+
+def _add_output(layer: Any, args: tuple[Tensor, ...], output: Any) -> Any:
+    adapter: LowRankAdapter = layer.lora
+    if not adapter.enabled:
+        return None
+    added = adapter(args[0])
+    return output + added if isinstance(output, Tensor) else (output[0] + added, output[1])
+
+
+def _require_grad(_: Any, __: Any, embedded: Tensor) -> Tensor | None:
+    return embedded.requires_grad_() if torch.is_grad_enabled() else None

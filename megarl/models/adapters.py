@@ -1,0 +1,299 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) as data: tensors with adapters, and their shards."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from megarl.base.errors import ConfigError
+from megarl.models.layout import ParallelLayout
+from megarl.models.model_config import ModelConfig
+from megarl.models.partition import LocalParam, Piece
+from megarl.models.weight_map import VOCAB_MULTIPLE, Contribution, WeightMap
+
+ALL_LINEAR = "all-linear"
+INITIAL_A = ("kaiming", "xavier")
+"""Distributions of A's initial values: uniform as in peft, or normal as in Megatron-Bridge."""
+A, B = "lora_a", "lora_b"
+"""Names of an adapter's two parameters inside its layer."""
+OUTPUT_LAYER = "output_layer"
+_ATTENTION = r"self_attention\.(linear_qkv|linear_proj|linear_q_proj|linear_(q|kv)_(down|up)_proj)"
+_MLP = r"mlp\.((shared_experts\.|experts\.local_experts\.\d+\.)?linear_fc[12]|router)"
+_ADAPTED = re.compile(rf"^(decoder\.layers\.\d+\.({_ATTENTION}|{_MLP})|{OUTPUT_LAYER})\.weight$")
+_BY_NAME_ONLY = ("router", OUTPUT_LAYER)
+"""Layers that ``all-linear`` leaves out, as peft leaves out the output layer."""
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Options of the low-rank adapters of a model.
+
+    Attributes:
+        rank: rows of A and columns of B.
+        alpha: the adapter's output is multiplied by ``alpha / rank``.
+        targets: names of Hugging Face modules or their last parts, such as ``q_proj``; Megatron's names of layers, such
+            as ``linear_qkv``; or ``all-linear``.
+        excludes: names to leave out, likewise.
+        rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
+        initial_a: distribution of A's initial values, of :data:`INITIAL_A`; B is zero.
+        seed: seed of the initial values.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    excludes: tuple[str, ...] = ()
+    rank_stabilized: bool = False
+    initial_a: str = INITIAL_A[0]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora_rank={self.rank} must be at least 1 (0 = no adapters)")
+        if not self.alpha > 0:
+            raise ConfigError(f"lora_alpha={self.alpha} must be above 0: the adapters would have no effect")
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+class AdapterSplit(Enum):
+    """Split of an adapter over the ranks that share its layer."""
+
+    COLUMN = "the layer's outputs are split: A is whole, B is split by rows"
+    ROW = "the layer's inputs are split: A is split by columns, B is whole"
+    REPLICATED = "every rank has the whole layer, A and B"
+
+
+class LocalAdapter(NamedTuple):
+    """One rank's shards of the adapters of a linear layer; a fused layer has one adapter per Hugging Face tensor.
+
+    Attributes:
+        weight: name of the layer's weight in the weight map.
+        a: A of each adapter, one below the other, ``[adapters * rank, inputs]``.
+        b: rows of B for the adapted rows of the layer, ``[rows, rank]``.
+        rows: adapted rows of the layer, ascending.
+        owners: number of the adapter of each row.
+        split: split over the ranks that share the layer.
+    """
+
+    weight: str
+    a: LocalParam
+    b: LocalParam
+    rows: tuple[int, ...]
+    owners: tuple[int, ...]
+    split: AdapterSplit
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the layer belongs to a routed expert."""
+        return ".local_experts." in self.weight
+
+
+class AdapterMap:
+    """Map of the trained parameters of a model with adapters, with the interface of
+    :class:`~megarl.models.WeightMap` for checkpoints: every A and B, and a scalar head.
+
+    Args:
+        weights: weight map of the model.
+        options: the adapters.
+
+    Raises:
+        ConfigError: a target matches no tensor of the model, or a tensor that cannot have an adapter.
+    """
+
+    def __init__(self, weights: WeightMap, options: LoraOptions) -> None:
+        self.options = options
+        self._weights = weights
+        self._shapes = weights.hf_shapes()
+        self._check_targets()
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every A and B, by the name that peft gives it inside the model, and of a scalar head."""
+        rank, shapes = self.options.rank, dict[str, tuple[int, ...]]()
+        for name in self.targets:
+            rows, columns = self._shapes[name]
+            shapes |= {_hf_name(name, "A"): (rank, columns), _hf_name(name, "B"): (rows, rank)}
+        return shapes | {name: self._shapes[name] for name in self.head}
+
+    @property
+    def base_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor of the model without adapters."""
+        return self._shapes
+
+    @cached_property
+    def hf_shapes_of_a(self) -> Mapping[str, tuple[int, int]]:
+        """Shape of every A, by name."""
+        return {_hf_name(name, "A"): (self.options.rank, self._shapes[name][1]) for name in self.targets}
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model."""
+        return self._weights.config
+
+    def is_float32(self, hf_name: str) -> bool:
+        """Whether a tensor is float32 in every weight dtype: none is."""
+        return False
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """Hugging Face tensors of the scalar head, which is trained whole; empty for a language model."""
+        return tuple(name for name in self._shapes if name.startswith("score.")) if self._weights.value_head else ()
+
+    def adapters(self, layout: ParallelLayout, rank: int) -> list[LocalAdapter]:
+        """Adapters of one training rank."""
+        return list(filter(None, map(self._adapter, self._weights.megatron_params(layout, rank))))
+
+    def megatron_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:
+        """Trained parameters of one training rank."""
+        held = self._weights.megatron_params(layout, rank)
+        pairs = [param for adapter in map(self._adapter, held) if adapter for param in (adapter.a, adapter.b)]
+        return pairs + [param for param in held if self._is_head(param)]
+
+    def contributions(self, layout: ParallelLayout, rank: int) -> list[Contribution]:
+        """The subset of :meth:`megatron_params` that a rank can contribute to a checkpoint, each element once."""
+        result = []
+        for contribution in self._weights.contributions(layout, rank):
+            param, replica, replicas = contribution
+            if self._is_head(param):
+                result.append(contribution)
+            adapter = self._adapter(param)
+            if adapter is None:
+                continue
+            is_first = (layout.expert_coordinate(rank).etp if adapter.is_expert else layout.coordinate(rank).tp) == 0
+            for part, split in ((adapter.a, AdapterSplit.ROW), (adapter.b, AdapterSplit.COLUMN)):
+                if is_first or adapter.split is split:
+                    result.append(Contribution(part, replica, replicas))
+        return result
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Check that every pipeline stage, and every rank of a split output layer, has an adapter.
+
+        Raises:
+            ConfigError: a stage has none: it would have nothing to train.
+        """
+        for stage in range(layout.pp):
+            if not self.megatron_params(layout, stage * layout.ranks_per_stage):
+                raise ConfigError(
+                    f"target_modules={list(self.options.targets)}: pipeline stage {stage + 1} of {layout.pp} has no "
+                    "layer with an adapter; add targets that every stage has, such as all-linear"
+                )
+        vocab = self._weights.config.vocab_size
+        height = -(-vocab // (VOCAB_MULTIPLE * layout.tp)) * VOCAB_MULTIPLE
+        if "lm_head.weight" in self.targets and (layout.tp - 1) * height >= vocab:
+            raise ConfigError(
+                f"target_modules: lm_head of {vocab} rows leaves a rank of tensor_model_parallel_size={layout.tp} "
+                "without rows; choose a smaller size"
+            )
+
+    @cached_property
+    def targets(self) -> dict[str, None]:
+        """Hugging Face tensors with an adapter, in the order of the model."""
+        options = self.options
+        return {
+            name: None
+            for name, shape in self._shapes.items()
+            if len(shape) == 2
+            and name not in self.head
+            and (self._matches(name, options.targets) or (ALL_LINEAR in options.targets and name in self._by_default))
+            and not self._matches(name, options.excludes)
+        }
+
+    def _is_head(self, param: LocalParam) -> bool:
+        return any(piece.hf_name in self.head for piece in param.pieces)
+
+    def _adapter(self, param: LocalParam) -> LocalAdapter | None:
+        """The adapters of a weight; None without any."""
+        if not _ADAPTED.match(param.name):
+            return None
+        pieces = [piece for piece in param.pieces if piece.hf_name in self.targets]
+        if not pieces:
+            return None
+        rank, layer = self.options.rank, param.name.removesuffix(".weight")
+        tensors = list(dict.fromkeys(piece.hf_name for piece in pieces))
+        first, last = pieces[0].start[1], pieces[0].stop[1]
+        a = [
+            Piece(_hf_name(name, "A"), (0, first), (rank, last), (number * rank, 0))
+            for number, name in enumerate(tensors)
+        ]
+        b: list[Piece] = []
+        rows: list[int] = []
+        owners: list[int] = []
+        for piece in pieces:
+            height = piece.shape[0]
+            b.append(Piece(_hf_name(piece.hf_name, "B"), (piece.start[0], 0), (piece.stop[0], rank), (len(rows), 0)))
+            rows += range(piece.at[0], piece.at[0] + height)
+            owners += [tensors.index(piece.hf_name)] * height
+        return LocalAdapter(
+            param.name,
+            LocalParam(f"{layer}.{A}", (len(tensors) * rank, last - first), tuple(a)),
+            LocalParam(f"{layer}.{B}", (len(rows), rank), tuple(b)),
+            tuple(rows),
+            tuple(owners),
+            _split_of(layer),
+        )
+
+    @cached_property
+    def _layer_of(self) -> Mapping[str, str]:
+        """Megatron's name of the layer of each Hugging Face tensor that can have an adapter, such as ``linear_qkv``."""
+        params = self._weights.megatron_params(ParallelLayout(), 0)
+        return {
+            piece.hf_name: param.name.split(".")[-2]
+            for param in params
+            if _ADAPTED.match(param.name) and not self._is_head(param)
+            for piece in param.pieces
+            if piece.hf_name != "model.embed_tokens.weight"  # a tied output layer
+        }
+
+    @cached_property
+    def _by_default(self) -> frozenset[str]:
+        return frozenset(name for name, layer in self._layer_of.items() if layer not in _BY_NAME_ONLY)
+
+    def _matches(self, hf_name: str, modules: Sequence[str]) -> bool:
+        """Whether a tensor belongs to one of the modules, by peft's rule for lists or by Megatron's layer."""
+        module, layer = _module(hf_name), self._layer_of.get(hf_name)
+        return any(name in (module, layer) or module.endswith(f".{name}") for name in modules)
+
+    def _check_targets(self) -> None:
+        layers = dict.fromkeys(name.split(".")[-2] for name in self._shapes if name in self._layer_of)
+        for key, names in (("target_modules", self.options.targets), ("exclude_modules", self.options.excludes)):
+            for name in names:
+                if name != ALL_LINEAR and not any(self._matches(tensor, (name,)) for tensor in self._shapes):
+                    raise ConfigError(f"{key}: '{name}' matches no layer of the model{_nearest(name, layers)}")
+        refused = [name for name in self.targets if name not in self._layer_of]
+        if refused:
+            raise ConfigError(
+                f"target_modules: '{_module(refused[0])}' cannot have an adapter; valid: {', '.join(layers)}"
+            )
+        if not self.targets:
+            raise ConfigError(f"exclude_modules={list(self.options.excludes)} leaves no layer with an adapter")
+
+
+def _split_of(layer: str) -> AdapterSplit:
+    name = layer.rpartition(".")[2]
+    if name in ("linear_proj", "linear_fc2"):
+        return AdapterSplit.ROW
+    return AdapterSplit.REPLICATED if name == "router" or name.endswith("_down_proj") else AdapterSplit.COLUMN
+
+
+def _nearest(name: str, layers: Iterable[str]) -> str:
+    """The rest of a message: the closest valid name, and all of them."""
+    valid = list(layers)
+    close = difflib.get_close_matches(name, valid, 1, 0.5)
+    return (f"; did you mean '{close[0]}'?" if close else ";") + f" valid: {', '.join(valid)}"
+
+
+def _module(hf_name: str) -> str:
+    return hf_name.removesuffix(".weight")
+
+
+def _hf_name(weight: str, part: str) -> str:
+    return f"{_module(weight)}.lora_{part}.weight"

@@ -1,0 +1,132 @@
+"""Low-rank adapters in supervised jobs, and a policy that continues from saved adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from arithmetic_task import RUN
+from dotted_keys import set_keys
+from safetensors.torch import load_file
+
+from megarl.base.errors import ConfigError
+from megarl.config import RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config.build import build
+from megarl.config.schema.jobs import PreferenceConfig
+from megarl.convert.command import main as convert
+from megarl.tracking import read_metrics
+from megarl.trainer.jobs.early_checks import check_learners
+from megarl.trainer.jobs.preference import run as run_preference
+from megarl.trainer.jobs.sft import run as run_sft
+from megarl.trainer.jobs.train import run as run_policy
+from megarl.trainer.jobs.train_reward_model import run as run_reward_model
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
+RANK = 4
+
+
+def test_a_policy_continues_from_the_adapters_of_fine_tuning(
+    sft_config: Callable[..., SFTConfig], train_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    """SFT's loss falls by adapters alone; RL starts from them, and the KL to them is 0 in the first step."""
+    checkpoints, adapters = tmp_path / "checkpoints", tmp_path / "adapters"
+    lora = {"model.lora_rank": RANK, "model.lora_alpha": 8, "optim.lr": 3e-2, "optim.weight_decay": 0.0}
+    run = {"total_training_steps": 6, "save_freq": 6, "default_local_dir": str(checkpoints)}
+    (tmp_path / "sft").mkdir()
+    config = sft_config({**lora, **{f"trainer.{name}": value for name, value in run.items()}})
+    run_sft(config, tmp_path / "sft")
+    losses = [row["train/loss"] for row in read_metrics(tmp_path / "sft" / "metrics.jsonl")]
+    assert losses[-1] < losses[0] - 0.5
+    assert convert(["megatron-to-peft", str(checkpoints), str(adapters)]) == 0
+
+    policy = {f"actor_rollout_ref.{name}": value for name, value in lora.items() if name.startswith("model.")} | {
+        "actor_rollout_ref.model.lora_adapter_path": str(adapters),
+        "actor_rollout_ref.model.lora.reference": "adapter",
+        "actor_rollout_ref.actor.optim.lr": 1e-2,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.use_kl_in_reward": True,
+        "actor_rollout_ref.rollout.n": 4,
+        "data.train_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "trainer.total_training_steps": 2,
+        "trainer.save_freq": -1,
+    }
+    (tmp_path / "rl").mkdir()
+    run_policy(train_config(policy), tmp_path / "rl")
+    rows = read_metrics(tmp_path / "rl" / "metrics.jsonl")
+    assert rows[0]["actor/reward_kl_penalty"] == 0
+
+    wrong = train_config({**policy, "actor_rollout_ref.model.lora_rank": 8})
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.lora_rank=8: the adapters of .* have 4"):
+        check_learners(wrong)
+
+
+def test_a_reward_model_trains_adapters_and_its_head(
+    pair_config: Callable[..., RewardTrainingConfig], tmp_path: Path
+) -> None:
+    """The export is the base model plus matrices of the adapters' rank."""
+    changes = {
+        "model.lora_rank": RANK,
+        "megatron.dtype": "float32",
+        "optim.lr": 1e-2,
+        "trainer.total_training_steps": 4,
+        "trainer.hf_export_dir": str(tmp_path / "reward"),
+    }
+    config = pair_config(changes)
+    (tmp_path / "run").mkdir()
+    run_reward_model(config, tmp_path / "run")
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert steps[0]["train/loss"] == pytest.approx(0.6931, abs=1e-4)
+    base = load_file(Path(config.model.path) / "model.safetensors")
+    trained = load_file(tmp_path / "reward" / "model.safetensors")
+    assert trained["score.weight"].abs().max() > 0
+    for name, weight in base.items():
+        change = trained[name] - weight if name in trained else torch.zeros(1)
+        if "proj" in name and name.endswith("weight"):
+            rank = int(torch.linalg.matrix_rank(change.double(), rtol=1e-4))
+            assert 1 <= rank <= RANK, name
+        else:
+            assert not change.any(), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ["q_prj"]}, "target_modules: 'q_prj' matches no layer .* did you mean 'q_proj'"),
+        ({"target_modules": ["embed_tokens"]}, "target_modules: 'model.embed_tokens' cannot have an adapter; valid: "),
+        ({"exclude_modules": ["all_of_it"]}, "exclude_modules: 'all_of_it' matches no layer"),
+        ({"lora_adapter_path": "/nowhere"}, "lora_adapter_path=/nowhere: .*adapter_config.json is missing"),
+    ],
+)
+def test_wrong_adapters_are_rejected_before_any_process_starts(
+    train_config: Callable[..., TrainConfig], changes: dict[str, object], message: str
+) -> None:
+    keys = {"actor_rollout_ref.model.lora_rank": 4} | {f"actor_rollout_ref.model.{k}": v for k, v in changes.items()}
+    with pytest.raises(ConfigError, match=rf"actor_rollout_ref\.model\.{message}"):
+        check_learners(train_config(keys))
+
+
+def test_preference_optimization_has_the_base_as_reference(
+    pair_config: Callable[..., RewardTrainingConfig], tmp_path: Path
+) -> None:
+    """DPO's loss is log 2 while policy and reference are the same model."""
+    pairs = pair_config()
+    values = {
+        "data.train_files": pairs.data.train_files,
+        "data.train_batch_size": 8,
+        "model.path": pairs.model.path,
+        "model.lora_rank": RANK,
+        **RUN,
+        "megatron.dtype": "float32",
+        "optim.lr": 1e-2,
+        "trainer.total_training_steps": 3,
+    }
+    (tmp_path / "run").mkdir()
+    run_preference(build(PreferenceConfig, set_keys({}, values), str(tmp_path / "files")), tmp_path / "run")
+    losses = [row["train/loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-7)
+    assert abs(losses[2] - math.log(2)) > 1e-4
