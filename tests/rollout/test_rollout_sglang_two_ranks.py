@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
@@ -363,15 +364,45 @@ def test_a_frozen_server_is_detected(server, owner, folders):
     server._wait_until_idle()
 
 
-def test_a_dead_rank_is_detected(front_end, tied):
+def test_a_frozen_rank_is_detected_during_a_sync(owner, server, folders, monkeypatch):
+    """The scheduler is silent during a bucket anyway; the next sync succeeds once the process runs again."""
+    monkeypatch.setattr(owner, "options", replace(owner.options, health_timeout_s=3.0))
+    (victim,) = [
+        process
+        for process in psutil.Process(owner._backend._process.pid).children(recursive=True)
+        if "scheduler_TP1" in " ".join(process.cmdline())
+    ]
+    sync = WeightSync(owner, folders[0])
+    sync.begin(8)
+    sync.send([0])
+    try:
+        victim.suspend()
+        message = r"'update_weights_from_tensor': processes are stopped for 3 s \(rollout.health.timeout_s\): pid "
+        with pytest.raises(EngineLost, match=message + str(victim.pid)):
+            sync.send([1])
+    finally:
+        victim.resume()
+    assert owner.stale
+    sync.close(completed=False)
+    update(owner, folders[1], 9)
+    assert_holds(owner, folders[1])
+
+
+def test_a_rank_that_dies_within_a_bucket_is_named(front_end, tied):
     """Ends the engine of the tests above."""
-    front_end.load_hf(str(tied[0]))
-    front_end.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
-    front_end._backend._processes[0].kill()
+    sync = WeightSync(front_end, tied[1])
+    sync.begin(2)
+    sync.send([0])
+    victim = front_end._backend._processes[1]
+    victim.suspend()
+    threading.Timer(2.0, victim.kill).start()
+    with pytest.raises(
+        EngineLost, match=r"'update_weights_from_tensor': one of its processes ended \(rank 1, running:"
+    ):
+        sync.send([1])
+    assert front_end.stale and not front_end.health().ready
     with pytest.raises(EngineLost, match="one of its processes ended"):
-        while True:
-            front_end.poll(30.0)
-    assert not front_end.health().ready
+        sync.begin(3)
 
 
 def test_a_dead_server_is_detected(server, owner, folders):

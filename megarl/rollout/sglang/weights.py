@@ -71,6 +71,7 @@ class WeightSession:
         self._open = False
         self._ranks: list[int] = []
         self._in_update = False
+        self._transfer: int | None = None
         self._largest_command = 0
         self._shards = [SGLangShard(config, self._tp, rank) for rank in range(self._tp)]
         self._names = [param.name for param in self._shards[0].params()]
@@ -98,6 +99,7 @@ class WeightSession:
     def connect(self, specs: Sequence[ReceiverSpec]) -> None:
         """Create the receivers; see :meth:`megarl.rollout.RolloutEngine.connect_receivers`."""
         self._query("connect", [(spec,) for spec in specs])
+        self._transfer = None
         self._ranks = [spec.plan.rank for spec in specs]
 
     def begin(self, version: int) -> None:
@@ -112,7 +114,9 @@ class WeightSession:
 
     def open(self, session: int) -> None:
         """Prepare to receive; see :meth:`megarl.rollout.RolloutEngine.open_transfer`."""
-        self._query("open", [(session,)] * self._tp)
+        if session != self._transfer:
+            self._query("open", [(session,)] * self._tp)
+            self._transfer = session
 
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
         """Let the ranks read a bucket; see :meth:`megarl.rollout.RolloutEngine.import_bucket`."""
@@ -126,6 +130,8 @@ class WeightSession:
 
     def close_transfer(self, completed: bool) -> list[TransferUsage]:
         """End receiving; the last entry is the memory of this process's largest command."""
+        if not completed:
+            self._transfer = None
         replies = self._query("close", [(completed,)] * self._tp)
         return [*(TransferUsage(*reply.values) for reply in replies), TransferUsage(self._largest_command)]
 
