@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import os
 import pickle
 import socket
 import struct
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -206,7 +208,7 @@ class TestLoader:
         sender = BucketSender(whole, 0, lambda: tensors, peers, torch.float32)
         ask("connect", ReceiverSpec(part, routes, None, "float32"))
         ask("begin", 4)
-        ask("open", 0)
+        ask("open", 0, None)
         for index in range(len(whole.buckets)):
             ask("bucket", index, list(sender.export_bucket(index).values()))
             sender.release_bucket(index)
@@ -233,6 +235,15 @@ class TestLoader:
             ask("bucket", 0, [])
         with pytest.raises(WeightSyncError, match=r"SGLang's rank 0: KeyError: 'unknown'"):
             ask("read", "unknown")
+
+    def test_groups_with_training_ranks_use_the_interface_of_the_engine(self, ask, monkeypatch):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        seen = []
+        receiver = SimpleNamespace(open=lambda session: seen.append(os.environ["GLOO_SOCKET_IFNAME"]))
+        loader._LOADER._receiver = receiver
+        ask("open", 0, "eth7")
+        ask("open", 1, None)
+        assert seen == ["eth7", "lo"] and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
     def test_missing_replies_are_reported(self):
         replies = ReplyListener()
@@ -317,6 +328,9 @@ def test_environment_of_sglangs_ranks(monkeypatch):
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # trainers on several nodes: NCCL must reach them
+    several = environment(SGLangOptions(device="cuda:1"))
+    assert several["GLOO_SOCKET_IFNAME"] == "lo" and "NCCL_SOCKET_IFNAME" not in several
     two_nodes = SGLangOptions(device="cuda:1", server_args={"nnodes": 2})
     assert "GLOO_SOCKET_IFNAME" not in environment(two_nodes), "its ranks are on several machines"
 

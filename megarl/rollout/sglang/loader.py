@@ -28,10 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.base.environment import environment_variables
 from megarl.base.errors import WeightSyncError
 from megarl.base.ports import interface_of
 from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.interface import NOT_CONNECTED
+from megarl.rollout.sglang.options import GLOO_INTERFACE
 from megarl.rollout.sglang.shards import SGLangShard
 from megarl.rollout.weight_checks import RankWeights
 from megarl.sharding.placement import current_location
@@ -178,9 +180,10 @@ class RankLoader:
         self._connected().begin(version)
         return Reply()
 
-    def open(self, model: torch.nn.Module, session: int) -> Reply:
-        """Prepare to receive."""
-        self._connected().open(session)
+    def open(self, model: torch.nn.Module, session: int, interface: str | None) -> Reply:
+        """Prepare to receive; gloo groups with the training ranks use a network interface, None = this rank's."""
+        with environment_variables({} if interface is None else {GLOO_INTERFACE: interface}):
+            self._connected().open(session)
         return Reply()
 
     def bucket(self, model: torch.nn.Module, index: int, messages: Sequence[Message]) -> Reply:

@@ -24,6 +24,9 @@ MODES = ("in_process", "http")
 LOADER = "megarl.rollout.sglang.loader.load"
 """Import path of the weight loader for SGLang's ranks."""
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface of gloo, read when a group is created."""
+
 RESERVED_TOKENS = 2
 """Tokens of the context length that SGLang reserves."""
 
@@ -261,7 +264,11 @@ def environment(options: SGLangOptions) -> dict[str, str]:
     # Requests may use the model's whole context, and SGLang reserves two more tokens.
     variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if on_one_node(options):
-        variables |= collective_interfaces("127.0.0.1")
+        loopback = collective_interfaces("127.0.0.1")
+        if os.environ.get(GLOO_INTERFACE, loopback.get(GLOO_INTERFACE)) != loopback.get(GLOO_INTERFACE):
+            # Trainers on other nodes send weights to the same processes, and NCCL reads its interface once.
+            loopback.pop("NCCL_SOCKET_IFNAME", None)
+        variables |= loopback
     if options.is_cpu:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(options.tensor_parallel_size)

@@ -18,7 +18,7 @@ from megarl.models.checksum import ParamRectangle
 from megarl.rollout.interface import NOT_CONNECTED
 from megarl.rollout.sglang.backend import ControlCaller, RequestLoop, SGLangBackend
 from megarl.rollout.sglang.loader import Reply, ReplyListener
-from megarl.rollout.sglang.options import LOADER, SGLangOptions
+from megarl.rollout.sglang.options import GLOO_INTERFACE, LOADER, SGLangOptions
 from megarl.rollout.sglang.shards import SGLangShard
 from megarl.rollout.weight_checks import NOT_OPEN
 from megarl.sharding.placement import ProcessLocation
@@ -67,6 +67,8 @@ class WeightSession:
                 f"{LOADER}, and with megarl installed there"
             )
         self._replies = ReplyListener(backend.ranks_host)
+        # SGLang's ranks talk to each other over loopback, and to training ranks of other nodes as this process does.
+        self._interface = os.environ.get(GLOO_INTERFACE) if backend.ranks_host is None else None
         self._command_ids = itertools.count()
         self._open = False
         self._ranks: list[int] = []
@@ -115,7 +117,7 @@ class WeightSession:
     def open(self, session: int) -> None:
         """Prepare to receive; see :meth:`megarl.rollout.RolloutEngine.open_transfer`."""
         if session != self._transfer:
-            self._query("open", [(session,)] * self._tp)
+            self._query("open", [(session, self._interface)] * self._tp)
             self._transfer = session
 
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
