@@ -66,7 +66,7 @@ def check_complete(covers: Iterable[Coverage], version: int) -> None:
         )
 
 
-class RankWeights:
+class ShardWeights:
     """Parameters of one engine rank by name, replaced as a whole by weight updates.
 
     Args:

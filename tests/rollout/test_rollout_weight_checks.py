@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout.weight_checks import Coverage, RankWeights, check_complete
+from megarl.rollout.weight_checks import Coverage, ShardWeights, check_complete
 
 
 @st.composite
@@ -68,7 +68,7 @@ def test_the_incomplete_parameter_is_named():
 
 @pytest.fixture
 def weights():
-    update = RankWeights({"a": torch.full((3, 2), 9.0), "b": torch.full((3,), 9.0)})
+    update = ShardWeights({"a": torch.full((3, 2), 9.0), "b": torch.full((3,), 9.0)})
     update.begin(3)
     return update
 

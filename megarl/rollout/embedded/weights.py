@@ -8,10 +8,10 @@ import torch
 
 from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam
-from megarl.rollout.weight_checks import RankWeights
+from megarl.rollout.weight_checks import ShardWeights
 
 
-class WeightStore(RankWeights):
+class WeightStore(ShardWeights):
     """Parameters whose memory is freed while the engine sleeps.
 
     Args:
@@ -43,7 +43,7 @@ class WeightStore(RankWeights):
         self.drop()
 
     def begin(self, version: int) -> None:
-        """See :meth:`RankWeights.begin`; the parameters must have memory."""
+        """See :meth:`ShardWeights.begin`; the parameters must have memory."""
         if not self.allocated:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' before an update")
         super().begin(version)

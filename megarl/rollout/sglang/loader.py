@@ -35,7 +35,7 @@ from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.interface import NOT_CONNECTED
 from megarl.rollout.sglang.options import GLOO_INTERFACE
 from megarl.rollout.sglang.shards import SGLangShard
-from megarl.rollout.weight_checks import RankWeights
+from megarl.rollout.weight_checks import ShardWeights
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import BucketReceiver, ReceiverSpec
 from megarl.sharding.sender import Message
@@ -158,7 +158,7 @@ class RankLoader:
 
     def __init__(self) -> None:
         self._shard: SGLangShard | None = None
-        self._weights = RankWeights({})
+        self._weights = ShardWeights({})
         self._receiver: BucketReceiver | None = None
 
     def attach(self, model: torch.nn.Module, shard: SGLangShard) -> Reply:
