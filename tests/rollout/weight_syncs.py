@@ -29,16 +29,16 @@ def rank_params(engine):
 class WeightSync:
     """A trainer of one rank, in this process, that holds a folder's weights in float32, connected to an engine."""
 
-    def __init__(self, engine, folder, transport="auto", bucket_bytes=5000, store=None):
+    def __init__(self, engine, folder, transport="auto", bucket_bytes=5000, store=None, delta=None):
         reader = HFReader(folder)
         weight_map = WeightMap(reader.config)
-        tensors = dict(load_local(reader, weight_map.megatron_params(LAYOUT, 0), torch.float32))
+        self.tensors = dict(load_local(reader, weight_map.megatron_params(LAYOUT, 0), torch.float32))
         layout = RolloutLayout(engine.options.tensor_parallel_size, vocab_multiple=vocab_multiple(engine))
         self.engine, self.plan = engine, build_plan(weight_map, LAYOUT, layout, bucket_bytes, 4)
         routes = Routes([current_location()], engine.rank_locations(), transport)
         address = None if store is None else StoreAddress("127.0.0.1", store.port, 60.0)
         peers = PeerTransports.for_sender(routes, 0, destination_ranks(self.plan.sent_by(0)), CPU, address)
-        self.sender = BucketSender(self.plan, 0, lambda: tensors, peers, torch.float32)
+        self.sender = BucketSender(self.plan, 0, lambda: self.tensors, peers, torch.float32, delta=delta)
         engine.connect_receivers([ReceiverSpec(part, routes, address, "float32") for part in receiver_plans(self.plan)])
 
     def begin(self, version):
@@ -58,15 +58,18 @@ class WeightSync:
                 self.sender.release_bucket(index)
 
     def close(self, completed=True):
-        self.sender.close(completed)
+        self.sent = self.sender.close(completed)
         return self.engine.close_transfer(completed)
+
+    def run(self, version):
+        """A whole sync; returns the memory of each receiving process."""
+        self.begin(version)
+        self.send()
+        usage = self.close()
+        self.engine.end_update(version)
+        return usage
 
 
 def update(engine, folder, version, **options):
-    """A whole sync; returns the memory of each receiving process."""
-    sync = WeightSync(engine, folder, **options)
-    sync.begin(version)
-    sync.send()
-    usage = sync.close()
-    engine.end_update(version)
-    return usage
+    """A single sync; see :meth:`WeightSync.run`."""
+    return WeightSync(engine, folder, **options).run(version)
