@@ -293,7 +293,7 @@ class EngineEnd:
 
     def close_transfer(self, completed: bool) -> Done:
         """Stop receiving."""
-        return Done(self._call("rollout", "close_transfer", completed))
+        return Done([usage for replica in self._call("rollout", "close_transfer", completed) for usage in replica])
 
     def end_update(self, version: int) -> Done:
         """Switch the engines to the new weights."""

@@ -1,28 +1,32 @@
-"""Speed of a weight sync from Megatron's layout to the engines, against a plain copy of the same bytes.
+"""Speed of a weight sync from Megatron's layout to real engines, against a plain copy of the same bytes.
 
-    python benchmarks/weight_sync.py [--transports auto gloo inline] [--bucket-megabytes 64] [--layers 8]
+    python benchmarks/weight_sync.py [--engines embedded sglang] [--transports auto gloo inline] [--layers 8]
 
 The model is a Llama of about 1 GB in bfloat16 with random weights and its real weight map. It goes from TP2 PP2 to one
-engine at TP1 or TP2, with a process per rank and real transports; pipes replace Ray. ``plain copy`` is the limit of
-shared memory: the same number of processes copies the same bytes. Each sender copies from a flat tensor into mapped
-memory, then each receiver copies from there into a flat tensor. Both sides run in turn, so that a loaded machine slows
-both. Figures are medians over the rounds; the ratio matters.
+replica of the embedded engine, of SGLang TP1 and of SGLang TP2 (if SGLang is installed), with real transports; pipes
+replace Ray. ``plain copy`` is the limit of shared memory: as many processes as the replica has ranks copy the same
+bytes. Each sender copies from a flat tensor into mapped memory, then each receiver copies from there into a flat
+tensor. Both sides run in turn, so that a loaded machine slows both. Figures are medians over the rounds; the ratio
+matters.
 
 ``extra`` is the maximum memory of a process in the first sync, without its weights, as the kernel counts it: peak
-resident size, minus the size before, minus mapped pages of other processes.
+resident size, minus the size before, minus mapped pages of other processes. ``metric`` is ``weight_sync/peak_mb``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import pickle
 import statistics
+import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 # Two processes with a thread each per core are faster than one with many; read when torch is imported.
@@ -31,7 +35,10 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from machine import processor
 
-from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, parse_model_config
+from megarl.base.packages import is_installed
+from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, read_model_config
+from megarl.rollout import EngineOptions, create_engine
+from megarl.rollout.registry import engine_vocab_multiple
 from megarl.sharding import ReshardPlan, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 
 TRAIN = ParallelLayout(tp=2, pp=2)
@@ -39,22 +46,32 @@ DTYPE, ELEMENT_BYTES = "bfloat16", 2
 PIECE_BYTES = 1 << 20
 
 
-def model(layers: int) -> ModelConfig:
-    """Return a Llama with wide layers; eight layers are 1.0 GB."""
-    return parse_model_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "num_hidden_layers": layers,
-            "hidden_size": 2048,
-            "intermediate_size": 5632,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 32000,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": False,
-        }
-    )
+ENGINES = {"embedded": (1,), "sglang": (1, 2)}
+"""Tensor-parallel sizes to measure, by engine."""
+
+
+def write_model(folder: Path, layers: int) -> ModelConfig:
+    """Write the config of a Llama with wide layers; eight layers are 1.0 GB."""
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return read_model_config(folder)
 
 
 def random_tensors(params: Sequence[LocalParam], rank: int) -> dict[str, Any]:
@@ -70,10 +87,11 @@ def random_tensors(params: Sequence[LocalParam], rank: int) -> dict[str, Any]:
 
 
 class Memory:
-    """The kernel's memory counters of this process, in bytes."""
+    """The kernel's memory counters of a process, in bytes."""
 
-    def __init__(self) -> None:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+    def __init__(self, pid: int) -> None:
+        self.folder = f"/proc/{pid}"
+        with open(f"{self.folder}/clear_refs", "w", encoding="ascii") as file:
             file.write("5")  # resets the peak
         self.before = self._read()
 
@@ -83,9 +101,8 @@ class Memory:
         others = now["RssShmem"] - self.before["RssShmem"] - own_shared
         return now["VmHWM"] - self.before["VmRSS"] - max(0, others)
 
-    @staticmethod
-    def _read() -> dict[str, int]:
-        with open("/proc/self/status", encoding="ascii") as file:
+    def _read(self) -> dict[str, int]:
+        with open(f"{self.folder}/status", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
         return {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS", "RssShmem")}
 
@@ -110,7 +127,7 @@ class TrainingRank:
         self.flat = torch.ones(nbytes, dtype=torch.uint8)
         self.segment = SharedHostBuffer(nbytes)
         self.segment.data.fill_(1)
-        self.memory = Memory()
+        self.memory = Memory(os.getpid())
 
     def where(self) -> tuple[int, int, str, int]:
         """Return the address of the plain copy's memory, for receivers."""
@@ -140,7 +157,7 @@ class TrainingRank:
 
         return partial_checksums(self.params, self.tensors, torch.bfloat16, frozenset(), convert=True)
 
-    def close(self, completed: bool) -> int:
+    def close(self, completed: bool) -> Any:
         """See the sender."""
         return self.sender.close(completed)
 
@@ -149,30 +166,13 @@ class TrainingRank:
         return self.memory.extra(sum(pool.held_bytes for pool in self.sender.pools.values()))
 
 
-class RolloutRank:
-    """A rollout rank: the embedded engine's weights, its side of the sync, and a flat tensor for the plain copy."""
+class Copier:
+    """Copies its share of the senders' memory into a flat tensor, as the receiver of the plain copy."""
 
-    def __init__(
-        self, rank: int, config: ModelConfig, tp: int, plan: ReshardPlan, routes: Routes, address: Any
-    ) -> None:
+    def __init__(self, rank: int) -> None:
         import torch
 
-        from megarl.rollout.embedded.weights import WeightStore
-        from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, source_ranks
-        from megarl.sharding.transports.interface import PeerTransports
-
         torch.set_num_threads(1)
-        self.params = WeightMap(config).rollout_params(tp, rank)
-        self.store = WeightStore(self.params, torch.bfloat16, torch.device("cpu"))
-        self.store.allocate()
-        for tensor in self.store.tensors.values():
-            tensor.fill_(1)  # the kernel allocates no memory for zeros
-        received = plan.received_by(rank)
-        size = largest_bucket(received, torch.bfloat16, frozenset())
-        peers = PeerTransports.for_receiver(routes, rank, source_ranks(received), torch.device("cpu"), address, size)
-        own = BucketReceiver(plan, rank, self.params, self, peers, torch.bfloat16)
-        self.receiver = ReplicaReceiver(self, [own])
-        self.memory = Memory()
 
     def map(self, segments: Sequence[tuple[int, int, str, int]], shares: Sequence[tuple[int, int]]) -> None:
         """Prepare the plain copy of a byte range of each sender's memory."""
@@ -194,49 +194,40 @@ class RolloutRank:
         for part, data in zip(self.flat.split([len(data) for data in self.mapped]), self.mapped, strict=True):
             part.copy_(data)
 
-    def begin_update(self, version: int) -> None:
-        """Start an update of the engine's weights, directly or through the receiver."""
-        self.store.begin(version)
 
-    def update_weights(self, updates: Any, rank: int) -> None:
-        """See the engine's weights."""
-        self.store.write(updates)
+class Replica:
+    """A rollout replica: the control process of a real engine."""
 
-    def end_update(self, version: int) -> None:
-        """See the engine's weights."""
-        self.store.end(version)
-
-    def begin(self, version: int) -> None:
-        """See the receiver."""
-        self.receiver.begin_update(version)
-
-    def open(self, session: int) -> None:
-        """See the receiver."""
-        self.receiver.open(session)
-
-    def import_bucket(self, index: int, messages: Any) -> None:
-        """See the receiver."""
-        self.receiver.import_bucket(index, messages)
-
-    def checksums(self) -> Any:
-        """Return the checksums of the engine's weights."""
+    def __init__(self, rank: int, name: str, folder: str, tp: int) -> None:
         import torch
 
-        from megarl.sharding.verification import partial_checksums
+        torch.set_num_threads(1)
+        self.engine = create_engine(name, folder, EngineOptions(DTYPE, tensor_parallel_size=tp, max_model_len=1024))
+        self.params = [
+            WeightMap(read_model_config(folder)).rollout_params(tp, rank, vocab_multiple=engine_vocab_multiple(name))
+            for rank in range(tp)
+        ]
+        backend = getattr(self.engine, "_backend", None)
+        self.pids = [os.getpid()] if backend is None else [process.pid for process in backend._processes[:tp]]
 
-        return partial_checksums(self.params, self.store.tensors, torch.bfloat16, frozenset(), convert=False)
+    def __getattr__(self, verb: str) -> Any:
+        """Look up methods of the engine's contract."""
+        return getattr(self.engine, verb)
 
-    def close(self, completed: bool) -> int:
-        """See the receiver."""
-        return self.receiver.close(completed)
+    def checksums(self) -> list[Any]:
+        """Return the checksums of each rank's weights."""
+        from megarl.sharding.verification import checksums_by_name, weight_rectangles
 
-    def end(self, version: int) -> None:
-        """See the receiver."""
-        self.receiver.end_update(version)
+        sums = self.engine.rectangle_checksums([weight_rectangles(params, DTYPE, ()) for params in self.params])
+        return [checksums_by_name(params, own) for params, own in zip(self.params, sums, strict=True)]
+
+    def watch(self) -> None:
+        """Start counting the ranks' memory."""
+        self.memory = [Memory(pid) for pid in self.pids]
 
     def extra(self) -> int:
-        """Return the peak memory without the weights."""
-        return self.memory.extra(0)
+        """Return the peak memory of a rank without the weights."""
+        return max(memory.extra(0) for memory in self.memory)
 
 
 def op_bytes(ops: Sequence[Any]) -> int:
@@ -282,6 +273,9 @@ def serve(pipe: Connection, build: Callable[..., Any], arguments: tuple[Any, ...
     except Exception as error:
         post(pipe, error)
         raise
+    finally:
+        if isinstance(rank, Replica):
+            rank.shutdown()
 
 
 class Answers:
@@ -303,7 +297,7 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(count):
             parent_pipe, child_pipe = context.Pipe()
-            process = context.Process(target=serve, args=(child_pipe, build, (rank, *arguments)), daemon=True)
+            process = context.Process(target=serve, args=(child_pipe, build, (rank, *arguments)))
             process.start()
             child_pipe.close()
             self.pipes.append(parent_pipe)
@@ -353,24 +347,32 @@ class Source:
         self.close_transfer = lambda completed: ranks.start("close", completed)
 
 
+class Lists:
+    """Results of processes that each return a list, as one list."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for the results."""
+        return [entry for answer in self.answers.result(timeout_s) for entry in answer]
+
+
 class Target:
-    """The rollout ranks, for the manager."""
+    """The replica, for the manager."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.begin_update = lambda version: ranks.start("begin", version)
-        self.open_transfer = lambda session: ranks.start("open", session)
-        self.checksums = lambda: ranks.start("checksums")
-        self.close_transfer = lambda completed: ranks.start("close", completed)
-        self.end_update = lambda version: ranks.start("end", version)
+        self.begin_update = lambda version: ranks.start("begin_update", version)
+        self.open_transfer = lambda session: ranks.start("open_transfer", session)
+        self.checksums = lambda: Lists(ranks.start("checksums"))
+        self.close_transfer = lambda completed: Lists(ranks.start("close_transfer", completed))
+        self.end_update = lambda version: ranks.start("end_update", version)
 
     def import_bucket(self, index: int, exported: Answers) -> Answers:
-        """Pass each rank its messages."""
-        from megarl.sharding.receiver import route_messages
-
-        routed: Mapping[int, Any] = route_messages(exported.result())
-        each = [(routed.get(rank, []),) for rank in range(len(self.ranks.pipes))]
-        return self.ranks.start("import_bucket", index, each=each)
+        """Pass the replica its messages."""
+        messages = [message for export in exported.result() for message in export.values()]
+        return self.ranks.start("import_bucket", index, messages)
 
 
 def plain_shares(plan: ReshardPlan, tp: int) -> list[list[tuple[int, int]]]:
@@ -381,31 +383,40 @@ def plain_shares(plan: ReshardPlan, tp: int) -> list[list[tuple[int, int]]]:
     return [[(sum(row[:rank]), sum(row[: rank + 1])) for row in sent] for rank in range(tp)]
 
 
-def measure(config: ModelConfig, tp: int, transport: str, bucket: int, rounds: int) -> dict[str, float]:
-    """Measure one engine layout and transport: medians of both sides, and the memory of the first sync."""
+def measure(
+    config: ModelConfig, folder: Path, engine: str, tp: int, transport: str, bucket: int, rounds: int
+) -> dict[str, float]:
+    """Measure one engine and transport: medians of both sides, and the memory of the first sync."""
+    from megarl.base.rendezvous import host_store
+    from megarl.sharding import receiver_plans
     from megarl.sharding.placement import current_location
-    from megarl.sharding.transports import host_store
+    from megarl.sharding.receiver import ReceiverSpec
     from megarl.sharding.transports.interface import StoreAddress
 
-    plan = build_plan(WeightMap(config), TRAIN, RolloutLayout(tp), bucket, ELEMENT_BYTES)
-    routes = Routes([current_location()] * TRAIN.world_size, [current_location()] * tp, transport)
+    replica = Ranks(Replica, 1, engine, str(folder), tp)
+    replica.answers(0)
+    layout = RolloutLayout(tp, vocab_multiple=engine_vocab_multiple(engine))
+    plan = build_plan(WeightMap(config), TRAIN, layout, bucket, ELEMENT_BYTES)
+    routes = Routes([current_location()] * TRAIN.world_size, replica("rank_locations")[0], transport)
     store = host_store("127.0.0.1") if routes.needs_rendezvous() else None
     address = StoreAddress("127.0.0.1", store.port) if store else None
     train = Ranks(TrainingRank, TRAIN.world_size, config, plan, routes, address)
-    rollout = Ranks(RolloutRank, tp, config, tp, plan, routes, address)
-    train.answers(0), rollout.answers(0)
-    manager = ShardingManager(plan, Source(train), Target(rollout), SyncOptions(verify_freq=10**9, replica_size=tp))
+    copiers = Ranks(Copier, tp)
+    train.answers(0), copiers.answers(0)
+    replica("connect_receivers", [ReceiverSpec(part, routes, address, DTYPE) for part in receiver_plans(plan)])
+    replica("watch")
+    manager = ShardingManager(plan, Source(train), Target(replica), SyncOptions(verify_freq=10**9, replica_size=tp))
     verified = manager.sync_weights()  # the first sync compares checksums
-    extra = max(train("extra")), max(rollout("extra"))
+    extra = max(train("extra")), max(replica("extra"))
     segments = train("where")
-    rollout("map", segments, each=[(shares,) for shares in plain_shares(plan, tp)])
+    copiers("map", segments, each=[(shares,) for shares in plain_shares(plan, tp)])
     seconds: dict[str, list[float]] = {"plain": [], "sync": []}
     for _ in range(rounds):
         with clock(seconds["plain"]):
             train("copy")
-            rollout("copy")
+            copiers("copy")
         seconds["sync"].append(manager.sync_weights()["weight_sync/seconds"])
-    for ranks in (train, rollout):
+    for ranks in (train, copiers, replica):
         ranks.stop()
     gigabytes = plan.nbytes / 1e9
     plain, sync = (gigabytes / statistics.median(times[1:]) for times in seconds.values())
@@ -438,8 +449,9 @@ class clock:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    installed = [name for name in ENGINES if name != "sglang" or is_installed("sglang")]
+    parser.add_argument("--engines", nargs="+", default=installed, choices=ENGINES)
     parser.add_argument("--transports", nargs="+", default=["auto", "gloo", "inline"])
-    parser.add_argument("--tp", nargs="+", type=int, default=[1, 2], help="tensor-parallel sizes of the engine")
     parser.add_argument("--bucket-megabytes", type=int, default=64)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
@@ -447,18 +459,21 @@ def main() -> None:
     bucket = options.bucket_megabytes * 2**20
     print(f"{processor()}, {os.cpu_count()} cores; {TRAIN.describe()}, buckets of {options.bucket_megabytes} MiB")
     print(
-        "engine  transport        GB  buckets  plain GB/s  sync GB/s  of plain  "
+        "engine         transport        GB  buckets  plain GB/s  sync GB/s  of plain  "
         "extra MiB: sender  receiver  metric  limit  first sync with checksums"
     )
-    for tp in options.tp:
-        for transport in options.transports:
-            row = measure(model(options.layers), tp, transport, bucket, options.rounds + 1)
-            print(
-                f"TP{tp:<6}{transport:<15}{row['GB']:5.2f}{row['buckets']:9.0f}{row['plain']:12.2f}{row['sync']:11.2f}"
-                f"{row['ratio']:9.0%}{row['send']:20.0f}{row['receive']:10.0f}{row['peak_mb']:8.0f}"
-                f"{2 * options.bucket_megabytes:7d}{row['first']:12.2f} s",
-                flush=True,
-            )
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        config = write_model(folder, options.layers)
+        for engine in options.engines:
+            for tp, transport in ((tp, transport) for tp in ENGINES[engine] for transport in options.transports):
+                row = measure(config, folder, engine, tp, transport, bucket, options.rounds + 1)
+                print(
+                    f"{engine:<9}TP{tp:<4}{transport:<15}{row['GB']:5.2f}{row['buckets']:9.0f}{row['plain']:12.2f}"
+                    f"{row['sync']:11.2f}{row['ratio']:9.0%}{row['send']:20.0f}{row['receive']:10.0f}"
+                    f"{row['peak_mb']:8.0f}{2 * options.bucket_megabytes:7d}{row['first']:12.2f} s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class GroupTarget:
     """The rollout ranks of a weight sync: a group with one process per replica.
 
     The process represents all ranks of the replica. Its workers have the verbs used here. ``import_bucket`` takes the
-    messages to all of the replica's ranks as second argument, and ``weight_shares()`` returns a list by rank.
+    messages to all of the replica's ranks as second argument. ``weight_shares`` and ``close_transfer`` return lists.
 
     Args:
         group: the rollout role.
@@ -80,9 +80,9 @@ class GroupTarget:
         """Partial checksums of every rank's weights."""
         return ResultsByRank(self._group.submit("weight_shares"))
 
-    def close_transfer(self, completed: bool) -> PendingCall:
+    def close_transfer(self, completed: bool) -> ResultsByRank:
         """End the transfer on the receivers."""
-        return self._group.submit("close_transfer", completed)
+        return ResultsByRank(self._group.submit("close_transfer", completed))
 
     def begin_update(self, version: int) -> PendingCall:
         """Mark every engine's weights as stale."""
@@ -98,7 +98,7 @@ class GroupTarget:
 
 
 class ResultsByRank:
-    """Results by rank, of a call whose processes each return a list over several ranks.
+    """Results of a call whose processes each return a list, such as one entry per rank, as one list.
 
     Args:
         pending: the call.

@@ -166,22 +166,25 @@ class WeightMap:
         """The :meth:`contributions` of the first replicas: over all ranks each element exactly once."""
         return [contribution.param for contribution in self.contributions(layout, rank) if contribution.replica == 0]
 
-    def rollout_params(self, tp: int, tp_rank: int, ep: int = 1) -> list[LocalParam]:
+    def rollout_params(self, tp: int, tp_rank: int, ep: int = 1, vocab_multiple: int = 1) -> list[LocalParam]:
         """Parameters of one rank of the rollout engine, under SGLang's fused names.
 
         ``qkv_proj`` contains this rank's rows of q, then k, then v; ``gate_up_proj`` its rows of gate, then up. The
         rank's experts of a layer are stacked: ``w13_weight`` is ``[experts, gate and up rows of this rank, hidden]``,
-        ``w2_weight`` is ``[experts, hidden, columns of this rank]``. The vocabulary is padded to a multiple of ``tp``.
-        A tied output layer is absent.
+        ``w2_weight`` is ``[experts, hidden, columns of this rank]``. A shard of the vocabulary has no padding rows, so
+        the last ranks may have fewer rows. A tied output layer is absent.
 
         Args:
             tp: tensor-parallel size of the engine.
             tp_rank: the rank.
             ep: expert-parallel size: ``ep`` groups of ``tp / ep`` neighbouring ranks divide a layer's experts; the
                 ranks of a group split each expert.
+            vocab_multiple: the engine rounds the vocabulary up to a multiple of this number (and of ``tp``) before it
+                divides the rows.
 
         Raises:
-            ValueError: ``ep`` does not divide ``tp`` or the number of experts.
+            ValueError: ``ep`` does not divide ``tp`` or the number of experts, or ``tp`` does not divide the rounded
+                vocabulary.
         """
         expert_tp, share = self._rollout_experts(tp, ep)
         mine = self._all_experts[tp_rank // expert_tp * share :][:share]
@@ -190,19 +193,20 @@ class WeightMap:
         for occurrence in self._declared(range(self.config.num_layers), mine, first=True, last=True):
             if occurrence.declared.rollout is not None:
                 sharing = expert_tp if occurrence.declared.is_expert else tp
-                shard = self._rollout_shard(occurrence, sharing, tp_rank % sharing)
+                shard = self._rollout_shard(occurrence, sharing, tp_rank % sharing, vocab_multiple)
                 params[shard.name].append(shard)
                 if occurrence.declared.is_expert:
                     expert_names.add(shard.name)
         return [partition.stacked(n, parts) if n in expert_names else parts[0] for n, parts in params.items()]
 
-    def patterns(self, layout: ParallelLayout, tp: int, ep: int = 1) -> list[ShardPattern]:
+    def patterns(self, layout: ParallelLayout, tp: int, ep: int = 1, vocab_multiple: int = 1) -> list[ShardPattern]:
         """Patterns of all parameters that both trainer and rollout engine hold, one for all layers and experts.
 
         Args:
             layout: layout of the trainer.
             tp: tensor-parallel size of the engine.
             ep: expert-parallel size of the engine.
+            vocab_multiple: see :meth:`rollout_params`.
 
         Raises:
             ValueError: as :meth:`rollout_params`.
@@ -227,7 +231,9 @@ class WeightMap:
                     len(self._all_experts) if is_expert else 0,
                     declared.float32,
                     tuple(self._megatron_shard(occurrence, layout, rank).pieces for rank in range(sources)),
-                    tuple(self._rollout_shard(occurrence, sharing, rank).pieces for rank in range(sharing)),
+                    tuple(
+                        self._rollout_shard(occurrence, sharing, rank, vocab_multiple).pieces for rank in range(sharing)
+                    ),
                 )
             )
         return result
@@ -251,15 +257,26 @@ class WeightMap:
             if declared.when is None or declared.when(self.config, layer):
                 yield layer
 
-    def _rollout_shard(self, occurrence: Occurrence, sharing: int, rank: int) -> LocalParam:
-        """Shard of an occurrence on one of the ``sharing`` engine ranks."""
+    def _rollout_shard(self, occurrence: Occurrence, sharing: int, rank: int, vocab_multiple: int) -> LocalParam:
+        """Shard of an occurrence on one of the ``sharing`` engine ranks, without vocabulary padding."""
         assert occurrence.declared.rollout is not None
         name = occurrence.declared.rollout.format(layer=occurrence.layer)
         if occurrence.declared.split is Split.GROUPED:
             return partition.heads_shard(
                 name, self._tensors(occurrence), self.config.num_key_value_heads, sharing, rank
             )
-        return self._shard(name, occurrence, sharing, rank, -(-self.config.vocab_size // sharing) * sharing)
+        shard = self._shard(name, occurrence, sharing, rank, self._rollout_vocab(sharing, vocab_multiple))
+        if occurrence.declared.split is Split.VOCAB:
+            rows = shard.pieces[0].local_shape[0] if shard.pieces else 0
+            return shard._replace(shape=(rows, *shard.shape[1:]))
+        return shard
+
+    def _rollout_vocab(self, tp: int, multiple: int) -> int:
+        """Rows of the engine's vocabulary, with padding."""
+        rows = -(-self.config.vocab_size // multiple) * multiple
+        if multiple > 1 and rows % tp:
+            raise ValueError(f"{tp} engine ranks do not divide the vocabulary, which the engine pads to {rows} rows")
+        return -(-rows // tp) * tp
 
     def _rollout_experts(self, tp: int, ep: int) -> tuple[int, int]:
         """Number of engine ranks that share an expert, and number of experts per rank."""

@@ -1,11 +1,11 @@
 """The contract of rollout engines: token ids in, token ids and log-probs out, weights replaced in place.
 
 Life of the weights: a new engine is stale. It has no weights and refuses requests. Weights come from a model folder
-(:meth:`RolloutEngine.load_hf`) or from a weight update: ``begin_update(version)``, any number of
-``update_weights(slices, rank)``, ``end_update(version)``. The engine is stale from ``begin_update`` on. It serves again
-if ``end_update`` finds every element of every parameter written exactly once. After a failure the update starts again.
-An engine with several tensor-parallel ranks receives the shard of each, as ``WeightMap.rollout_params(tp, rank)``
-defines it.
+(:meth:`RolloutEngine.load_hf`) or from a weight update: ``begin_update(version)``, ``open_transfer``, ``import_bucket``
+for every bucket, ``close_transfer``, ``end_update(version)``. Each rank of the engine reads its messages of a bucket
+itself (:class:`megarl.sharding.receiver.BucketReceiver`); this process passes on commands only. The engine is stale
+from ``begin_update`` on. It serves again if ``end_update`` finds every element of every parameter written exactly once.
+After a failure the update starts again. A rank holds the parameters of ``WeightMap.rollout_params``.
 
 Life of a request: :meth:`RolloutEngine.submit` adds it, and :meth:`RolloutEngine.poll` returns its completion once,
 when it has ended. Requests may be added at any time. :meth:`RolloutEngine.generate` does both for a list.
@@ -25,16 +25,19 @@ if TYPE_CHECKING:  # the planner, which must start in seconds, imports this pack
     from torch import Tensor
 
     from megarl.models.checksum import ParamRectangle
+    from megarl.sharding.placement import ProcessLocation
+    from megarl.sharding.plan import TransferUsage
+    from megarl.sharding.receiver import ReceiverSpec
+    from megarl.sharding.sender import Message
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
-TensorSlice: TypeAlias = "tuple[str, Sequence[int], Tensor] | tuple[str, Tensor]"
-"""Parameter name, offset within the parameter (absent: the whole parameter), values."""
-
 POLL_S = 3600.0
 """Seconds that one poll of :meth:`RolloutEngine.generate` waits for a completion."""
+
+NOT_CONNECTED = "the engine has no receiver of weights: connect_receivers(specs) comes first"
 
 NO_VERSION = -1
 """``weight_version`` of a stale engine."""
@@ -272,24 +275,42 @@ class RolloutEngine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def rank_locations(self) -> list[ProcessLocation]:
+        """Return the location of each rank's process, from which the transports are chosen."""
+
+    @abc.abstractmethod
+    def connect_receivers(self, specs: Sequence[ReceiverSpec]) -> None:
+        """Create the receiver of each rank in its process, before the first update."""
+
+    @abc.abstractmethod
     def begin_update(self, version: int) -> None:
         """Begin a weight update; the engine is stale until it ends. An unfinished update is dropped.
 
         Raises:
-            WeightSyncError: ``version`` is negative, the weights are asleep, or requests are running.
+            WeightSyncError: no receiver is connected, ``version`` is negative, the weights are asleep, or requests are
+                running.
         """
 
     @abc.abstractmethod
-    def update_weights(self, slices: Iterable[TensorSlice], rank: int = 0) -> None:
-        """Write one bucket into the shard of a tensor-parallel rank, in place.
-
-        Each slice is checked and written before the next one is drawn from the iterable. The tensors may be overwritten
-        as soon as the call returns.
+    def open_transfer(self, session: int) -> None:
+        """Prepare all ranks to receive; a new session waits for the training ranks.
 
         Raises:
-            WeightSyncError: no update is open, the rank does not exist, or a slice has an unknown name, does not fit
-                its parameter, or overlaps an earlier slice. The update is then lost.
+            WeightSyncError: a process did not join.
         """
+
+    @abc.abstractmethod
+    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
+        """Let all ranks write their messages of a bucket; on return the senders may reuse their memory.
+
+        Raises:
+            WeightSyncError: no update is open, it is not the next bucket, or a message is missing or does not fit. The
+                update is then lost.
+        """
+
+    @abc.abstractmethod
+    def close_transfer(self, completed: bool) -> list[TransferUsage]:
+        """End receiving; return the resources of each process that took part."""
 
     @abc.abstractmethod
     def end_update(self, version: int) -> None:
@@ -298,11 +319,6 @@ class RolloutEngine(abc.ABC):
         Raises:
             WeightSyncError: an element is missing, or ``version`` is not the update's; the engine stays stale.
         """
-
-    @property
-    def staging_bytes(self) -> int:
-        """Largest memory in which the engine collects slices of the open update, in bytes; 0 if it writes at once."""
-        return 0
 
     @abc.abstractmethod
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
@@ -318,10 +334,7 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """Return a rank's parameters by name, read-only, for verification; valid until the weights change.
-
-        During an update they contain all slices written so far.
-        """
+        """Return a rank's parameters by name, without padding, for verification; valid until the weights change."""
 
     @abc.abstractmethod
     def checksum(self, rank: int = 0) -> dict[str, str]:

@@ -19,10 +19,17 @@ _Factory = TypeVar("_Factory", bound=EngineFactory)
 
 
 class EngineEntry(NamedTuple):
-    """A registered engine; ``check`` is None if the engine checks the model when it is built."""
+    """A registered engine.
+
+    Attributes:
+        create: builds the engine.
+        check: checks a model; None if the engine checks the model when it is built.
+        vocab_multiple: the engine pads the vocabulary to a multiple of this number before it divides the rows.
+    """
 
     create: EngineFactory
     check: ModelCheck | None
+    vocab_multiple: int = 1
 
 
 # Imported on first use: only the users of an engine need its dependencies.
@@ -31,16 +38,19 @@ ENGINES: Registry[EngineEntry] = Registry(
 )
 
 
-def register_engine(name: str, check: ModelCheck | None = None) -> Callable[[_Factory], _Factory]:
+def register_engine(
+    name: str, check: ModelCheck | None = None, vocab_multiple: int = 1
+) -> Callable[[_Factory], _Factory]:
     """Return a decorator that registers a function of (model folder, options) as an engine.
 
     Args:
         name: name of the engine in the config.
         check: raises ModelError for unsupported models; None = the engine checks the model when it is built.
+        vocab_multiple: see :class:`EngineEntry`.
     """
 
     def register(factory: _Factory) -> _Factory:
-        ENGINES.register(name)(EngineEntry(factory, check))
+        ENGINES.register(name)(EngineEntry(factory, check, vocab_multiple))
         return factory
 
     return register
@@ -81,3 +91,12 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
     check = ENGINES[name].check
     if check is not None:
         check(model, options)
+
+
+def engine_vocab_multiple(name: str) -> int:
+    """Return the number to a multiple of which an engine pads the vocabulary before it divides the rows.
+
+    Raises:
+        ConfigError: the name is unknown (lists the known ones).
+    """
+    return ENGINES[name].vocab_multiple

@@ -15,8 +15,6 @@ from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, fraction_beside_training
 from megarl.rollout.sglang.options import SGLangOptions
 
-MEGABYTE = 2**20
-
 
 def engine_options(
     rollout: RolloutConfig, device: str, replica: int = 0, pending_bytes: int | None = None
@@ -57,10 +55,6 @@ def engine_options(
     )
     if not isinstance(rollout, TrainingRolloutConfig):
         return options
-    sync = rollout.engine_kwargs.sglang
-    options = replace(
-        options, weight_transport=sync.weight_transport, bucket_bytes=sync.update_weights_bucket_megabytes * MEGABYTE
-    )
     if pending_bytes is None or options.is_cpu or options.url is not None or FRACTION in sglang.server_args:
         return options
     fraction = fraction_beside_training(

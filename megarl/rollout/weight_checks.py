@@ -1,14 +1,18 @@
-"""Checks of an engine's weights: coverage of an update, and changes after verification."""
+"""Weight updates of one engine rank: coverage of every update, and changes of the weights after verification."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout.interface import RolloutEngine
+from megarl.rollout.interface import NO_VERSION, RolloutEngine
+from megarl.sharding.receiver import TensorSlice
+
+NOT_OPEN = "no weight update is open: begin_update(version) comes first"
 
 
 class Coverage:
@@ -60,6 +64,80 @@ def check_complete(covers: Iterable[Coverage], version: int) -> None:
             f"weight version {version} is incomplete: {len(gaps)} of {len(covers)} parameters, first "
             f"'{first.name}' with {first.written} of {first.expected} elements written"
         )
+
+
+class ShardWeights:
+    """Parameters of one engine rank by name, replaced as a whole by weight updates.
+
+    Args:
+        tensors: parameters without padding.
+
+    Attributes:
+        version: version of the weights; ``NO_VERSION`` while they are incomplete.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self.version = NO_VERSION
+        self._covers: dict[str, Coverage] | None = None
+        self._update_version = NO_VERSION
+
+    def begin(self, version: int) -> None:
+        """Begin an update; an unfinished one is dropped.
+
+        Raises:
+            WeightSyncError: ``version`` is negative.
+        """
+        check_version(version)
+        self.version, self._update_version = NO_VERSION, version
+        self._covers = {name: Coverage(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+
+    def write(self, slices: Iterable[TensorSlice]) -> None:
+        """Check and write slices, each before the next one is drawn from the iterable.
+
+        Raises:
+            WeightSyncError: no update is open, or a slice has an unknown name, does not fit its parameter, or overlaps
+                an earlier slice. The update is then lost.
+        """
+        if self._covers is None:
+            raise WeightSyncError(NOT_OPEN)
+        # A failure in the middle loses the update: it cannot be ended any more.
+        covers, self._covers = self._covers, None
+        for name, start, values in slices:
+            if name not in covers:
+                raise WeightSyncError(f"'{name}' is not a parameter of this model ({len(covers)} parameters)")
+            covers[name].add(start, values.shape)
+            box = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
+            self.tensors[name][box].copy_(values)
+        self._covers = covers
+
+    def end(self, version: int) -> None:
+        """End the update.
+
+        Raises:
+            WeightSyncError: an element is missing, or ``version`` is not the update's.
+        """
+        if self._covers is None:
+            raise WeightSyncError(NOT_OPEN)
+        covers, self._covers = self._covers, None
+        if version != self._update_version:
+            raise WeightSyncError(f"update to weight version {self._update_version} was ended as version {version}")
+        check_complete(covers.values(), version)
+        self.version = version
+
+    def drop(self) -> None:
+        """Drop an open update; the weights are incomplete."""
+        self.version, self._covers = NO_VERSION, None
+
+
+def check_version(version: int) -> None:
+    """Check the version of an update.
+
+    Raises:
+        WeightSyncError: it is negative.
+    """
+    if version < 0:
+        raise WeightSyncError(f"weight version {version}, expected a number >= 0")
 
 
 class WeightFingerprint:

@@ -72,7 +72,7 @@ class SyncTarget(Protocol):
         """Return :data:`~megarl.sharding.verification.PartialChecksums` of the engines' weights by rank."""
 
     def close_transfer(self, completed: bool) -> PendingResult:
-        """End the sync. The result is the :class:`TransferUsage` by rank."""
+        """End the sync. The result is the :class:`TransferUsage` of each receiving process."""
 
     def end_update(self, version: int) -> PendingResult:
         """Make every engine serve the new weights; raises if an engine misses any."""

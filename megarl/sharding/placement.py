@@ -31,11 +31,13 @@ class RolloutLayout(NamedTuple):
         tp: ranks of one replica.
         ep: groups that divide the experts.
         replicas: number of engines.
+        vocab_multiple: the engine rounds the vocabulary up to a multiple of this number before it divides the rows.
     """
 
     tp: int = 1
     ep: int = 1
     replicas: int = 1
+    vocab_multiple: int = 1
 
     @property
     def world_size(self) -> int:

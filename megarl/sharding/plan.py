@@ -194,7 +194,7 @@ def build_plan(
         ValueError: ``bucket_bytes`` is smaller than one element, the model does not divide over a layout, or the
             placement has another number of ranks.
     """
-    patterns = tuple(weight_map.patterns(train, rollout.tp, rollout.ep))
+    patterns = tuple(weight_map.patterns(train, rollout.tp, rollout.ep, rollout.vocab_multiple))
     largest = max(element_bytes, *(FLOAT32_BYTES * pattern.float32 for pattern in patterns))
     if bucket_bytes < largest:
         raise ValueError(f"bucket_bytes={bucket_bytes} must hold at least one element of {largest} bytes")

@@ -127,13 +127,13 @@ def partial_checksums(
 
 
 def weight_rectangles(
-    params: Iterable[LocalParam], dtype: torch.dtype, float32_params: Collection[str]
+    params: Iterable[LocalParam], dtype: torch.dtype | str, float32_params: Collection[str]
 ) -> list[ParamRectangle]:
     """List the pieces of parameters, in order, as an engine computes their checksums.
 
     Args:
         params: parameters of a process.
-        dtype: dtype of the sent weights.
+        dtype: dtype of the sent weights, or its name.
         float32_params: names of parameters that are always sent in float32.
     """
     from megarl.models.checksum import ParamRectangle

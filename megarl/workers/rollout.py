@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from megarl.base.user_code import import_user_modules
 from megarl.config import RolloutConfig
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, Request, create_engine
 from megarl.rollout.interface import Tag
+from megarl.rollout.registry import engine_vocab_multiple
 from megarl.rollout.router import exchange_requests
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.memory import FRACTION
 from megarl.rollout.sglang.options import SGLangOptions
 from megarl.rollout.weight_checks import WeightFingerprint
-from megarl.sharding.placement import ProcessLocation, Routes, current_location
+from megarl.sharding.placement import ProcessLocation, Routes
 from megarl.sharding.plan import RankPlan, TransferUsage
-from megarl.sharding.receiver import BucketReceiver, Message, ReplicaReceiver, largest_bucket, source_ranks
-from megarl.sharding.transports.interface import PeerTransports, StoreAddress
+from megarl.sharding.receiver import ReceiverSpec
+from megarl.sharding.sender import Message
+from megarl.sharding.transports.interface import StoreAddress
 from megarl.sharding.verification import PartialChecksum, checksums_by_name, weight_rectangles
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.settings import RolloutSettings
@@ -32,7 +32,7 @@ class RolloutWorker:
     """Holds a replica's engine and serves the router's requests.
 
     Weights come from the actor, or from the model folder if there is no actor. One process represents all
-    tensor-parallel ranks of its replica: it receives their shards, and the engine passes each shard to its rank.
+    tensor-parallel ranks of its replica. It passes the commands of a weight sync on; the ranks receive the weights.
 
     Args:
         place: its rank is the replica's index; replicas need no rendezvous.
@@ -42,7 +42,6 @@ class RolloutWorker:
     def __init__(self, place: WorkerPlace, *, settings: RolloutSettings) -> None:
         self.replica = place.rank
         self.settings = settings
-        self._receiver: ReplicaReceiver
         import_user_modules(*settings.external_lib)
 
     @verb(Dispatch.ALL)
@@ -55,9 +54,9 @@ class RolloutWorker:
         settings: RolloutSettings = self.settings
         rollout: RolloutConfig = settings.config
         weights, tp = WeightMap(read_model_config(settings.model_path)), rollout.tensor_model_parallel_size
-        self._params = [weights.rollout_params(tp, rank) for rank in range(tp)]
+        multiple = engine_vocab_multiple(rollout.name)
+        self._params = [weights.rollout_params(tp, rank, vocab_multiple=multiple) for rank in range(tp)]
         self._options = options = engine_options(rollout, settings.device, self.replica, pending_bytes)
-        self._devices = [options.device_of(rank) for rank in range(tp)]
         self.engine = create_engine(rollout.name, settings.model_path, options)
         self._fingerprint = WeightFingerprint(self.engine)
 
@@ -84,22 +83,13 @@ class RolloutWorker:
     @verb(Dispatch.ALL)
     def sync_places(self) -> list[ProcessLocation]:
         """Locations of the replica's ranks, from which the transports are chosen."""
-        return [current_location(device) for device in self._devices]
+        return self.engine.rank_locations()
 
     @verb(Dispatch.ALL)
     def connect_sync(self, parts: Sequence[RankPlan], routes: Routes, address: StoreAddress | None, dtype: str) -> None:
         """Prepare to receive weights; each of the replica's ranks has one part of the plan."""
-        sent: torch.dtype = getattr(torch, dtype)
-
-        def receiver(rank: int, part: RankPlan) -> BucketReceiver:
-            buckets = part.received_by(part.rank)
-            size = largest_bucket(buckets, sent, part.float32_params)
-            device = torch.device(self._devices[rank])
-            peers = PeerTransports.for_receiver(routes, part.rank, source_ranks(buckets), device, address, size)
-            return BucketReceiver(part, part.rank, self._params[rank], self.engine, peers, sent)
-
-        self._receiver = ReplicaReceiver(self.engine, [receiver(rank, part) for rank, part in enumerate(parts)])
-        self._sent_as = sent, parts[0].float32_params
+        self.engine.connect_receivers([ReceiverSpec(part, routes, address, dtype) for part in parts])
+        self._sent_as = dtype, parts[0].float32_params
 
     @verb(Dispatch.ALL)
     def sleep(self, tags: Sequence[Tag]) -> None:
@@ -117,17 +107,17 @@ class RolloutWorker:
     def begin_update(self, version: int) -> None:
         """Mark the engine's weights as stale."""
         self._fingerprint.verify_and_clear(SERVING)
-        self._receiver.begin_update(version)
+        self.engine.begin_update(version)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def open_transfer(self, session: int) -> None:
         """Prepare to receive; a new session starts with a rendezvous with the actor's ranks."""
-        self._receiver.open(session)
+        self.engine.open_transfer(session)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def import_bucket(self, index: int, messages: Sequence[Message | None]) -> None:
-        """Write the messages of a bucket that training ranks sent to this replica's ranks."""
-        self._receiver.import_bucket(index, [message for message in messages if message is not None])
+        """Let this replica's ranks write their messages of a bucket."""
+        self.engine.import_bucket(index, [message for message in messages if message is not None])
 
     @verb(Dispatch.ALL, phase="update_weights")
     def weight_shares(self) -> list[dict[str, PartialChecksum]]:
@@ -138,14 +128,14 @@ class RolloutWorker:
         return shares
 
     @verb(Dispatch.ALL, phase="update_weights")
-    def close_transfer(self, completed: bool) -> TransferUsage:
-        """End the transfer; returns the resources of receiving in this process."""
-        return self._receiver.close(completed)
+    def close_transfer(self, completed: bool) -> list[TransferUsage]:
+        """End the transfer; returns the resources of each receiving process."""
+        return self.engine.close_transfer(completed)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def end_update(self, version: int) -> None:
         """Serve the new weights if they are complete."""
-        self._receiver.end_update(version)
+        self.engine.end_update(version)
         self._fingerprint.verify("as the update ended")
 
     @verb(Dispatch.ALL)

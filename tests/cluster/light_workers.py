@@ -147,7 +147,7 @@ class Engine:
     @verb(Dispatch.ALL)
     def close_transfer(self, completed):
         self.events.append(("close", completed))
-        return TransferUsage(2**20)
+        return [TransferUsage(2**20)]
 
     @verb(Dispatch.ALL)
     def seen(self):

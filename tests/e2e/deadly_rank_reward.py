@@ -1,12 +1,16 @@
-"""A reward function that kills an SGLang rank when it scores the last response of the first step."""
+"""A reward function that kills an SGLang rank within a bucket of the weight sync after the first step."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from typing import Any
 
 import psutil
+
+from megarl.cluster.adapters import GroupTarget
+from megarl.cluster.worker_group import PendingCall, ScatteredCall
 
 MARK = "MEGARL_E2E_RUN"
 ROWS = 24
@@ -18,8 +22,22 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     global _calls
     _calls += 1
     if _calls == ROWS:
-        sglang_ranks()[-1].kill()
+        kill_within_bucket()
     return float(sum(map(ord, solution_str)) % 7)
+
+
+def kill_within_bucket() -> None:
+    """Stop rank 1 before the next bucket of a weight sync, and kill it while the bucket is on its way."""
+    import_bucket = GroupTarget.import_bucket
+
+    def import_and_kill(target: GroupTarget, index: int, exported: ScatteredCall) -> PendingCall:
+        GroupTarget.import_bucket = import_bucket
+        (victim,) = [rank for rank in sglang_ranks() if "TP1" in " ".join(rank.cmdline())]
+        victim.suspend()
+        threading.Timer(3.0, victim.kill).start()
+        return import_bucket(target, index, exported)
+
+    GroupTarget.import_bucket = import_and_kill
 
 
 def sglang_ranks() -> list[psutil.Process]:

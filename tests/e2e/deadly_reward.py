@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.cluster import WorkerGroup
+from megarl.cluster.adapters import GroupTarget
+from megarl.cluster.worker_group import PendingCall, ScatteredCall
 from megarl.rollout.router import Router
 
 ROWS = 48
@@ -18,8 +20,8 @@ _calls = 0
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
     """Return the length of the response, and kill replicas after some steps.
 
-    After step 1, replica 1 dies during generation; after step 2, replica 0 dies before the weight sync; after step 4,
-    both die during generation.
+    After step 1, replica 1 dies during generation; after step 2, replica 0 dies within a bucket of the weight sync;
+    after step 4, both die during generation.
     """
     global _calls
     _calls += 1
@@ -28,7 +30,7 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
         if step == 1:
             kill_during_generation([1])
         elif step == 2:
-            kill([0])
+            kill_within_bucket(0)
         elif step == 4:
             kill_during_generation([0, 1])
     return float(len(solution_str))
@@ -48,10 +50,28 @@ def vote_and_kill(data_source: str, solution_str: str, ground_truth: str, extra_
     return vote(data_source, solution_str, ground_truth, extra_info)
 
 
-def kill(ranks: Sequence[int]) -> None:
+def kill_within_bucket(rank: int) -> None:
+    """Kill a replica once the next bucket of a weight sync is on its way to it."""
+    import_bucket = GroupTarget.import_bucket
+
+    def import_and_kill(target: GroupTarget, index: int, exported: ScatteredCall) -> PendingCall:
+        GroupTarget.import_bucket = import_bucket
+        signal_replica(rank, signal.SIGSTOP)
+        pending = import_bucket(target, index, exported)
+        kill([rank])
+        return pending
+
+    GroupTarget.import_bucket = import_and_kill
+
+
+def signal_replica(rank: int, number: int) -> None:
     (group,) = [item for item in gc.get_objects() if isinstance(item, WorkerGroup) and item.role == "rollout"]
+    os.kill(group.processes[rank].pid, number)
+
+
+def kill(ranks: Sequence[int]) -> None:
     for rank in ranks:
-        os.kill(group.processes[rank].pid, signal.SIGKILL)
+        signal_replica(rank, signal.SIGKILL)
 
 
 def kill_during_generation(ranks: Sequence[int]) -> None:

@@ -175,7 +175,8 @@ def test_dead_replicas_are_replaced_and_the_run_is_saved_if_all_die(
     assert [steps[step]["rollout/replicas_lost"] for step in steps] == [0, 1, 0, 0]
     assert steps[2]["rollout/requests_moved"] > 0
     assert run.output.count("is lost") == 4, run.output
-    assert "rollout replica 0 is lost and is replaced: weight sync to version 3 failed" in run.output
+    within_bucket = "rollout replica 0 is lost and is replaced: weight sync to version 3 failed at bucket 1 of 1"
+    assert within_bucket in run.output
     assert "all 2 rollout replicas are lost" in run.output and "The run ends after step 4; saved in" in run.output
     assert "global_step_4; resume from there" in run.output
 

@@ -62,7 +62,7 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
         assert row["actor/grad_norm"] > 0 and row["rollout/replicas_lost"] == 0
 
 
-def test_replica_with_a_dead_rank_is_replaced_and_training_continues(
+def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_continues(
     arguments: list[str], start: Callable[..., CliRun]
 ) -> None:
     deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_rank_reward.py')}"
@@ -72,7 +72,8 @@ def test_replica_with_a_dead_rank_is_replaced_and_training_continues(
     assert run.wait() == 0, run.output
     assert run.remaining() == []
     assert run.output.count("rollout replica 0 is lost and is replaced") == 1, run.output
-    assert "EngineLost: SGLang" in run.output and "one of its processes ended" in run.output
+    assert "rollout replica 0 is lost and is replaced: weight sync to version 2 failed at bucket 1 of 1" in run.output
+    assert "EngineLost: SGLang" in run.output and "one of its processes ended (rank 1, running:" in run.output
     steps = RunFiles(run.folder, "sglang").steps
     assert list(steps) == [1, 2]
     assert all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in steps.values())

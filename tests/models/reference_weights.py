@@ -104,7 +104,8 @@ def rollout_reference(hf, config: ModelConfig, tp: int, tp_rank: int):
             axis = 1 if "o_proj" in name or "down_proj" in name else 0
             tensor = _divide(tensor, tp, tp_rank, axis=axis)
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-            tensor = _divide(pad_rows(tensor, padded), tp, tp_rank)
+            live = max(0, min(config.vocab_size - tp_rank * padded // tp, padded // tp))
+            tensor = _divide(pad_rows(tensor, padded), tp, tp_rank)[:live]
         local[name] = tensor
     for layer in range(config.num_layers):
         base = f"model.layers.{layer}."

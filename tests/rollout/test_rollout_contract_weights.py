@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from weight_syncs import WeightSync, update
 
 from megarl.base.errors import ModelError, WeightSyncError
 from megarl.models.checksum import tensor_checksum
@@ -33,12 +34,6 @@ def rollout_tensors(folder):
     return fused
 
 
-def row_slices(tensors, rows):
-    for name, tensor in tensors.items():
-        for start in range(0, len(tensor), rows):
-            yield name, (start, *[0] * (tensor.dim() - 1)), tensor[start : start + rows]
-
-
 @pytest.fixture
 def folders(make_folder):
     return make_folder(seed=0), make_folder(seed=1)
@@ -51,19 +46,23 @@ def engine(engine_for, folders):
 
 def test_a_new_engine_is_stale(new_engine, folders):
     fresh = new_engine(folders[0])
+    with pytest.raises(WeightSyncError, match="connect_receivers"):
+        fresh.begin_update(1)
     assert (fresh.stale, fresh.weight_version, fresh.health().ready) == (True, NO_VERSION, False)
     with pytest.raises(WeightSyncError, match="absent or incomplete"):
         fresh.generate(REQUESTS)
 
 
-def test_update_in_buckets_of_slices(engine, folders, reference_for):
+@pytest.mark.parametrize("transport", ["auto", "inline"])
+def test_a_sync_in_buckets_brings_the_folders_weights(engine, folders, reference_for, transport):
     old = engine.generate(REQUESTS)
-    tensors = rollout_tensors(folders[1])
-    slices = list(row_slices(tensors, rows=7))
-    engine.begin_update(5)
+    sync = WeightSync(engine, folders[1], transport)
+    assert len(sync.plan.buckets) > 5
+    sync.begin(5)
     assert engine.stale
-    for start in range(0, len(slices), 10):
-        engine.update_weights(slices[start : start + 10])
+    sync.send()
+    usage = sync.close()
+    assert engine.stale
     engine.end_update(5)
     assert (engine.stale, engine.weight_version) == (False, 5)
     new = engine.generate(REQUESTS)
@@ -72,97 +71,58 @@ def test_update_in_buckets_of_slices(engine, folders, reference_for):
     for request, completion in zip(REQUESTS, new, strict=True):
         expected = reference_for(folders[1]).log_probs(request.prompt_ids, completion.token_ids)
         assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
-    assert engine.checksum() == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    expected = {name: tensor_checksum(tensor) for name, tensor in rollout_tensors(folders[1]).items()}
+    assert engine.checksum() == expected
+    # Shared memory is read in place; messages inside commands are held by the receiver.
+    largest = max(bucket.nbytes for bucket in sync.plan.buckets)
+    assert usage[0].peak_bytes == (0 if transport == "auto" else largest)
 
 
-def test_whole_parameters_need_no_offset(engine, folders):
-    tensors = rollout_tensors(folders[1])
-    engine.begin_update(2)
-    engine.update_weights(tensors.items())
-    engine.end_update(2)
-    assert engine.checksum() == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-
-
-def test_the_memory_of_a_slice_may_be_reused(engine, folders):
-    tensors = rollout_tensors(folders[1])
-    largest = max(t.numel() for t in tensors.values())
-    buffer = torch.empty(largest)
-
-    def through_one_buffer():
-        for name, tensor in tensors.items():
-            view = buffer[: tensor.numel()].view(tensor.shape)
-            view.copy_(tensor)
-            yield name, (0,) * tensor.dim(), view
-
-    engine.begin_update(2)
-    engine.update_weights(through_one_buffer())
-    buffer.fill_(torch.nan)
-    engine.end_update(2)
-    assert engine.checksum() == {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-
-
-BAD_SLICES = {
-    "unknown name": (("model.layers.9.nothing", (0,), torch.zeros(1)), "'model.layers.9.nothing' is not a parameter"),
-    "beyond the end": (("model.norm.weight", (31,), torch.zeros(2)), r"\[2\] at \[31\] does not fit shape \[32\]"),
-    "before the start": (("model.norm.weight", (-1,), torch.zeros(2)), "does not fit"),
-    "wrong rank": (("model.norm.weight", (0, 0), torch.zeros(2, 2)), "does not fit"),
-    "no offset": (("model.norm.weight", torch.zeros(31)), r"shape \[31\], expected \[32\]"),
-    "twice": (("model.norm.weight", (4,), torch.zeros(8)), "overlaps"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SLICES)
-def test_a_bad_slice_is_refused_and_the_engine_stays_stale(engine, folders, case):
-    tensor_slice, message = BAD_SLICES[case]
-    tensors = rollout_tensors(folders[0])
-    engine.begin_update(1)
-    engine.update_weights([("model.norm.weight", (8,), tensors["model.norm.weight"][8:])])
-    with pytest.raises(WeightSyncError, match=message):
-        engine.update_weights([tensor_slice])
-    with pytest.raises(WeightSyncError, match="no weight update is open"):
-        engine.end_update(1)
-    with pytest.raises(WeightSyncError):
-        engine.generate(REQUESTS)
-    assert engine.stale
-    # A complete update makes the engine ready again.
-    engine.begin_update(2)
-    engine.update_weights(tensors.items())
-    engine.end_update(2)
-    assert engine.generate(REQUESTS)[0].weight_version == 2
-
-
-def test_one_missing_row_leaves_the_engine_stale(engine, folders):
-    slices = list(row_slices(rollout_tensors(folders[0]), rows=16))
-    engine.begin_update(3)
-    engine.update_weights(slices[:-1])
-    with pytest.raises(WeightSyncError, match=rf"incomplete: 1 of \d+ parameters, first '{slices[-1][0]}' with"):
+def test_a_missing_bucket_leaves_the_engine_stale_until_a_whole_sync(engine, folders):
+    sync = WeightSync(engine, folders[0])
+    count = len(sync.plan.buckets)
+    sync.begin(3)
+    sync.send(range(count - 1))
+    with pytest.raises(
+        WeightSyncError, match=rf"received {count - 1} of {count} weight buckets; version 3 is incomplete"
+    ):
         engine.end_update(3)
     assert (engine.stale, engine.weight_version, engine.health().ready) == (True, NO_VERSION, False)
+    with pytest.raises(WeightSyncError, match="absent or incomplete"):
+        engine.generate(REQUESTS)
+    # Buckets of the unfinished update do not count.
+    sync.begin(4)
+    with pytest.raises(WeightSyncError, match=rf"received bucket {count - 1}, expected 0"):
+        sync.send([count - 1])
+    sync.begin(5)
+    sync.send()
+    sync.close()
+    engine.end_update(5)
+    assert engine.generate(REQUESTS)[0].weight_version == 5
 
 
 def test_updates_begin_and_end_in_order(engine, folders):
+    sync = WeightSync(engine, folders[0])
     with pytest.raises(WeightSyncError, match="no weight update is open"):
-        engine.update_weights(rollout_tensors(folders[0]).items())
-    with pytest.raises(WeightSyncError, match="no weight update is open"):
-        engine.end_update(1)
+        sync.send([0])
+    engine.load_hf(str(folders[0]))
     with pytest.raises(WeightSyncError, match="version -2"):
-        engine.begin_update(-2)
+        sync.begin(-2)
     assert not engine.stale
-    engine.begin_update(1)
-    engine.update_weights(rollout_tensors(folders[0]).items())
+    sync.begin(1)
+    sync.send()
     with pytest.raises(WeightSyncError, match="version 1 was ended as version 2"):
         engine.end_update(2)
     assert engine.stale
 
 
-def test_slices_of_an_unfinished_update_do_not_count(engine, folders):
-    slices = list(row_slices(rollout_tensors(folders[0]), rows=16))
-    engine.begin_update(1)
-    engine.update_weights(slices[:20])
-    engine.begin_update(2)
-    engine.update_weights(slices[20:])
-    with pytest.raises(WeightSyncError, match="incomplete"):
-        engine.end_update(2)
+def test_a_message_to_another_replica_is_refused(engine, folders):
+    sync = WeightSync(engine, folders[0])
+    sync.begin(1)
+    (message,) = sync.sender.export_bucket(0).values()
+    with pytest.raises(WeightSyncError, match=r"rollout ranks \[0\] received a message for rank 7"):
+        engine.import_bucket(0, [message._replace(dst_rank=7)])
+    sync.close(completed=False)
 
 
 def test_a_folder_of_another_model_is_refused(engine, make_folder):
@@ -188,15 +148,14 @@ def test_sleep_and_wake_of_the_kv_cache(engine):
 def test_sleeping_weights_come_back_empty(engine, folders):
     engine.generate(REQUESTS)
     engine.sleep(["weights"])
+    sync = WeightSync(engine, folders[1])
     with pytest.raises(WeightSyncError, match="wake 'weights'"):
-        engine.begin_update(1)
+        sync.begin(1)
     engine.wake(["weights"])
     assert engine.stale
     with pytest.raises(WeightSyncError, match="absent"):
         engine.generate(REQUESTS)
-    engine.begin_update(1)
-    engine.update_weights(rollout_tensors(folders[1]).items())
-    engine.end_update(1)
+    update(engine, folders[1], 1)
     assert engine.health().ready
     assert engine.generate(REQUESTS)[0].weight_version == 1
 

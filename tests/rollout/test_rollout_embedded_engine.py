@@ -96,10 +96,10 @@ def test_non_finite_log_probs_are_reported_and_the_cache_is_dropped(make_folder)
     engine = loaded(folder)
     requests = requests_of([[1, 2], [3]])
     before = engine.generate(requests)
-    shapes = {name: tensor.shape for name, tensor in engine._weights.tensors.items()}
-    engine.begin_update(4)
-    engine.update_weights((name, torch.full(shape, torch.nan)) for name, shape in shapes.items())
-    engine.end_update(4)
+    weights = engine._weights
+    weights.begin(4)
+    weights.write((name, (0,) * t.dim(), torch.full_like(t, torch.nan)) for name, t in weights.tensors.items())
+    weights.end(4)
     with pytest.raises(RolloutError, match=r"weight version 4 .* not finite, in request 'r[01]'; 2 running requests"):
         engine.generate(requests)
     engine.load_hf(str(folder))

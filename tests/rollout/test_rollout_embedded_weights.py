@@ -22,6 +22,6 @@ def test_updates_are_in_place():
     store.allocate()
     address = store.tensors["p"].data_ptr()
     store.begin(1)
-    store.write([("p", torch.ones(4))])
+    store.write([("p", (0,), torch.ones(4))])
     store.end(1)
     assert store.tensors["p"].data_ptr() == address

@@ -7,8 +7,8 @@ log-probs after an update show whether they were derived again.
 import pytest
 import torch
 import transformers
+from weight_syncs import rank_params, update
 
-from megarl.models import WeightMap
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, SamplingParams, create_engine
@@ -75,10 +75,9 @@ def saved(kind, seed, folder):
     return folder
 
 
-def shards_of(folder):
+def shards_of(engine, folder):
     reader = HFReader(folder)
-    weight_map = WeightMap(reader.config)
-    return [dict(load_local(reader, weight_map.rollout_params(RANKS, rank), torch.float32)) for rank in range(RANKS)]
+    return [dict(load_local(reader, params, torch.float32)) for params in rank_params(engine)]
 
 
 def assert_serves(engine, folder, reference, version):
@@ -87,7 +86,7 @@ def assert_serves(engine, folder, reference, version):
         expected = reference.log_probs(request.prompt_ids, completion.token_ids)
         assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
         assert completion.weight_version == version
-    for rank, shard in enumerate(shards_of(folder)):
+    for rank, shard in enumerate(shards_of(engine, folder)):
         assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
         held = engine.weights(rank)
         assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
@@ -101,14 +100,11 @@ CASES = [pytest.param(kind, marks=[pytest.mark.sglang] if kind == "DeepseekV3" e
 def test_loading_and_updating_give_the_same_weights_in_sglang(kind, _sglang, reference_for, tmp_path):
     _sglang.make_room()
     folders = [saved(kind, seed, tmp_path / str(seed)) for seed in (0, 1)]
-    engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=RANKS, bucket_bytes=20_000))
+    engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=RANKS))
     try:
         engine.load_hf(str(folders[0]), version=1)  # by SGLang itself
         assert_serves(engine, folders[0], reference_for(folders[0]), 1)
-        engine.begin_update(2)
-        for rank, shard in enumerate(shards_of(folders[1])):
-            engine.update_weights(shard.items(), rank)
-        engine.end_update(2)
+        update(engine, folders[1], 2, bucket_bytes=20_000)
         assert_serves(engine, folders[1], reference_for(folders[1]), 2)
     finally:
         engine.shutdown()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.base.errors import ConfigError
-from megarl.config.schema.rollout import TrainingEngineKwargsConfig, TrainingRolloutConfig, TrainingSGLangConfig
+from megarl.config.schema.rollout import EngineKwargsConfig, SGLangConfig, TrainingRolloutConfig
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.memory import FreeMemory, shared_fraction
 
@@ -15,7 +15,7 @@ RESERVED = (512 + 1.5 * 8192 + 2 * 256 + 128) * 2**20
 
 
 def rollout(free_cache_engine=True, tp=1, **sglang):
-    engines = TrainingEngineKwargsConfig(sglang=TrainingSGLangConfig(**sglang))
+    engines = EngineKwargsConfig(sglang=SGLangConfig(**sglang))
     return TrainingRolloutConfig(
         name="sglang", free_cache_engine=free_cache_engine, tensor_model_parallel_size=tp, engine_kwargs=engines
     )

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import os
+import pickle
 import socket
 import struct
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,71 +15,78 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
-from megarl.models import WeightMap, parse_model_config, read_model_config
+from megarl.models import ParallelLayout, WeightMap, parse_model_config, read_model_config
 from megarl.models.checksum import ParamRectangle, rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
 from megarl.rollout.sglang import loader, options
 from megarl.rollout.sglang.backend import NAN_STOP, ResponseContext, parse_completion, request_payload
-from megarl.rollout.sglang.engine import _check_options, _memory_tags
+from megarl.rollout.sglang.engine import _check_divides, _memory_tags
 from megarl.rollout.sglang.loader import ReplyListener, reply_addresses
 from megarl.rollout.sglang.options import SHIM, SGLangOptions, check_server_args, environment, server_args
-from megarl.rollout.sglang.senders import TensorSender
-from megarl.rollout.sglang.shards import SGLangShards
-from megarl.rollout.sglang.whole_tensors import TensorAssembler
+from megarl.rollout.sglang.shards import SGLangShard
+from megarl.sharding import ProcessLocation, RolloutLayout, Routes, build_plan, receiver_plans
+from megarl.sharding.placement import current_location
+from megarl.sharding.receiver import ReceiverSpec
+from megarl.sharding.sender import BucketSender
+from megarl.sharding.transports.interface import PeerTransports
+
+LAYOUT = ParallelLayout()
+
+
+class Model(torch.nn.Module):
+    """Parameters by dotted name, as SGLang's model has them."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.held = {name: torch.nn.Parameter(torch.full(shape, -1.0)) for name, shape in shapes.items()}
+
+    def named_parameters(self):
+        return self.held.items()
+
+    def parameters(self):
+        return iter(self.held.values())
+
+
+def sglang_model(shard, **changed):
+    """A model with the shapes that a shard expects, without `None` ones."""
+    shapes = shard._shapes(shard._places()) | changed
+    return Model({name: shape for name, shape in shapes.items() if shape is not None})
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_vocabulary_rows_are_placed_as_in_sglang(make_folder, tp):
-    shards = SGLangShards(read_model_config(make_folder()), tp)
-    whole = torch.arange(50.0)[:, None].repeat(1, 32)
-    height = -(-50 // tp)
-    held = [torch.full((64 // tp, 32), -1.0) for _ in range(tp)]
-    for rank in range(tp):
-        shard = whole[rank * height : (rank + 1) * height]
-        for part in shards.rank_slices(rank, "lm_head.weight", (0, 0), shard):
-            box = held[part.rank][part.start[0] : part.start[0] + len(part.values)]
-            assert (box == -1).all()
-            box.copy_(part.values)
-        back = [held[r][first : first + rows] for r, _, first, rows in shards.rank_rows(rank, "lm_head.weight")]
-        assert rank < tp - 1 or torch.equal(torch.cat(back), shard)
-    # SGLang: 64 rows in equal parts, of which the first 50 are the model's.
-    together = torch.cat(held)
-    assert torch.equal(together[:50], whole) and (together[50:] == -1).all()
-    live = [shards.target_params(rank)["lm_head.weight"].live[0] for rank in range(tp)]
-    assert live == [max(0, min(50 - rank * 64 // tp, 64 // tp)) for rank in range(tp)]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_checksums_of_a_shard_are_added_up_over_sglangs_ranks(make_folder, tp):
-    shards = SGLangShards(read_model_config(make_folder()), tp)
-    whole = torch.randn(50, 32)
-    padded = torch.cat([whole, torch.zeros(14, 32)])
-    (height, rows), total = (-(-50 // tp), 64 // tp), 0
-    for rank in range(tp):
-        count = min(height, 50 - rank * height)
-        part = ParamRectangle("lm_head.weight", (0, 0), (count, 32), (rank * height, 0), (count, 32), "float32")
-        for holder, tile in shards.rank_rectangles(rank, part):
-            total += tile.checksum(padded[holder * rows : (holder + 1) * rows])
-    assert total % 2**64 == rectangle_checksum(whole, (0, 0))
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_whole_tensors_are_assembled_from_shards(make_folder, tp):
-    """Four ranks share two key-value heads: elements on two ranks are taken once."""
+    """SGLang: 64 rows in equal parts, of which the first 50 are the model's."""
     folder = make_folder()
-    reader = HFReader(folder)
-    shards = [{p.name: p for p in WeightMap(reader.config).rollout_params(tp, rank)} for rank in range(tp)]
-    assembler, created = TensorAssembler(shards), {}
-    for rank, shard in enumerate(shards):
-        for name, tensor in load_local(reader, shard.values(), torch.float32):
-            for start in range(0, len(tensor), 5):
-                at = (start, *[0] * (tensor.dim() - 1))
-                for hf_name, whole in assembler.put(rank, name, at, tensor[start : start + 5]):
-                    assert hf_name not in created
-                    created[hf_name] = whole
-    expected = load_file(folder / "model.safetensors")
-    assert set(created) == set(expected) and all(torch.equal(created[name], expected[name]) for name in created)
+    reader, together, rows = HFReader(folder), [], []
+    for rank in range(tp):
+        shard = SGLangShard(reader.config, tp, rank)
+        model = sglang_model(shard)
+        assert model.held["lm_head.weight"].shape == (64 // tp, 32)
+        views = shard.views(model)
+        for name, tensor in load_local(reader, shard.params(), torch.float32):
+            views[name].copy_(tensor)
+        shard.clear_padding(model)
+        together.append(model.held["lm_head.weight"].data)
+        rows.append(len(views["lm_head.weight"]))
+    whole = torch.cat(together)
+    assert torch.equal(whole[:50], load_file(folder / "model.safetensors")["lm_head.weight"])
+    assert (whole[50:] == 0).all()
+    assert rows == [max(0, min(50 - rank * 64 // tp, 64 // tp)) for rank in range(tp)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model.norm.weight": None}, "SGLang has no parameter 'model.norm.weight'"),
+        ({"model.more.weight": [1]}, "SGLang has a parameter 'model.more.weight' without weights in the update"),
+        ({"model.norm.weight": [33]}, r"SGLang holds 'model.norm.weight' with shape \[33\], expected \[32\]"),
+    ],
+)
+def test_another_model_in_sglang_is_refused(make_folder, changed, message):
+    shard = SGLangShard(read_model_config(make_folder()), 1, 0)
+    with pytest.raises(WeightSyncError, match=message):
+        shard.views(sglang_model(shard, **changed))
 
 
 LATENT = {
@@ -104,39 +114,35 @@ LATENT = {
 
 def test_latent_projections_are_fused_as_in_sglang():
     """As in SGLang: ``fused_qkv_a_proj_with_mqa`` is ``q_a_proj`` over ``kv_a_proj_with_mqa``, on every rank."""
-    shards = SGLangShards(parse_model_config(LATENT), 2)
     query, key_value = torch.arange(48.0).view(6, 8), -torch.arange(48.0).view(6, 8)
     for layer in (0, 1):
         block = f"model.layers.{layer}.self_attn."
         fused = block + "fused_qkv_a_proj_with_mqa.weight"
         for rank in (0, 1):
-            target_params = shards.target_params(rank)
-            assert target_params[fused] == ((12, 8), (12, 8))
-            assert not {block + "q_a_proj.weight", block + "kv_a_proj_with_mqa.weight"} & set(target_params)
-            held = torch.zeros(12, 8)
-            for name, whole in (("q_a_proj.weight", query), ("kv_a_proj_with_mqa.weight", key_value)):
-                for start in (0, 4):
-                    (part,) = shards.rank_slices(rank, block + name, (start, 2), whole[start : start + 4, 2:])
-                    assert (part.rank, part.name) == (rank, fused)
-                    held[part.start[0] : part.start[0] + len(part.values), part.start[1] :] = part.values
-                (rows,) = shards.rank_rows(rank, block + name)
-                assert (rows.rank, rows.name) == (rank, fused)
-                assert torch.equal(held[rows.first : rows.first + rows.rows, 2:], whole[:, 2:])
-            assert torch.equal(held[:, 2:], torch.cat([query, key_value])[:, 2:])
+            shard = SGLangShard(parse_model_config(LATENT), 2, rank)
+            model = sglang_model(shard)
+            assert model.held[fused].shape == (12, 8)
+            assert not {block + "q_a_proj.weight", block + "kv_a_proj_with_mqa.weight"} & set(model.held)
+            views = shard.views(model)
+            views[block + "q_a_proj.weight"].copy_(query)
+            views[block + "kv_a_proj_with_mqa.weight"].copy_(key_value)
+            assert torch.equal(model.held[fused].data, torch.cat([query, key_value]))
 
 
 def test_without_a_latent_of_queries_nothing_is_fused():
-    target_params = SGLangShards(parse_model_config(LATENT | {"q_lora_rank": None}), 1).target_params(0)
+    model = sglang_model(SGLangShard(parse_model_config(LATENT | {"q_lora_rank": None}), 1, 0))
     attention = {
-        name.removeprefix("model.layers.1.self_attn."): t.shape for name, t in target_params.items() if "1.self" in name
+        name.removeprefix("model.layers.1.self_attn."): t.shape for name, t in model.held.items() if "1.self" in name
     }
     assert attention["q_proj.weight"] == (8, 8) and attention["kv_a_proj_with_mqa.weight"] == (6, 8)
-    assert not any("fused" in name for name in target_params)
+    assert not any("fused" in name for name in model.held)
 
 
 def test_an_indivisible_size_is_named(make_folder):
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=3"):
-        SGLangShards(read_model_config(make_folder()), 3)
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=3: "):
+        _check_divides(read_model_config(make_folder()), 3)
+    with pytest.raises(ConfigError, match=r"3 engine ranks do not divide the vocabulary, .* pads to 64 rows"):
+        _check_divides(read_model_config(make_folder(hidden_size=48, num_attention_heads=3, num_key_value_heads=3)), 3)
     options = EngineOptions(device="cuda", tensor_parallel_size=4)
     with pytest.raises(ModelError, match=r"num_attention_heads to be a multiple of 4.*DeepseekV3ForCausalLM has 2"):
         check_engine_model("sglang", parse_model_config(LATENT), options)
@@ -169,113 +175,81 @@ def test_ranks_of_a_replica_have_consecutive_devices():
     assert EngineOptions().device_of(1) == "cpu"
 
 
-PARAMS = {"a": ((4, 2), (3, 2)), "b": ((3,), (3,))}
-"""Shapes, and the parts with weights."""
-
-
 class TestLoader:
     """The loader on a plain torch module; replies use a real connection."""
 
     @pytest.fixture
-    def ask(self):
+    def ask(self, make_folder, monkeypatch):
+        monkeypatch.setattr(loader, "_LOADER", loader.RankLoader())
         replies, command_ids = ReplyListener(), iter(range(100))
-        model = torch.nn.ParameterDict({"a": torch.full((4, 2), 9.0), "b": torch.full((3,), 9.0)})
+        shard = SGLangShard(read_model_config(make_folder()), 1, 0)
+        model = sglang_model(shard)
 
-        def ask(action, data=None, **fields):
+        def ask(action, *arguments):
             command_id = next(command_ids)
-            command = {"action": action, "command_id": command_id, "rank": 0, "to": replies.to, **fields}
-            loader.load(model, [(json.dumps(command), torch.empty(0) if data is None else data)])
+            command = {"action": action, "command_id": command_id, "rank": 0, "to": replies.to}
+            data = torch.frombuffer(bytearray(pickle.dumps(arguments)), dtype=torch.uint8)
+            loader.load(model, [(json.dumps(command), data)])
             return replies.collect(command_id, {0}, 10.0)[0]
 
-        ask.model = model
+        ask.model, ask.shard = model, shard
         yield ask
         replies.close()
 
-    def write(self, ask, *slices):
-        data = torch.cat([torch.full(shape, value).flatten() for _, _, shape, value in slices]).view(torch.uint8)
-        offset, described = 0, []
-        for name, start, shape, _ in slices:
-            described.append((name, start, shape, "float32", offset))
-            offset += 4 * torch.Size(shape).numel()
-        return ask("write", data, slices=described)
+    def test_a_sync_reaches_the_parameters(self, ask, make_folder):
+        folder = make_folder(seed=1)
+        assert ProcessLocation(*ask("attach", ask.shard).values).node == current_location().node
+        weight_map = WeightMap(ask.shard.config)
+        (part,) = receiver_plans(build_plan(weight_map, LAYOUT, RolloutLayout(vocab_multiple=64), 9000, 4))
+        tensors = dict(load_local(HFReader(folder), weight_map.megatron_params(LAYOUT, 0), torch.float32))
+        routes = Routes([current_location()], [current_location()])
+        peers = PeerTransports.for_sender(routes, 0, [0], torch.device("cpu"), None)
+        whole = build_plan(weight_map, LAYOUT, RolloutLayout(vocab_multiple=64), 9000, 4)
+        sender = BucketSender(whole, 0, lambda: tensors, peers, torch.float32)
+        ask("connect", ReceiverSpec(part, routes, None, "float32"))
+        ask("begin", 4)
+        ask("open", 0, None)
+        for index in range(len(whole.buckets)):
+            ask("bucket", index, list(sender.export_bucket(index).values()))
+            sender.release_bucket(index)
+        assert ask("close", True).values == [0, 0]
+        ask("end", 4)
+        expected = dict(load_local(HFReader(folder), ask.shard.params(), torch.float32))
+        assert ask("checksum", True).values == {name: tensor_checksum(t) for name, t in expected.items()}
+        assert ask("checksum", False).values is None
+        head = ask.model.held["lm_head.weight"].data
+        assert torch.equal(head[:50], expected["lm_head.weight"]) and (head[50:] == 0).all()
+        part = ParamRectangle("model.norm.weight", (1,), (2,), (7,), (2,), "float32")
+        assert ask("sums", [part]).values == [rectangle_checksum(expected["model.norm.weight"][1:3], (7,))]
+        with pytest.raises(WeightSyncError, match=r"rank 0: parameter 'model.norm.weight' .* torch\.float32"):
+            ask("sums", [part._replace(dtype="bfloat16")])
+        reply = ask("read", "model.norm.weight")
+        assert reply.values == {"dtype": "float32", "shape": [32]}
+        assert struct.unpack("32f", reply.data) == tuple(expected["model.norm.weight"].tolist())
 
-    def test_writes_slices_and_zeroes_the_padding(self, ask):
-        ask("begin", params=PARAMS, version=3)
-        self.write(ask, ("a", (0, 0), (3, 1), 1.0), ("b", (0,), (3,), 2.0))
-        self.write(ask, ("a", (0, 1), (3, 1), 5.0))
-        ask("end", version=3)
-        assert ask.model["a"].tolist() == [[1, 5], [1, 5], [1, 5], [0, 0]]
-        assert ask.model["b"].tolist() == [2, 2, 2]
-        digests = ask("checksum", rows={"of a": ["a", 1, 2], "b": ["b", 0, 3]}).values
-        assert digests["of a"] == tensor_checksum(ask.model["a"].data[1:3])
-        assert digests["b"] == tensor_checksum(ask.model["b"].data)
-        rectangles = [ParamRectangle("a", (1, 0), (2, 2), (7, 4), (2, 2), "float32")]
-        assert ask("sums", rectangles=rectangles).values == {
-            "checksums": [rectangle_checksum(torch.tensor([[1.0, 5.0]] * 2), (7, 4))]
-        }
-        with pytest.raises(WeightSyncError, match=r"rank 0: parameter 'a' of the engine is torch\.float32"):
-            ask("sums", rectangles=[rectangles[0]._replace(dtype="bfloat16")])
-        reply = ask("read", name="a", first=1, rows=1)
-        assert (reply.values, struct.unpack("2f", reply.data)) == ({"dtype": "float32", "shape": [1, 2]}, (1.0, 5.0))
+    def test_errors_of_a_rank_name_it(self, ask):
+        with pytest.raises(WeightSyncError, match=r"SGLang's rank 0: no engine is attached"):
+            ask("checksum", True)
+        ask("attach", ask.shard)
+        with pytest.raises(WeightSyncError, match=r"SGLang's rank 0: the engine has no receiver of weights"):
+            ask("bucket", 0, [])
+        with pytest.raises(WeightSyncError, match=r"SGLang's rank 0: KeyError: 'unknown'"):
+            ask("read", "unknown")
 
-    @pytest.mark.parametrize(
-        ("bad", "message"),
-        [
-            (("c", (0,), (1,), 1.0), "'c' is not a parameter that this update writes"),
-            (("b", (2,), (2,), 1.0), "does not fit"),
-            (("a", (0, 0), (1, 1), 1.0), "overlaps"),
-            (("a", (3, 0), (1, 1), 1.0), "does not fit"),
-        ],
-    )
-    def test_a_bucket_with_a_bad_slice_is_not_written(self, ask, bad, message):
-        ask("begin", params=PARAMS, version=3)
-        self.write(ask, ("a", (0, 0), (1, 2), 1.0))
-        with pytest.raises(WeightSyncError, match=rf"SGLang's rank 0: .*{message}"):
-            self.write(ask, ("b", (0,), (1,), 7.0), bad)
-        assert ask.model["b"].tolist() == [9, 9, 9]
-        with pytest.raises(WeightSyncError, match="no weight update is open"):
-            ask("end", version=3)
-
-    def test_a_gap_or_another_version_is_refused(self, ask):
-        ask("begin", params=PARAMS, version=3)
-        self.write(ask, ("a", (0, 0), (3, 2), 1.0), ("b", (0,), (2,), 1.0))
-        with pytest.raises(WeightSyncError, match="incomplete: 1 of 2 parameters, first 'b' with 2 of 3"):
-            ask("end", version=3)
-        ask("begin", params=PARAMS, version=3)
-        with pytest.raises(WeightSyncError, match="version 3 was ended as version 4"):
-            ask("end", version=4)
-
-    @pytest.mark.parametrize(
-        ("params", "message"),
-        [
-            ({**PARAMS, "c": ((1,), (1,))}, "no parameter 'c'"),
-            ({"a": PARAMS["a"]}, "'b' without weights in the update"),
-            ({**PARAMS, "b": ((4,), (4,))}, r"'b' with shape \[3\], expected \[4\]"),
-        ],
-    )
-    def test_another_model_is_refused_before_writing(self, ask, params, message):
-        with pytest.raises(WeightSyncError, match=message):
-            ask("begin", params=params, version=1)
-        assert ask.model["a"].tolist() == [[9, 9]] * 4
+    def test_groups_with_training_ranks_use_the_interface_of_the_engine(self, ask, monkeypatch):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        seen = []
+        receiver = SimpleNamespace(open=lambda session: seen.append(os.environ["GLOO_SOCKET_IFNAME"]))
+        loader._LOADER._receiver = receiver
+        ask("open", 0, "eth7")
+        ask("open", 1, None)
+        assert seen == ["eth7", "lo"] and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
     def test_missing_replies_are_reported(self):
         replies = ReplyListener()
         with pytest.raises(WeightSyncError, match=r"ranks \[0, 1\] did not reply"):
             replies.collect(0, {0, 1}, 0.0)
         replies.close()
-
-
-def test_staging_memory_returns_to_the_gpu_after_an_update(make_folder, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "megarl.rollout.sglang.senders.return_cached_memory", lambda: calls.append(sender.staging_bytes)
-    )
-    shards = SGLangShards(read_model_config(make_folder()), 1)
-    sender = TensorSender(shards, None, None, [torch.device("cpu")], False, 5000)
-    sender.put(0, "model.norm.weight", (0,), torch.ones(32))
-    assert sender.staging_bytes == 5000
-    sender.abandon()
-    assert calls == [0]
 
 
 def test_address_for_ranks_on_another_host(monkeypatch):
@@ -354,6 +328,9 @@ def test_environment_of_sglangs_ranks(monkeypatch):
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # trainers on several nodes: NCCL must reach them
+    several = environment(SGLangOptions(device="cuda:1"))
+    assert several["GLOO_SOCKET_IFNAME"] == "lo" and "NCCL_SOCKET_IFNAME" not in several
     two_nodes = SGLangOptions(device="cuda:1", server_args={"nnodes": 2})
     assert "GLOO_SOCKET_IFNAME" not in environment(two_nodes), "its ranks are on several machines"
 
@@ -370,12 +347,6 @@ def test_expandable_segments_are_removed_for_sglang_on_a_gpu_only(monkeypatch):
 def test_cuda_graphs_sleep_with_the_kv_cache():
     assert _memory_tags({"kv_cache"}) == ["cuda_graph", "kv_cache"]
     assert _memory_tags({"weights"}) == ["weights"]
-
-
-def test_broadcast_between_processes_of_one_gpu_is_refused():
-    with pytest.raises(ConfigError, match=r"weight_transport=distributed: NCCL connects no two .* use tensor"):
-        _check_options(SGLangOptions(device="cuda", weight_transport="distributed"))
-    _check_options(SGLangOptions(weight_transport="distributed"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="reads SGLang's argument names")

@@ -1,6 +1,6 @@
-"""A replica of two ranks: each gets its shard, by every weight transport of SGLang.
+"""A replica of two ranks: each receives its shard from the training rank.
 
-With a vocabulary of 50 the weight map's shards have 25 rows, SGLang's have 32.
+SGLang pads the vocabulary of 50 to 64: its ranks have 32 and 18 rows with weights.
 """
 
 import base64
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
@@ -20,9 +21,11 @@ import torch
 from listeners import assert_on_loopback, listening_processes
 from safetensors.torch import load_file
 from sglang_engines import API_KEY, TWO_RANKS
+from weight_syncs import WeightSync, rank_params, update
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.ports import free_port
+from megarl.base.rendezvous import host_store
 from megarl.models import WeightMap
 from megarl.models.checksum import rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
@@ -32,6 +35,8 @@ from megarl.rollout.router import exchange_requests
 from megarl.rollout.sglang.liveness import SchedulerLiveness
 from megarl.rollout.sglang.options import SGLangOptions, environment
 from megarl.rollout.weight_checks import WeightFingerprint
+from megarl.sharding.delta import DeltaEncoder
+from megarl.sharding.placement import current_location
 from megarl.sharding.verification import PartialChecksum, checksums_by_name, compare_checksums, weight_rectangles
 
 REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
@@ -39,9 +44,9 @@ REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_
 
 def shards_of(folder):
     reader = HFReader(folder)
-    return [
-        dict(load_local(reader, WeightMap(reader.config).rollout_params(2, rank), torch.float32)) for rank in (0, 1)
-    ]
+    weight_map = WeightMap(reader.config)
+    params = [weight_map.rollout_params(2, rank, vocab_multiple=64) for rank in (0, 1)]
+    return [dict(load_local(reader, shard, torch.float32)) for shard in params]
 
 
 def assert_generates(engine, reference, version):
@@ -56,7 +61,7 @@ def assert_holds(engine, folder):
         assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
         held = engine.weights(rank)
         assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
-    params = [WeightMap(engine.config).rollout_params(2, rank) for rank in (0, 1)]
+    params = rank_params(engine)
     rectangles = [weight_rectangles(shard, torch.float32, ()) for shard in params]
     sums = [checksums_by_name(p, s) for p, s in zip(params, engine.rectangle_checksums(rectangles), strict=True)]
     compare_checksums([checksums_of_files(folder)], sums, 2)
@@ -81,7 +86,7 @@ def owner(_sglang, folders):
 
 @pytest.fixture(scope="module")
 def server(owner, folders):
-    options = SGLangOptions(url=owner.url, api_key=API_KEY, tensor_parallel_size=2, bucket_bytes=5000)
+    options = SGLangOptions(url=owner.url, api_key=API_KEY, tensor_parallel_size=2)
     engine = create_engine("sglang", str(folders[0]), options)
     yield engine
     engine.shutdown()
@@ -128,39 +133,31 @@ def assert_sglang_on_loopback():
     assert_on_loopback(listening_processes(family), "sglang::scheduler")
 
 
-def update(engine, folder, version, rows=None):
-    engine.begin_update(version)
-    for rank, shard in enumerate(shards_of(folder)):
-        if rows is None:
-            engine.update_weights(shard.items(), rank)
-            continue
-        for name, tensor in shard.items():
-            starts = range(0, len(tensor), rows)
-            engine.update_weights(((name, (a, *[0] * (tensor.dim() - 1)), tensor[a : a + rows]) for a in starts), rank)
-    assert engine.staging_bytes > 0
-    engine.end_update(version)
-
-
-def test_each_rank_gets_its_shard_in_buckets(server, folders, reference_for):
+def test_each_rank_reads_its_shard_in_buckets(server, folders, reference_for):
     server.load_hf(str(folders[0]), version=1)
     assert_generates(server, reference_for(folders[0]), 1)
-    update(server, folders[1], 2, rows=7)
+    usage = update(server, folders[1], 2)
     assert_generates(server, reference_for(folders[1]), 2)
     assert_holds(server, folders[1])
+    # Both ranks read shared memory; this process holds commands only.
+    assert [process.peak_bytes for process in usage[:2]] == [0, 0] and usage[2].peak_bytes < 60_000
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk"])
-def test_update_with_whole_tensors(server, folders, reference_for, transport):
-    folder = folders[2 if transport == "disk" else 3]
-    options = SGLangOptions(
-        url=server.url, api_key=API_KEY, tensor_parallel_size=2, bucket_bytes=5000, weight_transport=transport
-    )
-    engine = create_engine("sglang", str(folders[0]), options)
-    update(engine, folder, 7, rows=9)
-    assert_generates(engine, reference_for(folder), 7)
-    assert_holds(engine, folder)
-    engine.shutdown()
-    server.load_hf(str(folders[0]))
+def test_ranks_receive_full_and_delta_messages_over_gloo(server, folders):
+    bucket, store = 6000, host_store("127.0.0.1")
+    sync = WeightSync(server, folders[3], "gloo", bucket, store, DeltaEncoder())
+    usage = sync.run(3)
+    assert_holds(server, folders[3])
+    copies = sum(tensor.nbytes for shard in shards_of(folders[3]) for tensor in shard.values())
+    # Besides the receive buffer a rank keeps the last bytes of its messages.
+    assert copies < sum(process.peak_bytes for process in usage[:2]) <= copies + 2 * bucket
+    sync.tensors["decoder.final_layernorm.weight"][5] += 0.25
+    sync.run(4)
+    assert sync.sent.saved_bytes > 0.9 * sync.plan.nbytes
+    expected = load_file(folders[3] / "model.safetensors")["model.norm.weight"]
+    expected[5] += 0.25
+    for rank in (0, 1):
+        assert torch.equal(server.weights(rank)["model.norm.weight"], expected)
 
 
 def test_two_ranks_in_process(front_end, tied, reference_for):
@@ -172,13 +169,13 @@ def test_two_ranks_in_process(front_end, tied, reference_for):
     assert len(set(front_end.fingerprint())) == 2
     front_end.sleep()
     front_end.wake()
-    update(front_end, tied[2], 3, rows=9)
+    update(front_end, tied[2], 3, bucket_bytes=900)
     assert_generates(front_end, reference_for(tied[2]), 3)
     assert_holds(front_end, tied[2])
 
 
-def test_a_two_node_server_gets_its_shards_in_requests(two_nodes, folders, reference_for):
-    options = SGLangOptions(url=two_nodes, api_key=API_KEY, tensor_parallel_size=2, bucket_bytes=5000)
+def test_ranks_on_two_nodes_of_a_server_read_their_shards(two_nodes, folders, reference_for):
+    options = SGLangOptions(url=two_nodes, api_key=API_KEY, tensor_parallel_size=2)
     for _ in range(600):
         try:
             engine = create_engine("sglang", str(folders[0]), options)
@@ -187,12 +184,12 @@ def test_a_two_node_server_gets_its_shards_in_requests(two_nodes, folders, refer
             time.sleep(0.2)
     else:
         pytest.fail("the server did not get ready")
-    update(engine, folders[1], 2, rows=7)
+    update(engine, folders[1], 2)
     assert_generates(engine, reference_for(folders[1]), 2)
     assert_holds(engine, folders[1])
-    # Its ranks know this host by their rendezvous address and do not read its memory.
+    # Its ranks know this host by their rendezvous address.
     assert engine._backend.ranks_host == "127.0.0.1"
-    assert not any(staging._shared for staging in engine._session._tensors._stagings)
+    assert engine.rank_locations() == [current_location()] * 2
     engine.shutdown()
 
 
@@ -215,15 +212,18 @@ def test_a_weight_changed_by_sglang_is_detected(server, folders):
     assert server.checksum(0)[name] == checksums[0] and server.checksum(1)[name] != checksums[1]
 
 
-def test_the_shard_of_one_rank_is_not_enough(server, folders):
-    server.begin_update(3)
-    server.update_weights(shards_of(folders[0])[0].items(), 0)
-    with pytest.raises(WeightSyncError, match="version 3 is incomplete"):
+def test_messages_of_one_rank_are_not_enough(server, folders):
+    sync = WeightSync(server, folders[0])
+    sync.begin(3)
+    messages = sync.sender.export_bucket(0)
+    with pytest.raises(
+        WeightSyncError, match=r"SGLang's rank 1: rollout rank 1 received messages of training ranks \[\]"
+    ):
+        server.import_bucket(0, [messages[0]])
+    with pytest.raises(WeightSyncError, match="no weight update is open"):
         server.end_update(3)
     assert server.stale
-    with pytest.raises(WeightSyncError, match="rank 2, expected 0 to 1"):
-        server.begin_update(4)
-        server.update_weights([], 2)
+    sync.close(completed=False)
     update(server, folders[0], 5)
     assert server.health().ready
 
@@ -375,15 +375,45 @@ def test_a_frozen_server_is_detected(server, owner, folders):
     server._wait_until_idle()
 
 
-def test_a_dead_rank_is_detected(front_end, tied):
+def test_a_frozen_rank_is_detected_during_a_sync(owner, server, folders, monkeypatch):
+    """The scheduler is silent during a bucket anyway; the next sync succeeds once the process runs again."""
+    monkeypatch.setattr(owner, "options", replace(owner.options, health_timeout_s=3.0))
+    (victim,) = [
+        process
+        for process in psutil.Process(owner._backend._process.pid).children(recursive=True)
+        if "scheduler_TP1" in " ".join(process.cmdline())
+    ]
+    sync = WeightSync(owner, folders[0])
+    sync.begin(8)
+    sync.send([0])
+    try:
+        victim.suspend()
+        message = r"'update_weights_from_tensor': processes are stopped for 3 s \(rollout.health.timeout_s\): pid "
+        with pytest.raises(EngineLost, match=message + str(victim.pid)):
+            sync.send([1])
+    finally:
+        victim.resume()
+    assert owner.stale
+    sync.close(completed=False)
+    update(owner, folders[1], 9)
+    assert_holds(owner, folders[1])
+
+
+def test_a_rank_that_dies_within_a_bucket_is_named(front_end, tied):
     """Ends the engine of the tests above."""
-    front_end.load_hf(str(tied[0]))
-    front_end.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
-    front_end._backend._processes[0].kill()
+    sync = WeightSync(front_end, tied[1])
+    sync.begin(2)
+    sync.send([0])
+    victim = front_end._backend._processes[1]
+    victim.suspend()
+    threading.Timer(2.0, victim.kill).start()
+    with pytest.raises(
+        EngineLost, match=r"'update_weights_from_tensor': one of its processes ended \(rank 1, running:"
+    ):
+        sync.send([1])
+    assert front_end.stale and not front_end.health().ready
     with pytest.raises(EngineLost, match="one of its processes ended"):
-        while True:
-            front_end.poll(30.0)
-    assert not front_end.health().ready
+        sync.begin(3)
 
 
 def test_a_dead_server_is_detected(server, owner, folders):

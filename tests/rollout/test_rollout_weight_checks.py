@@ -2,11 +2,12 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout.weight_checks import Coverage, check_complete
+from megarl.rollout.weight_checks import Coverage, ShardWeights, check_complete
 
 
 @st.composite
@@ -60,3 +61,67 @@ def test_the_incomplete_parameter_is_named():
     check_complete([whole], 4)
     with pytest.raises(WeightSyncError, match="version 4 is incomplete: 1 of 2 parameters, first 'b' with 3 of 6"):
         check_complete([whole, part], 4)
+
+
+# ---- updates of one rank
+
+
+@pytest.fixture
+def weights():
+    update = ShardWeights({"a": torch.full((3, 2), 9.0), "b": torch.full((3,), 9.0)})
+    update.begin(3)
+    return update
+
+
+BAD_SLICES = {
+    "unknown name": (("c", (0,), torch.zeros(1)), "'c' is not a parameter of this model"),
+    "beyond the end": (("b", (2,), torch.zeros(2)), r"\[2\] at \[2\] does not fit shape \[3\]"),
+    "before the start": (("b", (-1,), torch.zeros(2)), "does not fit"),
+    "wrong rank": (("b", (0, 0), torch.zeros(2, 2)), "does not fit"),
+    "twice": (("a", (0, 0), torch.zeros(1, 1)), "overlaps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SLICES)
+def test_a_bad_slice_is_not_written_and_loses_the_update(weights, case):
+    tensor_slice, message = BAD_SLICES[case]
+    weights.write([("a", (0, 0), torch.ones(1, 2))])
+    with pytest.raises(WeightSyncError, match=message):
+        weights.write([tensor_slice])
+    assert weights.tensors["a"].tolist() == [[1, 1], [9, 9], [9, 9]] and weights.tensors["b"].tolist() == [9, 9, 9]
+    with pytest.raises(WeightSyncError, match="no weight update is open"):
+        weights.end(3)
+    assert weights.version == -1
+
+
+def test_an_update_writes_every_element_in_any_order(weights):
+    weights.write([("b", (1,), torch.full((2,), 5.0)), ("a", (0, 1), torch.full((3, 1), 7.0))])
+    weights.write([("a", (0, 0), torch.full((3, 1), 6.0)), ("b", (0,), torch.full((1,), 4.0))])
+    assert weights.version == -1
+    weights.end(3)
+    assert weights.version == 3
+    assert weights.tensors["a"].tolist() == [[6, 7]] * 3 and weights.tensors["b"].tolist() == [4, 5, 5]
+
+
+def test_slices_may_come_from_one_reused_buffer(weights):
+    buffer = torch.empty(3)
+
+    def slices():
+        yield "b", (0,), buffer.fill_(1.0)
+        yield "a", (0, 0), buffer.fill_(2.0).view(3, 1)
+        yield "a", (0, 1), buffer.fill_(3.0).view(3, 1)
+
+    weights.write(slices())
+    weights.end(3)
+    assert weights.tensors["a"].tolist() == [[2, 3]] * 3 and weights.tensors["b"].tolist() == [1, 1, 1]
+
+
+def test_a_gap_another_version_and_a_negative_version_are_refused(weights):
+    weights.write([("a", (0, 0), torch.ones(3, 2)), ("b", (0,), torch.ones(2))])
+    with pytest.raises(WeightSyncError, match="incomplete: 1 of 2 parameters, first 'b' with 2 of 3"):
+        weights.end(3)
+    weights.begin(4)
+    with pytest.raises(WeightSyncError, match="version 4 was ended as version 5"):
+        weights.end(5)
+    with pytest.raises(WeightSyncError, match="weight version -2, expected a number >= 0"):
+        weights.begin(-2)

@@ -82,7 +82,11 @@ def layouts(draw, experts):
         cp=draw(st.integers(1, 2)),
         vpp=draw(st.sampled_from([1, 1, 2])),
     )
-    rollout = RolloutLayout(draw(st.sampled_from([1, 2, 3, 4])), replicas=draw(st.integers(1, 3)))
+    rollout = RolloutLayout(
+        draw(st.sampled_from([1, 2, 3, 4])),
+        replicas=draw(st.integers(1, 3)),
+        vocab_multiple=draw(st.sampled_from([1, 12])),
+    )
     if experts:
         ranks = train.ranks_per_stage
         etp = draw(st.sampled_from([n for n in range(1, 5) if not ranks % n]))
@@ -162,4 +166,5 @@ def held_in_training(case, numbers):
 
 
 def rollout_params(case, rank):
-    return case.weight_map.rollout_params(case.rollout.tp, rank % case.rollout.tp, case.rollout.ep)
+    tp, ep, _, multiple = case.rollout
+    return case.weight_map.rollout_params(tp, rank % tp, ep, multiple)

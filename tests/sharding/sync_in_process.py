@@ -9,11 +9,10 @@ import torch
 from resharding_cases import box, labelled_checkpoint, rollout_tensors, training_tensors
 
 from megarl.base.rendezvous import host_store
-from megarl.cluster.adapters import ResultsByRank
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import current_location
-from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, route_messages, source_ranks
+from megarl.sharding.receiver import BucketReceiver, largest_bucket, route_messages, source_ranks
 from megarl.sharding.sender import BucketSender, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 from megarl.sharding.verification import partial_checksums
@@ -30,35 +29,15 @@ class Engine:
         self.weights = {name: torch.zeros_like(t) for name, t in weights.items()}
         self.version, self.stale = 0, False
 
-    def begin_update(self, version):
+    def begin(self, version):
         self.stale = True
 
-    def update_weights(self, updates):
-        for name, start, values in updates:
+    def write(self, slices):
+        for name, start, values in slices:
             self.weights[name][box(start, values.shape)].copy_(values)
 
-    def end_update(self, version):
+    def end(self, version):
         self.version, self.stale = version, False
-
-
-class Replica:
-    """An engine of several ranks."""
-
-    staging_bytes = 0
-
-    def __init__(self, ranks):
-        self.ranks = ranks
-
-    def begin_update(self, version):
-        for rank in self.ranks:
-            rank.begin_update(version)
-
-    def update_weights(self, updates, rank):
-        self.ranks[rank].update_weights(updates)
-
-    def end_update(self, version):
-        for rank in self.ranks:
-            rank.end_update(version)
 
 
 class Together:
@@ -141,25 +120,20 @@ class Source(Side):
 
 
 class Target(Side):
-    """All replicas."""
+    """All rollout ranks."""
 
     def __init__(self, setup, routes, address):
         self.engines = [Engine(w) for w in setup.expected(0)]
-        super().__init__(setup.replicas, setup.log)
+        super().__init__(len(self.engines), setup.log)
         self.setup = setup
-        every = range(len(self.engines))
-        self.ranks = [every[first : first + setup.tp] for first in every[:: setup.tp]]
 
         def receiver(rank, engine):
-            buckets, params = setup.plan.received_by(rank), setup.rollout_params(rank)
+            buckets = setup.plan.received_by(rank)
             size = largest_bucket(buckets, setup.dtype, setup.plan.float32_params)
             peers = PeerTransports.for_receiver(routes, rank, source_ranks(buckets), CPU, address, size)
-            return BucketReceiver(setup.plan, rank, params, engine, peers, setup.dtype)
+            return BucketReceiver(setup.plan, rank, engine, peers, setup.dtype)
 
-        replicas = [(Replica([self.engines[rank] for rank in ranks]), ranks) for ranks in self.ranks]
-        self.receivers = [
-            ReplicaReceiver(replica, [receiver(rank, replica) for rank in ranks]) for replica, ranks in replicas
-        ]
+        self.receivers = [receiver(rank, engine) for rank, engine in enumerate(self.engines)]
 
     def sleep(self, tags):
         return self.run("sleep", lambda rank, *tags: None, *tags)
@@ -168,36 +142,31 @@ class Target(Side):
         return self.run("wake", lambda rank, *tags: None, *tags)
 
     def begin_update(self, version):
-        return self.run("begin_update", lambda number, version: self.receivers[number].begin_update(version), version)
+        return self.run("begin_update", lambda rank, version: self.receivers[rank].begin(version), version)
 
     def open_transfer(self, session):
-        return self.run("open target", lambda number, session: self.receivers[number].open(session), session)
+        return self.run("open target", lambda rank, session: self.receivers[rank].open(session), session)
 
     def import_bucket(self, index, exported):
-        def write(number, index):
-            messages = route_messages(exported.result())
-            own = [message for rank in self.ranks[number] for message in messages.get(rank, [])]
-            self.receivers[number].import_bucket(index, own)
+        def write(rank, index):
+            messages = [message for export in exported.result() for message in export.values()]
+            self.receivers[rank].import_bucket(index, route_messages(messages, range(len(self.engines)))[rank])
 
         return self.run("import", write, index)
 
     def close_transfer(self, completed):
-        return self.run("close target", lambda number, completed: self.receivers[number].close(completed), completed)
+        return self.run("close target", lambda rank, completed: self.receivers[rank].close(completed), completed)
 
     def checksums(self):
-        def shares(number):
+        def share(rank):
             kept, dtype = self.setup.plan.float32_params, self.setup.dtype
-            return [
-                partial_checksums(
-                    self.setup.rollout_params(rank), self.engines[rank].weights, dtype, kept, convert=False
-                )
-                for rank in self.ranks[number]
-            ]
+            params = self.setup.rollout_params(rank)
+            return partial_checksums(params, self.engines[rank].weights, dtype, kept, convert=False)
 
-        return ResultsByRank(self.run("checksums of target", shares))
+        return self.run("checksums of target", share)
 
     def end_update(self, version):
-        return self.run("end_update", lambda number, version: self.receivers[number].end_update(version), version)
+        return self.run("end_update", lambda rank, version: self.receivers[rank].end(version), version)
 
 
 class Setup:

@@ -7,8 +7,9 @@ from megarl.base.errors import WeightSyncError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout.embedded.engine import EmbeddedEngine
-from megarl.sharding import RolloutLayout, build_plan
-from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver
+from megarl.sharding import RolloutLayout, Routes, build_plan, receiver_plans
+from megarl.sharding.placement import current_location
+from megarl.sharding.receiver import ReceiverSpec
 from megarl.sharding.sender import BucketSender
 from megarl.sharding.transports.interface import PeerTransports
 
@@ -35,6 +36,12 @@ def folder(request, tmp_path_factory):
     return folder
 
 
+def connect(engine, plan, senders, transport="shared_memory"):
+    here = current_location()
+    (part,) = receiver_plans(plan)
+    engine.connect_receivers([ReceiverSpec(part, Routes([here] * senders, [here], transport), None, "float32")])
+
+
 @pytest.mark.parametrize("layout", [ParallelLayout(2, 1, 1), ParallelLayout(2, 2, 2)])
 def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout):
     reader = HFReader(folder)
@@ -50,17 +57,16 @@ def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout):
 
     senders = [BucketSender(plan, rank, lambda rank=rank: ranks[rank], way(1), FLOAT32) for rank in range(len(ranks))]
     engine, reference = EmbeddedEngine(reader.config), EmbeddedEngine(reader.config)
-    rank = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, way(len(ranks)), FLOAT32)
-    receiver = ReplicaReceiver(engine, [rank])
+    connect(engine, plan, len(ranks))
 
-    receiver.begin_update(3)
+    engine.begin_update(3)
     for index in range(len(plan.buckets)):
         exports = [sender.export_bucket(index) for sender in senders]
-        receiver.import_bucket(index, [export[0] for export in exports if 0 in export])
+        engine.import_bucket(index, [export[0] for export in exports if 0 in export])
         assert engine.stale
         for sender in senders:
             sender.release_bucket(index)
-    receiver.end_update(3)
+    engine.end_update(3)
 
     reference.load_hf(str(folder))
     assert engine.weight_version == 3
@@ -76,9 +82,8 @@ def test_an_engine_of_another_model_refuses_the_sync(folder):
     message = BucketSender(plan, 0, lambda: params, way, FLOAT32).export_bucket(0)[0]
 
     engine = EmbeddedEngine(parse_model_config({**reader.config.raw, "num_hidden_layers": 1}))
-    rank = BucketReceiver(plan, 0, weight_map.rollout_params(1, 0), engine, way, FLOAT32)
-    receiver = ReplicaReceiver(engine, [rank])
-    receiver.begin_update(1)
+    connect(engine, plan, 1, "inline")
+    engine.begin_update(1)
     with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
-        receiver.import_bucket(0, [message])
+        engine.import_bucket(0, [message])
     assert engine.stale

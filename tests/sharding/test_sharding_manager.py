@@ -86,7 +86,7 @@ def test_sync_in_bfloat16(setup, transport):
 @settings(max_examples=15)
 @given(plan_cases(), st.sampled_from(["inline", "shared_memory"]))
 def test_every_family_syncs_in_the_engine_dtype_except_float32_parameters(case, transport):
-    tp, ep, replicas = case.rollout
+    tp, ep, replicas, _ = case.rollout
     options = {"transport": transport, "ep": ep, "dtype": torch.bfloat16, "held": torch.float32, "verify_freq": 1}
     setup = Setup(case.weight_map, case.train, tp, replicas, **options)
     try:
@@ -274,20 +274,20 @@ def test_descriptors_do_not_grow_over_many_syncs(setup, transport):
 def corrupted(engine, name):
     """An engine that corrupts one element of a parameter."""
 
-    def update_weights(updates):
-        Engine.update_weights(engine, updates)
+    def write(updates):
+        Engine.write(engine, updates)
         for param, start, _ in updates:
             if param == name:
                 engine.weights[name][start] += 1
 
-    return update_weights
+    return write
 
 
 @pytest.mark.parametrize("transport", ["inline", "shared_memory", "gloo"])
 def test_verification_names_the_differing_parameter(setup, transport):
     sync = setup(transport=transport, verify_freq=1)
     victim = sync.engines[5]
-    victim.update_weights = corrupted(victim, "model.layers.1.mlp.down_proj.weight")
+    victim.write = corrupted(victim, "model.layers.1.mlp.down_proj.weight")
     where = r"'model\.layers\.1\.mlp\.down_proj\.weight' of rollout replica 1 \(rank 4 to 7\) differs"
     with pytest.raises(WeightSyncError, match=f"failed at verification.*{where}"):
         sync.manager.sync_weights()
@@ -296,7 +296,7 @@ def test_verification_names_the_differing_parameter(setup, transport):
 
 def test_without_verification_the_fault_passes(setup):
     sync = setup(verify_freq=0)
-    sync.engines[0].update_weights = lambda updates: None
+    sync.engines[0].write = lambda slices: None
     sync.manager.sync_weights()
     assert sync.engines[0].weights["model.norm.weight"].sum() == 0
 

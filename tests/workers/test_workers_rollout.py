@@ -242,15 +242,15 @@ class Replicas:
     def import_bucket(self, index: int, exported: Future) -> Together:
         if index == self.broken_at:
             raise ConnectionError("the wire is cut")
-        messages = route_messages(exported.result())
-        calls = zip(self.threads, self.workers, strict=True)
-        return Together([t.submit(w.import_bucket, index, messages.get(w.replica, [])) for t, w in calls])
+        messages = [message for export in exported.result() for message in export.values()]
+        calls = zip(self.threads, self.workers, route_messages(messages, range(len(self.workers))), strict=True)
+        return Together([thread.submit(worker.import_bucket, index, own) for thread, worker, own in calls])
 
     def checksums(self) -> ResultsByRank:
         return ResultsByRank(self.call("weight_shares"))
 
-    def close_transfer(self, completed: bool) -> Together:
-        return self.call("close_transfer", completed)
+    def close_transfer(self, completed: bool) -> ResultsByRank:
+        return ResultsByRank(self.call("close_transfer", completed))
 
     def end_update(self, version: int) -> Together:
         return self.call("end_update", version)
@@ -378,13 +378,13 @@ def test_engine_stays_stale_after_an_interrupted_sync(
 def test_verification_detects_a_wrong_weight(learned: tuple[str, Role], models: Models) -> None:
     layout, actor = learned
     manager, ends = connected(actor, models.policy_path, reshard_plan(models.policy_path, layout), "auto")
-    engine = ends.workers[1].engine
-    write = engine.update_weights
+    weights = ends.workers[1].engine._weights
+    write = weights.write
 
-    def update_weights(slabs: list[Any], rank: int) -> None:
-        write([(name, at, values + 1 if name == "model.norm.weight" else values) for name, at, values in slabs], rank)
+    def write_wrong(slices: list[Any]) -> None:
+        write([(name, at, values + 1 if name == "model.norm.weight" else values) for name, at, values in slices])
 
-    engine.update_weights = update_weights
+    weights.write = write_wrong
     with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' of rollout replica 1 \(rank 1\) differs"):
         manager.sync_weights()
     assert [worker.weight_version() for worker in ends.workers] == [-1, -1]

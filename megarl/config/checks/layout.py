@@ -66,16 +66,8 @@ def replicas(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[
 
 
 def weight_sync(config: TrainConfig) -> Iterator[Problem]:
-    """Check that the transport of the weight sync fits devices and nodes, and that the sync can be verified."""
-    rollout, sync, trainer = config.actor_rollout_ref.rollout, config.sync, config.trainer
-    transport = rollout.engine_kwargs.sglang.weight_transport
-    if rollout.name == "sglang" and transport != "tensor" and sync.verify_freq > 0:
-        path = f"{_ROLLOUT}.engine_kwargs.sglang.weight_transport"
-        text = f"{path}={transport} delivers weights at the end of the sync, after the check; set 0, or 'tensor' there"
-        yield Problem("sync.verify_freq", sync.verify_freq, text)
-    if rollout.name == "sglang" and transport == "distributed" and trainer.device == "cuda":
-        text = "NCCL connects no two processes of one GPU, and SGLang's ranks share theirs with the sender; set tensor"
-        yield Problem(f"{_ROLLOUT}.engine_kwargs.sglang.weight_transport", transport, text)
+    """Check that the transport of the weight sync fits devices and nodes."""
+    sync, trainer = config.sync, config.trainer
     if trainer.device == "cpu" and sync.transport in ("cuda_ipc", "nccl"):
         yield Problem("sync.transport", sync.transport, "moves GPU memory and trainer.device is cpu; set auto")
     if trainer.nnodes > 1 and sync.transport in ("shared_memory", "cuda_ipc"):

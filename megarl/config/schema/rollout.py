@@ -43,30 +43,10 @@ class SGLangConfig:
 
 
 @dataclass(frozen=True)
-class TrainingSGLangConfig(SGLangConfig):
-    """SGLang; see docs/rollout.md."""
-
-    weight_transport: str = key(
-        "tensor",
-        "Transport of weights to SGLang's ranks: each rank receives its shard (tensor), or all ranks receive "
-        "everything, by broadcast (distributed) or from a folder (disk).",
-        choices=("tensor", "distributed", "disk"),
-    )
-    update_weights_bucket_megabytes: int = key(128, "Bucket of weights per rank, in MiB.", at_least=1)
-
-
-@dataclass(frozen=True)
 class EngineKwargsConfig:
     """Settings of a single rollout engine."""
 
     sglang: SGLangConfig = section(SGLangConfig)
-
-
-@dataclass(frozen=True)
-class TrainingEngineKwargsConfig(EngineKwargsConfig):
-    """Settings of a single rollout engine."""
-
-    sglang: TrainingSGLangConfig = section(TrainingSGLangConfig)
 
 
 @dataclass(frozen=True)
@@ -228,7 +208,6 @@ class RolloutConfig:
 class TrainingRolloutConfig(RolloutConfig, TokenFilterConfig, LogProbBatchConfig):
     """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
 
-    engine_kwargs: TrainingEngineKwargsConfig = section(TrainingEngineKwargsConfig)
     n: int = key(1, "Responses per prompt.", at_least=1)
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
     free_cache_engine: bool = key(

@@ -25,8 +25,8 @@ from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.sharding import RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.placement import ProcessLocation, current_location
-from megarl.sharding.plan import TransferUsage
-from megarl.sharding.receiver import BucketReceiver, ReplicaReceiver, largest_bucket, route_messages, source_ranks
+from megarl.sharding.plan import RankPlan, TransferUsage, receiver_plans
+from megarl.sharding.receiver import BucketReceiver, ReceiverSpec, route_messages
 from megarl.sharding.sender import BucketSender, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports
 from megarl.sharding.verification import partial_checksums
@@ -91,7 +91,8 @@ class _Case:
             routes = Routes([source], [target])
             layout = ParallelLayout()
             plan = build_plan(WeightMap(self.model), layout, RolloutLayout(1), self.bucket_bytes, ELEMENT_BYTES)
-            engine.call("build", self.model, plan, routes)
+            (part,) = receiver_plans(plan)
+            engine.call("build", self.model, part, routes)
             trainer = _Trainer(self.model, plan, routes, self.bench.device)
             manager = ShardingManager(plan, trainer, _Engine(engine), SyncOptions(verify_freq=10**9, timeout_s=REPLY_S))
             manager.sync_weights()
@@ -228,7 +229,8 @@ class _Engine:
 
     def import_bucket(self, index: int, exported: _Done) -> _Pending:
         """Pass the messages of the only pair of ranks."""
-        return _Pending(self._remote.start("import_bucket", index, route_messages(exported.result()).get(0, [])))
+        (messages,) = route_messages(exported.result()[0].values(), [0])
+        return _Pending(self._remote.start("import_bucket", index, messages))
 
 
 class _EngineProcess:
@@ -241,21 +243,18 @@ class _EngineProcess:
         """Location of this process."""
         return current_location(str(self._device))
 
-    def build(self, model: ModelConfig, plan: Any, routes: Routes) -> None:
+    def build(self, model: ModelConfig, plan: RankPlan, routes: Routes) -> None:
         """Build the engine's weights and their receiver."""
         self._model = model
         self._params = WeightMap(model).rollout_params(1, 0)
         self._store = WeightStore(self._params, DTYPE, self._device)
         self._store.allocate()
-        received = plan.received_by(0)
-        size = largest_bucket(received, DTYPE, frozenset())
-        peers = PeerTransports.for_receiver(routes, 0, source_ranks(received), self._device, None, size)
-        own = BucketReceiver(plan, 0, self._params, _Target(self._store), peers, DTYPE)
-        self._receiver = ReplicaReceiver(_Target(self._store), [own])
+        spec = ReceiverSpec(plan, routes, None, str(DTYPE).removeprefix("torch."))
+        self._receiver = BucketReceiver.connect(spec, self._store, self._device)
 
     def begin_update(self, version: int) -> None:
         """See the receiver."""
-        self._receiver.begin_update(version)
+        self._receiver.begin(version)
 
     def open_transfer(self, session: int) -> None:
         """See the receiver."""
@@ -275,7 +274,7 @@ class _EngineProcess:
 
     def end_update(self, version: int) -> None:
         """See the receiver."""
-        self._receiver.end_update(version)
+        self._receiver.end(version)
 
     def different(self) -> list[str]:
         """Checkpoint tensors that differ from the trainer's in any bit."""
@@ -283,27 +282,6 @@ class _EngineProcess:
         expected = _hf_tensors(self._model, trained, _random(trained, torch.device("cpu")))
         present = _hf_tensors(self._model, self._params, self._store.tensors)
         return [n for n, t in expected.items() if not torch.equal(t.view(torch.int16), present[n].view(torch.int16))]
-
-
-class _Target:
-    """The embedded engine's weights, as the receiver writes them."""
-
-    staging_bytes = 0
-
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
-
-    def begin_update(self, version: int) -> None:
-        """Start an update."""
-        self._store.begin(version)
-
-    def update_weights(self, slices: Any, rank: int) -> None:
-        """Write slices."""
-        self._store.write(slices)
-
-    def end_update(self, version: int) -> None:
-        """End an update."""
-        self._store.end(version)
 
 
 def _serve(pipe: Connection, device: str) -> None:

@@ -17,6 +17,7 @@ from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.models import WeightMap, read_model_config
 from megarl.ops.dry_run.parts import WARNING, DryRun
+from megarl.rollout.registry import engine_vocab_multiple
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
@@ -151,7 +152,10 @@ class TrainDryRun(DryRun):
         plan = build_plan(weight_map, train, rollout, bucket, element, placement)
         # Every replica receives the same slices, so one is enough; of a large replica, eight ranks are enough.
         checked = range(0, rollout.tp, max(rollout.tp // CHECKED_RANKS, 1))
-        check_coverage(plan, {rank: weight_map.rollout_params(rollout.tp, rank, rollout.ep) for rank in checked})
+        params = {
+            rank: weight_map.rollout_params(rollout.tp, rank, rollout.ep, rollout.vocab_multiple) for rank in checked
+        }
+        check_coverage(plan, params)
         sender, receiver, nbytes = plan.pair_nbytes()
         between_nodes = sum(
             int(count)
@@ -165,7 +169,11 @@ class TrainDryRun(DryRun):
 
     def _rollout(self) -> RolloutLayout:
         rollout = self.config.actor_rollout_ref.rollout
-        return RolloutLayout(tp=rollout.tensor_model_parallel_size, replicas=rollout.replicas or 1)
+        return RolloutLayout(
+            tp=rollout.tensor_model_parallel_size,
+            replicas=rollout.replicas or 1,
+            vocab_multiple=engine_vocab_multiple(rollout.name),
+        )
 
     def _ground_truth(self) -> str:
         reward_model = self._needed(self._first_batch, "data").non_tensor_batch["reward_model"][0]

@@ -187,10 +187,12 @@ class _Devices:
         if self._has_engine(device):
             yield from self._engine_components(phase)
         if phase == "update_weights" and self.job.rollout is not None:
-            # Each side holds at most two buckets; both sides may be on one device.
-            sides = int(_rank_on(self.job.role("actor"), device) is not None) + int(self._has_engine(device))
+            # A sender has two buffers, a receiver at most one; both may be on one device.
+            bucket = self.job.bucket_bytes
             largest = max(stage.states.weights for stage in self.roles["actor"].stages)
-            yield Component("sync", "buckets", sides * min(2 * self.job.bucket_bytes, largest))
+            sent = min(2 * bucket, largest) if _rank_on(self.job.role("actor"), device) is not None else 0
+            received = min(bucket, self._engine) if self._has_engine(device) else 0
+            yield Component("sync", "buckets", sent + received)
 
     def _role_components(self, phase: str, device: int) -> Iterator[Component]:
         for memory in self.roles.values():

@@ -22,6 +22,7 @@ from megarl.rollout.embedded.kv_cache import KVCache
 from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_decode
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.rollout.interface import (
+    NOT_CONNECTED,
     TAGS,
     Completion,
     EngineHealth,
@@ -31,12 +32,15 @@ from megarl.rollout.interface import (
     RolloutEngine,
     RolloutError,
     Tag,
-    TensorSlice,
     check_request,
     check_tags,
     check_token_ids,
 )
 from megarl.rollout.registry import register_engine
+from megarl.sharding.placement import ProcessLocation, current_location
+from megarl.sharding.plan import TransferUsage
+from megarl.sharding.receiver import BucketReceiver, ReceiverSpec, route_messages
+from megarl.sharding.sender import Message
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,6 +86,7 @@ class EmbeddedEngine(RolloutEngine):
         params = WeightMap(config).rollout_params(1, 0)
         self._weights = WeightStore(params, DTYPES[options.dtype], self._device)
         self._weights.allocate()
+        self._receiver: BucketReceiver | None = None
         self._asleep: set[Tag] = set()
         self._closed = False
         self._cache: KVCache | None = None
@@ -131,25 +136,43 @@ class EmbeddedEngine(RolloutEngine):
         reader = HFReader(path)
         if WeightMap(reader.config).hf_shapes() != WeightMap(self.config).hf_shapes():
             raise ModelError(f"model folder {path} holds another model than the one this engine was built for")
-        self.begin_update(version)
-        self.update_weights(load_local(reader, WeightMap(self.config).rollout_params(1, 0), self._weights.dtype))
-        self.end_update(version)
+        self._check_idle()
+        self._weights.begin(version)
+        params = load_local(reader, WeightMap(self.config).rollout_params(1, 0), self._weights.dtype)
+        with torch.no_grad():
+            self._weights.write((name, (0,) * tensor.dim(), tensor) for name, tensor in params)
+        self._weights.end(version)
+
+    def rank_locations(self) -> list[ProcessLocation]:
+        """See the contract."""
+        return [current_location(self.options.device)]
+
+    def connect_receivers(self, specs: Sequence[ReceiverSpec]) -> None:
+        """See the contract. The only rank is this process."""
+        (spec,) = specs
+        self._receiver = BucketReceiver.connect(spec, self._weights, self._device)
 
     def begin_update(self, version: int) -> None:
         """See the contract."""
-        if self._running:
-            raise WeightSyncError(f"{len(self._running)} requests are running: update weights when none is")
-        self._weights.begin(version)
+        self._check_idle()
+        self._connected().begin(version)
 
-    @torch.no_grad()
-    def update_weights(self, slices: Iterable[TensorSlice], rank: int = 0) -> None:
+    def open_transfer(self, session: int) -> None:
         """See the contract."""
-        _check_rank(rank)
-        self._weights.write(slices)
+        self._connected().open(session)
+
+    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
+        """See the contract."""
+        receiver = self._connected()
+        receiver.import_bucket(index, *route_messages(messages, [receiver.rank]))
+
+    def close_transfer(self, completed: bool) -> list[TransferUsage]:
+        """See the contract."""
+        return [self._connected().close(completed)]
 
     def end_update(self, version: int) -> None:
         """See the contract."""
-        self._weights.end(version)
+        self._connected().end(version)
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract."""
@@ -197,6 +220,15 @@ class EmbeddedEngine(RolloutEngine):
         """See the contract."""
         self.sleep()
         self._closed = True
+
+    def _check_idle(self) -> None:
+        if self._running:
+            raise WeightSyncError(f"{len(self._running)} requests are running: update weights when none is")
+
+    def _connected(self) -> BucketReceiver:
+        if self._receiver is None:
+            raise WeightSyncError(NOT_CONNECTED)
+        return self._receiver
 
     def _make_room(self, requests: Sequence[Request]) -> ContinuousBatcher:
         """Return the running batch, or a new one, with a cache that holds these requests too."""

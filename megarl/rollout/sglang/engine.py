@@ -30,7 +30,6 @@ from megarl.rollout.interface import (
     RolloutEngine,
     RolloutError,
     Tag,
-    TensorSlice,
     check_request,
     check_tags,
     check_token_ids,
@@ -46,10 +45,15 @@ from megarl.rollout.sglang.backend import (
     parse_completion,
     request_payload,
 )
-from megarl.rollout.sglang.liveness import SchedulerLiveness
-from megarl.rollout.sglang.options import KEY, MODES, TRANSPORTS, SGLangOptions, decodes
-from megarl.rollout.sglang.shards import SGLangShards, check_model_runs
+from megarl.rollout.sglang.liveness import SchedulerLiveness, StoppedProcesses
+from megarl.rollout.sglang.options import KEY, MODES, SGLangOptions, decodes
+from megarl.rollout.sglang.shards import VOCAB_MULTIPLE, SGLangShard, check_model_runs
 from megarl.rollout.sglang.weights import WeightSession
+from megarl.rollout.weight_checks import check_version
+from megarl.sharding.placement import ProcessLocation
+from megarl.sharding.plan import TransferUsage
+from megarl.sharding.receiver import ReceiverSpec
+from megarl.sharding.sender import Message
 
 ABORT_AGAIN_S = 0.05
 """Seconds between attempts to abort a request, which SGLang may not have received yet."""
@@ -89,7 +93,7 @@ class SGLangEngine(RolloutEngine):
         _check_options(options)
         self.config, self.options, self._folder = config, options, folder
         check_model_runs(config, options)
-        self._shards = SGLangShards(config, options.tensor_parallel_size)
+        _check_divides(config, options.tensor_parallel_size)
         self._max_length = options.max_model_len or config.max_position_embeddings
         self._eos = all_eos_token_ids(folder) if options.eos_token_ids is None else frozenset(options.eos_token_ids)
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
@@ -108,7 +112,11 @@ class SGLangEngine(RolloutEngine):
             self._loop.close()
             raise
         self._liveness = SchedulerLiveness(self._backend, self._loop, options.health_timeout_s)
-        self._session = WeightSession(self._shards, options, self._backend, self._loop, self._call)
+        try:
+            self._session = WeightSession(config, options, self._backend, self._loop, self._call)
+        except BaseException:
+            self._end_backend()
+            raise
 
     @property
     def weight_version(self) -> int:
@@ -190,24 +198,35 @@ class SGLangEngine(RolloutEngine):
         self._session.load_folder(path, version)
         self._version = version
 
+    def rank_locations(self) -> list[ProcessLocation]:
+        """See the contract."""
+        return self._session.locations
+
+    def connect_receivers(self, specs: Sequence[ReceiverSpec]) -> None:
+        """See the contract. The receivers run in SGLang's ranks."""
+        self._session.connect(specs)
+
     def begin_update(self, version: int) -> None:
         """See the contract."""
         self._prepare_update(version)
         self._session.begin(version)
 
-    def update_weights(self, slices: Iterable[TensorSlice], rank: int = 0) -> None:
+    def open_transfer(self, session: int) -> None:
         """See the contract."""
-        self._session.write(slices, rank)
+        self._session.open(session)
+
+    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
+        """See the contract."""
+        self._session.import_bucket(index, messages)
+
+    def close_transfer(self, completed: bool) -> list[TransferUsage]:
+        """See the contract."""
+        return self._session.close_transfer(completed)
 
     def end_update(self, version: int) -> None:
         """See the contract."""
         self._session.end(version)
         self._version = version
-
-    @property
-    def staging_bytes(self) -> int:
-        """See the contract."""
-        return self._session.staging_bytes
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract. SGLang frees the memory only with its memory saver, which exists on GPUs."""
@@ -260,6 +279,9 @@ class SGLangEngine(RolloutEngine):
         self._asleep = set(TAGS)
         self._drop_requests()
         self._session.close()
+        self._end_backend()
+
+    def _end_backend(self) -> None:
         self._loop.call(self._backend.disconnect(), CLOSE_S, "closing connections")
         self._loop.close()
         self._backend.close()
@@ -292,8 +314,7 @@ class SGLangEngine(RolloutEngine):
         self._running.clear()
 
     def _prepare_update(self, version: int) -> None:
-        if version < 0:
-            raise WeightSyncError(f"weight version {version}, expected a number >= 0")
+        check_version(version)
         if "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' before an update")
         if self._running:
@@ -302,8 +323,11 @@ class SGLangEngine(RolloutEngine):
         self._version = NO_VERSION
 
     def _call(self, method: str, **fields: Any) -> ControlResult:
+        stopped = StoppedProcesses(self._backend, self.options.health_timeout_s)
         work = self._backend.call(method, **fields)
-        return self._loop.call(work, self.options.call_timeout_s, method, self._backend.failure)
+        return self._loop.call(
+            work, self.options.call_timeout_s, method, lambda: self._backend.failure() or stopped.failure()
+        )
 
     def _call_or_raise(self, method: str, **fields: Any) -> None:
         outcome = self._call(method, **fields)
@@ -341,7 +365,7 @@ class SGLangEngine(RolloutEngine):
             )
 
 
-@register_engine("sglang", check=check_model_runs)
+@register_engine("sglang", check=check_model_runs, vocab_multiple=VOCAB_MULTIPLE)
 def create_sglang(model_path: str, options: EngineOptions) -> SGLangEngine:
     """Create the SGLang engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if not isinstance(options, SGLangOptions):
@@ -364,21 +388,23 @@ def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: Reques
     return InProcessBackend(folder, max_model_len, options)
 
 
+def _check_divides(config: ModelConfig, tp: int) -> None:
+    try:
+        SGLangShard(config, tp, 0).params()
+    except ValueError as error:
+        raise ConfigError(f"rollout.tensor_model_parallel_size={tp}: {error}") from None
+
+
 def _memory_tags(tags: set[Tag]) -> list[str]:
     """SGLang's names of memory; its CUDA graphs sleep and wake with the KV cache."""
     return sorted([*tags, *(["cuda_graph"] if "kv_cache" in tags else [])])
 
 
 def _check_options(options: SGLangOptions) -> None:
-    choices = {"mode": MODES, "weight_transport": TRANSPORTS, "dtype": ("float32", "bfloat16")}
+    choices = {"mode": MODES, "dtype": ("float32", "bfloat16")}
     for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{KEY}.{name}={getattr(options, name)!r}, expected one of: {', '.join(allowed)}")
-    if options.weight_transport == "distributed" and not options.is_cpu:
-        raise ConfigError(
-            f"{KEY}.weight_transport=distributed: NCCL connects no two processes of one GPU, and SGLang's ranks share "
-            "theirs with the sender; use tensor"
-        )
-    for name in ("tensor_parallel_size", "max_num_seqs", "bucket_bytes"):
+    for name in ("tensor_parallel_size", "max_num_seqs"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1")

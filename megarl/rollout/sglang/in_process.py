@@ -69,6 +69,7 @@ class InProcessBackend:
             _RUNNING.release()
             raise
         self._manager = self._engine.tokenizer_manager
+        self._ranks = options.tensor_parallel_size
         self._processes = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -108,12 +109,14 @@ class InProcessBackend:
 
     def failure(self) -> str | None:
         """See :class:`SGLangBackend`."""
-        ended = [process.pid for process in self._processes if not process.is_running() or _is_zombie(process)]
         if self._closed:
             return "it was shut down"
-        if ended or _CHILD_FAILED.is_set():
-            return f"one of its processes ended (running: {len(self._processes) - len(ended)})"
-        return None
+        ended = [n for n, process in enumerate(self._processes) if not process.is_running() or _is_zombie(process)]
+        if not ended and not _CHILD_FAILED.is_set():
+            return None
+        ranks = [f"rank {number}" for number in ended if number < self._ranks]
+        running = f"running: {len(self._processes) - len(ended)}"
+        return f"one of its processes ended ({', '.join([*ranks, running])})"
 
     async def disconnect(self) -> None:
         """No connections to close."""

@@ -62,6 +62,31 @@ class SchedulerLiveness:
             self.lost = f"its scheduler has not responded for {self._silent_s:.0f} s (rollout.health.timeout_s){cause}"
 
 
+class StoppedProcesses:
+    """Finds processes of SGLang that stay stopped during a control call, in which a busy scheduler may be silent.
+
+    Args:
+        backend: the running SGLang.
+        timeout_s: seconds after which a stopped process counts as lost.
+    """
+
+    def __init__(self, backend: SGLangBackend, timeout_s: float) -> None:
+        self._backend, self._timeout_s = backend, timeout_s
+        self._since: dict[int, float] = {}
+
+    def failure(self) -> str | None:
+        """Return the reason why the call will not end; None if no process is stopped for too long."""
+        now = time.monotonic()
+        self._since = {pid: self._since.get(pid, now) for pid in self._backend.stopped()}
+        lost = [pid for pid, since in self._since.items() if now - since >= self._timeout_s]
+        if not lost:
+            return None
+        return (
+            f"processes are stopped for {self._timeout_s:g} s (rollout.health.timeout_s): "
+            f"pid {', '.join(map(str, lost))}"
+        )
+
+
 def stopped_processes(processes: Sequence[psutil.Process]) -> list[int]:
     """Return the pids of the processes that are stopped, as by SIGSTOP."""
     stopped = []

@@ -1,23 +1,26 @@
 """The weight loader inside each of SGLang's ranks, and the channel for its replies to the engine.
 
 SGLang calls :func:`load` with the model and a list of (name, tensor) for ``update_weights_from_tensor``. The name is a
-command in JSON, the tensor its data. SGLang does not report errors of a custom loader, and an exception would end the
-server. So the loader never raises: each rank connects to the engine and replies to each command, with an error if
-needed. Connections are authenticated with a key that the command contains.
+command in JSON, the tensor its pickled arguments. Weights are not among them, except with the transport ``inline``: the
+rank's :class:`~megarl.sharding.receiver.BucketReceiver` reads them from the training ranks.
+
+SGLang does not report errors of a custom loader, and an exception would end the server. So the loader never raises:
+each rank connects to the engine and replies to each command, with an error if needed. Connections are authenticated
+with a key that the command contains.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
+import pickle
 import queue
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from typing import Any
@@ -25,13 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.base.environment import environment_variables
 from megarl.base.errors import WeightSyncError
 from megarl.base.ports import interface_of
 from megarl.models.checksum import ParamRectangle, tensor_checksum
-from megarl.rollout.weight_checks import Coverage, check_complete
-
-ALIGNMENT = 16
-"""Alignment in bytes of slices in a buffer, required for views of any dtype."""
+from megarl.rollout.interface import NOT_CONNECTED
+from megarl.rollout.sglang.options import GLOO_INTERFACE
+from megarl.rollout.sglang.shards import SGLangShard
+from megarl.rollout.weight_checks import ShardWeights
+from megarl.sharding.placement import current_location
+from megarl.sharding.receiver import BucketReceiver, ReceiverSpec
+from megarl.sharding.sender import Message
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Reply:
         error: reason of a failure; empty on success.
     """
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Any = None
     data: bytes = b""
     error: str = ""
 
@@ -58,7 +65,7 @@ def send_reply(to: Mapping[str, Any], command_id: int, rank: int, reply: Reply) 
         rank: this rank.
         reply: the reply.
     """
-    head = {"command_id": command_id, "rank": rank, "values": dict(reply.values), "error": reply.error}
+    head = {"command_id": command_id, "rank": rank, "values": reply.values, "error": reply.error}
     try:
         with Client(_address(to["address"]), authkey=bytes.fromhex(to["key"])) as connection:
             connection.send_bytes(json.dumps(head).encode())
@@ -147,98 +154,88 @@ def reply_addresses(host: str) -> tuple[str, str]:
 
 
 class RankLoader:
-    """Writes weight updates into one rank's parameters, and reads them for verification."""
+    """Receives weight updates into one rank's parameters, and reads the parameters for verification."""
 
     def __init__(self) -> None:
-        self._covers: dict[str, Coverage] | None = None
-        self._version = 0
+        self._shard: SGLangShard | None = None
+        self._weights = ShardWeights({})
+        self._receiver: BucketReceiver | None = None
 
-    def begin(self, model: torch.nn.Module, command: dict[str, Any], data: Tensor) -> Reply:
-        """Begin an update: compare the model's parameters with the expected ones."""
-        self._covers = None
-        held, expected = dict(model.named_parameters()), command["params"]
-        for name, (shape, _) in expected.items():
-            if name not in held:
-                raise WeightSyncError(f"SGLang has no parameter '{name}'")
-            if list(held[name].shape) != shape:
-                raise WeightSyncError(f"SGLang holds '{name}' with shape {list(held[name].shape)}, expected {shape}")
-        extra = sorted(set(held) - set(expected))
-        if extra:
-            raise WeightSyncError(f"SGLang has a parameter '{extra[0]}' without weights in the update")
-        for name, (_, live) in expected.items():
-            held[name].data[live[0] :].zero_()
-        self._version = command["version"]
-        self._covers = {name: Coverage(name, tuple(live)) for name, (_, live) in expected.items() if math.prod(live)}
+    def attach(self, model: torch.nn.Module, shard: SGLangShard) -> Reply:
+        """Compare the model's parameters with the shard; return the location of this process."""
+        self._shard = shard
+        self._views(model)
+        return Reply(list(current_location(str(_device(model)))))
+
+    def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> Reply:
+        """Create the receiver of this rank."""
+        self._receiver = BucketReceiver.connect(spec, self._weights, _device(model))
         return Reply()
 
-    def write(self, model: torch.nn.Module, command: dict[str, Any], data: Tensor) -> Reply:
-        """Write slices, after checking all of them."""
-        if self._covers is None:
-            raise WeightSyncError("no weight update is open in SGLang's rank")
-        covers, self._covers = self._covers, None
-        for name, start, shape, *_ in command["slices"]:
-            if name not in covers:
-                raise WeightSyncError(f"'{name}' is not a parameter that this update writes")
-            covers[name].add(start, shape)
-        held = dict(model.named_parameters())
-        for name, start, shape, dtype, offset in command["slices"]:
-            kind = getattr(torch, dtype)
-            values = data[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
-            held[name].data[_box(start, shape)].copy_(values)
-        _wait(data)
-        self._covers = covers
+    def begin(self, model: torch.nn.Module, version: int) -> Reply:
+        """Begin an update."""
+        self._weights.tensors = self._views(model)
+        assert self._shard is not None
+        self._shard.clear_padding(model)
+        self._connected().begin(version)
         return Reply()
 
-    def end(self, model: torch.nn.Module, command: dict[str, Any], data: Tensor) -> Reply:
+    def open(self, model: torch.nn.Module, session: int, interface: str | None) -> Reply:
+        """Prepare to receive; gloo groups with the training ranks use a network interface, None = this rank's."""
+        with environment_variables({} if interface is None else {GLOO_INTERFACE: interface}):
+            self._connected().open(session)
+        return Reply()
+
+    def bucket(self, model: torch.nn.Module, index: int, messages: Sequence[Message]) -> Reply:
+        """Write the rank's messages of a bucket."""
+        self._connected().import_bucket(index, messages)
+        _synchronize(model)
+        return Reply()
+
+    def end(self, model: torch.nn.Module, version: int) -> Reply:
         """End the update if every element was written."""
-        if self._covers is None:
-            raise WeightSyncError("no weight update is open in SGLang's rank")
-        covers, self._covers = self._covers, None
-        if command["version"] != self._version:
-            raise WeightSyncError(f"update to weight version {self._version} was ended as version {command['version']}")
-        check_complete(covers.values(), self._version)
+        self._connected().end(version)
         derive = getattr(model, "post_load_weights", None)
         if derive is not None:
             derive()
         return Reply()
 
-    def checksum(self, model: torch.nn.Module, command: dict[str, Any], data: Tensor) -> Reply:
-        """Return digests of rows of parameters, under the engine's keys."""
-        held = dict(model.named_parameters())
-        return Reply(
-            {
-                key: tensor_checksum(held[name].data[first:][:rows])
-                for key, (name, first, rows) in command["rows"].items()
-            }
-        )
+    def close(self, model: torch.nn.Module, completed: bool) -> Reply:
+        """End receiving; return the resources of this process."""
+        return Reply(list(self._connected().close(completed)))
 
-    def sums(self, model: torch.nn.Module, command: dict[str, Any], data: Tensor) -> Reply:
+    def checksum(self, model: torch.nn.Module, selected: bool) -> Reply:
+        """Return the digest of each parameter of a selected rank."""
+        if not selected:
+            return Reply()
+        return Reply({name: tensor_checksum(tensor) for name, tensor in self._views(model).items()})
+
+    def sums(self, model: torch.nn.Module, rectangles: Sequence[ParamRectangle]) -> Reply:
         """Return checksums of parts of parameters, computed on this rank's device."""
-        held = dict(model.named_parameters())
-        rectangles = [ParamRectangle(*fields) for fields in command["rectangles"]]
-        return Reply({"checksums": [rectangle.checksum(held[rectangle.name].data) for rectangle in rectangles]})
+        held = self._views(model)
+        return Reply([rectangle.checksum(held[rectangle.name]) for rectangle in rectangles])
 
-    def read(self, model: torch.nn.Module, command: dict[str, Any], data: Tensor) -> Reply:
-        """Return rows of one parameter."""
-        tensor = dict(model.named_parameters())[command["name"]].data[
-            command["first"] : command["first"] + command["rows"]
-        ]
-        tensor = tensor.cpu().contiguous()
+    def read(self, model: torch.nn.Module, name: str | None) -> Reply:
+        """Return a parameter of a selected rank; None = another rank is selected."""
+        if name is None:
+            return Reply()
+        tensor = self._views(model)[name].cpu().contiguous()
         values = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         return Reply(values, tensor.flatten().view(torch.uint8).numpy().tobytes())
 
+    def _views(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Return the parameters anew: SGLang may replace them when it loads a folder."""
+        if self._shard is None:
+            raise WeightSyncError("no engine is attached to this SGLang")
+        return self._shard.views(model)
+
+    def _connected(self) -> BucketReceiver:
+        if self._receiver is None:
+            raise WeightSyncError(NOT_CONNECTED)
+        return self._receiver
+
 
 _LOADER = RankLoader()
-
-
-_ACTIONS = {
-    "begin": _LOADER.begin,
-    "write": _LOADER.write,
-    "end": _LOADER.end,
-    "checksum": _LOADER.checksum,
-    "sums": _LOADER.sums,
-    "read": _LOADER.read,
-}
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -246,13 +243,14 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
 
     Args:
         model: SGLang's model in this rank.
-        named_tensors: commands with their data; a command may name a file with its data instead.
+        named_tensors: commands with their arguments.
     """
     for text, data in named_tensors:
         command = json.loads(text)
         try:
+            arguments = pickle.loads(data.cpu().numpy().data)
             with torch.no_grad():
-                reply = _ACTIONS[command["action"]](model, command, _data_of(command, data))
+                reply: Reply = getattr(_LOADER, command["action"])(model, *arguments)
         except Exception as error:
             reply = Reply(
                 error=f"{error}" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
@@ -260,18 +258,12 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
         send_reply(command["to"], command["command_id"], command["rank"], reply)
 
 
-def _data_of(command: dict[str, Any], data: Tensor) -> Tensor:
-    path = command.get("file")
-    if path is None:
-        return data
-    return torch.from_file(path, shared=True, size=command["bytes"], dtype=torch.uint8)
+def _device(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
-def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
-
-
-def _wait(data: Tensor) -> None:
-    """Wait until nothing reads the sender's memory any more."""
-    if data.is_cuda:
-        torch.cuda.current_stream(data.device).synchronize()
+def _synchronize(model: torch.nn.Module) -> None:
+    """Wait until nothing reads the senders' memory any more."""
+    device = _device(model)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -21,9 +21,11 @@ from megarl.base.ports import collective_interfaces
 from megarl.rollout.interface import EngineOptions
 
 MODES = ("in_process", "http")
-TRANSPORTS = ("tensor", "distributed", "disk")
 LOADER = "megarl.rollout.sglang.loader.load"
 """Import path of the weight loader for SGLang's ranks."""
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface of gloo, read when a group is created."""
 
 RESERVED_TOKENS = 2
 """Tokens of the context length that SGLang reserves."""
@@ -101,17 +103,14 @@ class SGLangOptions(EngineOptions):
         host: host on which a started server listens.
         port: its port; 0 = a free one.
         server_args: further fields of SGLang's ``ServerArgs``; fields that the engine sets are refused.
-        weight_transport: transport of :meth:`update_weights` to SGLang's ranks. ``tensor``: each rank gets its shard
-            through memory shared with this process, or inside the request for another host. ``distributed``: whole
-            tensors, broadcast in a process group. ``disk``: whole tensors, in a folder.
-        bucket_bytes: bytes of the staging buffer per rank, which is sent when it is full.
         deterministic: SGLang's deterministic mode, in which a request's seed determines its tokens. None = on a CPU
             only: it is slower on a GPU. Without it SGLang draws all requests from one generator.
         stop_strings: whether requests may have stop strings; SGLang then loads the tokenizer and decodes every
             response. None = if the folder has a tokenizer.
         start_timeout_s: timeout of the start, in seconds.
         call_timeout_s: timeout of calls that move weights or memory, in seconds.
-        health_timeout_s: seconds without a response of the scheduler, while requests run, after which it is lost.
+        health_timeout_s: seconds after which a scheduler counts as lost that does not respond while requests run, or
+            whose process is stopped during a call.
     """
 
     mode: str = "in_process"
@@ -120,17 +119,11 @@ class SGLangOptions(EngineOptions):
     host: str = "127.0.0.1"
     port: int = 0
     server_args: Mapping[str, Any] = field(default_factory=dict)
-    weight_transport: str = "tensor"
-    bucket_bytes: int = 2**27
     deterministic: bool | None = None
     stop_strings: bool | None = None
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0
     health_timeout_s: float = 180.0
-
-    def device_of(self, rank: int) -> str:
-        """Return the device of a rank; for a running server, the local device that its weights are sent from."""
-        return self.device if self.url is not None else super().device_of(rank)
 
     @property
     def is_cpu(self) -> bool:
@@ -271,7 +264,11 @@ def environment(options: SGLangOptions) -> dict[str, str]:
     # Requests may use the model's whole context, and SGLang reserves two more tokens.
     variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if on_one_node(options):
-        variables |= collective_interfaces("127.0.0.1")
+        loopback = collective_interfaces("127.0.0.1")
+        if os.environ.get(GLOO_INTERFACE, loopback.get(GLOO_INTERFACE)) != loopback.get(GLOO_INTERFACE):
+            # Trainers on other nodes send weights to the same processes, and NCCL reads its interface once.
+            loopback.pop("NCCL_SOCKET_IFNAME", None)
+        variables |= loopback
     if options.is_cpu:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(options.tensor_parallel_size)

@@ -1,21 +1,20 @@
-"""Location of the weight map's shards in SGLang's ranks.
+"""The parameters of SGLang's ranks under the names of the weight map, and the models whose form they keep.
 
-They differ in two ways. SGLang pads the vocabulary to a multiple of 64 before dividing it; the weight map pads only as
-far as needed. So a row may be in another rank: row 30 of 50 over two ranks is in the map's second shard of 25, and in
-SGLang's first shard of 32. For latent attention with a query latent, SGLang stores both projections into latents in one
-parameter: the rows of ``kv_a_proj_with_mqa`` follow those of ``q_a_proj``.
+SGLang pads the vocabulary to a multiple of 64 before it divides the rows; the reshard plan does the same. For latent
+attention with a query latent, SGLang stores both projections into latents in one parameter: the rows of
+``kv_a_proj_with_mqa`` follow those of ``q_a_proj``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from megarl.base.errors import ConfigError, ModelError
+from megarl.base.errors import ModelError, WeightSyncError
 from megarl.models import LocalParam, ModelConfig, WeightMap
-from megarl.models.checksum import ParamRectangle
 from megarl.rollout.interface import EngineOptions
 
 VOCAB_MULTIPLE = 64
@@ -30,135 +29,78 @@ QUERY_LATENT, KEY_VALUE_LATENT = ".self_attn.q_a_proj.weight", ".self_attn.kv_a_
 FUSED_LATENTS = ".self_attn.fused_qkv_a_proj_with_mqa.weight"
 
 
-class TargetParam(NamedTuple):
-    """A parameter of one of SGLang's ranks.
+class SGLangShard(NamedTuple):
+    """The part of a model in one of SGLang's ranks; can be sent to its process.
 
     Attributes:
-        shape: shape in SGLang.
-        live: shape of the part with weights, from the start; the rest is vocabulary padding and holds zeros.
+        config: the model.
+        tp: ranks of the engine.
+        rank: the rank.
     """
 
-    shape: tuple[int, ...]
-    live: tuple[int, ...]
-
-
-class RankSlice(NamedTuple):
-    """Values to write at ``start`` of a parameter of SGLang's rank ``rank``."""
-
+    config: ModelConfig
+    tp: int
     rank: int
-    name: str
-    start: tuple[int, ...]
-    values: Tensor
+
+    def params(self) -> list[LocalParam]:
+        """Return the parameters of the rank in the weight map.
+
+        Raises:
+            ValueError: the model does not divide over the ranks.
+        """
+        return WeightMap(self.config).rollout_params(self.tp, self.rank, vocab_multiple=VOCAB_MULTIPLE)
+
+    def views(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Return views of the rank's parameters under the names of the weight map, without vocabulary padding.
+
+        Raises:
+            WeightSyncError: SGLang lacks a parameter, has another one, or holds one in another shape.
+        """
+        held = {name: param.data for name, param in model.named_parameters()}
+        places = self._places()
+        for name, shape in self._shapes(places).items():
+            if name not in held:
+                raise WeightSyncError(f"SGLang has no parameter '{name}'")
+            if list(held[name].shape) != shape:
+                raise WeightSyncError(f"SGLang holds '{name}' with shape {list(held[name].shape)}, expected {shape}")
+        extra = sorted(set(held) - {place.name for place in places.values()})
+        if extra:
+            raise WeightSyncError(f"SGLang has a parameter '{extra[0]}' without weights in the update")
+        return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
+
+    def clear_padding(self, model: torch.nn.Module) -> None:
+        """Fill the vocabulary padding of the rank with zeros."""
+        held = dict(model.named_parameters())
+        for name, place in self._places().items():
+            if name in VOCAB_PARAMS:
+                held[name].data[place.rows :].zero_()
+
+    def _places(self) -> dict[str, _Rows]:
+        params = self.params()
+        fused = _fused_latents({param.name: param for param in params})
+        return {
+            param.name: _Rows(*fused.get(param.name, (param.name, 0)), param.shape[0], param.shape[1:])
+            for param in params
+        }
+
+    def _shapes(self, places: Mapping[str, _Rows]) -> dict[str, list[int]]:
+        """Return the shapes of SGLang's parameters, with padding."""
+        padded = -(-self.config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // self.tp
+        shapes = {}
+        for place in places.values():
+            # The parts of a fused parameter are in row order, so the last one's end is the number of rows.
+            rows = padded if place.name in VOCAB_PARAMS else place.first + place.rows
+            shapes[place.name] = [rows, *place.rest]
+        return shapes
 
 
-class RankRows(NamedTuple):
-    """Rows ``[first, first + rows)`` of parameter ``name`` of SGLang's rank ``rank``."""
+class _Rows(NamedTuple):
+    """Rows ``[first, first + rows)`` of SGLang's parameter ``name``; ``rest`` is the shape of a row."""
 
-    rank: int
     name: str
     first: int
     rows: int
-
-
-class SGLangShards:
-    """Shards of one model over SGLang's tensor-parallel ranks.
-
-    Args:
-        config: model config.
-        tp: tensor-parallel size.
-
-    Raises:
-        ConfigError: the model does not divide over ``tp`` ranks.
-    """
-
-    def __init__(self, config: ModelConfig, tp: int) -> None:
-        self.tp, self._vocab = tp, config.vocab_size
-        try:
-            shards = [WeightMap(config).rollout_params(tp, rank) for rank in range(tp)]
-        except ValueError as error:
-            raise ConfigError(f"rollout.tensor_model_parallel_size={tp}: {error}") from None
-        padded = -(-self._vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        if padded % tp:
-            raise ConfigError(
-                f"rollout.tensor_model_parallel_size={tp} does not divide SGLang's vocabulary of {padded} rows"
-            )
-        self._rows = padded // tp
-        self.params: list[dict[str, LocalParam]] = [{param.name: param for param in shard} for shard in shards]
-        self._fused = _fused_latents(self.params[0])
-
-    def live_shape(self, rank: int, name: str) -> tuple[int, ...]:
-        """Return the shape of the part of the map's shard that has weights."""
-        shape = self.params[rank][name].shape
-        if name not in VOCAB_PARAMS:
-            return shape
-        return (_within(self._vocab - rank * shape[0], shape[0]), *shape[1:])
-
-    def target_params(self, rank: int) -> dict[str, TargetParam]:
-        """Return the parameters that SGLang's rank must have, by name."""
-        result: dict[str, TargetParam] = {}
-        for name, param in self.params[rank].items():
-            rest = param.shape[1:]
-            if name in VOCAB_PARAMS:
-                live = _within(self._vocab - rank * self._rows, self._rows)
-                result[name] = TargetParam((self._rows, *rest), (live, *rest))
-            else:
-                # The parts of a fused parameter are in row order, so the last one's end is the number of rows.
-                name, first = self._fused.get(name, (name, 0))
-                shape = (first + param.shape[0], *rest)
-                result[name] = TargetParam(shape, shape)
-        return result
-
-    def rank_slices(self, rank: int, name: str, start: Sequence[int], values: Tensor) -> Iterator[RankSlice]:
-        """Yield the parts of a slice of the map's shard at their places in SGLang, without vocabulary padding."""
-        if name not in VOCAB_PARAMS:
-            name, first_row = self._fused.get(name, (name, 0))
-            yield RankSlice(rank, name, (first_row + start[0], *start[1:]), values)
-            return
-        first = rank * self.params[rank][name].shape[0] + start[0]
-        stop = min(first + len(values), self._vocab)
-        row = first
-        while row < stop:
-            holder = row // self._rows
-            end = min((holder + 1) * self._rows, stop)
-            at = (row - holder * self._rows, *start[1:])
-            yield RankSlice(holder, name, at, values[row - first : end - first])
-            row = end
-
-    def rank_rectangles(self, rank: int, part: ParamRectangle) -> Iterator[tuple[int, ParamRectangle]]:
-        """Yield SGLang's ranks that hold a part of the map's shard, and the part at its place there."""
-        if part.name not in VOCAB_PARAMS:
-            name, first_row = self._fused.get(part.name, (part.name, 0))
-            yield rank, part._replace(name=name, at=(first_row + part.at[0], *part.at[1:]))
-            return
-        first = rank * self.params[rank][part.name].shape[0] + part.at[0]
-        row, stop = first, first + part.extent[0]
-        while row < stop:
-            holder = row // self._rows
-            shape = (min((holder + 1) * self._rows, stop) - row, *part.shape[1:])
-            yield (
-                holder,
-                part._replace(
-                    at=(row - holder * self._rows, *part.at[1:]),
-                    extent=shape,
-                    start=(part.start[0] + row - first, *part.start[1:]),
-                    shape=shape,
-                ),
-            )
-            row += shape[0]
-
-    def rank_rows(self, rank: int, name: str) -> list[RankRows]:
-        """Return the rows in SGLang that hold the map's shard, in order, without vocabulary padding."""
-        rows = self.live_shape(rank, name)[0]
-        if name not in VOCAB_PARAMS:
-            return [RankRows(rank, *self._fused.get(name, (name, 0)), rows)]
-        first = rank * self.params[rank][name].shape[0]
-        parts, row = [], first
-        while row < first + rows:
-            holder = row // self._rows
-            count = min((holder + 1) * self._rows, first + rows) - row
-            parts.append(RankRows(holder, name, row - holder * self._rows, count))
-            row += count
-        return parts
+    rest: tuple[int, ...]
 
 
 def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
@@ -197,10 +139,6 @@ def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
                 f"rollout engine 'sglang' on a CPU over {tp} ranks needs {name} to be a multiple of {multiple}, "
                 f"{config.architecture} has {size}: SGLang would hold padded weights there"
             )
-
-
-def _within(rows: int, most: int) -> int:
-    return max(0, min(rows, most))
 
 
 def _fused_latents(params: Mapping[str, LocalParam]) -> dict[str, tuple[str, int]]:

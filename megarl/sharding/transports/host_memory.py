@@ -28,10 +28,9 @@ class InlineTransport:
     """Works between any two processes; the channel copies the bytes once more."""
 
     memory: MemoryKind = "host"
-    peak_bytes = 0
 
     def __init__(self, options: TransportOptions) -> None:
-        pass
+        self.peak_bytes = 0
 
     def open(self, session: int) -> None:
         """No preparation needed."""
@@ -45,6 +44,7 @@ class InlineTransport:
 
     def receive(self, handles: Mapping[int, InlineHandle]) -> Iterator[tuple[int, Tensor]]:
         """See :meth:`Transport.receive`."""
+        self.peak_bytes = max(self.peak_bytes, sum(handle.data.nbytes for handle in handles.values()))
         for rank, handle in handles.items():
             with warnings.catch_warnings():
                 # An array from an object store is read-only. torch warns about it, but this process never writes to it.

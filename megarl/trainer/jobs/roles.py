@@ -24,6 +24,7 @@ from megarl.config.batch import BatchPlan
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
+from megarl.rollout.registry import engine_vocab_multiple
 from megarl.sharding import (
     RolloutLayout,
     Routes,
@@ -283,7 +284,9 @@ class RoleBuilder:
         plan = build_plan(
             WeightMap(read_model_config(config.model.path)),
             actor.layout,
-            RolloutLayout(tp=tp, replicas=rollout.world_size),
+            RolloutLayout(
+                tp=tp, replicas=rollout.world_size, vocab_multiple=engine_vocab_multiple(config.rollout.name)
+            ),
             sync.bucket_megabytes * 2**20,
             ELEMENT_BYTES[config.rollout.dtype],
             routes.placement(),
