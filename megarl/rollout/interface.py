@@ -8,7 +8,8 @@ An engine with several tensor-parallel ranks receives the shard of each, as ``We
 defines it.
 
 Life of a request: :meth:`RolloutEngine.submit` adds it, and :meth:`RolloutEngine.poll` returns its completion once,
-when it has ended. Requests may be added at any time. :meth:`RolloutEngine.generate` does both for a list.
+when it has ended. Requests may be added at any time. :meth:`RolloutEngine.generate` does both for a list, and
+:class:`megarl.rollout.serving.EngineServer` does both continuously in a thread.
 """
 
 from __future__ import annotations
@@ -223,6 +224,9 @@ class RolloutEngine(abc.ABC):
         Raises:
             RolloutError: the model's outputs are not finite; the running requests are lost.
         """
+
+    def interrupt_poll(self) -> None:  # noqa: B027 -- without it, a poll ends at its time limit
+        """Make the current :meth:`poll` return soon, or the next one if none is in progress; from any thread."""
 
     @abc.abstractmethod
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -161,6 +161,7 @@ class Answerer:
     def __init__(self, place):
         self.rank = place.rank
         self.ready = False
+        self.requests = []
 
     @verb(Dispatch.ALL)
     def init_model(self):
@@ -168,11 +169,19 @@ class Answerer:
         return os.getpid()
 
     @verb(Dispatch.RANK)
-    def exchange(self, requests, aborted, slice_s):
+    def accept(self, client, requests, aborted):
         if "die" in requests:
             os._exit(1)
         if "raise" in requests:
             raise ValueError("not finite")
         if "lose" in requests:
             raise WorkerLost("a process of the engine has ended")
+        self.requests = requests
+
+    @verb(Dispatch.RANK)
+    def completions(self, client, wait_s):
+        deadline = time.monotonic() + wait_s
+        while not self.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        requests, self.requests = self.requests, []
         return [(self.rank, self.ready, *requests)]

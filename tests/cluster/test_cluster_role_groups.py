@@ -24,8 +24,8 @@ WORKERS = {
     "RolloutGroup": "rollout.RolloutWorker",
     "SFTGroup": "sft.SFTWorker",
 }
-ONE_RANK = {"exchange"}
-"""Verbs of ``Dispatch.RANK``, which the driver calls by ``call_on`` only."""
+ONE_RANK = {"accept", "completions", "forget"}
+"""Verbs of ``Dispatch.RANK``, which are called on handles only."""
 
 
 def worker_class(group: str) -> type:
@@ -83,7 +83,7 @@ def test_verbs_submitted_by_name_exist() -> None:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr in {"submit", "submit_on", "submit_scatter", "submit_gather", "call_on"}
+                and node.func.attr in {"submit", "submit_on", "submit_scatter", "submit_gather"}
             ):
                 submitted |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)} - {None}
     names = {verb for verb in submitted if isinstance(verb, str)}

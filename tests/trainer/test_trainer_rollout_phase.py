@@ -48,7 +48,7 @@ def phase(
         changes = {f"actor_rollout_ref.rollout.{name}": value for name, value in (changes or {}).items()}
         config = train_config({**changes, "data.max_response_length": 6})
         tokenizer = load_tokenizer(str(arithmetic / "model"))
-        return RolloutPhase([EngineReplica(worker.engine)], config, tokenizer, FACTS)
+        return RolloutPhase(lambda: [EngineReplica(worker.engine)], config, tokenizer, FACTS)
 
     return make
 

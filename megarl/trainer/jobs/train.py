@@ -153,7 +153,7 @@ class TrainerBuilder:
         if roles.reward_model and self.reader:
             scorer = RewardModelScorer(roles.reward_model, self.reader)
         rollout = RolloutPhase(
-            roles.replicas(),
+            roles.replicas,
             config,
             self.tokenizer,
             self._batch_info(),

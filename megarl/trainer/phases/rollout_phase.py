@@ -52,7 +52,7 @@ class RolloutPhase:
     of the sample. They do not depend on the replicas or on batching.
 
     Args:
-        replicas: rollout replicas.
+        replicas: returns the current rollout replicas, since lost ones are replaced.
         config: complete.
         tokenizer: of the policy.
         batch_info: ``meta_info`` of training batches, such as the rows of a mini-batch.
@@ -63,7 +63,7 @@ class RolloutPhase:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Callable[[], Sequence[Replica]],
         config: GenerationJobConfig,
         tokenizer: PreTrainedTokenizerBase,
         batch_info: Mapping[str, Any] = MappingProxyType({}),
@@ -163,7 +163,8 @@ class RolloutPhase:
     ) -> tuple[list[Trajectory], RouterStats]:
         # An eighth more requests than slots, so that a freed slot is refilled without waiting.
         capacity = self.rollout.max_num_seqs + self.rollout.max_num_seqs // 8
-        queues = len(conversations) > capacity * len(self.replicas)
+        replicas = self.replicas()
+        queues = len(conversations) > capacity * len(replicas)
         # If all requests start at once, their assignment depends on the batch alone, and a run repeats bit for bit.
         expected = {c.key: self._lengths.expected(c.prompt_ids) for c in conversations} if queues else {}
 
@@ -172,7 +173,7 @@ class RolloutPhase:
                 columns = {**conversations[row].facts, **trajectory.fields}
                 early.add(row, columns, trajectory.prompt_ids, trajectory.response_ids)
 
-        async with Router(self.replicas, capacity, self.rollout.health.timeout_s) as router:
+        async with Router(replicas, capacity, self.rollout.health.timeout_s) as router:
 
             async def generate(prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
                 return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=expected.get(key))
