@@ -358,7 +358,7 @@ class Megarl:
         return sum(self.processes.call("clock", "")) + time.process_time()
 
     def _generate(self, number: int) -> Any:
-        from megarl.agents.runner import trajectories_to_batch
+        from megarl.agents.trajectories import trajectories_to_batch
         from megarl.agents.types import Trajectory
 
         prompts, lengths = prompt_ids(number), self.mix.lengths(number)

@@ -6,13 +6,18 @@ This module imports no other module of the package ``agents``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
 
 from megarl.base.errors import MegarlError
 from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from megarl.rollout.router import Replica, RouterStats
 
 Message: TypeAlias = Mapping[str, Any]
 TrajectoryEnd: TypeAlias = Literal["stop", "length", "turns", "error"]
@@ -104,7 +109,7 @@ class Trajectory:
         weight_version: oldest version of the weights that generated a token.
         weight_versions: version per response token if several versions occur (an environment's token has the version of
             the turn before it); else empty.
-        metrics: numbers of this conversation, see :func:`megarl.agents.runner.trajectory_metrics`.
+        metrics: numbers of this conversation, see :func:`megarl.agents.trajectories.trajectory_metrics`.
         fields: additional columns of the row.
         error: cause of the failure; None: the conversation succeeded.
         unmasked: ``response_mask`` before the failure was recorded; empty without a failure.
@@ -136,6 +141,111 @@ class Trajectory:
         return replace(
             self, response_mask=[0] * length, unmasked=unmasked, log_probs=log_probs, finish_reason="error", error=error
         )
+
+    def packed(self) -> Trajectory:
+        """Return a copy with NumPy arrays in place of lists, for other processes."""
+        return replace(
+            self,
+            prompt_ids=np.asarray(self.prompt_ids, np.int32),
+            response_ids=np.asarray(self.response_ids, np.int32),
+            response_mask=np.asarray(self.response_mask, np.int8),
+            log_probs=np.asarray(self.log_probs, np.float32),
+            weight_versions=np.asarray(self.weight_versions, np.int32),
+            unmasked=np.asarray(self.unmasked, np.int8),
+        )
+
+
+class SampleId(NamedTuple):
+    """Name of a sample: the number of its group, unique among running ones, and its number within the group."""
+
+    group: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class PlannedSample:
+    """One conversation of a group before its rollout.
+
+    Attributes:
+        sample: number within the group.
+        params: sampling parameters.
+        seed: seed of its first turn.
+    """
+
+    sample: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True)
+class ConversationGroup:
+    """Conversations about one prompt, as they are submitted to an agent runner; see :class:`Conversation`.
+
+    Attributes:
+        number: number of the group.
+        messages: prompt as chat messages.
+        prompt_ids: token ids of the prompt, int32 ``[P]``.
+        samples: the conversations.
+        key: name of the prompt.
+        agent_name: name of the agent loop.
+        facts: the other columns of the data row.
+        expected_tokens: expected tokens per turn; None = unknown.
+    """
+
+    number: int
+    messages: Sequence[Message]
+    prompt_ids: np.ndarray
+    samples: Sequence[PlannedSample]
+    key: str
+    agent_name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    expected_tokens: float | None = None
+
+    @property
+    def ids(self) -> list[SampleId]:
+        """Names of its samples."""
+        return [SampleId(self.number, sample.sample) for sample in self.samples]
+
+    def only(self, names: Collection[SampleId]) -> ConversationGroup:
+        """Return the group with these samples only."""
+        chosen = [sample for sample in self.samples if SampleId(self.number, sample.sample) in names]
+        return replace(self, samples=chosen)
+
+
+class FinishedSample(NamedTuple):
+    """The trajectory of a sample that has ended, with NumPy arrays."""
+
+    name: SampleId
+    trajectory: Trajectory
+
+
+class ConversationService(Protocol):
+    """Leads conversations and returns their trajectories as they end: an agent runner, or several in processes.
+
+    Between :meth:`open` and :meth:`close`, groups may be submitted at any time.
+    """
+
+    def open(self, replicas: Sequence[Replica]) -> None:
+        """Serve conversations with these rollout replicas from now on."""
+
+    def submit(self, groups: Sequence[ConversationGroup]) -> None:
+        """Start conversations, in this order, without waiting for them."""
+
+    def finished(self, wait_s: float) -> list[FinishedSample]:
+        """Return the samples that have ended since the last call; wait for the first one, at most ``wait_s`` seconds.
+
+        Raises:
+            MegarlError: no conversation can go on, for example because all rollout replicas are lost.
+        """
+
+    def abort(self, names: Sequence[SampleId]) -> None:
+        """End conversations without a result; unknown ones are ignored."""
+
+    def close(self) -> RouterStats:
+        """Abort the remaining conversations; when it returns, no replica has a request of this service."""
+
+    def endpoint_metrics(self) -> dict[str, float]:
+        """Return the ``endpoint/*`` metrics of external requests since the last call; empty without an endpoint."""
 
 
 class AgentSession(Protocol):

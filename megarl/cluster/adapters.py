@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.cluster.failures import WorkerFailed
+from megarl.cluster.failures import WorkerCall, WorkerFailed
 from megarl.cluster.worker_group import PendingCall, RankHandle, ScatteredCall, WorkerGroup
 from megarl.rollout.interface import Completion, Request
 from megarl.rollout.router import ReplicaLost
@@ -130,6 +130,10 @@ class ReplicaProcess:
         """See :meth:`megarl.rollout.router.Replica.completions`."""
         done: list[Completion] = await self._call("completions", client, wait_s)
         return done
+
+    def forget(self, client: str) -> WorkerCall:
+        """Start to abort the requests of a client that is gone."""
+        return self._handle.submit("forget", client)
 
     async def _call(self, verb: str, *args: Any) -> Any:
         try:

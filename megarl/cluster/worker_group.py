@@ -93,7 +93,7 @@ class RankHandle:
     info: WorkerInfo
 
     async def call(self, verb: str, *args: Any) -> Any:
-        """Run a ``RANK`` verb, in a coroutine.
+        """Run a verb from a coroutine, see :meth:`submit`.
 
         Raises:
             WorkerFailed: the verb raised, or the process died.
@@ -106,7 +106,7 @@ class RankHandle:
             raise worker_failure(self._call(ref, verb), error) from error
 
     def submit(self, verb: str, *args: Any) -> WorkerCall:
-        """Start a ``RANK`` verb.
+        """Start a verb: a ``RANK`` verb beside others, any other verb after those that were started before.
 
         Raises:
             AttributeError: the worker has no such verb.
@@ -114,9 +114,11 @@ class RankHandle:
         return self._call(self._start(verb, args), verb)
 
     def _start(self, verb: str, args: Sequence[Any]) -> ray.ObjectRef:
-        if verb not in self.info.marks or self.info.marks[verb].dispatch is not Dispatch.RANK:
-            raise AttributeError(f"{self.role} has no verb {verb!r} for one rank")
-        return self.actor.call_aside.remote(verb, *args)
+        if verb not in self.info.marks:
+            raise AttributeError(f"{self.role} has no verb {verb!r}")
+        if self.info.marks[verb].dispatch is Dispatch.RANK:
+            return self.actor.call_aside.remote(verb, *args)
+        return self.actor.call.remote(verb, True, {}, *args)
 
     def _call(self, ref: ray.ObjectRef, verb: str) -> WorkerCall:
         return WorkerCall(ref, self.role, self.rank, verb, self.info.marks[verb].phase, self.info)
@@ -143,6 +145,7 @@ class WorkerGroup:
         devices_per_process: number of neighbouring devices of each process. The process sees those GPUs only.
         threads: number of ``RANK`` verbs that each process runs at the same time, beside other verbs; 0 = the worker
             has none.
+        on_device: False: the processes use no device; rank 0 is on the driver's node, the others on nodes of the pool.
 
     Raises:
         ResourceError: the role needs more GPUs than the pool has, or the devices of a process are on different nodes.
@@ -159,9 +162,10 @@ class WorkerGroup:
         budgets: Mapping[str, MicroBatchBudget] | None = None,
         devices_per_process: int = 1,
         threads: int = 0,
+        on_device: bool = True,
     ) -> None:
         needed = layout.world_size * devices_per_process
-        if pool.pool.device == "cuda" and needed > pool.pool.num_devices:
+        if on_device and pool.pool.device == "cuda" and needed > pool.pool.num_devices:
             raise ResourceError(
                 f"{role} with {layout.describe()} needs {needed} GPUs, pool {pool.pool.name!r} has "
                 f"{pool.pool.num_devices}, and two ranks of one role cannot share one: use a smaller layout or a "
@@ -176,7 +180,7 @@ class WorkerGroup:
         self._pool, self._env, self._worker_cls = pool, dict(env or {}), worker_cls
         self._processes: dict[int, WorkerInfo] = {}
         self._busy: dict[str, list[float]] = {}
-        self._span, self._threads = devices_per_process, threads
+        self._span, self._threads, self._on_device = devices_per_process, threads, on_device
         self._actors: list[Any] = [self._create_actor(rank) for rank in range(layout.world_size)]
         self._address = self._actors[0].reserve_address.remote()
         self._kwargs = ray.put(dict(worker_kwargs))
@@ -336,6 +340,10 @@ class WorkerGroup:
         calls = [*payloads.calls, *self._calls(refs, verb, mark.phase)]
         return PendingCall([*payloads.groups, self], calls, lambda results: None)
 
+    def kill(self, rank: int) -> None:
+        """Kill one process, which :meth:`restart` replaces."""
+        ray.kill(self._actors[rank])
+
     def shutdown(self) -> None:
         """Kill the processes."""
         for actor in self._actors:
@@ -395,7 +403,8 @@ class WorkerGroup:
     def _create_actor(self, rank: int) -> Any:
         """Start a process without a worker."""
         tracing = self._pool.processes.options
-        options = self._pool.actor_options(rank * self._span) | nsight_options(tracing.profile(self.role, rank))
+        placement = self._pool.actor_options(rank * self._span) if self._on_device else self._pool.host_options(rank)
+        options = placement | nsight_options(tracing.profile(self.role, rank))
         if self._env and fork_address() is not None:
             # A process with a runtime environment is no fork, which would have imported torch before it sees them.
             options = {"runtime_env": {"env_vars": self._env}} | options
@@ -427,7 +436,9 @@ class WorkerGroup:
         """Environment variables of a process; the group's ``env`` takes precedence."""
         first = rank * self._span
         variables = {"LOCAL_RANK": str(self._pool.local_rank(first))}
-        if self._pool.pool.device == "cpu":
+        if not self._on_device:
+            variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        elif self._pool.pool.device == "cpu":
             # Two processes with two threads each on two cores are several times slower than with one.
             variables["OMP_NUM_THREADS"] = "1"
         elif self._span > 1:

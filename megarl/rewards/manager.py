@@ -233,7 +233,7 @@ class RewardManager:
         )
 
     def _text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
     def _describe(self, batch: RewardBatch, row: int, outcome: Outcome) -> str:
         """Describe the sample and the cause, so that the failure can be reproduced by hand."""

@@ -101,6 +101,8 @@ class RouterStats:
         busy_s: busy seconds of each replica.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
         seconds: seconds between opening and closing the router.
+        finished: requests that have ended.
+        runners_lost: agent runners that were lost, with their routers.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -108,16 +110,41 @@ class RouterStats:
     busy_s: dict[int, float] = field(default_factory=dict)
     idle_while_waiting_s: float = 0.0
     seconds: float = 0.0
+    finished: int = 0
+    runners_lost: int = 0
+
+    @classmethod
+    def merged(cls, parts: Sequence[RouterStats], runners_lost: int) -> RouterStats:
+        """Join the statistics of routers that shared the replicas.
+
+        A replica counts as busy as the router that used it longest: routers with even shares use it at the same time.
+        """
+        busy: dict[int, float] = {}
+        lost: dict[int, str] = {}
+        for part in parts:
+            busy |= {replica: max(seconds, busy.get(replica, 0.0)) for replica, seconds in part.busy_s.items()}
+            lost |= part.lost
+        return cls(
+            lost=lost,
+            moved=sum(part.moved for part in parts),
+            busy_s=busy,
+            idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
+            seconds=max((part.seconds for part in parts), default=0.0),
+            finished=sum(part.finished for part in parts),
+            runners_lost=runners_lost,
+        )
 
     def metrics(self) -> dict[str, float]:
-        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and moved requests."""
-        shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else [0.0]
+        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests."""
+        shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else []
+        shares = shares or [0.0]
         return {
             "rollout/replica_utilization/mean": sum(shares) / len(shares),
             "rollout/replica_utilization/min": min(shares),
             "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
             "rollout/replicas_lost": float(len(self.lost)),
             "rollout/requests_moved": float(self.moved),
+            "rollout/runners_lost": float(self.runners_lost),
         }
 
 
@@ -178,14 +205,14 @@ class Router:
         replicas: the replicas.
         capacity: maximum running requests of a replica; further requests wait for the next free replica.
         timeout_s: a replica that reports this many seconds late counts as lost.
+        client: name of the router at the replicas, which may serve several routers; empty = a random one.
 
     Attributes:
-        client: name of the router at the replicas, which may serve several routers.
         stats: statistics so far.
     """
 
-    def __init__(self, replicas: Sequence[Replica], capacity: int, timeout_s: float) -> None:
-        self.client = secrets.token_hex(8)
+    def __init__(self, replicas: Sequence[Replica], capacity: int, timeout_s: float, client: str = "") -> None:
+        self.client = client or secrets.token_hex(8)
         self._replicas, self._timeout_s = list(replicas), timeout_s
         self._board = LoadBoard([capacity] * len(self._replicas))
         self._inbox: list[list[Request]] = [[] for _ in self._replicas]
@@ -348,6 +375,7 @@ class Router:
             return
         TRACER.progress()
         self._account()
+        self.stats.finished += len(completions)
         for completion in completions:
             entry = self._entries.pop(completion.request_id)
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)

@@ -14,7 +14,7 @@ from megarl.tracing.tracer import count_memory
 IDLE_S = 10.0
 """Seconds without a request after which the thread ends; the next request starts another one."""
 POLL_S = 0.5
-"""Seconds of one poll of the engine, which new requests interrupt. An engine without interruption delays them so long."""
+"""Seconds of one poll of the engine. New requests interrupt it; an engine without interruption delays them so long."""
 
 
 @dataclass
@@ -53,6 +53,7 @@ class EngineServer:
         self._aborted: list[str] = []
         self._clients: dict[str, _Client] = {}
         self._owners: dict[str, str] = {}
+        self._gone: set[str] = set()
         self._polls = 0
         self._thread: threading.Thread | None = None
 
@@ -65,6 +66,8 @@ class EngineServer:
             aborted: ids of requests to abort; an unknown id is ignored.
         """
         with self._changed:
+            if client in self._gone:
+                return
             if requests:
                 self._clients.setdefault(client, _Client()).running.update(request.request_id for request in requests)
                 self._owners.update((request.request_id, client) for request in requests)
@@ -105,13 +108,14 @@ class EngineServer:
         return ended
 
     def forget(self, client: str) -> None:
-        """Abort all requests of a client that is gone, and wait until none is running."""
+        """Abort all requests of a client that is gone, and wait until none is running; late ones are ignored."""
         with self._changed:
             state = self._clients.get(client, _Client())
             running = list(state.running)
         if running:
             self.accept(client, (), running)
         with self._changed:
+            self._gone.add(client)
             self._changed.wait_for(lambda: not state.running)
             self._clients.pop(client, None)
 

@@ -75,8 +75,8 @@ class TorchProfiler:
             record_shapes="shapes" in self._contents,
             profile_memory="memory" in self._contents,
             with_stack="stack" in self._contents,
-            # A rollout replica computes in another thread than its verbs.
-            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            # A rollout replica computes in another thread than its verbs. Torch cannot record memory of all threads.
+            experimental_config=_ExperimentalConfig(profile_all_threads="memory" not in self._contents),
         )
         self._profile.__enter__()
 

@@ -87,7 +87,7 @@ def test_every_request_is_answered_by_one_replica():
     assert stats.lost == {} and stats.moved == 0 and stats.idle_while_waiting_s == 0
     assert set(stats.metrics()) == {
         "rollout/replica_utilization/mean", "rollout/replica_utilization/min", "rollout/idle_while_waiting_s",
-        "rollout/replicas_lost", "rollout/requests_moved"}  # fmt: skip
+        "rollout/replicas_lost", "rollout/requests_moved", "rollout/runners_lost"}  # fmt: skip
 
 
 def test_skewed_lengths_leave_no_replica_idle():

@@ -227,7 +227,8 @@ def test_a_phase_that_has_not_completed_yet_is_reported_at_once_and_ends_the_run
 
 def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path) -> None:
     class Slow:
-        requests: list[Request] = []
+        def __init__(self) -> None:
+            self.requests: list[Request] = []
 
         async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
             self.requests = list(requests)

@@ -12,10 +12,10 @@ from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.endpoint import Endpoint
 from megarl.base.errors import CheckpointError, MegarlError
 from megarl.cluster import PlacedPool, wait_ready
 from megarl.cluster.adapters import replica_processes
+from megarl.cluster.agent_runners import AgentRunners
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig
@@ -217,10 +217,10 @@ class FrozenReplicas:
         self.group.init_model()
         self.group.load_hf()
 
-    def rollout_phase(self, tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint | None) -> RolloutPhase:
+    def rollout_phase(self, tokenizer: PreTrainedTokenizerBase, runners: AgentRunners) -> RolloutPhase:
         """Build the rollout phase over the replicas; lost ones are replaced with the same weights."""
         return RolloutPhase(
-            lambda: replica_processes(self.group), self.config, tokenizer, on_lost=self.replace, endpoint=endpoint
+            runners, lambda: replica_processes(self.group), self.config, tokenizer, on_lost=self.replace
         )
 
     def replace(self, lost: Collection[int]) -> None:
