@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from megarl.agents.types import AgentError, Trajectory
+from megarl.agents.types import AgentError, Integers, Trajectory
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 
 logger = logging.getLogger(__name__)
@@ -76,11 +76,11 @@ def trajectories_to_batch(
     return DataProto.from_dict(tensors, columns)
 
 
-def _nonempty(values: Sequence[float], default: float) -> Sequence[float]:
+def _nonempty(values: Sequence[float] | np.ndarray, default: float) -> Sequence[float] | np.ndarray:
     return values if len(values) else [default]
 
 
-def _train_mask(trajectory: Trajectory, state_masking: bool) -> Sequence[int]:
+def _train_mask(trajectory: Trajectory, state_masking: bool) -> Integers:
     length = len(trajectory.response_ids)
     if trajectory.error is not None or not length:
         return [0] * max(length, 1)

@@ -23,7 +23,7 @@ from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, gath
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_group import RankHandle, WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
-from megarl.rollout.router import RouterStats
+from megarl.rollout.router import Replica, RouterStats
 from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 
@@ -82,7 +82,7 @@ class AgentRunnerWorker:
         logging.getLogger("megarl").addHandler(self._warnings)
 
     @verb(Dispatch.ALL)
-    def open(self, replicas: Sequence[ReplicaProcess], client: str) -> None:
+    def open(self, replicas: Sequence[Replica], client: str) -> None:
         """Serve conversations with these replicas, under a new name."""
         self._runner.open(replicas, client)
 
@@ -197,7 +197,7 @@ class AgentRunners:
         worker = f"{__name__}:{AgentRunnerWorker.__name__}"
         self._group = WorkerGroup(ROLE, worker, kwargs, layout, pool, threads=2, on_device=False)
         self._runners: dict[int, _Runner] = {}
-        self._replicas: Sequence[ReplicaProcess] = ()
+        self._replicas: Sequence[Replica] = ()
         self._groups: dict[int, ConversationGroup] = {}
         self._dead: list[int] = []
         self._losses = 0
@@ -219,10 +219,10 @@ class AgentRunners:
             WorkerFailed: a runner did not start.
         """
         wait_ready([self._group])
-        return str(self._group.describe()[0])
+        return str(self._group.call("describe")[0])
 
-    def open(self, replicas: Sequence[ReplicaProcess]) -> None:
-        """See :class:`~megarl.agents.types.ConversationService`."""
+    def open(self, replicas: Sequence[Replica]) -> None:
+        """See :class:`~megarl.agents.types.ConversationService`; the replicas are sent to the runners."""
         self._replicas, self._groups, self._losses = replicas, {}, 0
         self._runners = {rank: self._open(rank) for rank in range(self._group.world_size)}
 
@@ -342,15 +342,16 @@ class AgentRunners:
         TRACER.progress()
         runner, self._losses = self._runners.pop(rank), self._losses + 1
         logger.warning("agent runner %d is lost, %d conversations are repeated: %s", rank, len(runner.running), error)
+        self._dead.append(rank)
         self._group.kill(rank)
         with contextlib.suppress(WorkerError):  # the other runners notice a lost replica
-            gather([replica.forget(runner.client) for replica in self._replicas], self._timeout_s)
+            processes = [replica for replica in self._replicas if isinstance(replica, ReplicaProcess)]
+            gather([replica.forget(runner.client) for replica in processes], self._timeout_s)
         if self._losses > MOST_LOST:
             raise RunnersLost(f"{self._losses} agent runners were lost in one step; the last: {error}") from error
-        if self._runners:
-            self._dead.append(rank)
-        else:
-            self._group.restart([rank])
-            self._runners[rank] = self._open(rank)
+        if not self._runners:
+            self._group.restart(self._dead)
+            self._runners = {lost: self._open(lost) for lost in self._dead}
+            self._dead = []
         groups = {name.group: self._groups[name.group].only(runner.running) for name in sorted(runner.running)}
         self._distribute(groups.values())

@@ -154,10 +154,12 @@ class EngineServer:
             failure = error
         with self._changed:
             self._polls += 1
-            for client, requests, error in refused:
-                self._fail(client, [request.request_id for request in requests], error)
+            for client, requests, refusal in refused:
+                self._fail(client, [request.request_id for request in requests], refusal)
             for completion in ended:
-                client = self._owners.pop(completion.request_id)
+                client = self._owners.pop(completion.request_id, "")
+                if not client:  # the engine was used by someone else before
+                    continue
                 self._clients[client].running.discard(completion.request_id)
                 self._clients[client].ended.append(completion)
             if failure is not None:  # the engine has lost all requests that it had

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import role_groups
+from megarl.cluster.agent_runners import AgentRunnerWorker
 from megarl.workers.dispatch import Dispatch, read_marks
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,7 @@ def test_group_declares_exactly_the_verbs_of_its_worker(group: str) -> None:
 
 def test_verbs_submitted_by_name_exist() -> None:
     all_verbs = {verb for group in WORKERS for verb in read_marks(worker_class(group))}
+    all_verbs |= set(read_marks(AgentRunnerWorker))
     submitted = set()
     for path in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.build import default_agent_loop
 from megarl.agents.runner import request_capacity
 from megarl.agents.trajectories import report_failures, trajectories_to_batch, trajectory_metrics
-from megarl.agents.types import ConversationGroup, ConversationService, PlannedSample, Trajectory
+from megarl.agents.types import ConversationGroup, ConversationService, Integers, PlannedSample, Trajectory
 from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
 from megarl.config.schema.jobs import GenerationJobConfig
@@ -38,7 +38,7 @@ WAIT_S = 1.0
 class SampleSink(Protocol):
     """Receives samples before their batch is complete."""
 
-    def add(self, row: int, columns: Mapping[str, Any], prompt: Sequence[int], response: Sequence[int]) -> None:
+    def add(self, row: int, columns: Mapping[str, Any], prompt: Integers, response: Integers) -> None:
         """Receive the sample of a row of the batch: its non-tensor columns, and token ids of prompt and response."""
 
 
@@ -242,7 +242,7 @@ class LengthPredictor:
         self.capacity = capacity
         self._means: dict[int, float] = {}
 
-    def expected(self, prompt_ids: Sequence[int]) -> float | None:
+    def expected(self, prompt_ids: Integers) -> float | None:
         """Predict the generated tokens per turn; None for a new prompt."""
         return self._means.get(_digest(prompt_ids))
 
@@ -261,5 +261,5 @@ class LengthPredictor:
             del self._means[next(iter(self._means))]
 
 
-def _digest(prompt_ids: Sequence[int]) -> int:
+def _digest(prompt_ids: Integers) -> int:
     return hash(np.asarray(prompt_ids, np.int32).tobytes())
