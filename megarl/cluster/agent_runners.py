@@ -284,8 +284,10 @@ class AgentRunners:
         """See :class:`~megarl.agents.types.ConversationService`; runner 0 serves external requests."""
         if not self._serves_endpoint:
             return {}
-        metrics: dict[str, float] = gather([self._group.handle(0).submit("endpoint_metrics")], self._timeout_s)[0]
-        return metrics
+        with contextlib.suppress(WorkerError):  # a lost runner is replaced by the next round
+            metrics: dict[str, float] = gather([self._group.handle(0).submit("endpoint_metrics")], self._timeout_s)[0]
+            return metrics
+        return {}
 
     def _open(self, rank: int) -> _Runner:
         runner = _Runner(self._group.handle(rank))

@@ -18,7 +18,7 @@ from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
-from megarl.cluster.worker_process import ASIDE, BusyResult, ServingProcess, WorkerInfo, WorkerProcess
+from megarl.cluster.worker_process import ASIDE, BusyResult, ServingWorkerProcess, WorkerInfo, WorkerProcess
 from megarl.data import DataProto
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
@@ -410,7 +410,7 @@ class WorkerGroup:
             options = {"runtime_env": {"env_vars": self._env}} | options
         process = ray.remote(WorkerProcess)
         if self._threads:
-            process = ray.remote(concurrency_groups={ASIDE: self._threads})(ServingProcess)
+            process = ray.remote(concurrency_groups={ASIDE: self._threads})(ServingWorkerProcess)
         host = process.options(**options)
         return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self._pool.logs)
 

@@ -237,10 +237,10 @@ class WorkerProcess:
 
 
 ASIDE = "aside"
-"""Ray concurrency group of :meth:`ServingProcess.call_aside`."""
+"""Ray concurrency group of :meth:`ServingWorkerProcess.call_aside`."""
 
 
-class ServingProcess(WorkerProcess):
+class ServingWorkerProcess(WorkerProcess):
     """Host process of a worker that serves requests beside its other verbs, such as a rollout replica."""
 
     @ray.method(concurrency_group=ASIDE)
