@@ -225,7 +225,7 @@ class AgentRunner:
         self._tasks.pop(name, None)
         with self._changed:
             self._pending -= 1
-            self._ended.append(FinishedSample(name, trajectory.packed()))
+            self._ended.append(FinishedSample(name, trajectory))
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from megarl.agents.types import AgentError, Integers, Trajectory
+from megarl.agents.types import AgentError, FinishedSample, Integers, Trajectory
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,47 @@ def report_failures(trajectories: Sequence[Trajectory]) -> None:
         raise AgentError(f"all {len(errors)} conversations failed; the first: {errors[0]}")
     if errors:
         logger.warning("%d of %d conversations failed; the first: %s", len(errors), len(trajectories), errors[0])
+
+
+RAGGED = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "response_mask": np.int8,
+    "log_probs": np.float32,
+    "weight_versions": np.int32,
+    "unmasked": np.int8,
+}
+"""Fields of a trajectory with one value per token, and their types in other processes."""
+
+
+class PackedSamples:
+    """Finished samples as ragged columns, cheap to send to another process.
+
+    Args:
+        samples: the samples.
+    """
+
+    def __init__(self, samples: Sequence[FinishedSample]) -> None:
+        self._names = [sample.name for sample in samples]
+        trajectories = [sample.trajectory for sample in samples]
+        self._columns = {name: _ragged([getattr(t, name) for t in trajectories], RAGGED[name]) for name in RAGGED}
+        # The rest of each trajectory, without its tokens.
+        empty = dict.fromkeys(RAGGED, ())
+        self._rest = [{**vars(trajectory), **empty} for trajectory in trajectories]
+
+    def unpack(self) -> list[FinishedSample]:
+        """Return the samples, with NumPy arrays per token."""
+        rows = {name: np.split(values, ends[:-1]) for name, (values, ends) in self._columns.items()}
+        return [
+            FinishedSample(name, Trajectory(**{**rest, **{column: rows[column][row] for column in RAGGED}}))
+            for row, (name, rest) in enumerate(zip(self._names, self._rest, strict=True))
+        ]
+
+
+def _ragged(rows: Sequence[Integers | Sequence[float]], dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """Values of all rows, and the end of each row in them."""
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    return np.fromiter(itertools.chain.from_iterable(rows), dtype, int(ends[-1]) if rows else 0), ends
 
 
 def trajectories_to_batch(

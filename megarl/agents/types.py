@@ -143,18 +143,6 @@ class Trajectory:
             self, response_mask=[0] * length, unmasked=unmasked, log_probs=log_probs, finish_reason="error", error=error
         )
 
-    def packed(self) -> Trajectory:
-        """Return a copy with NumPy arrays in place of lists, for other processes."""
-        return replace(
-            self,
-            prompt_ids=np.asarray(self.prompt_ids, np.int32),
-            response_ids=np.asarray(self.response_ids, np.int32),
-            response_mask=np.asarray(self.response_mask, np.int8),
-            log_probs=np.asarray(self.log_probs, np.float32),
-            weight_versions=np.asarray(self.weight_versions, np.int32),
-            unmasked=np.asarray(self.unmasked, np.int8),
-        )
-
 
 class SampleId(NamedTuple):
     """Name of a sample: the number of its group, unique among running ones, and its number within the group."""
@@ -214,7 +202,7 @@ class ConversationGroup:
 
 
 class FinishedSample(NamedTuple):
-    """The trajectory of a sample that has ended, with NumPy arrays."""
+    """The trajectory of a sample that has ended."""
 
     name: SampleId
     trajectory: Trajectory

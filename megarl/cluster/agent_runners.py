@@ -15,6 +15,7 @@ import ray
 
 from megarl.agents.endpoint.server import make_token
 from megarl.agents.runner import AgentRunner
+from megarl.agents.trajectories import PackedSamples
 from megarl.agents.types import ConversationGroup, FinishedSample, SampleId
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.base.user_code import import_user_modules
@@ -57,7 +58,7 @@ class RunnerReport:
         failure: error that ended all of its conversations; None = it works.
     """
 
-    samples: list[FinishedSample]
+    samples: PackedSamples
     progress: int
     warnings: list[str]
     failure: Exception | None = None
@@ -100,7 +101,7 @@ class AgentRunnerWorker:
             samples = self._runner.finished(wait_s)
         except Exception as error:
             failure = error
-        return RunnerReport(samples, self._runner.progress, self._warnings.take(), failure)
+        return RunnerReport(PackedSamples(samples), self._runner.progress, self._warnings.take(), failure)
 
     @verb(Dispatch.ALL)
     def abort(self, names: Sequence[SampleId]) -> None:
@@ -331,7 +332,7 @@ class AgentRunners:
             runner.progress = report.progress
         if report.failure is not None:
             raise report.failure
-        samples = [sample for sample in report.samples if sample.name in runner.running]
+        samples = [sample for sample in report.samples.unpack() if sample.name in runner.running]
         runner.running.difference_update(sample.name for sample in samples)
         return samples
 
