@@ -1,40 +1,67 @@
-"""Overhead of agent loops without the engine: conversations and turns per second with a null engine.
-
-The null engine answers at once, so all time is spent in the runner and the loops: asyncio, tokenization, parsing, chat
-template. ``search_agent`` calls a real retrieval server in a separate process. ``external_agent`` is a function with a
-plain HTTP client, in one thread per conversation.
+"""Overhead of agent loops and agent runners, with null engines.
 
     python benchmarks/agents.py
+
+``loops``: the null engine answers at once in this process, so all time is spent in the loops: asyncio, tokenization,
+parsing, chat template. ``search_agent`` calls a real retrieval server in a separate process. ``external_agent`` is a
+function with a plain HTTP client, in one thread per conversation.
+
+``runners``: a real Ray session with agent runners and two replicas in processes of their own, as in a training job. A
+null engine sleeps for each decoding step and computes nothing. ``CPU per turn`` is the time of driver, runners and
+replicas per generated turn. ``utilization`` is the share of the run's time in which engines work; ``occupied`` is the
+mean share of their slots in use, and ``limit`` its maximum, if each turn began at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import http.client
 import json
 import multiprocessing
+import os
+import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests/agents"), str(ROOT / "tools")]
+import numpy as np
+import psutil
+from transformers import AutoTokenizer
 
-from agent_cases import ids_of, merging_tokenizer  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/agents"), str(ROOT / "tools")]
+
+from agent_cases import ids_of, lead_all, merging_tokenizer  # noqa: E402
+from dotted_keys import set_keys  # noqa: E402
 from retrieval_server import BM25Index, Document, RetrievalServer  # noqa: E402
 
-from megarl.agents import AgentLoop, AgentTask, Conversation, ConversationLimits, run_all  # noqa: E402
+from megarl.agents import AgentLoop, AgentTask, Conversation, ConversationLimits, Transcript  # noqa: E402
 from megarl.agents.endpoint import ChatFormat, Endpoint, EndpointAddress, ExternalRequestLimits  # noqa: E402
+from megarl.agents.event_loop import EventLoopThread  # noqa: E402
 from megarl.agents.external_agent import ExternalAgent  # noqa: E402
+from megarl.agents.loop import turn_seed  # noqa: E402
 from megarl.agents.retrieval_client import RetrievalClient, RetrievalOptions  # noqa: E402
 from megarl.agents.search_agent import SearchLoop  # noqa: E402
 from megarl.agents.single_turn import SingleTurnLoop  # noqa: E402
 from megarl.agents.tool_agent import ToolLoop  # noqa: E402
 from megarl.agents.tools import Tool, ToolEntry, find_parser  # noqa: E402
-from megarl.rollout import Completion, SamplingParams  # noqa: E402
+from megarl.agents.types import ConversationGroup, PlannedSample  # noqa: E402
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup  # noqa: E402
+from megarl.cluster.adapters import ReplicaProcess, replica_processes  # noqa: E402
+from megarl.cluster.agent_runners import AgentRunners  # noqa: E402
+from megarl.config import GenerateConfig  # noqa: E402
+from megarl.config.build import build  # noqa: E402
+from megarl.models import ParallelLayout  # noqa: E402
+from megarl.rollout import Completion, Request, SamplingParams  # noqa: E402
+from megarl.rollout.serving import EngineServer  # noqa: E402
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb  # noqa: E402
 
 CONCURRENT, TURNS, ROUNDS = 256, 4, 3
 
@@ -103,16 +130,20 @@ def measure(loop: AgentLoop, engine: NullEngine, conversations: int, prompt: lis
             for number in range(conversations)
         ]
         start = time.perf_counter()
-        run = loop.endpoint.run if loop.endpoint else asyncio.run
-        trajectories = run(run_all(talks, {"it": loop}, engine, CONCURRENT))
+        run = loop.endpoint.loop.run if loop.endpoint else asyncio.run
+        trajectories = [
+            trajectory
+            for first in range(0, conversations, CONCURRENT)
+            for trajectory in run(lead_all(talks[first : first + CONCURRENT], {"it": loop}, engine))
+        ]
         seconds.append(time.perf_counter() - start)
         assert not any(trajectory.error for trajectory in trajectories)
         turns = sum(engine.turns.values())
     return sorted(seconds)[len(seconds) // 2], turns
 
 
-def main() -> None:
-    """Print the table."""
+def measure_loops() -> None:
+    """Print the overhead of each loop."""
     tokenizer = merging_tokenizer()
     parent_pipe, child_pipe = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(child_pipe,), daemon=True)
@@ -124,7 +155,8 @@ def main() -> None:
     answer = ids_of(tokenizer, "<answer>7</answer>")
     external = ExternalAgent(look_over_http)
     limits = ExternalRequestLimits(SamplingParams(max_new_tokens=100), 1000, 1.0)
-    external.endpoint = Endpoint(ChatFormat(tokenizer, find_parser("hermes")), limits, EndpointAddress())
+    chat = ChatFormat(tokenizer, find_parser("hermes"))
+    external.endpoint = Endpoint(chat, limits, EndpointAddress(), EventLoopThread("endpoint"))
     cases = {
         "single_turn_agent": (SingleTurnLoop(), NullEngine(answer, answer), 8192),
         "tool_agent": (
@@ -146,6 +178,185 @@ def main() -> None:
             print(f"{name:<20}{count:>14}{turns / count:>12.1f}{count / seconds:>17,.0f}{1e3 * seconds / turns:>13.3f}")
     print(f"\n{CONCURRENT} conversations at a time, median of {ROUNDS} rounds")
     server.terminate()
+
+
+REPLICAS, STEP_S = 2, 0.004
+LENGTHS = (8, 40)
+"""Shortest and longest response of a turn, in decoding steps; equally likely."""
+OBSERVATION = list(range(20))
+
+
+class SteppingEngine:
+    """Sleeps for each decoding step of its running requests; a request's seed gives its length."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots, self.waiting, self.running = slots, [], {}
+        self.interrupted = threading.Event()
+        self.busy_s = self.slot_s = 0.0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        self.waiting += requests
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Nothing is aborted."""
+
+    def interrupt_poll(self) -> None:
+        """End the poll after its step."""
+        self.interrupted.set()
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Run steps until a request ends."""
+        deadline, done = time.monotonic() + timeout_s, []
+        while not (done or self.interrupted.is_set()) and (self.waiting or self.running):
+            while self.waiting and len(self.running) < self.slots:
+                request = self.waiting.pop(0)
+                self.running[request.request_id] = turn_length(request.seed), turn_length(request.seed)
+            began = time.monotonic()
+            time.sleep(STEP_S)
+            passed = time.monotonic() - began
+            self.busy_s += passed
+            self.slot_s += passed * len(self.running) / self.slots
+            self.running = {name: (left - 1, length) for name, (left, length) in self.running.items()}
+            for name, (left, length) in list(self.running.items()):
+                if not left:
+                    del self.running[name]
+                    done.append(Completion(name, [1] * length, [0.0] * length, "stop", 0))
+            if time.monotonic() >= deadline:
+                break
+        self.interrupted.clear()
+        return done
+
+
+def turn_length(seed: int) -> int:
+    """Length of a turn."""
+    return LENGTHS[0] + seed % (LENGTHS[1] - LENGTHS[0] + 1)
+
+
+class NullReplica:
+    """A replica with a stepping engine."""
+
+    def __init__(self, place: WorkerPlace, slots: int) -> None:
+        self.engine = SteppingEngine(slots)
+        self.server = EngineServer(self.engine)
+
+    @verb(Dispatch.RANK)
+    def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        """See :class:`EngineServer`."""
+        self.server.accept(client, requests, aborted)
+
+    @verb(Dispatch.RANK)
+    def completions(self, client: str, wait_s: float) -> list[Completion]:
+        """See :class:`EngineServer`."""
+        return self.server.completions(client, wait_s)
+
+    @verb(Dispatch.RANK)
+    def forget(self, client: str) -> None:
+        """See :class:`EngineServer`."""
+        self.server.forget(client)
+
+    @verb(Dispatch.ALL)
+    def load(self) -> tuple[float, float]:
+        """Seconds in which the engine worked, and slot-seconds in use."""
+        return self.engine.busy_s, self.engine.slot_s
+
+
+class FourTurns(AgentLoop):
+    """Four turns, each followed by a fixed observation."""
+
+    async def run(self, conversation: Conversation, generate: Any) -> Any:
+        """Lead one conversation."""
+        transcript = Transcript(conversation)
+        for _ in range(TURNS):
+            await transcript.generate(generate)
+            transcript.observe(OBSERVATION)
+        return transcript.end("turns")
+
+
+def measure_runners(conversations: int, runners: int, folder: Path) -> None:
+    """Lead conversations of four turns, all at once; print one line."""
+    rollout = "actor_rollout_ref.rollout"
+    values = {
+        f"{rollout}.agent.num_workers": runners,
+        f"{rollout}.max_num_seqs": conversations // REPLICAS,
+        "data.max_response_length": 4 * (LENGTHS[1] + len(OBSERVATION)),
+    }
+    config = build(GenerateConfig, set_keys({}, {**task_keys(folder), **values}), str(folder))
+    groups = [
+        ConversationGroup(
+            number=number,
+            messages=(),
+            prompt_ids=np.arange(64, dtype=np.int32),
+            samples=[PlannedSample(0, SamplingParams(LENGTHS[1]), 7919 * number)],
+            key=str(number),
+            agent_name=f"{__file__}:FourTurns",
+        )
+        for number in range(conversations)
+    ]
+    with RaySession(num_cpus=REPLICAS) as session:
+        pool = session.place([ResourcePool("main", "cpu", [REPLICAS])])["main"]
+        kwargs = {"slots": conversations // REPLICAS}
+        replicas = WorkerGroup("rollout", NullReplica, kwargs, ParallelLayout(dp=REPLICAS), pool, threads=runners + 2)
+        service = AgentRunners(config, AutoTokenizer.from_pretrained(folder / "model"), pool)
+        service.wait_ready()
+        lead(service, replica_processes(replicas), groups[:REPLICAS])
+        pids = [member.pid for member in pool.processes.members()]
+        cpu, loads, began = cpu_seconds(pids), replicas.call("load"), time.perf_counter()
+        lead(service, replica_processes(replicas), groups)
+        wall = time.perf_counter() - began
+        cpu = [after - before for after, before in zip(cpu_seconds(pids), cpu, strict=True)]
+        busy, slots = (np.mean(np.array(replicas.call("load")) - np.array(loads), axis=0) / wall).tolist()
+    steps = [sum(turn_length(turn_seed(7919 * n, turn)) for turn in range(TURNS)) for n in range(conversations)]
+    limit = sum(steps) / conversations / max(steps)
+    turns = conversations * TURNS
+    print(
+        f"{conversations:>13,}{runners:>9}{1e6 * sum(cpu) / turns:>13.0f} us{1e6 * cpu[0] / turns:>10.0f} us"
+        f"{busy:>13.1%}{slots:>10.1%}{limit:>8.1%}{wall:>8.2f} s",
+        flush=True,
+    )
+
+
+def lead(service: AgentRunners, replicas: Sequence[ReplicaProcess], groups: Sequence[ConversationGroup]) -> None:
+    """Lead conversations to their end."""
+    service.open(replicas)
+    service.submit(groups)
+    waiting = len(groups)
+    while waiting:
+        samples = service.finished(1.0)
+        assert not any(sample.trajectory.error for sample in samples)
+        waiting -= len(samples)
+    service.close()
+
+
+def cpu_seconds(pids: Sequence[int]) -> list[float]:
+    """CPU seconds of this process and of others."""
+    times = [psutil.Process(pid).cpu_times() for pid in [os.getpid(), *pids]]
+    return [one.user + one.system for one in times]
+
+
+def task_keys(folder: Path) -> dict[str, Any]:
+    """Keys of a job whose model is the small arithmetic task's."""
+    if not (folder / "model").is_dir():
+        command = [sys.executable, str(ROOT / "tools/make_arithmetic.py"), "--out", str(folder)]
+        subprocess.run(command, check=True, capture_output=True)
+    model = {"actor_rollout_ref.model.path": str(folder / "model"), "data.prompts": ["1"]}
+    return model | {"trainer.device": "cpu", "trainer.experiment_name": "agents"}
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("loops", "runners", "all"), default="all")
+    part = parser.parse_args().part
+    if part != "runners":
+        measure_loops()
+    if part == "loops":
+        return
+    names = f"{'conversations':>13}{'runners':>9}{'CPU per turn':>16}{'driver':>13}"
+    print(f"\n{names}{'utilization':>13}{'occupied':>10}{'limit':>8}{'wall':>10}")
+    with tempfile.TemporaryDirectory() as folder:
+        for conversations, runners in ((256, 1), (1024, 1), (4096, 1), (4096, 2)):
+            measure_runners(conversations, runners, Path(folder))
 
 
 if __name__ == "__main__":

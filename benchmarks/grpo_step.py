@@ -207,12 +207,20 @@ class PipeReplica:
     """A replica of the two processes, as the router uses it."""
 
     def __init__(self, pipe: Any) -> None:
-        self._pipe = pipe
+        self._pipe, self._free = pipe, asyncio.Lock()
 
-    async def exchange(self, requests: Sequence[Any], aborted: Sequence[str], slice_s: float) -> list[Any]:
-        """Submit new requests and return completions."""
-        self._pipe.send(("rollout", "exchange", (requests, aborted, slice_s)))
-        answer = await asyncio.to_thread(self._pipe.recv)
+    async def accept(self, client: str, requests: Sequence[Any], aborted: Sequence[str]) -> None:
+        """Submit new requests."""
+        await self._call("accept", client, requests, aborted)
+
+    async def completions(self, client: str, wait_s: float) -> list[Any]:
+        """Return completions."""
+        return await self._call("completions", client, wait_s)
+
+    async def _call(self, verb: str, *args: Any) -> Any:
+        async with self._free:  # the process runs one call at a time
+            self._pipe.send(("rollout", verb, args))
+            answer = await asyncio.to_thread(self._pipe.recv)
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -350,7 +358,7 @@ class Megarl:
         return sum(self.processes.call("clock", "")) + time.process_time()
 
     def _generate(self, number: int) -> Any:
-        from megarl.agents.runner import trajectories_to_batch
+        from megarl.agents.trajectories import trajectories_to_batch
         from megarl.agents.types import Trajectory
 
         prompts, lengths = prompt_ids(number), self.mix.lengths(number)

@@ -27,6 +27,8 @@ from megarl.rollout.router import Router
 
 REPLICAS, PLACES, SAMPLES = 4, 64, 4
 LONGEST = 4096
+SLICE_S = 0.1
+"""Longest sleep of a null replica, after which it looks for new requests."""
 
 
 class DrawnRequest(NamedTuple):
@@ -47,17 +49,20 @@ class NullReplica:
         self._asked: dict[str, int] = {}
         self.steps = self.tokens = 0
 
-    async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
-        """Run steps until a request ends."""
+    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        """Take new requests."""
         self._waiting += requests
+
+    async def completions(self, client: str, wait_s: float) -> list[Completion]:
+        """Run steps until a request ends."""
         done: list[Completion] = []
         begin = time.perf_counter()
-        while not done and (self._left or self._waiting) and time.perf_counter() - begin < slice_s:
+        while not done and (self._left or self._waiting) and time.perf_counter() - begin < wait_s:
             while self._waiting and len(self._left) < PLACES:
                 request = self._waiting.pop(0)
                 self._left[request.request_id] = self._asked[request.request_id] = request.seed
-            # All steps until the first request or the time slice ends.
-            steps = min(*self._left.values(), max(1, int(slice_s / self._step_s)), LONGEST)
+            # All steps until the first request ends, or a new one could come.
+            steps = min(*self._left.values(), max(1, int(SLICE_S / self._step_s)), LONGEST)
             await asyncio.sleep(steps * self._step_s)
             self.steps += steps
             self.tokens += steps * len(self._left)

@@ -1,8 +1,8 @@
 """Agent loops: rollout of multi-turn conversations into trajectories of token ids with masks and log-probs.
 
 - ``types``: conversation, trajectory, and the interfaces between loops, engine and endpoint.
-- ``loop``: base class, registry and transcript. ``runner``: runs many conversations, makes the batch and its metrics.
-  ``build``: builds the loops that a configuration names.
+- ``loop``: base class, registry and transcript. ``runner``: leads many conversations. ``trajectories``: the batch of
+  trajectories and its metrics. ``build``: builds the loops that a configuration names.
 - ``single_turn``, ``tool_agent``, ``search_agent``, ``external_agent``: built-in loops.
 - ``frames``: tokens of the chat template between turns. ``retrieval_client``: client of a retrieval server.
 - ``tools``: tools and tool calls. ``endpoint``: OpenAI-compatible chat server for external agents.
@@ -17,7 +17,7 @@ from megarl.agents.build import (
 )
 from megarl.agents.external_agent import AgentTask
 from megarl.agents.loop import AgentLoop, Transcript, find_agent_loop, register_agent_loop, turn_seed
-from megarl.agents.runner import run_all, trajectories_to_batch, trajectory_metrics
+from megarl.agents.trajectories import trajectories_to_batch, trajectory_metrics
 from megarl.agents.types import AgentError, Conversation, ConversationLimits, Generate, Trajectory
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "default_agent_loop",
     "find_agent_loop",
     "register_agent_loop",
-    "run_all",
     "trajectories_to_batch",
     "trajectory_metrics",
     "turn_seed",

@@ -1,85 +1,260 @@
-"""Rollout of conversations by agent loops, and the batch columns and metrics of their trajectories.
+"""The agent runner: leads conversations concurrently in one event loop, and hands out trajectories as they end.
 
-Conversations run concurrently. A failed conversation ends alone: it is counted, and none of its tokens is trained on.
+A failed conversation ends alone: it is counted, and none of its tokens is trained on. The runner is a plain class,
+usable from a test or a script. A training job starts it in processes (:mod:`megarl.cluster.agent_runners`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack, nullcontext
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
+from megarl.agents.build import build_agent_loops, conversation_limits
+from megarl.agents.endpoint.endpoint import EndpointAddress, build_endpoint
+from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.loop import AgentLoop
-from megarl.agents.types import AgentError, Conversation, Generate, Trajectory
-from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
+from megarl.agents.loop_monitor import monitored_loop
+from megarl.agents.types import (
+    AgentError,
+    Conversation,
+    ConversationGroup,
+    FinishedSample,
+    Generate,
+    PlannedSample,
+    SampleId,
+    Trajectory,
+)
+from megarl.base.errors import WeightSyncError, WorkerError
+from megarl.rollout.interface import Completion, RolloutError, SamplingParams
+from megarl.rollout.router import Replica, Router, RouterStats
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-ACTIONS, VALID_ACTIONS = "env/actions", "env/valid_actions"
-VALID_SEARCHES, FINISHED = "env/valid_searches", "env/finished"
+    from megarl.config import GenerationJobConfig
+
+FATAL = (RolloutError, WorkerError, WeightSyncError)
+"""Errors that end all conversations, such as the loss of all engines; any other error ends one conversation."""
+REST_S = 0.05
+"""Seconds between two reports of samples. The first sample is reported at once, but many end together."""
 
 
-async def run_all(
-    conversations: Sequence[Conversation],
-    loops: Mapping[str, AgentLoop],
-    generate: Generate,
-    concurrency: int = 4096,
-    fatal: tuple[type[Exception], ...] = (),
-    on_end: Callable[[int, Trajectory], None] | None = None,
-) -> list[Trajectory]:
-    """Run every conversation to its end.
+class AgentRunner:
+    """Leads conversations; see :class:`~megarl.agents.types.ConversationService`. All methods are thread-safe.
 
     Args:
-        conversations: conversations, started in this order.
-        loops: agent loops by ``agent_name``.
-        generate: generates the turns.
-        concurrency: maximum number of concurrent conversations.
-        fatal: exceptions that stop all conversations, such as the loss of all engines; the first one is raised.
-        on_end: receives each trajectory as soon as it has ended, with the index of its conversation.
+        config: complete configuration of the job.
+        tokenizer: of the policy.
+        rank: number of this runner; runner 0 serves the configured address of the chat endpoint.
+        runners: number of runners, which share the slots of the engines and ``agent.max_concurrency``.
+        token: bearer token of the chat endpoint; empty = of the environment, or a random one.
 
-    Returns:
-        One trajectory per conversation, in their order. A failed one has ``error`` set and a response mask of zeros.
+    Attributes:
+        endpoint: chat endpoint of the policy; None = the run serves none.
 
     Raises:
-        AgentError: a conversation names a missing loop, or every conversation failed.
+        ConfigError: the endpoint cannot listen at its address.
     """
-    missing = sorted({conversation.agent_name for conversation in conversations} - loops.keys())
-    if missing:
-        raise AgentError(f"agent_name names missing agent loops: {missing}; the loops are {sorted(loops)}")
-    slots = asyncio.Semaphore(concurrency)
 
-    async def run_in_slot(index: int, conversation: Conversation) -> Trajectory:
-        async with slots:
-            trajectory = await _run_one(conversation, loops[conversation.agent_name], generate, fatal)
-        if on_end is not None:
-            on_end(index, trajectory)
-        return trajectory
+    def __init__(
+        self,
+        config: GenerationJobConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        rank: int = 0,
+        runners: int = 1,
+        token: str = "",
+    ) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        self._config, self._tokenizer = config, tokenizer
+        self._limits = conversation_limits(config)
+        self._capacity = -(-request_capacity(rollout.max_num_seqs) // runners)
+        self._timeout_s = rollout.health.timeout_s
+        self._loops: dict[str, AgentLoop] = {}
+        self._slots = asyncio.Semaphore(-(-rollout.agent.max_concurrency // runners))
+        self._changed = threading.Condition()
+        self._ended: list[FinishedSample] = []
+        self._failure: Exception | None = None
+        self._tasks: dict[SampleId, asyncio.Task[None]] = {}
+        self._pending = self._epoch = 0
+        self._reported_at = 0.0
+        self._scope, self._resources = AsyncExitStack(), ExitStack()
+        self._router: Router | None = None
+        self._loop = EventLoopThread("conversations")
+        self._resources.callback(self._loop.close)
+        address = None if rank == 0 else EndpointAddress(rollout.endpoint.host)
+        self.endpoint = build_endpoint(config, tokenizer, self._loop, token, address)
+        if self.endpoint is not None:
+            self._resources.enter_context(self.endpoint)
 
-    tasks = [asyncio.ensure_future(run_in_slot(*numbered)) for numbered in enumerate(conversations)]
-    try:
-        trajectories = await asyncio.gather(*tasks)
-    except BaseException:
+    @property
+    def progress(self) -> int:
+        """Number of turns that have been generated since :meth:`open`."""
+        return 0 if self._router is None else self._router.stats.finished
+
+    def open(self, replicas: Sequence[Replica], client: str = "") -> None:
+        """Serve conversations with these rollout replicas from now on.
+
+        Args:
+            replicas: rollout replicas.
+            client: name of the runner at the replicas; empty = a random one.
+        """
+        self._reset()
+        self._loop.run(self._open(replicas, client))
+
+    def submit(self, groups: Sequence[ConversationGroup]) -> None:
+        """Start conversations, in this order, without waiting for them."""
+        with self._changed:
+            self._pending += sum(len(group.samples) for group in groups)
+        try:
+            self._build_loops(groups)
+        except Exception as error:
+            self._fail(error)
+            return
+        self._loop.loop.call_soon_threadsafe(self._start, groups)
+
+    def finished(self, wait_s: float) -> list[FinishedSample]:
+        """Return the samples that have ended since the last call; wait for the first one, at most ``wait_s`` seconds.
+
+        Raises:
+            MegarlError: no conversation can go on; the first error of :data:`FATAL`, or of building an agent loop.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            epoch = self._epoch
+            self._changed.wait_for(lambda: bool(self._ended) or self._is_over(epoch), wait_s)
+            rest = min(self._reported_at + REST_S, deadline) - time.monotonic()
+            self._changed.wait_for(lambda: not self._pending or self._is_over(epoch), max(0.0, rest))
+            if self._epoch != epoch:
+                return []
+            if self._failure is not None:
+                raise self._failure
+            ended, self._ended = self._ended, []
+            self._reported_at = time.monotonic()
+        return ended
+
+    def abort(self, names: Sequence[SampleId]) -> None:
+        """End conversations without a result; unknown ones are ignored."""
+        self._loop.run(self._abort(names))
+
+    def close(self) -> RouterStats:
+        """Abort the remaining conversations; when it returns, no replica has a request of this runner."""
+        stats = self._loop.run(self._close())
+        self._reset()
+        return stats
+
+    def endpoint_metrics(self) -> dict[str, float]:
+        """Return the ``endpoint/*`` metrics of external requests since the last call; empty without an endpoint."""
+        return {} if self.endpoint is None else self.endpoint.take_metrics()
+
+    def shutdown(self) -> None:
+        """End everything; the runner cannot be used afterwards."""
+        self._resources.close()
+
+    def _reset(self) -> None:
+        """Drop all results; a call of :meth:`finished` in progress returns."""
+        with self._changed:
+            self._failure, self._ended, self._pending = None, [], 0
+            self._epoch += 1
+            self._changed.notify_all()
+
+    def _is_over(self, epoch: int) -> bool:
+        return self._failure is not None or self._epoch != epoch
+
+    async def _open(self, replicas: Sequence[Replica], client: str) -> None:
+        self._router = Router(replicas, self._capacity, self._timeout_s, client)
+        await self._scope.enter_async_context(self._router)
+        await self._scope.enter_async_context(monitored_loop())
+        serving = self.endpoint.serving(self._router.generate) if self.endpoint else nullcontext()
+        await self._scope.enter_async_context(serving)
+
+    async def _close(self) -> RouterStats:
+        await self._abort(list(self._tasks))
+        try:
+            await self._scope.aclose()
+        finally:
+            router, self._router = self._router, None
+        return RouterStats() if router is None else router.stats
+
+    async def _abort(self, names: Sequence[SampleId]) -> None:
+        tasks = [task for name in names if (task := self._tasks.pop(name, None)) is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    _report_failures(trajectories)
-    return trajectories
+        with self._changed:
+            self._pending -= len(tasks)
+            self._changed.notify_all()
+
+    def _build_loops(self, groups: Sequence[ConversationGroup]) -> None:
+        missing = sorted({group.agent_name for group in groups} - self._loops.keys())
+        self._loops |= build_agent_loops(self._config, self._tokenizer, missing, self.endpoint)
+
+    def _start(self, groups: Sequence[ConversationGroup]) -> None:
+        for group in groups:
+            for name, sample in zip(group.ids, group.samples, strict=True):
+                self._tasks[name] = self._loop.loop.create_task(self._lead(name, group, sample))
+
+    async def _lead(self, name: SampleId, group: ConversationGroup, sample: PlannedSample) -> None:
+        """Lead one conversation, and hand out its trajectory."""
+        assert self._router is not None
+        router = self._router
+
+        async def generate(prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
+            return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=group.expected_tokens)
+
+        conversation = Conversation(
+            messages=group.messages,
+            params=sample.params,
+            prompt_ids=group.prompt_ids.tolist(),
+            seed=sample.seed,
+            key=group.key,
+            agent_name=group.agent_name,
+            facts=group.facts,
+            limits=self._limits,
+        )
+        try:
+            async with self._slots:
+                trajectory = await lead_conversation(conversation, self._loops[group.agent_name], generate)
+        except FATAL as error:
+            self._fail(error)
+            return
+        self._tasks.pop(name, None)
+        with self._changed:
+            self._pending -= 1
+            self._ended.append(FinishedSample(name, trajectory))
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """Let :meth:`finished` raise an error, the first one if there are several."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
 
 
-async def _run_one(
-    conversation: Conversation, loop: AgentLoop, generate: Generate, fatal: tuple[type[Exception], ...]
-) -> Trajectory:
+def request_capacity(slots: int) -> int:
+    """Return the requests that an engine gets at a time: an eighth more than slots, so that a free one is refilled."""
+    return slots + slots // 8
+
+
+async def lead_conversation(conversation: Conversation, loop: AgentLoop, generate: Generate) -> Trajectory:
+    """Lead one conversation to its end.
+
+    Returns:
+        Its trajectory. If it failed, ``error`` is set and the response mask is zero.
+
+    Raises:
+        RolloutError, WorkerError, WeightSyncError: no conversation can go on.
+    """
     seconds = conversation.limits.seconds
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
             trajectory = await loop.run(conversation, generate)
-    except fatal:
+    except FATAL:
         raise
     except Exception as error:
         cause = _describe(error)
@@ -108,136 +283,3 @@ def _describe(error: Exception) -> str:
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-
-
-def _report_failures(trajectories: Sequence[Trajectory]) -> None:
-    errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
-    if errors and len(errors) == len(trajectories):
-        raise AgentError(f"all {len(errors)} conversations failed; the first: {errors[0]}")
-    if errors:
-        logger.warning("%d of %d conversations failed; the first: %s", len(errors), len(trajectories), errors[0])
-
-
-def trajectories_to_batch(
-    trajectories: Sequence[Trajectory], pad_token_id: int, *, state_masking: bool = True
-) -> DataProto:
-    """Convert trajectories into a batch, one row per trajectory, in their order.
-
-    ``attention_mask`` covers every token, including the environment's. ``response_mask`` marks the tokens to train on
-    and may have holes. A failed trajectory keeps its row with a mask of zeros. An empty response gets one padding
-    token, since a row needs at least one.
-
-    Args:
-        trajectories: result of :func:`run_all`.
-        pad_token_id: padding token.
-        state_masking: exclude the environment's tokens from losses, KL, advantages and entropy; False trains on them as
-            on the policy's tokens.
-
-    Returns:
-        ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
-        environment's tokens) ``[b, R]`` and ``attention_mask [b, P+R]``; the columns ``num_turns``, ``weight_version``,
-        ``agent_error`` (None: no failure) and one column per name in ``fields``.
-    """
-    prompts = [list(trajectory.prompt_ids) or [pad_token_id] for trajectory in trajectories]
-    responses = [list(trajectory.response_ids) or [pad_token_id] for trajectory in trajectories]
-    masks = [_train_mask(trajectory, state_masking) for trajectory in trajectories]
-    tensors = {
-        "prompts": pad_left(prompts, pad_token_id),
-        "responses": pad_right(responses, pad_token_id),
-        "response_mask": pad_right(masks),
-        "generated_mask": pad_right([list(trajectory.generated_mask) or [0] for trajectory in trajectories]),
-        "rollout_log_probs": pad_right(
-            [list(trajectory.log_probs) or [0.0] for trajectory in trajectories], dtype=torch.float32
-        ),
-    }
-    tensors["attention_mask"] = attention_mask_of(
-        list(map(len, prompts)),
-        list(map(len, responses)),
-        tensors["prompts"].shape[1],
-        tensors["responses"].shape[1],
-    )
-    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.fields)
-    columns = {name: [trajectory.fields.get(name) for trajectory in trajectories] for name in names}
-    columns["num_turns"] = [trajectory.num_turns for trajectory in trajectories]
-    columns["weight_version"] = [trajectory.weight_version for trajectory in trajectories]
-    columns["agent_error"] = [trajectory.error for trajectory in trajectories]
-    return DataProto.from_dict(tensors, columns)
-
-
-def _train_mask(trajectory: Trajectory, state_masking: bool) -> list[int]:
-    length = len(trajectory.response_ids)
-    if trajectory.error is not None or not length:
-        return [0] * max(length, 1)
-    return list(trajectory.generated_mask) if state_masking else [1] * length
-
-
-def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of a batch of trajectories, under the names of verl and Search-R1.
-
-    - ``num_turns/{mean,max,min}``: messages per conversation, including the prompt.
-    - ``tool_call_counts/{mean,max,min}``: tool calls per conversation; ``tool_call_counts/malformed_ratio``: share of
-      all calls that were answered with an error.
-    - ``env/number_of_actions/{mean,max,min}``: turns of the policy per searching conversation; ``env/finish_ratio``:
-      share of conversations with an answer; ``env/number_of_valid_action``, ``env/number_of_valid_search``: per
-      conversation; ``env/ratio_of_valid_action``: share of valid turns, mean over conversations.
-    - ``state_tokens/{total,coverage}``: generated tokens, and their share of all response tokens.
-    - ``agent/failed``: failed conversations; they are excluded from all other metrics.
-    - ``agent/<name>/mean``: any other number reported by loops and tools.
-
-    Args:
-        trajectories: result of :func:`run_all`.
-    """
-    succeeded = [trajectory for trajectory in trajectories if trajectory.error is None]
-    metrics = {"agent/failed": float(len(trajectories) - len(succeeded))}
-    metrics |= _mean_max_min("num_turns", [float(trajectory.num_turns) for trajectory in succeeded])
-    names = dict.fromkeys(name for trajectory in succeeded for name in trajectory.metrics)
-    for name in names:
-        rows = [trajectory.metrics for trajectory in succeeded if name in trajectory.metrics]
-        metrics |= _SPECIAL[name](rows) if name in _SPECIAL else {f"agent/{name}/mean": _mean(rows, name)}
-    return metrics | _state_tokens(succeeded)
-
-
-_Rows = Sequence[Mapping[str, float]]
-
-
-def _state_tokens(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    generated = sum(sum(trajectory.response_mask) for trajectory in trajectories)
-    total = sum(len(trajectory.response_mask) for trajectory in trajectories)
-    return {"state_tokens/total": float(generated), "state_tokens/coverage": generated / total} if total else {}
-
-
-def _mean_max_min(name: str, values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
-
-
-def _values(rows: _Rows, name: str) -> list[float]:
-    return [row[name] for row in rows]
-
-
-def _mean(rows: _Rows, name: str) -> float:
-    return float(np.mean(_values(rows, name)))
-
-
-def _valid_actions(rows: _Rows) -> dict[str, float]:
-    valid, actions = np.array(_values(rows, VALID_ACTIONS)), np.array(_values(rows, ACTIONS))
-    return {
-        "env/number_of_valid_action": float(valid.mean()),
-        "env/ratio_of_valid_action": float((valid / np.maximum(actions, 1)).mean()),
-    }
-
-
-def _malformed(rows: _Rows) -> dict[str, float]:
-    calls = sum(_values(rows, "tool_call_counts"))
-    return {"tool_call_counts/malformed_ratio": sum(_values(rows, "malformed_calls")) / calls} if calls else {}
-
-
-_SPECIAL: dict[str, Callable[[_Rows], dict[str, float]]] = {
-    "tool_call_counts": lambda rows: _mean_max_min("tool_call_counts", _values(rows, "tool_call_counts")),
-    "malformed_calls": _malformed,
-    ACTIONS: lambda rows: _mean_max_min("env/number_of_actions", _values(rows, ACTIONS)),
-    VALID_ACTIONS: _valid_actions,
-    VALID_SEARCHES: lambda rows: {"env/number_of_valid_search": _mean(rows, VALID_SEARCHES)},
-    FINISHED: lambda rows: {"env/finish_ratio": _mean(rows, FINISHED)},
-}

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.cluster.failures import WorkerFailed
-from megarl.cluster.worker_group import PendingCall, ScatteredCall, WorkerGroup
+from megarl.cluster.failures import WorkerCall, WorkerFailed
+from megarl.cluster.worker_group import PendingCall, RankHandle, ScatteredCall, WorkerGroup
 from megarl.rollout.interface import Completion, Request
 from megarl.rollout.router import ReplicaLost
 
@@ -112,23 +112,38 @@ class ResultsByRank:
         return [answer for process in self._pending.result(timeout_s) for answer in process]
 
 
-class GroupReplica:
-    """One replica of a rollout group, for the router.
+class ReplicaProcess:
+    """The process of a rollout replica, for the router; can be sent to other processes.
 
     Args:
-        group: its workers have the verb ``exchange``; each worker represents one replica.
-        replica: index of the replica.
+        handle: on the process, whose worker has the verbs ``accept``, ``completions`` and ``forget``.
     """
 
-    def __init__(self, group: WorkerGroup, replica: int) -> None:
-        self._group, self._replica = group, replica
+    def __init__(self, handle: RankHandle) -> None:
+        self._handle = handle
 
-    async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
-        """See :meth:`megarl.rollout.router.Replica.exchange`."""
+    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        """See :meth:`megarl.rollout.router.Replica.accept`."""
+        await self._call("accept", client, requests, aborted)
+
+    async def completions(self, client: str, wait_s: float) -> list[Completion]:
+        """See :meth:`megarl.rollout.router.Replica.completions`."""
+        done: list[Completion] = await self._call("completions", client, wait_s)
+        return done
+
+    def forget(self, client: str) -> WorkerCall:
+        """Start to abort the requests of a client that is gone."""
+        return self._handle.submit("forget", client)
+
+    async def _call(self, verb: str, *args: Any) -> Any:
         try:
-            done: list[Completion] = await self._group.call_on(self._replica, "exchange", requests, aborted, slice_s)
+            return await self._handle.call(verb, *args)
         except WorkerFailed as failure:
             if failure.died:
                 raise ReplicaLost(str(failure)) from failure
             raise
-        return done
+
+
+def replica_processes(group: WorkerGroup) -> list[ReplicaProcess]:
+    """List the replicas of a rollout group, each a process."""
+    return [ReplicaProcess(group.handle(rank)) for rank in range(group.world_size)]

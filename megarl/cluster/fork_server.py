@@ -45,6 +45,8 @@ WORKER_MODULES = (
     "megarl.workers.critic",
     "megarl.workers.rollout",
     "megarl.rollout.embedded",
+    "megarl.agents.runner",
+    "transformers.models.auto.tokenization_auto",
     "torch._dynamo",  # the first optimizer of a process imports it
     "requests",  # this and the following: Ray imports them
     "jsonschema",

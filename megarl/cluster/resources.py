@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.base.errors import ResourceError
 from megarl.base.logs import ProcessLogs
@@ -155,6 +155,11 @@ class PlacedPool:
         group, bundle, _ = self._devices[self.device_of(rank)]
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         return {**self.pool.process_options(), "scheduling_strategy": strategy}
+
+    def host_options(self, rank: int) -> dict[str, Any]:
+        """Ray options of a process without a device: rank 0 on the driver's node, the others on nodes of the pool."""
+        node = self._node(rank) if rank else ray.get_runtime_context().get_node_id()
+        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
     def gpu_ids(self, ranks: Sequence[int]) -> list[str]:
         """Ids of the ranks' GPUs on their node, for a process that computes on all of them.

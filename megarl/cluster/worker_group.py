@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,7 +18,7 @@ from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
-from megarl.cluster.worker_process import BusyResult, WorkerInfo, WorkerProcess
+from megarl.cluster.worker_process import ASIDE, BusyResult, ServingWorkerProcess, WorkerInfo, WorkerProcess
 from megarl.data import DataProto
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
@@ -76,6 +76,54 @@ class ScatteredCall(PendingCall):
         self.refs = refs
 
 
+@dataclass(frozen=True)
+class RankHandle:
+    """One process of a group with threads for ``RANK`` verbs; can be sent to other processes.
+
+    Attributes:
+        actor: Ray's handle on the process.
+        role: name of the role.
+        rank: rank within it.
+        info: the process.
+    """
+
+    actor: Any
+    role: str
+    rank: int
+    info: WorkerInfo
+
+    async def call(self, verb: str, *args: Any) -> Any:
+        """Run a verb from a coroutine, see :meth:`submit`.
+
+        Raises:
+            WorkerFailed: the verb raised, or the process died.
+            AttributeError: the worker has no such verb.
+        """
+        ref = self._start(verb, args)
+        try:
+            return await ref
+        except RayError as error:
+            raise worker_failure(self._call(ref, verb), error) from error
+
+    def submit(self, verb: str, *args: Any) -> WorkerCall:
+        """Start a verb: a ``RANK`` verb beside others, any other verb after those that were started before.
+
+        Raises:
+            AttributeError: the worker has no such verb.
+        """
+        return self._call(self._start(verb, args), verb)
+
+    def _start(self, verb: str, args: Sequence[Any]) -> ray.ObjectRef:
+        if verb not in self.info.marks:
+            raise AttributeError(f"{self.role} has no verb {verb!r}")
+        if self.info.marks[verb].dispatch is Dispatch.RANK:
+            return self.actor.call_aside.remote(verb, *args)
+        return self.actor.call.remote(verb, True, {}, *args)
+
+    def _call(self, ref: ray.ObjectRef, verb: str) -> WorkerCall:
+        return WorkerCall(ref, self.role, self.rank, verb, self.info.marks[verb].phase, self.info)
+
+
 class WorkerGroup:
     """One Ray actor per rank of a role, started in the background.
 
@@ -95,6 +143,9 @@ class WorkerGroup:
         env: environment variables of the processes, set before the class is imported.
         budgets: micro-batch budget of each verb that has one, for partition balancing.
         devices_per_process: number of neighbouring devices of each process. The process sees those GPUs only.
+        threads: number of ``RANK`` verbs that each process runs at the same time, beside other verbs; 0 = the worker
+            has none.
+        on_device: False: the processes use no device; rank 0 is on the driver's node, the others on nodes of the pool.
 
     Raises:
         ResourceError: the role needs more GPUs than the pool has, or the devices of a process are on different nodes.
@@ -110,9 +161,11 @@ class WorkerGroup:
         env: Mapping[str, str] | None = None,
         budgets: Mapping[str, MicroBatchBudget] | None = None,
         devices_per_process: int = 1,
+        threads: int = 0,
+        on_device: bool = True,
     ) -> None:
         needed = layout.world_size * devices_per_process
-        if pool.pool.device == "cuda" and needed > pool.pool.num_devices:
+        if on_device and pool.pool.device == "cuda" and needed > pool.pool.num_devices:
             raise ResourceError(
                 f"{role} with {layout.describe()} needs {needed} GPUs, pool {pool.pool.name!r} has "
                 f"{pool.pool.num_devices}, and two ranks of one role cannot share one: use a smaller layout or a "
@@ -127,7 +180,7 @@ class WorkerGroup:
         self._pool, self._env, self._worker_cls = pool, dict(env or {}), worker_cls
         self._processes: dict[int, WorkerInfo] = {}
         self._busy: dict[str, list[float]] = {}
-        self._span = devices_per_process
+        self._span, self._threads, self._on_device = devices_per_process, threads, on_device
         self._actors: list[Any] = [self._create_actor(rank) for rank in range(layout.world_size)]
         self._address = self._actors[0].reserve_address.remote()
         self._kwargs = ray.put(dict(worker_kwargs))
@@ -174,7 +227,7 @@ class WorkerGroup:
         """
         mark = self._mark(verb)
         if mark.dispatch is Dispatch.RANK:
-            raise TypeError(f"{self.role}.{verb} runs on one rank: use call_on")
+            raise TypeError(f"{self.role}.{verb} runs on one rank: use handle")
         if mark.dispatch is Dispatch.SPLIT:
             chunks, plan = self._split_arguments(verb, mark, args)
             refs = [
@@ -206,19 +259,13 @@ class WorkerGroup:
         ]
         return PendingCall([self], calls, list)
 
-    async def call_on(self, rank: int, verb: str, *args: Any) -> Any:
-        """Run a ``RANK`` verb on one process. A failure concerns this rank only: the group stays usable.
+    def handle(self, rank: int) -> RankHandle:
+        """Return a handle on one process for its ``RANK`` verbs, which other processes can use too.
 
-        Raises:
-            WorkerFailed: the verb raised, or the process died.
-            AttributeError, WorkerError: see :meth:`submit`.
+        A failure concerns this rank only: the group stays usable. A handle on a replaced process is dead.
         """
-        mark = self._mark(verb)
-        ref = self._actors[rank].call.remote(verb, True, {}, *args)
-        try:
-            return await ref
-        except RayError as error:
-            raise worker_failure(self._remote_call(ref, rank, verb, mark.phase), error) from error
+        wait_ready([self])
+        return RankHandle(self._actors[rank], self.role, rank, self._infos[rank])
 
     def restart(self, ranks: Sequence[int]) -> None:
         """Replace processes, dead or alive, and wait until the new workers are built.
@@ -293,6 +340,10 @@ class WorkerGroup:
         calls = [*payloads.calls, *self._calls(refs, verb, mark.phase)]
         return PendingCall([*payloads.groups, self], calls, lambda results: None)
 
+    def kill(self, rank: int) -> None:
+        """Kill one process, which :meth:`restart` replaces."""
+        ray.kill(self._actors[rank])
+
     def shutdown(self) -> None:
         """Kill the processes."""
         for actor in self._actors:
@@ -352,11 +403,15 @@ class WorkerGroup:
     def _create_actor(self, rank: int) -> Any:
         """Start a process without a worker."""
         tracing = self._pool.processes.options
-        options = self._pool.actor_options(rank * self._span) | nsight_options(tracing.profile(self.role, rank))
+        placement = self._pool.actor_options(rank * self._span) if self._on_device else self._pool.host_options(rank)
+        options = placement | nsight_options(tracing.profile(self.role, rank))
         if self._env and fork_address() is not None:
             # A process with a runtime environment is no fork, which would have imported torch before it sees them.
             options = {"runtime_env": {"env_vars": self._env}} | options
-        host = ray.remote(WorkerProcess).options(**options)
+        process = ray.remote(WorkerProcess)
+        if self._threads:
+            process = ray.remote(concurrency_groups={ASIDE: self._threads})(ServingWorkerProcess)
+        host = process.options(**options)
         return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self._pool.logs)
 
     def _start(self, ranks: Sequence[int]) -> tuple[list[WorkerCall], list[WorkerCall]]:
@@ -381,7 +436,9 @@ class WorkerGroup:
         """Environment variables of a process; the group's ``env`` takes precedence."""
         first = rank * self._span
         variables = {"LOCAL_RANK": str(self._pool.local_rank(first))}
-        if self._pool.pool.device == "cpu":
+        if not self._on_device:
+            variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        elif self._pool.pool.device == "cpu":
             # Two processes with two threads each on two cores are several times slower than with one.
             variables["OMP_NUM_THREADS"] = "1"
         elif self._span > 1:

@@ -236,6 +236,26 @@ class WorkerProcess:
         return _ErrorReport(self._role, self._rank, verb, self._profiled, integers)
 
 
+ASIDE = "aside"
+"""Ray concurrency group of :meth:`ServingWorkerProcess.call_aside`."""
+
+
+class ServingWorkerProcess(WorkerProcess):
+    """Host process of a worker that serves requests beside its other verbs, such as a rollout replica."""
+
+    @ray.method(concurrency_group=ASIDE)
+    def call_aside(self, verb: str, *args: Any) -> Any:
+        """Run a ``RANK`` verb in one of several threads, beside the current call of :meth:`call`; it is not traced.
+
+        Raises:
+            RemoteFailure: the verb raised.
+        """
+        try:
+            return getattr(self._worker, verb)(*args)
+        except (Exception, SystemExit) as error:
+            raise _remote_failure(self._role, self._rank, verb, error, error.__traceback__) from None
+
+
 class _ErrorReport:
     """Scope of one verb: traces it, and turns an exception into a :class:`RemoteFailure`.
 
@@ -247,6 +267,7 @@ class _ErrorReport:
         self._span = span(verb, "verb", **integers)
 
     def __enter__(self) -> None:
+        TRACER.follow_thread()
         count_memory()
         try:
             self._profiled.begin_verb()
@@ -267,14 +288,21 @@ class _ErrorReport:
             raise self._failure(error, frames) from None
 
     def _failure(self, error: BaseException, frames: TracebackType | None) -> RemoteFailure:
-        if frames is not None and frames.tb_next is not None:
-            frames = frames.tb_next  # without the method of WorkerProcess
-        trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        log = output_log(2)
-        last_lines = tail(log)  # read before the log gets the traceback, which is in the error anyway
-        logger.error("%s failed\n%s", self._verb, trace)
-        name, lost = type(error).__name__, isinstance(error, WorkerLost)
-        return RemoteFailure(self._role, self._rank, self._verb, name, str(error), trace, lost, log, last_lines)
+        return _remote_failure(self._role, self._rank, self._verb, error, frames)
+
+
+def _remote_failure(
+    role: str, rank: int, verb: str, error: BaseException, frames: TracebackType | None
+) -> RemoteFailure:
+    """Log an exception of a verb, and return it in a form that every process can unpickle."""
+    if frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next  # without the method of WorkerProcess
+    trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    log = output_log(2)
+    last_lines = tail(log)  # read before the log gets the traceback, which is in the error anyway
+    logger.error("%s failed\n%s", verb, trace)
+    name, lost = type(error).__name__, isinstance(error, WorkerLost)
+    return RemoteFailure(role, rank, verb, name, str(error), trace, lost, log, last_lines)
 
 
 def _import_class(worker: str | type) -> type:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megarl.base.errors import DataError
 from megarl.data.columns import Alignment, column_widths
+
+Row: TypeAlias = Sequence[float] | np.ndarray
 
 _KNOWN_SPANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Version (number of changes in place) and spans of attention masks, which all phases of a step read."""
@@ -120,17 +123,17 @@ def attention_mask_of(
     return Spans(prompt_width, response_width, prompt, response).mask("sequence").long()
 
 
-def pad_left(rows: Sequence[Sequence[float]], pad: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+def pad_left(rows: Sequence[Row], pad: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
     """Left-pad rows to a tensor ``[rows, longest]``, as for prompts."""
     return _pad(rows, pad, dtype, left=True)
 
 
-def pad_right(rows: Sequence[Sequence[float]], pad: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+def pad_right(rows: Sequence[Row], pad: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
     """Right-pad rows to a tensor ``[rows, longest]``, as for responses."""
     return _pad(rows, pad, dtype, left=False)
 
 
-def _pad(rows: Sequence[Sequence[float]], pad: float, dtype: torch.dtype, *, left: bool) -> Tensor:
+def _pad(rows: Sequence[Row], pad: float, dtype: torch.dtype, *, left: bool) -> Tensor:
     width = max(map(len, rows), default=0)
     padded = torch.full((len(rows), width), pad, dtype=dtype)
     for index, row in enumerate(rows):

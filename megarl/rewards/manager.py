@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class RewardBatch(Protocol):
 
 
 BatchT = TypeVar("BatchT", bound=RewardBatch)
+TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
 
 class Scored(NamedTuple, Generic[BatchT]):
@@ -215,9 +216,7 @@ class RewardManager:
         columns = {name: column[row] for name, column in batch.non_tensor_batch.items()}
         return self._task_of(row, columns, *_unpadded_ids(batch, row))
 
-    def _task_of(
-        self, row: int, columns: Mapping[str, Any], prompt: Sequence[int], response: Sequence[int]
-    ) -> RewardTask:
+    def _task_of(self, row: int, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> RewardTask:
         """Build the task of a row from its columns and unpadded token ids."""
         model = columns["reward_model"]
         if not hasattr(model, "get") or model.get("ground_truth") is None:
@@ -232,8 +231,8 @@ class RewardManager:
             prompt_str=self._text(prompt) if self.scorer.wants_prompt else None,
         )
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def _text(self, ids: TokenIds) -> str:
+        return str(self.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
     def _describe(self, batch: RewardBatch, row: int, outcome: Outcome) -> str:
         """Describe the sample and the cause, so that the failure can be reproduced by hand."""
@@ -262,7 +261,7 @@ class EarlyScores:
         self._stream, self._task_of = stream, task_of
         self._rows: list[int] = []
 
-    def add(self, row: int, columns: Mapping[str, Any], prompt: Sequence[int], response: Sequence[int]) -> None:
+    def add(self, row: int, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> None:
         """Score a sample.
 
         A sample that cannot be scored is left to :meth:`RewardManager.score`, which reports it.

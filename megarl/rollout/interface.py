@@ -8,7 +8,8 @@ from ``begin_update`` on. It serves again if ``end_update`` finds every element 
 After a failure the update starts again. A rank holds the parameters of ``WeightMap.rollout_params``.
 
 Life of a request: :meth:`RolloutEngine.submit` adds it, and :meth:`RolloutEngine.poll` returns its completion once,
-when it has ended. Requests may be added at any time. :meth:`RolloutEngine.generate` does both for a list.
+when it has ended. Requests may be added at any time. :meth:`RolloutEngine.generate` does both for a list, and
+:class:`megarl.rollout.serving.EngineServer` does both continuously in a thread.
 """
 
 from __future__ import annotations
@@ -226,6 +227,9 @@ class RolloutEngine(abc.ABC):
         Raises:
             RolloutError: the model's outputs are not finite; the running requests are lost.
         """
+
+    def interrupt_poll(self) -> None:  # noqa: B027 -- without it, a poll ends at its time limit
+        """Make the current :meth:`poll` return soon, or the next one if none is in progress; from any thread."""
 
     @abc.abstractmethod
     def abort(self, request_ids: Iterable[str]) -> None:

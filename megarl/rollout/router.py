@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import heapq
 import logging
+import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -16,14 +17,16 @@ from typing import Protocol, Self
 from megarl.base.errors import MegarlError, StepImpossible
 from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
 from megarl.rollout.load_board import LoadBoard, PendingRequest
+from megarl.rollout.serving import EngineServer
 from megarl.tracing import TRACER, counter, past_span
 
-# Several requests often end together, and each report costs as much as a decoding step of a small model.
-LINGER_S = 0.02
 logger = logging.getLogger(__name__)
 
-# Seconds between reports of a replica, with which it takes new requests. A report costs a few milliseconds.
-SLICE_S = 0.1
+WAIT_S = 1.0
+"""Seconds after which a replica without a completion reports that it works."""
+REST_S = 0.02
+"""Seconds between two reports of a replica. A completion leaves at once, but several requests often end together, and
+each report costs as much as a decoding step of a small model."""
 
 # A request that this many replicas were lost with is probably the cause.
 MOST_MOVES = 2
@@ -45,51 +48,47 @@ class RequestGivenUp(MegarlError):
 
 
 class Replica(Protocol):
-    """A replica as seen by the router."""
+    """A replica as seen by the router; see :class:`megarl.rollout.serving.EngineServer`.
 
-    async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
-        """Submit new requests, abort others, let the engine work, and return completions.
+    Both methods raise :class:`ReplicaLost` if the replica is lost, so that other replicas take over its requests. Any
+    other error is caused by a request or the model, and would occur on another replica too.
+    """
+
+    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        """Take new requests and abort others.
 
         Args:
+            client: name of the router.
             requests: new requests.
             aborted: ids of requests to abort.
-            slice_s: approximate duration; the call returns earlier if a request has ended or none is running.
-
-        Raises:
-            ReplicaLost: the replica is lost; other replicas take over its requests.
-            Exception: any other error is caused by a request or the model and would occur on another replica too.
         """
 
+    async def completions(self, client: str, wait_s: float) -> list[Completion]:
+        """Wait for completions; empty after ``wait_s`` seconds, or at once if no request is running.
 
-def exchange_requests(
-    engine: RolloutEngine, requests: Sequence[Request], aborted: Sequence[str], slice_s: float
-) -> list[Completion]:
-    """Exchange requests and completions with an engine; see :meth:`Replica.exchange`."""
-    engine.submit(requests)
-    engine.abort(aborted)
-    done = engine.poll(slice_s)
-    deadline = time.monotonic() + LINGER_S
-    while done and (remaining := deadline - time.monotonic()) > 0:
-        late = engine.poll(remaining)
-        if not late:
-            break
-        done += late
-    return done
+        Args:
+            client: name of the router.
+            wait_s: seconds to wait for the first completion.
+        """
 
 
 class EngineReplica:
     """A replica in this process: an engine behind the router's interface.
 
     Args:
-        engine: the engine, used by no one else meanwhile.
+        engine: the engine, used by no one else while requests run.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
+        self._server = EngineServer(engine)
 
-    async def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
-        """See :meth:`megarl.rollout.router.Replica.exchange`."""
-        return await asyncio.to_thread(exchange_requests, self._engine, requests, aborted, slice_s)
+    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        """See :meth:`Replica.accept`."""
+        self._server.accept(client, requests, aborted)
+
+    async def completions(self, client: str, wait_s: float) -> list[Completion]:
+        """See :meth:`Replica.completions`."""
+        return await asyncio.to_thread(self._server.completions, client, wait_s)
 
 
 @dataclass
@@ -102,6 +101,8 @@ class RouterStats:
         busy_s: busy seconds of each replica.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
         seconds: seconds between opening and closing the router.
+        finished: requests that have ended.
+        runners_lost: agent runners that were lost, with their routers.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -109,16 +110,41 @@ class RouterStats:
     busy_s: dict[int, float] = field(default_factory=dict)
     idle_while_waiting_s: float = 0.0
     seconds: float = 0.0
+    finished: int = 0
+    runners_lost: int = 0
+
+    @classmethod
+    def merged(cls, parts: Sequence[RouterStats], runners_lost: int) -> RouterStats:
+        """Join the statistics of routers that shared the replicas.
+
+        A replica counts as busy as the router that used it longest: routers with even shares use it at the same time.
+        """
+        busy: dict[int, float] = {}
+        lost: dict[int, str] = {}
+        for part in parts:
+            busy |= {replica: max(seconds, busy.get(replica, 0.0)) for replica, seconds in part.busy_s.items()}
+            lost |= part.lost
+        return cls(
+            lost=lost,
+            moved=sum(part.moved for part in parts),
+            busy_s=busy,
+            idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
+            seconds=max((part.seconds for part in parts), default=0.0),
+            finished=sum(part.finished for part in parts),
+            runners_lost=runners_lost,
+        )
 
     def metrics(self) -> dict[str, float]:
-        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and moved requests."""
-        shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else [0.0]
+        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests."""
+        shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else []
+        shares = shares or [0.0]
         return {
             "rollout/replica_utilization/mean": sum(shares) / len(shares),
             "rollout/replica_utilization/min": min(shares),
             "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
             "rollout/replicas_lost": float(len(self.lost)),
             "rollout/requests_moved": float(self.moved),
+            "rollout/runners_lost": float(self.runners_lost),
         }
 
 
@@ -170,7 +196,7 @@ class RequestSpans:
 
 
 class Router:
-    """Serves requests with replicas, one task per replica; used as ``async with``.
+    """Serves requests with replicas; used as ``async with``.
 
     A lost replica is ignored from then on, so no request is answered twice. On leaving the block no replica has running
     requests: requests without a waiting caller are aborted.
@@ -179,14 +205,20 @@ class Router:
         replicas: the replicas.
         capacity: maximum running requests of a replica; further requests wait for the next free replica.
         timeout_s: a replica that reports this many seconds late counts as lost.
+        client: name of the router at the replicas, which may serve several routers; empty = a random one.
+
+    Attributes:
+        stats: statistics so far.
     """
 
-    def __init__(self, replicas: Sequence[Replica], capacity: int, timeout_s: float) -> None:
+    def __init__(self, replicas: Sequence[Replica], capacity: int, timeout_s: float, client: str = "") -> None:
+        self.client = client or secrets.token_hex(8)
         self._replicas, self._timeout_s = list(replicas), timeout_s
         self._board = LoadBoard([capacity] * len(self._replicas))
         self._inbox: list[list[Request]] = [[] for _ in self._replicas]
         self._aborted: list[list[str]] = [[] for _ in self._replicas]
         self._calls = [asyncio.Event() for _ in self._replicas]
+        self._accepted = [asyncio.Event() for _ in self._replicas]
         self._entries: dict[str, PendingRequest] = {}
         self._arrived: list[PendingRequest] = []
         self._pumps: list[asyncio.Task[None]] = []
@@ -242,7 +274,7 @@ class Router:
         if self._failure is not None:
             raise self._failure
         self._count += 1
-        name = f"{self._count}"
+        name = f"{self.client}-{self._count}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         entry = PendingRequest(
             Request(name, prompt_ids, params, seed),
@@ -289,26 +321,52 @@ class Router:
         for number in self._board.replicas:
             if entry in self._board.held(number):
                 self._aborted[number].append(entry.request.request_id)
+                self._calls[number].set()
 
     async def _pump(self, number: int) -> None:
-        """Exchange with one replica until it is lost."""
+        """Send requests to one replica and receive completions, until it is lost."""
+        tasks = [asyncio.create_task(self._send(number)), asyncio.create_task(self._fetch(number))]
         try:
-            while True:
-                if not self._board.held(number):
-                    self._calls[number].clear()
-                    await self._calls[number].wait()
-                new, self._inbox[number] = self._inbox[number], []
-                aborted, self._aborted[number] = self._aborted[number], []
-                self._receive(number, await self._exchange(number, new, aborted))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
         except ReplicaLost as error:
             self._lose(number, str(error))
         except Exception as error:
             self._fail(error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _exchange(self, number: int, new: Sequence[Request], aborted: Sequence[str]) -> list[Completion]:
+    async def _send(self, number: int) -> None:
+        """Send new and aborted requests to a replica at once."""
+        while True:
+            await self._calls[number].wait()
+            self._calls[number].clear()
+            new, self._inbox[number] = self._inbox[number], []
+            aborted, self._aborted[number] = self._aborted[number], []
+            async with self._answer_within(self._timeout_s):
+                await self._replicas[number].accept(self.client, new, aborted)
+            self._accepted[number].set()
+
+    async def _fetch(self, number: int) -> None:
+        """Fetch completions from a replica while it has requests."""
+        while True:
+            await self._accepted[number].wait()
+            self._accepted[number].clear()
+            while self._board.held(number):
+                async with self._answer_within(WAIT_S + self._timeout_s):
+                    completions = await self._replicas[number].completions(self.client, WAIT_S)
+                self._receive(number, completions)
+                if completions and self._board.held(number):
+                    await asyncio.sleep(REST_S)
+
+    @contextlib.asynccontextmanager
+    async def _answer_within(self, seconds: float) -> AsyncIterator[None]:
+        """Scope of a call to a replica, which is lost if it does not answer in time."""
         try:
-            async with asyncio.timeout(SLICE_S + self._timeout_s):
-                return await self._replicas[number].exchange(new, aborted, SLICE_S)
+            async with asyncio.timeout(seconds):
+                yield
         except TimeoutError:
             raise ReplicaLost(f"no answer within {self._timeout_s:g} s") from None
 
@@ -317,6 +375,7 @@ class Router:
             return
         TRACER.progress()
         self._account()
+        self.stats.finished += len(completions)
         for completion in completions:
             entry = self._entries.pop(completion.request_id)
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)

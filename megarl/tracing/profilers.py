@@ -65,7 +65,7 @@ class TorchProfiler:
     def start(self) -> None:
         """Start recording."""
         import torch
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
         activities = [ProfilerActivity.CPU] if "cpu" in self._contents else []
         if "cuda" in self._contents and torch.cuda.is_available():
@@ -75,6 +75,8 @@ class TorchProfiler:
             record_shapes="shapes" in self._contents,
             profile_memory="memory" in self._contents,
             with_stack="stack" in self._contents,
+            # A rollout replica computes in another thread than its verbs. Torch cannot record memory of all threads.
+            experimental_config=_ExperimentalConfig(profile_all_threads="memory" not in self._contents),
         )
         self._profile.__enter__()
 

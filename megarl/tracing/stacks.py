@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from megarl.tracing.board import STACKS, BoardContent, find_file, read_board
+from megarl.tracing.tracer import TRACER
 
 SIGNAL = signal.SIGUSR2
 LONGEST_ANSWER_S = 2.0
@@ -56,10 +57,10 @@ def _answer(receiver: int, handle: int) -> None:
 def _stacks() -> Iterator[str]:
     """Yield the lines that ``faulthandler`` would write, with thread names."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    writer, main = threading.get_ident(), threading.main_thread().ident
+    writer = threading.get_ident()
     for ident, frame in sys._current_frames().items():
         if ident != writer:
-            kind, name = ("Current thread" if ident == main else "Thread"), names.get(ident, "")
+            kind, name = ("Current thread" if ident == TRACER.thread else "Thread"), names.get(ident, "")
             yield f"{kind} 0x{ident:016x}{f' [{name}]' if name else ''} (most recent call first):"
             yield from _lines(frame)
             yield ""
@@ -94,7 +95,7 @@ class ProcessReport:
         state: ``running``, ``sleeping``, ``in the kernel``, ``stopped``, ``dead``.
         board: content of its board; None = no board.
         stacks: stacks of all its threads, as text; empty if it wrote none.
-        frames: frames of its main thread, innermost first.
+        frames: frames of its followed thread (:meth:`Tracer.follow_thread`), innermost first.
         taken_ns: time of the observation on the machine's monotonic clock.
         command: command line of a process without a role.
         children: child processes without a role.

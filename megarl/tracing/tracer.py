@@ -40,7 +40,7 @@ class Event(NamedTuple):
         category: kind of work, such as ``verb`` or ``communication``.
         start_ns: start on the machine's monotonic clock.
         duration_ns: duration of a span; otherwise 0.
-        lane: thread or other lane of the process; empty = main thread.
+        lane: thread or other lane of the process; empty = the followed thread.
         args: further values to show.
     """
 
@@ -59,13 +59,14 @@ def missing_events(description: str) -> Event:
 
 
 class Tracer:
-    """Events of this process since the last collection, and the open spans of its main thread.
+    """Events of this process since the last collection, and the open spans of one thread, first its main thread.
 
     Attributes:
         recording: whether events are kept.
         watcher: called with the name of a span at its start, and with None at its end; for NVTX.
-        board: board that shows the spans of the main thread; None = no board.
-        moved_ns: time of the last progress: start or end of a span of the main thread, or a call of :meth:`progress`.
+        board: board that shows the spans of the followed thread; None = no board.
+        thread: identifier of the followed thread, see :meth:`follow_thread`.
+        moved_ns: time of the last progress: start or end of a span of that thread, or a call of :meth:`progress`.
         completed: names of the phases that have ended.
         waited_ns: nanoseconds in collectives since the start of the process, counted while the tracer is active.
     """
@@ -80,7 +81,7 @@ class Tracer:
         self.dropped = 0
         self.waited_ns = 0
         self._events: list[Event] = []
-        self._main = threading.main_thread().ident
+        self.thread = threading.main_thread().ident
 
     @property
     def active(self) -> bool:
@@ -90,7 +91,7 @@ class Tracer:
     def enter(self, name: str, category: str, shown: str) -> int:
         """Begin a span; return its start. ``shown`` is its text on the board."""
         now = time.monotonic_ns()
-        if threading.get_ident() == self._main:
+        if threading.get_ident() == self.thread:
             self.stack.append((name, category, now))
             self.moved_ns = now
             if self.board is not None:
@@ -102,8 +103,8 @@ class Tracer:
     def leave(self, name: str, category: str, start_ns: int, args: dict[str, Any], shortest_ns: int = 0) -> None:
         """End the span that began at ``start_ns``; spans shorter than ``shortest_ns`` are dropped."""
         now = time.monotonic_ns()
-        main = threading.get_ident() == self._main
-        if main and self.stack:
+        followed = threading.get_ident() == self.thread
+        if followed and self.stack:
             self.stack.pop()
             self.moved_ns = now
             if category == PHASE:
@@ -113,8 +114,16 @@ class Tracer:
             if self.watcher is not None:
                 self.watcher(None)
         if self.recording and now - start_ns >= shortest_ns:
-            lane = "" if main else threading.current_thread().name
+            lane = "" if followed else threading.current_thread().name
             self.keep(Event("X", name, category, start_ns, now - start_ns, lane, args))
+
+    def follow_thread(self) -> None:
+        """Show the spans of the calling thread on the board from now on.
+
+        For processes whose work moves between threads, at a time when no span is open.
+        """
+        if not self.stack:
+            self.thread = threading.get_ident()
 
     def progress(self) -> None:
         """Record progress within a span, such as a finished request: the watchdog's time starts again."""

@@ -10,7 +10,7 @@ from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, Request, create_engine
 from megarl.rollout.interface import Tag
 from megarl.rollout.registry import engine_vocab_multiple
-from megarl.rollout.router import exchange_requests
+from megarl.rollout.serving import EngineServer
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.memory import FRACTION
 from megarl.rollout.sglang.options import SGLangOptions
@@ -59,6 +59,7 @@ class RolloutWorker:
         self._options = options = engine_options(rollout, settings.device, self.replica, pending_bytes)
         self.engine = create_engine(rollout.name, settings.model_path, options)
         self._fingerprint = WeightFingerprint(self.engine)
+        self._server = EngineServer(self.engine)
 
     @verb(Dispatch.ONE)
     def describe(self) -> str:
@@ -74,11 +75,19 @@ class RolloutWorker:
         self.engine.load_hf(self.settings.model_path)
 
     @verb(Dispatch.RANK, phase="gen")
-    def exchange(self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float) -> list[Completion]:
-        """Submit new requests, abort some, and run the engine for a time slice; see
-        :class:`megarl.rollout.router.Replica`.
-        """
-        return exchange_requests(self.engine, requests, aborted, slice_s)
+    def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        """Take new requests and abort others; see :meth:`megarl.rollout.serving.EngineServer.accept`."""
+        self._server.accept(client, requests, aborted)
+
+    @verb(Dispatch.RANK, phase="gen")
+    def completions(self, client: str, wait_s: float) -> list[Completion]:
+        """Wait for completions; see :meth:`megarl.rollout.serving.EngineServer.completions`."""
+        return self._server.completions(client, wait_s)
+
+    @verb(Dispatch.RANK, phase="gen")
+    def forget(self, client: str) -> None:
+        """Abort all requests of a client that is gone; see :meth:`megarl.rollout.serving.EngineServer.forget`."""
+        self._server.forget(client)
 
     @verb(Dispatch.ALL)
     def sync_places(self) -> list[ProcessLocation]:

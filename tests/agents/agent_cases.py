@@ -6,6 +6,8 @@ import threading
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megarl.agents.runner import lead_conversation
+from megarl.agents.trajectories import report_failures
 from megarl.rollout import Completion, Request, SamplingParams
 
 QWEN_TEMPLATE = (
@@ -109,6 +111,14 @@ class EngineGenerate:
     def _poll_once(self):
         with self.lock:
             return self.engine.poll(0.01)
+
+
+async def lead_all(conversations, loops, generate):
+    """Lead conversations concurrently; return their trajectories in order. Raises if all failed."""
+    leading = [lead_conversation(talk, loops[talk.agent_name], generate) for talk in conversations]
+    trajectories = await asyncio.gather(*leading)
+    report_failures(trajectories)
+    return trajectories
 
 
 def sampling(**fields):

@@ -3,10 +3,11 @@
 from contextlib import contextmanager
 
 import httpx
-from agent_cases import sampling
+from agent_cases import lead_all, sampling
 
-from megarl.agents import AgentTask, Conversation, run_all
+from megarl.agents import AgentTask, Conversation
 from megarl.agents.endpoint import ChatFormat, Endpoint, EndpointAddress, ExternalRequestLimits
+from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.external_agent import ExternalAgent
 from megarl.agents.tools import find_parser
 
@@ -18,16 +19,20 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 def listening(tokenizer, wait_s=30.0, tokens=600, address=None, **options):
     """Start an endpoint."""
     chat = ChatFormat(tokenizer, find_parser("hermes"), **options)
-    with Endpoint(chat, ExternalRequestLimits(sampling(), tokens, wait_s), address or EndpointAddress()) as endpoint:
-        yield endpoint
+    limits, loop = ExternalRequestLimits(sampling(), tokens, wait_s), EventLoopThread("endpoint")
+    try:
+        with Endpoint(chat, limits, address or EndpointAddress(), loop) as endpoint:
+            yield endpoint
+    finally:
+        loop.close()
 
 
-def lead(endpoint, generate, agent, conversations=None, fatal=()):
+def lead(endpoint, generate, agent, conversations=None):
     """Run conversations with an agent over the endpoint; return the trajectories."""
     loop = ExternalAgent(agent)
     loop.endpoint = endpoint
     conversations = conversations or [talk()]
-    return endpoint.run(run_all(conversations, {"external_agent": loop}, generate, fatal=fatal))
+    return endpoint.loop.run(lead_all(conversations, {"external_agent": loop}, generate))
 
 
 def talk(key="k", **fields):

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from agent_cases import Scripted, merging_tokenizer, sampling
+from agent_cases import Scripted, lead_all, merging_tokenizer, sampling
 from endpoint_cases import lead, listening, talk
 
-from megarl.agents import Conversation, find_agent_loop, run_all
+from megarl.agents import Conversation, find_agent_loop
 from megarl.agents.build import read_loop_file
 from megarl.agents.external_agent import load_agent
 from megarl.agents.tools import ToolCall, answer_call, load_tools
@@ -35,7 +35,7 @@ def test_the_loop(page_files):
     tokenizer = merging_tokenizer()
     loop = find_agent_loop(entry["_target_"]).create(None, tokenizer, question=entry["question"])
     script = Scripted(tokenizer, ["5<|im_end|>", "4<|im_end|>"])
-    (trajectory,) = asyncio.run(run_all([TALK], {name: loop}, script))
+    (trajectory,) = asyncio.run(lead_all([TALK], {name: loop}, script))
     assert trajectory.error is None and trajectory.fields == {"question": "Are you sure?"}
     question = "<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(trajectory.response_ids) == f"5<|im_end|>\n{question}4<|im_end|>"

@@ -42,13 +42,13 @@ def generating(endpoint, generate):
             started.set()
             await over.wait()
 
-    thread = threading.Thread(target=endpoint.run, args=(phase(),))
+    thread = threading.Thread(target=endpoint.loop.run, args=(phase(),))
     thread.start()
     started.wait()
     try:
         yield
     finally:
-        endpoint._loop.call_soon_threadsafe(over.set)
+        endpoint.loop.loop.call_soon_threadsafe(over.set)
         thread.join()
 
 

@@ -283,7 +283,7 @@ def test_fatal_engine_failure_stops_all_conversations(endpoint, tokenizer):
 
     script = Scripted(tokenizer, [RolloutError("all replicas are lost")])
     with pytest.raises(RolloutError, match="all replicas are lost"):
-        lead(endpoint, script, agent, [talk("one"), talk("two")], fatal=(RolloutError,))
+        lead(endpoint, script, agent, [talk("one"), talk("two")])
 
 
 def test_concurrent_conversations_equal_single_ones_with_a_real_engine(endpoint, tokenizer, make_folder):

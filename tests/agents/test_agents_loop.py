@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from agent_cases import EngineGenerate, Scripted, merging_tokenizer, sampling
+from agent_cases import EngineGenerate, Scripted, lead_all, merging_tokenizer, sampling
 
 from megarl.agents import (
     AgentError,
@@ -12,7 +12,6 @@ from megarl.agents import (
     ConversationLimits,
     Transcript,
     find_agent_loop,
-    run_all,
     trajectories_to_batch,
     trajectory_metrics,
     turn_seed,
@@ -59,7 +58,7 @@ async def two_tokens(prompt_ids, params, *, seed, key):
 
 
 def test_transcript_masks_and_weight_versions():
-    (trajectory,) = asyncio.run(run_all([conversation_of("a", agent_name="echo")], {"echo": Echo(2)}, two_tokens))
+    (trajectory,) = asyncio.run(lead_all([conversation_of("a", agent_name="echo")], {"echo": Echo(2)}, two_tokens))
     assert trajectory.prompt_ids == [1, 2, 3]
     assert trajectory.response_ids == [4, 5, 9, 9, 4, 5, 9, 9]
     assert trajectory.response_mask == [1, 1, 0, 0, 1, 1, 0, 0]
@@ -71,7 +70,7 @@ def test_transcript_masks_and_weight_versions():
 def test_response_limit_leaves_room_for_the_policy():
     for limit in range(1, 12):
         conversation = conversation_of("a", agent_name="echo", limits=ConversationLimits(response_tokens=limit))
-        (trajectory,) = asyncio.run(run_all([conversation], {"echo": Echo(9)}, two_tokens))
+        (trajectory,) = asyncio.run(lead_all([conversation], {"echo": Echo(9)}, two_tokens))
         expected = [4, 5, 9, 9, 4, 5, 9, 9, 4, 5, 9, 9][:limit]
         while expected[-1:] == [9]:  # an observation without room for a response is not appended
             expected.pop()
@@ -96,7 +95,7 @@ def test_failed_conversation_is_masked_and_counted():
             return transcript.end("stop")
 
     loops = {"single_turn_agent": SingleTurnLoop(), "broken": Broken()}
-    trajectories = asyncio.run(run_all(conversations, loops, two_tokens))
+    trajectories = asyncio.run(lead_all(conversations, loops, two_tokens))
     assert [trajectory.error is None for trajectory in trajectories] == [True, False, False, True, False]
     assert "ValueError: broken" in trajectories[1].error and "longer than 0.05 s" in trajectories[2].error
     assert "1 entries of response_mask for 2 response tokens" in trajectories[4].error
@@ -105,33 +104,6 @@ def test_failed_conversation_is_masked_and_counted():
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1] * 5, [1] * 5]
     metrics = trajectory_metrics(trajectories)
     assert metrics["agent/failed"] == 3 and metrics["num_turns/mean"] == 2
-
-
-def test_only_failures_and_fatal_errors_stop_the_run():
-    with pytest.raises(AgentError, match="all 2 conversations failed; the first: ValueError: broken"):
-        conversations = [conversation_of("bad"), conversation_of("bad")]
-        asyncio.run(run_all(conversations, {"single_turn_agent": SingleTurnLoop()}, two_tokens))
-    with pytest.raises(ValueError, match="broken"):
-        loops = {"single_turn_agent": SingleTurnLoop()}
-        asyncio.run(run_all([conversation_of("slow"), conversation_of("bad")], loops, two_tokens, fatal=(ValueError,)))
-    with pytest.raises(AgentError, match=r"missing agent loops: \['other'\]"):
-        asyncio.run(run_all([conversation_of("a", agent_name="other")], {}, two_tokens))
-
-
-def test_concurrency_limit():
-    active, maximum = 0, 0
-
-    async def counting(prompt_ids, params, *, seed, key):
-        nonlocal active, maximum
-        active += 1
-        maximum = max(maximum, active)
-        await asyncio.sleep(0)
-        active -= 1
-        return Completion("", [1], [0.0], "stop", 0)
-
-    many = [conversation_of(str(number)) for number in range(50)]
-    asyncio.run(run_all(many, {"single_turn_agent": SingleTurnLoop()}, counting, concurrency=7))
-    assert maximum == 7
 
 
 def test_generated_tokens_are_never_retokenized(tokenizer):
@@ -151,7 +123,7 @@ def test_generated_tokens_are_never_retokenized(tokenizer):
 
     prompt = encode_prompt(tokenizer, USER)
     conversation = Conversation(USER, sampling(), prompt, key="k", agent_name="one")
-    (trajectory,) = asyncio.run(run_all([conversation], {"one": OneTool()}, script))
+    (trajectory,) = asyncio.run(lead_all([conversation], {"one": OneTool()}, script))
     first = script.spelled(written + "<|im_end|>")
     environment = tokenizer(frame, add_special_tokens=False)["input_ids"]
     assert trajectory.response_ids == first + environment + script.spelled("ok<|im_end|>")
@@ -208,7 +180,7 @@ def test_concurrent_conversations_equal_single_ones_with_a_real_engine(make_fold
         Conversation(c.messages, c.params, c.prompt_ids, c.seed, c.key, c.agent_name, limits=limit)
         for c, limit in zip(conversations, limited, strict=True)
     ]
-    trajectories = asyncio.run(run_all(conversations, {"echo": Echo(2)}, EngineGenerate(engine)))
+    trajectories = asyncio.run(lead_all(conversations, {"echo": Echo(2)}, EngineGenerate(engine)))
     for conversation, trajectory in zip(conversations, trajectories, strict=True):
         context = list(conversation.prompt_ids)
         for turn in range(2):  # the same turns, one request at a time
@@ -221,7 +193,7 @@ def test_concurrent_conversations_equal_single_ones_with_a_real_engine(make_fold
 
 
 def test_state_masking():
-    trajectories = asyncio.run(run_all([conversation_of("a", agent_name="echo")], {"echo": Echo(1)}, two_tokens))
+    trajectories = asyncio.run(lead_all([conversation_of("a", agent_name="echo")], {"echo": Echo(1)}, two_tokens))
     assert trajectories_to_batch(trajectories, 0).tensors["response_mask"].tolist() == [[1, 1, 0, 0]]
     without = trajectories_to_batch(trajectories, 0, state_masking=False).tensors
     assert without["response_mask"].tolist() == [[1, 1, 1, 1]]

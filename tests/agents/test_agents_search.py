@@ -5,11 +5,11 @@ import re
 import threading
 
 import pytest
-from agent_cases import Scripted, ids_of, merging_tokenizer, sampling
+from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling
 from documented_metrics import undocumented
 from retrieval_server import BM25Index, Document, RetrievalServer
 
-from megarl.agents import Conversation, ConversationLimits, run_all, trajectory_metrics
+from megarl.agents import Conversation, ConversationLimits, trajectory_metrics
 from megarl.agents.retrieval_client import Hit, RetrievalClient, RetrievalOptions
 from megarl.agents.search_agent import Action, SearchLoop, format_hits, information_turn, read_action
 
@@ -35,7 +35,7 @@ def run_search(tokenizer, url, turns, limits=ConversationLimits(3000), **options
     script = Scripted(tokenizer, turns)
     conversation = Conversation(USER, sampling(), key="c", agent_name="search_agent", limits=limits)
     loops = {"search_agent": SearchLoop(tokenizer, client, **options)}
-    (trajectory,) = asyncio.run(run_all([conversation], loops, script))
+    (trajectory,) = asyncio.run(lead_all([conversation], loops, script))
     return trajectory, script
 
 
@@ -114,7 +114,7 @@ def test_retrieval_failure_fails_the_conversation(tokenizer, url):
         Conversation([{"role": "user", "content": text}], sampling(), key=text, agent_name="search_agent")
         for text in ("now", "later")
     ]
-    failed, fine = asyncio.run(run_all(talks, {"search_agent": SearchLoop(tokenizer, client)}, script))
+    failed, fine = asyncio.run(lead_all(talks, {"search_agent": SearchLoop(tokenizer, client)}, script))
     assert "retriever.url=http://127.0.0.1:1/retrieve did not answer" in failed.error
     assert not any(failed.response_mask) and fine.error is None
 

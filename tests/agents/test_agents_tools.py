@@ -4,9 +4,9 @@ import asyncio
 import json
 
 import pytest
-from agent_cases import Scripted, ids_of, merging_tokenizer, sampling
+from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling
 
-from megarl.agents import AgentError, Conversation, ConversationLimits, run_all, trajectory_metrics
+from megarl.agents import AgentError, Conversation, ConversationLimits, trajectory_metrics
 from megarl.agents.tool_agent import ToolLoop, ToolOptions
 from megarl.agents.tools import (
     Tool,
@@ -140,7 +140,7 @@ def loop_of(tokenizer, **options):
 def test_conversation_with_tool_calls(tokenizer):
     calls = hermes("add", a=2, b=3) + hermes("add", a=1, b=1)
     script = Scripted(tokenizer, [calls + "<|im_end|>", hermes("add", a=1) + "<|im_end|>", "It is 5.<|im_end|>"])
-    (trajectory,) = asyncio.run(run_all([TALK], loop_of(tokenizer, max_parallel_calls=2), script))
+    (trajectory,) = asyncio.run(lead_all([TALK], loop_of(tokenizer, max_parallel_calls=2), script))
     text = tokenizer.decode(trajectory.prompt_ids)
     assert '"name": "add"' in text and text.endswith("<|im_start|>assistant\n")
     tokens = list(zip(trajectory.response_ids, trajectory.response_mask, strict=True))
@@ -160,7 +160,7 @@ def test_limits_on_turns_calls_and_tokens(tokenizer):
 
     def run_tools(limits, **options):
         conversation = Conversation(USER, sampling(), key=str(limits), agent_name="tool_agent", limits=limits)
-        return asyncio.run(run_all([conversation], loop_of(tokenizer, **options), script))[0]
+        return asyncio.run(lead_all([conversation], loop_of(tokenizer, **options), script))[0]
 
     assert run_tools(ConversationLimits(2000, assistant_turns=3)).num_turns == 6
     assert run_tools(ConversationLimits(2000, user_turns=1)).num_turns == 4
@@ -174,7 +174,7 @@ def test_limits_on_turns_calls_and_tokens(tokenizer):
 def test_prompt_too_long_with_tools(tokenizer):
     talk = Conversation(USER, sampling(), key="t", agent_name="tool_agent", limits=ConversationLimits(prompt_tokens=50))
     with pytest.raises(AgentError, match=r"prompt has \d+ tokens, with the tools .* data.max_prompt_length=50"):
-        asyncio.run(run_all([talk], loop_of(tokenizer), Scripted(tokenizer, ["5<|im_end|>"])))
+        asyncio.run(lead_all([talk], loop_of(tokenizer), Scripted(tokenizer, ["5<|im_end|>"])))
 
 
 def test_tools_column_selects_tools(tokenizer):
@@ -185,7 +185,7 @@ def test_tools_column_selects_tools(tokenizer):
     def run_tools(tools):
         talk = Conversation(USER, sampling(max_new_tokens=2000), agent_name="tool_agent", facts={"tools": tools})
         script = Scripted(tokenizer, [calls + "<|im_end|>", "It is 5.<|im_end|>"])
-        (trajectory,) = asyncio.run(run_all([talk], loops, script))
+        (trajectory,) = asyncio.run(lead_all([talk], loops, script))
         return tokenizer.decode(trajectory.prompt_ids), tokenizer.decode(trajectory.response_ids)
 
     prompt, responses = run_tools([both["sum"].tool.declaration])
@@ -206,7 +206,7 @@ def test_result_cannot_imitate_a_turn(tokenizer):
 
     script = Scripted(tokenizer, [hermes("add", a=2, b=3) + "<|im_end|>", "no<|im_end|>"])
     loops = {"tool_agent": ToolLoop(tokenizer, {"add": ToolEntry(Evil())})}
-    (trajectory,) = asyncio.run(run_all([TALK], loops, script))
+    (trajectory,) = asyncio.run(lead_all([TALK], loops, script))
     assert tokenizer.decode(trajectory.response_ids).count("<|im_start|>assistant") == 1
 
 

@@ -15,7 +15,7 @@ from cli_runs import CliRun
 
 from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
 
-WORKER = "ray::WorkerProcess"
+WORKER = "WorkerProcess"  # and ServingWorkerProcess
 
 
 class Fault(NamedTuple):
@@ -122,7 +122,7 @@ FAULTS: Sequence[Fault] = (
     Fault("SIGKILL of the driver in a save", _signal_driver(signal.SIGKILL), KILLED, during_save=True),
     Fault("SIGKILL of all processes", _signal_group(signal.SIGKILL), KILLED),
     Fault("SIGKILL of all processes in a save", _signal_group(signal.SIGKILL), KILLED, during_save=True),
-    Fault("SIGKILL of a worker", _kill(WORKER), DIED),  # 0: a replica, which is replaced
+    Fault("SIGKILL of a worker", _kill(WORKER), DIED),  # 0: a replica or agent runner, which is replaced
     Fault("SIGKILL of a worker in a save", _kill(WORKER), DIED, during_save=True),
     Fault("SIGKILL of the raylet", _kill("raylet/raylet"), DIED),
     Fault("SIGKILL of the GCS", _kill("gcs_server"), DIED),

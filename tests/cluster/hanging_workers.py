@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.rollout.serving import EngineServer
 from megarl.workers.dispatch import Dispatch, verb
 
 
@@ -41,5 +42,26 @@ class Hanging:
             dist.all_reduce(torch.ones(1))
 
     @verb(Dispatch.RANK)
-    def exchange(self, requests, aborted, slice_s):
+    def accept(self, client, requests, aborted):
+        self.server = EngineServer(HangingEngine())
+        self.server.accept(client, requests, aborted)
+
+    @verb(Dispatch.RANK)
+    def completions(self, client, wait_s):
+        return self.server.completions(client, wait_s)
+
+
+class HangingEngine:
+    """An engine that hangs with its first request."""
+
+    def interrupt_poll(self):
+        pass
+
+    def submit(self, requests):
+        pass
+
+    def abort(self, request_ids):
+        pass
+
+    def poll(self, timeout_s):
         hang("user code")

@@ -5,6 +5,8 @@ import sys
 import time
 
 from megarl.base.errors import WorkerLost
+from megarl.rollout.interface import Completion
+from megarl.rollout.serving import EngineServer
 from megarl.sharding.plan import TransferUsage
 from megarl.sharding.verification import PartialChecksum
 from megarl.workers.dispatch import Dispatch, verb
@@ -161,6 +163,7 @@ class Answerer:
     def __init__(self, place):
         self.rank = place.rank
         self.ready = False
+        self.requests = []
 
     @verb(Dispatch.ALL)
     def init_model(self):
@@ -168,11 +171,78 @@ class Answerer:
         return os.getpid()
 
     @verb(Dispatch.RANK)
-    def exchange(self, requests, aborted, slice_s):
+    def accept(self, client, requests, aborted):
         if "die" in requests:
             os._exit(1)
         if "raise" in requests:
             raise ValueError("not finite")
         if "lose" in requests:
             raise WorkerLost("a process of the engine has ended")
+        self.requests = requests
+
+    @verb(Dispatch.RANK)
+    def completions(self, client, wait_s):
+        deadline = time.monotonic() + wait_s
+        while not self.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        requests, self.requests = self.requests, []
         return [(self.rank, self.ready, *requests)]
+
+
+class TimedEngine:
+    """An engine whose requests take a while; the tokens depend on prompt and seed only."""
+
+    def __init__(self, seconds):
+        self.seconds, self.running = seconds, {}
+
+    def interrupt_poll(self):
+        pass
+
+    def submit(self, requests):
+        ends = time.monotonic() + self.seconds
+        for number, request in enumerate(requests):
+            self.running[request.request_id] = (request, ends + 0.01 * number)
+
+    def abort(self, names):
+        for name in set(names) & self.running.keys():
+            self.running[name] = (None, 0.0)
+
+    def poll(self, timeout_s):
+        time.sleep(0.005)
+        now, done = time.monotonic(), []
+        for name, (request, ends) in list(self.running.items()):
+            if now >= ends:
+                del self.running[name]
+                tokens = [] if request is None else timed_tokens(request.prompt_ids, request.seed)
+                done.append(Completion(name, tokens, [-1.0] * len(tokens), "stop" if tokens else "abort", 1))
+        return done
+
+
+def timed_tokens(prompt_ids, seed):
+    return [sum(prompt_ids) % 7, seed % 5, seed % 3]
+
+
+class TimedReplica:
+    """A replica with a timed engine."""
+
+    def __init__(self, place, seconds):
+        self.engine = TimedEngine(seconds)
+        self.server = EngineServer(self.engine)
+        self.clients = set()
+
+    @verb(Dispatch.RANK)
+    def accept(self, client, requests, aborted):
+        self.clients.add(client)
+        self.server.accept(client, requests, aborted)
+
+    @verb(Dispatch.RANK)
+    def completions(self, client, wait_s):
+        return self.server.completions(client, wait_s)
+
+    @verb(Dispatch.RANK)
+    def forget(self, client):
+        self.server.forget(client)
+
+    @verb(Dispatch.ALL)
+    def state(self):
+        return len(self.engine.running), len(self.clients)

@@ -1,10 +1,11 @@
 import asyncio
+import pickle
 
 import psutil
 import pytest
 
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup
-from megarl.cluster.adapters import GroupReplica
+from megarl.cluster.adapters import replica_processes
 from megarl.models import ParallelLayout
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.router import NoReplicaLeft, ReplicaLost, Router
@@ -14,18 +15,27 @@ def test_dead_replica_is_reported_and_replaced():
     """The other replica keeps serving; the new process has no state of the old one."""
     with RaySession(num_cpus=1) as session:
         pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
-        group = WorkerGroup("rollout", "tests.cluster.light_workers.Answerer", {}, ParallelLayout(dp=2), pool)
+        worker = "tests.cluster.light_workers.Answerer"
+        group = WorkerGroup("rollout", worker, {}, ParallelLayout(dp=2), pool, threads=2)
         pids = group.init_model()
-        replicas = [GroupReplica(group, rank) for rank in range(2)]
+        replicas = replica_processes(group)
 
         async def ask(rank, *requests):
-            return await replicas[rank].exchange(list(requests), [], 0.1)
+            await replicas[rank].accept("router", list(requests), [])
+            return await replicas[rank].completions("router", 10.0)
 
-        assert asyncio.run(ask(1, "a")) == [(1, True, "a")]
-        with pytest.raises(WorkerFailed, match=r"rollout rank 0 failed in exchange: ValueError: not finite"):
+        async def ask_while_waiting(rank, *requests):
+            """A request reaches a replica that waits for completions."""
+            waiting = asyncio.create_task(pickle.loads(pickle.dumps(replicas[rank])).completions("other", 60.0))
+            await asyncio.sleep(0.5)
+            await replicas[rank].accept("router", list(requests), [])
+            return await waiting
+
+        assert asyncio.run(ask_while_waiting(1, "a")) == [(1, True, "a")]
+        with pytest.raises(WorkerFailed, match=r"rollout rank 0 failed in accept: ValueError: not finite"):
             asyncio.run(ask(0, "raise"))
         assert asyncio.run(ask(0, "b")) == [(0, True, "b")]
-        with pytest.raises(ReplicaLost, match="rollout rank 0 failed in exchange: WorkerLost: a process of the engine"):
+        with pytest.raises(ReplicaLost, match=r"rollout rank 0 failed in accept: WorkerLost: a process of the"):
             asyncio.run(ask(0, "lose"))
 
         async def both():
@@ -35,12 +45,13 @@ def test_dead_replica_is_reported_and_replaced():
         assert isinstance(lost, ReplicaLost) and f"rollout rank 0 (pid {pids[0]}" in str(lost)
         assert answered == [(1, True, "c")]
         group.restart([0])
+        replicas = replica_processes(group)
         assert asyncio.run(ask(0, "d")) == [(0, False, "d")]
         (new,) = group.submit_on([0], "init_model").result()
         assert new not in pids and asyncio.run(ask(0, "e")) == [(0, True, "e")]
         assert group.init_model() == [new, pids[1]]
-        with pytest.raises(TypeError, match="use call_on"):
-            group.submit("exchange", [], [], 0.1)
+        with pytest.raises(TypeError, match="use handle"):
+            group.submit("accept", "router", [], [])
 
         # A frozen process does not answer, so the router's time limit finds it; its replacement ends it.
         frozen = psutil.Process(new)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import role_groups
+from megarl.cluster.agent_runners import AgentRunnerWorker
 from megarl.workers.dispatch import Dispatch, read_marks
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +25,8 @@ WORKERS = {
     "RolloutGroup": "rollout.RolloutWorker",
     "SFTGroup": "sft.SFTWorker",
 }
-ONE_RANK = {"exchange"}
-"""Verbs of ``Dispatch.RANK``, which the driver calls by ``call_on`` only."""
+ONE_RANK = {"accept", "completions", "forget"}
+"""Verbs of ``Dispatch.RANK``, which are called on handles only."""
 
 
 def worker_class(group: str) -> type:
@@ -77,13 +78,14 @@ def test_group_declares_exactly_the_verbs_of_its_worker(group: str) -> None:
 
 def test_verbs_submitted_by_name_exist() -> None:
     all_verbs = {verb for group in WORKERS for verb in read_marks(worker_class(group))}
+    all_verbs |= set(read_marks(AgentRunnerWorker))
     submitted = set()
     for path in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and node.func.attr in {"submit", "submit_on", "submit_scatter", "submit_gather", "call_on"}
+                and node.func.attr in {"submit", "submit_on", "submit_scatter", "submit_gather"}
             ):
                 submitted |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)} - {None}
     names = {verb for verb in submitted if isinstance(verb, str)}

@@ -159,6 +159,7 @@ _OTHER_BY_DESIGN = {
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.rollout.seed",
     "actor_rollout_ref.rollout.agent.default_agent_loop",
+    "actor_rollout_ref.rollout.agent.num_workers",
     "algorithm.rollout_correction.rollout_is_threshold",
     "critic.model.path",
     "trainer.device",

@@ -8,10 +8,11 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.agents.types import ConversationGroup
 from megarl.cluster import WorkerGroup
 from megarl.cluster.adapters import GroupTarget
+from megarl.cluster.agent_runners import AgentRunners
 from megarl.cluster.worker_group import PendingCall, ScatteredCall
-from megarl.rollout.router import Router
 
 ROWS = 48
 _calls = 0
@@ -75,11 +76,11 @@ def kill(ranks: Sequence[int]) -> None:
 
 
 def kill_during_generation(ranks: Sequence[int]) -> None:
-    enter = Router.__aenter__
+    submit = AgentRunners.submit
 
-    async def kill_and_enter(router: Router) -> Router:
-        Router.__aenter__ = enter
+    def submit_and_kill(runners: AgentRunners, groups: Sequence[ConversationGroup]) -> None:
+        AgentRunners.submit = submit
+        submit(runners, groups)
         kill(ranks)
-        return await enter(router)
 
-    Router.__aenter__ = kill_and_enter
+    AgentRunners.submit = submit_and_kill

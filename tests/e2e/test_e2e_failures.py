@@ -20,7 +20,7 @@ from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 # Long enough for a slow machine, and shorter than every timeout of a minute or more.
 AT_ONCE_S = 25.0
-WORKER = "ray::WorkerProcess"
+WORKER = "WorkerProcess"  # and ServingWorkerProcess
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Contract of requests that are added and aborted while others run; the reference is the same request alone."""
 
+import threading
+
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -46,6 +48,19 @@ def test_a_poll_without_timeout_returns_at_once(engine_for, make_folder):
     engine.submit(requests_of([40]))
     assert engine.poll(0.0) == []
     assert len(poll_until(engine, 1)["r0"].token_ids) == 40
+
+
+def test_an_interrupted_poll_returns_early(engine_for, make_folder):
+    """So that a server can add a request; before a poll the interruption applies to the next one."""
+    engine = engine_for(make_folder(seed=3))
+    engine.submit(requests_of([100]))
+    engine.interrupt_poll()
+    assert engine.poll(3600.0) == []
+    timer = threading.Timer(0.02, engine.interrupt_poll)
+    timer.start()
+    done = {completion.request_id: completion for completion in engine.poll(3600.0)}
+    timer.join()
+    assert len((done or poll_until(engine, 1))["r0"].token_ids) == 100
 
 
 def test_an_aborted_request_returns_its_tokens_and_others_continue(engine_for, make_folder):

@@ -7,40 +7,56 @@ import pytest
 
 from megarl.base.errors import WeightSyncError
 from megarl.rollout import Completion, RolloutError, SamplingParams
+from megarl.rollout import router as router_module
 from megarl.rollout.router import NoReplicaLeft, ReplicaLost, RequestGivenUp, Router
 
 PARAMS = SamplingParams(1000)
 
 
 class Scripted:
-    """Answers a request with its prompt after a number of exchanges: the prompt's first token."""
+    """Answers a request with its prompt after a number of rounds: the prompt's first token."""
 
     def __init__(self, dies_after=None, hangs_after=None, error=None):
         self.dies_after, self.hangs_after, self.error = dies_after, hangs_after, error
-        self.under_way, self.seen, self.aborted, self.exchanges = {}, [], [], 0
+        self.under_way, self.seen, self.aborted, self.rounds = {}, [], [], 0
 
-    async def exchange(self, requests, aborted, slice_s):
+    async def accept(self, client, requests, aborted):
         await asyncio.sleep(0)
-        self.exchanges += 1
         if self.error is not None:
             raise self.error
         self.seen += requests
         self.aborted += aborted
         self.under_way.update({request.request_id: [request.prompt_ids[0], request] for request in requests})
-        if self.dies_after is not None and self.exchanges > self.dies_after:
-            raise ReplicaLost("its process was killed")
-        if self.hangs_after is not None and self.exchanges > self.hangs_after:
-            await asyncio.sleep(3600)
+        for name in aborted:
+            if name in self.under_way:
+                self.under_way[name][0] = "abort"
+
+    async def completions(self, client, wait_s):
+        await asyncio.sleep(0)
         done = []
-        for name in [name for name in aborted if name in self.under_way]:
-            del self.under_way[name]
-            done.append(Completion(name, [], [], "abort", 1))
-        for name, state in list(self.under_way.items()):
-            state[0] -= 1
-            if state[0] <= 0:
-                del self.under_way[name]
-                done.append(Completion(name, list(state[1].prompt_ids), [0.0], "stop", 1))
+        while self.under_way and not done:
+            self.rounds += 1
+            if self.dies_after is not None and self.rounds > self.dies_after:
+                raise ReplicaLost("its process was killed")
+            if self.hangs_after is not None and self.rounds > self.hangs_after:
+                await asyncio.sleep(3600)
+            for name, state in list(self.under_way.items()):
+                if state[0] == "abort":
+                    del self.under_way[name]
+                    done.append(Completion(name, [], [], "abort", 1))
+                    continue
+                state[0] -= 1
+                if state[0] <= 0:
+                    del self.under_way[name]
+                    done.append(Completion(name, list(state[1].prompt_ids), [0.0], "stop", 1))
+            await asyncio.sleep(0)
         return done
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch):
+    monkeypatch.setattr(router_module, "REST_S", 0.0)
+    monkeypatch.setattr(router_module, "WAIT_S", 0.0)
 
 
 def ask_all(replicas, prompts, capacity=4, timeout_s=5.0):
@@ -71,18 +87,18 @@ def test_every_request_is_answered_by_one_replica():
     assert stats.lost == {} and stats.moved == 0 and stats.idle_while_waiting_s == 0
     assert set(stats.metrics()) == {
         "rollout/replica_utilization/mean", "rollout/replica_utilization/min", "rollout/idle_while_waiting_s",
-        "rollout/replicas_lost", "rollout/requests_moved"}  # fmt: skip
+        "rollout/replicas_lost", "rollout/requests_moved", "rollout/runners_lost"}  # fmt: skip
 
 
 def test_skewed_lengths_leave_no_replica_idle():
-    """Exchanges have equal durations, so their number is the time; replicas end within one longest response."""
+    """Rounds have equal durations, so their number is the time; replicas end within one longest response."""
     rng = random.Random(1)
     prompts = [[min(400, max(1, round(20 * rng.lognormvariate(0, 1.2)))), number] for number in range(200)]
     replicas = [Scripted() for _ in range(4)]
     ask_all(replicas, prompts, capacity=8)
     # Places of 4 x 8 for the sum of lengths; the longest, begun first, may end last.
     least = sum(prompt[0] for prompt in prompts) / 32
-    assert max(replica.exchanges for replica in replicas) <= max(1.1 * least + 5, max(p[0] for p in prompts) + 5)
+    assert max(replica.rounds for replica in replicas) <= max(1.1 * least + 5, max(p[0] for p in prompts) + 5)
 
 
 @pytest.mark.parametrize("how", ["dies_after", "hangs_after"])
@@ -105,10 +121,10 @@ def test_every_request_fails_if_all_replicas_are_lost():
 
 def test_a_request_that_kills_replicas_is_given_up():
     class Fragile(Scripted):
-        async def exchange(self, requests, aborted, slice_s):
+        async def accept(self, client, requests, aborted):
             if any(request.prompt_ids == [666, 0] for request in requests):
                 raise ReplicaLost("segmentation fault")
-            return await super().exchange(requests, aborted, slice_s)
+            await super().accept(client, requests, aborted)
 
     answers, stats = ask_all([Fragile() for _ in range(5)], [[666, 0], *prompts_of(10)[1:]])
     assert isinstance(answers[0], RequestGivenUp) and "3 rollout replicas were lost" in str(answers[0])

@@ -31,7 +31,6 @@ from megarl.models.checksum import rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
-from megarl.rollout.router import exchange_requests
 from megarl.rollout.sglang.liveness import SchedulerLiveness
 from megarl.rollout.sglang.options import SGLangOptions, environment
 from megarl.rollout.weight_checks import WeightFingerprint
@@ -319,10 +318,10 @@ def test_invalid_options_are_refused_before_the_start(folders, options, message)
 
 
 def poll_for(engine, seconds):
-    """Poll in slices, as the router does."""
+    """Poll in slices."""
     deadline, completions = time.monotonic() + seconds, []
     while time.monotonic() < deadline and not completions:
-        completions += exchange_requests(engine, [], [], 0.1)
+        completions += engine.poll(0.1)
     return completions
 
 

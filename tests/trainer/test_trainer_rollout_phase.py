@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
 from megarl.base.errors import WeightSyncError
 from megarl.config import TrainConfig
@@ -43,14 +44,19 @@ def worker(arithmetic: Path) -> RolloutWorker:
 @pytest.fixture
 def phase(
     worker: RolloutWorker, train_config: Callable[..., TrainConfig], arithmetic: Path
-) -> Callable[..., RolloutPhase]:
+) -> Iterator[Callable[..., RolloutPhase]]:
+    runners: list[AgentRunner] = []
+
     def make(changes: dict[str, Any] | None = None) -> RolloutPhase:
         changes = {f"actor_rollout_ref.rollout.{name}": value for name, value in (changes or {}).items()}
         config = train_config({**changes, "data.max_response_length": 6})
         tokenizer = load_tokenizer(str(arithmetic / "model"))
-        return RolloutPhase([EngineReplica(worker.engine)], config, tokenizer, FACTS)
+        runners.append(AgentRunner(config, tokenizer))
+        return RolloutPhase(runners[-1], lambda: [EngineReplica(worker.engine)], config, tokenizer, FACTS)
 
-    return make
+    yield make
+    for runner in runners:
+        runner.shutdown()
 
 
 @pytest.fixture
@@ -160,6 +166,7 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
         "val-aux/arithmetic/num_prompts": 10.0,
         "val-aux/num_prompts": 10.0,
         "val-aux/rollout/replicas_lost": 0.0,
+        "val-aux/rollout/runners_lost": 0.0,
         "val-aux/agent/failed": 0.0,
         "val-aux/failed_rewards": float(truths.count(failing)),
     }

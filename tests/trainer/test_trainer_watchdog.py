@@ -15,7 +15,7 @@ import pytest
 
 from megarl.base.errors import StallError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
-from megarl.cluster.adapters import GroupReplica
+from megarl.cluster.adapters import replica_processes
 from megarl.cluster.processes import collect_stacks, kill_processes
 from megarl.config.schema.run import WatchdogConfig
 from megarl.models import ParallelLayout
@@ -56,7 +56,7 @@ def start(pool: PlacedPool) -> Iterator[Callable[[str], WorkerGroup]]:
     groups: list[WorkerGroup] = []
 
     def start_group(role: str) -> WorkerGroup:
-        groups.append(WorkerGroup(role, HANGING, {}, ParallelLayout(dp=RANKS), pool))
+        groups.append(WorkerGroup(role, HANGING, {}, ParallelLayout(dp=RANKS), pool, threads=2))
         wait_ready(groups[-1:])
         return groups[-1]
 
@@ -156,11 +156,11 @@ def test_a_stalled_engine_is_named(start: Callable[[str], WorkerGroup], pool: Pl
     keys = WatchdogConfig(timeout_s=None, phases={"gen": 2}, action="end")
 
     async def ask() -> None:
-        async with Router([GroupReplica(group, 1)], 1, timeout_s=600) as router:
+        async with Router([replica_processes(group)[1]], 1, timeout_s=600) as router:
             await router.generate([1], SamplingParams(max_new_tokens=1), seed=0)
 
     with (
-        pytest.raises(StallError, match=r"rollout rank 1 is in exchange, at hang \(.*hanging_workers.py") as error,
+        pytest.raises(StallError, match=r"rollout rank 1 is in generate, at hang \(.*hanging_workers.py") as error,
         Watchdog(keys, tmp_path, pool.processes, lambda text: None),
         span("gen", PHASE),
     ):
@@ -227,11 +227,15 @@ def test_a_phase_that_has_not_completed_yet_is_reported_at_once_and_ends_the_run
 
 def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path) -> None:
     class Slow:
-        async def exchange(
-            self, requests: Sequence[Request], aborted: Sequence[str], slice_s: float
-        ) -> list[Completion]:
+        def __init__(self) -> None:
+            self.requests: list[Request] = []
+
+        async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+            self.requests = list(requests)
+
+        async def completions(self, client: str, wait_s: float) -> list[Completion]:
             await asyncio.sleep(0.5)
-            return [Completion(request.request_id, [1], [0.0], "stop", 1) for request in requests]
+            return [Completion(request.request_id, [1], [0.0], "stop", 1) for request in self.requests]
 
     async def ask() -> None:
         async with Router([Slow()], 1, timeout_s=600) as router:

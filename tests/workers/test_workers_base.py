@@ -82,7 +82,7 @@ def test_split_verbs_declare_their_columns(worker: type) -> None:
 
 
 def test_exchange_is_a_verb_of_one_rank() -> None:
-    assert read_marks(RolloutWorker)["exchange"].dispatch is Dispatch.RANK
+    assert read_marks(RolloutWorker)["accept"].dispatch is Dispatch.RANK
 
 
 TIMEOUTS = (

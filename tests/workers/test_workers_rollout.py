@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
 from torch import Tensor
 
-from megarl.agents.runner import run_all, trajectories_to_batch
+from megarl.agents.runner import lead_conversation
 from megarl.agents.single_turn import SingleTurnLoop
+from megarl.agents.trajectories import trajectories_to_batch
 from megarl.agents.types import Conversation, Trajectory
 from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
@@ -26,7 +27,7 @@ from megarl.config import RolloutConfig
 from megarl.data import DataProto
 from megarl.megatron.offload import PARTS
 from megarl.models import WeightMap, read_model_config
-from megarl.rollout import RolloutError, SamplingParams
+from megarl.rollout import SamplingParams
 from megarl.rollout.interface import Tag
 from megarl.rollout.router import EngineReplica, Router
 from megarl.sharding import (
@@ -68,8 +69,8 @@ def answers(workers: Sequence[RolloutWorker], prompts: DataProto, samples: int, 
 
     async def lead() -> list[Trajectory]:
         async with Router([EngineReplica(worker.engine) for worker in workers], capacity, 60.0) as router:
-            loops = {"single_turn_agent": SingleTurnLoop()}
-            return await run_all(conversations, loops, router.generate, fatal=(RolloutError, WeightSyncError))
+            loop = SingleTurnLoop()
+            return await asyncio.gather(*(lead_conversation(talk, loop, router.generate) for talk in conversations))
 
     return trajectories_to_batch(asyncio.run(lead()), PAD)
 

@@ -1,20 +1,19 @@
-"""The driver's handle on the chat endpoint: a thread with an event loop for requests and conversations."""
+"""The chat endpoint of an agent runner: requests and conversations share one event loop."""
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import copy
 import logging
 import resource
 import secrets
-import threading
-from collections.abc import AsyncIterator, Coroutine
+import socket
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 from aiohttp import web
 
@@ -23,6 +22,7 @@ from megarl.agents.endpoint.external_requests import ExternalRequestLimits, Exte
 from megarl.agents.endpoint.request import MODEL
 from megarl.agents.endpoint.server import ChatServer, make_token, write_access_file
 from megarl.agents.endpoint.session import Session
+from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.tools.calling import find_parser
 from megarl.agents.types import Conversation, Generate, SessionAccess
 from megarl.base.errors import ConfigError
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _KEY = "actor_rollout_ref.rollout.endpoint"
 _STOP_S = 10.0
 _MAX_OPEN_FILES = 65536
@@ -63,24 +62,30 @@ class EndpointAddress:
 class Endpoint:
     """Serves the current policy over OpenAI's chat API; a context manager for the duration of the run.
 
-    Generation runs in the endpoint's event loop (:meth:`run`). Requests and conversations share this loop only, so no
-    locks are needed.
+    Requests and conversations share one event loop, so no locks are needed.
 
     Args:
         chat: chat format of the policy.
         limits: limits of external requests.
         address: listening address.
+        loop: event loop of the conversations.
+        token: bearer token; empty = of the environment, or a random one.
 
     Raises:
         ConfigError: the token in the environment is unusable.
     """
 
-    def __init__(self, chat: ChatFormat, limits: ExternalRequestLimits, address: EndpointAddress) -> None:
-        self._chat, self._limits, self._address = chat, limits, address
-        self._token = make_token()
+    def __init__(
+        self,
+        chat: ChatFormat,
+        limits: ExternalRequestLimits,
+        address: EndpointAddress,
+        loop: EventLoopThread,
+        token: str = "",
+    ) -> None:
+        self._chat, self._limits, self._address, self.loop = chat, limits, address, loop
+        self._token = token or make_token()
         self._sessions: dict[str, Session] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="chat-endpoint")
         self._external: ExternalRequests
         self._runner: web.AppRunner
         self._root = ""
@@ -92,9 +97,8 @@ class Endpoint:
             ConfigError: the address is unusable, or the access file cannot be written.
         """
         _raise_open_file_limit()
-        self._thread.start()
         try:
-            self.run(self._listen())
+            self.loop.run(self._listen())
             if self._address.access_file is not None:
                 write_access_file(self._address.access_file, self.base_url, self._token, MODEL)
         except BaseException:
@@ -120,15 +124,6 @@ class Endpoint:
     def describe(self) -> str:
         """Return a log line with the base URL and the path of the access file."""
         return f"chat endpoint: {self.base_url}, access by {self._address.access_file or 'the token'}"
-
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine in the endpoint's event loop and wait for its result."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # after an interrupted wait; no effect if the work itself failed
-            raise
 
     def serving(self, generate: Generate) -> AbstractAsyncContextManager[None]:
         """Serve external requests within the block."""
@@ -159,8 +154,7 @@ class Endpoint:
         try:
             await site.start()
         except OSError as error:
-            address = f"{_KEY}.host={self._address.host}, {_KEY}.port={self._address.port}"
-            raise ConfigError(f"{address}: cannot listen there: {error.strerror or error}") from error
+            raise _no_address(self._address, error) from error
         host, port = self._runner.addresses[0][:2]
         host = _LOOPBACK.get(host, host)
         self._root = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -168,19 +162,10 @@ class Endpoint:
     async def _end(self) -> None:
         self._external.close()
         await self._runner.cleanup()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._loop.shutdown_default_executor()
 
     def _close(self) -> None:
         with contextlib.suppress(concurrent.futures.TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_STOP_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_STOP_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+            self.loop.run(self._end(), _STOP_S)
 
 
 def _raise_open_file_limit() -> None:
@@ -191,12 +176,21 @@ def _raise_open_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def build_endpoint(config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase) -> Endpoint | None:
+def build_endpoint(
+    config: GenerationJobConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    loop: EventLoopThread,
+    token: str = "",
+    address: EndpointAddress | None = None,
+) -> Endpoint | None:
     """Build the run's endpoint, not yet listening; None if the run serves none.
 
     Args:
         config: complete configuration.
         tokenizer: tokenizer of the policy.
+        loop: event loop of the conversations.
+        token: bearer token; empty = of the environment, or a random one.
+        address: listening address; None = the configured one.
 
     Raises:
         ModelError: the model's folder has no usable configuration.
@@ -219,8 +213,38 @@ def build_endpoint(config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBa
     longest = read_model_config(policy.model.path).max_position_embeddings
     tokens = min(data.max_prompt_length + data.max_response_length, longest)
     limits = ExternalRequestLimits(sampling, tokens, endpoint.wait_s)
-    file = Path(endpoint.access_file) if endpoint.access_file else None
-    return Endpoint(chat, limits, EndpointAddress(endpoint.host, endpoint.port, file))
+    return Endpoint(chat, limits, address or endpoint_address(endpoint), loop, token)
+
+
+def endpoint_address(keys: EndpointConfig) -> EndpointAddress:
+    """Read the listening address."""
+    return EndpointAddress(keys.host, keys.port, Path(keys.access_file) if keys.access_file else None)
+
+
+def check_endpoint(config: GenerationJobConfig) -> None:
+    """Check the endpoint's address, access file and token before any process starts.
+
+    Raises:
+        ConfigError: the address is unusable or in use, the access file cannot be written, or the token is unusable.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.serves_endpoint:
+        return
+    address = endpoint_address(rollout.endpoint)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        with socket.create_server((address.host, address.port), family=family):
+            pass
+    except OSError as error:
+        raise _no_address(address, error) from error
+    if address.access_file is not None and address.access_file.is_dir():
+        raise ConfigError(f"{_KEY}.access_file={address.access_file} cannot be written: it is a folder")
+    make_token()
+
+
+def _no_address(address: EndpointAddress, error: OSError) -> ConfigError:
+    keys = f"{_KEY}.host={address.host}, {_KEY}.port={address.port}"
+    return ConfigError(f"{keys}: cannot listen there: {error.strerror or error}")
 
 
 def _supports_stop_strings(rollout: RolloutConfig, model_path: str) -> bool:

@@ -90,7 +90,8 @@ class AgentConfig:
     agent_loop_config_path: str | None = key(
         None, "YAML list of custom agent loops: `name`, `_target_` (path.py:Class) and options; null = none."
     )
-    max_concurrency: int = key(4096, "Concurrent trajectories.", at_least=1)
+    num_workers: int = key(1, "Agent runners: processes that lead the trajectories.", at_least=1)
+    max_concurrency: int = key(4096, "Concurrent trajectories of all agent runners together.", at_least=1)
     timeout_s: float | None = key(
         None,
         "Seconds that one trajectory may take; a longer one fails, is masked and counted; null = no limit.",

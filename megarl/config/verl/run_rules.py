@@ -206,7 +206,6 @@ _GENERATION: dict[str, Rule] = {
     "checkpoint_engine.update_weights_bucket_megabytes": Renamed("sync.bucket_megabytes"),
     "checkpoint_engine.engine_kwargs.*": Refused("nearest: the section sync"),
     "checkpoint_engine.custom_backend_module": Refused("nearest: sync.transport"),
-    "agent.num_workers": NoEffect("the driver's event loop leads all trajectories; see agent.max_concurrency"),
     "agent.custom_async_server.*": Refused("rollout.name selects a registered engine"),
     "multi_turn.function_tool_path": Refused("list tools in multi_turn.tool_config_path"),
     "multi_turn.use_inference_chat_template": Only((False,), "trajectories keep the generated tokens"),

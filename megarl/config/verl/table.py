@@ -95,7 +95,7 @@ _SAME = {
         "log_prob_max_token_len_per_gpu log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz"
     ),
     "actor_rollout_ref.ref.megatron": _MEGATRON,
-    "actor_rollout_ref.rollout.agent": "agent_loop_config_path default_agent_loop",
+    "actor_rollout_ref.rollout.agent": "agent_loop_config_path default_agent_loop num_workers",
     "actor_rollout_ref.rollout": (
         "calculate_log_probs dtype free_cache_engine log_prob_max_token_len_per_gpu "
         "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n name seed temperature "

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.agents import check_agent_loops
 from megarl.agents.build import default_agent_loop
-from megarl.agents.endpoint import build_endpoint
+from megarl.agents.endpoint import check_endpoint
 from megarl.base.units import count_noun, gib
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
@@ -132,9 +132,9 @@ class TrainDryRun(DryRun):
     def conversations(self) -> Iterator[str]:
         """Check agent loops, tools and the endpoint for external agents, which is not opened."""
         check_agent_loops(self.config)
-        endpoint = build_endpoint(self.config, self._needed(self._tokenizer, "tokenizer"))
+        check_endpoint(self.config)
         yield f"agent loop {default_agent_loop(self.config)}"
-        if endpoint is not None:
+        if self.config.actor_rollout_ref.rollout.serves_endpoint:
             yield "an endpoint would be opened for external agents"
 
     def resharding(self) -> Iterator[str]:

@@ -196,6 +196,7 @@ FAILURES = {
     "agent/failed": "conversations that failed",
     "rollout/replicas_lost": "rollout replicas lost",
     "rollout/requests_moved": "requests moved to another replica",
+    "rollout/runners_lost": "agent runners lost",
     "actor/skipped_steps": "actor updates skipped for a non-finite gradient",
     "critic/skipped_steps": "critic updates skipped for a non-finite gradient",
     "train/skipped_steps": "updates skipped for a non-finite gradient",
@@ -208,6 +209,7 @@ FAILURES = {
     "val-aux/failed_rewards": "validation answers whose reward failed",
     "val-aux/agent/failed": "validation conversations that failed",
     "val-aux/rollout/replicas_lost": "rollout replicas lost in validation",
+    "val-aux/rollout/runners_lost": "agent runners lost in validation",
 }
 """Failure counters, with descriptions."""
 

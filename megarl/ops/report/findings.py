@@ -11,9 +11,13 @@ from megarl.ops.report.rules import RULES, Rows, finite_values, recent_mean
 from megarl.ops.report.run_files import RunRecord
 
 BAD, WARN = "bad", "warn"
-_RECOVERED = {"rollout/requests_moved", "reward/retries", "reward/processes_replaced"} | {
-    name for name in FAILURES if name.endswith("/out_of_memory")
-}
+_RECOVERED = {
+    "rollout/requests_moved",
+    "rollout/runners_lost",
+    "val-aux/rollout/runners_lost",
+    "reward/retries",
+    "reward/processes_replaced",
+} | {name for name in FAILURES if name.endswith("/out_of_memory")}
 _FAILED_ONLY = frozenset(FAILURES) - _RECOVERED
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -92,6 +93,7 @@ class EmbeddedEngine(RolloutEngine):
         self._cache: KVCache | None = None
         self._batcher: ContinuousBatcher | None = None
         self._running: set[str] = set()
+        self._interrupted = threading.Event()
         self._dropped: list[FinishedRequest] = []
         self._rotated = 0
 
@@ -121,9 +123,14 @@ class EmbeddedEngine(RolloutEngine):
         deadline = time.monotonic() + timeout_s
         ended, self._dropped = [self._completion(ended, "abort") for ended in self._dropped], []
         with torch.inference_mode():
-            while self._batcher and not ended and time.monotonic() < deadline:
+            while self._batcher and not (ended or self._interrupted.is_set()) and time.monotonic() < deadline:
                 ended = [self._completion(e, "stop" if e.stopped else "length") for e in self._batcher.advance()]
+        self._interrupted.clear()
         return ended
+
+    def interrupt_poll(self) -> None:
+        """See the contract; a started decoding step is finished."""
+        self._interrupted.set()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """See the contract."""

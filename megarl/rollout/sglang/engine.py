@@ -103,7 +103,8 @@ class SGLangEngine(RolloutEngine):
         self._version = NO_VERSION
         self._running: dict[str, RunningRequest] = {}
         self._lock = threading.Lock()
-        self._ended: queue.SimpleQueue[tuple[RunningRequest, Completion | RolloutError]] = queue.SimpleQueue()
+        # None interrupts a poll.
+        self._ended: queue.SimpleQueue[tuple[RunningRequest, Completion | RolloutError] | None] = queue.SimpleQueue()
         self._names = (f"{os.getpid()}-{next(_FIRST_NUMBER)}-{n:012d}" for n in itertools.count())
         self._loop = RequestLoop()
         try:
@@ -160,12 +161,16 @@ class SGLangEngine(RolloutEngine):
         while self._running:
             remaining = 0.0 if completions else max(0.0, deadline - time.monotonic())
             try:
-                entry, result = self._ended.get(remaining > 0, min(remaining, WATCH_S))
+                item = self._ended.get(remaining > 0, min(remaining, WATCH_S))
             except queue.Empty:
                 if completions or time.monotonic() >= deadline:
                     break
                 self._check_alive()
                 continue
+            if item is None:
+                deadline = 0.0
+                continue
+            entry, result = item
             if self._running.get(entry.request.request_id) is not entry:
                 continue
             del self._running[entry.request.request_id]
@@ -183,6 +188,10 @@ class SGLangEngine(RolloutEngine):
             if entry is not None and not entry.aborted:
                 entry.aborted = True
                 self._loop.start(self._abort_repeatedly(entry))
+
+    def interrupt_poll(self) -> None:
+        """See the contract."""
+        self._ended.put(None)
 
     def load_hf(self, path: str, version: int = 0) -> None:
         """See the contract."""

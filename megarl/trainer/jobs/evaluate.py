@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.endpoint import build_endpoint
+from megarl.agents.endpoint import check_endpoint
 from megarl.algorithms.selection import best_of_groups
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
 from megarl.base.run_writer import RUN_WRITER
+from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.schema.jobs import BestAnswersConfig, EvaluateConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.tracking import validation_table
@@ -68,15 +69,17 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         trackers = [name for name in config.trainer.logger if name != "console"]
         logged = dataclasses.replace(config.trainer, logger=trackers)
         reporter = RunReporter(logged, dataclasses.asdict(config), output_dir, session.console, started=session.started)
-        endpoint = build_endpoint(config, tokenizer)
-        pool = session.start(functions, endpoint)
+        check_endpoint(config)
+        pool = session.start(functions)
         with session.starting_workers() as progress:
+            runners = session.enter(AgentRunners(config, tokenizer, pool))
             replicas = FrozenReplicas(config, pool, progress)
+            runners.wait_ready()
             scorer = RewardModelScorer(ready_reward_model(config, pool, progress), reader) if reader else None
         session.tracing.begin_step(0)
         best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)
         with reporter.phase("testing"):
-            rollout = replicas.rollout_phase(tokenizer, endpoint)
+            rollout = replicas.rollout_phase(tokenizer, runners)
             rewards = RewardPhase(functions, tokenizer, config.reward_model, scorer)
             metrics, samples = Validator(rollout, rewards, loader, tokenizer).run(step, STREAM, best.add)
         _record(config, step, metrics, samples, reporter)

@@ -12,9 +12,10 @@ from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.endpoint import Endpoint
 from megarl.base.errors import CheckpointError, MegarlError
 from megarl.cluster import PlacedPool, wait_ready
+from megarl.cluster.adapters import replica_processes
+from megarl.cluster.agent_runners import AgentRunners
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig
@@ -24,7 +25,7 @@ from megarl.convert.source import HUGGING_FACE, CheckpointSource
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.tracking import Console
-from megarl.trainer.jobs.worker_groups import Progress, restart_replicas, rollout_group, router_replicas
+from megarl.trainer.jobs.worker_groups import Progress, restart_replicas, rollout_group
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
@@ -216,10 +217,11 @@ class FrozenReplicas:
         self.group.init_model()
         self.group.load_hf()
 
-    def rollout_phase(self, tokenizer: PreTrainedTokenizerBase, endpoint: Endpoint | None) -> RolloutPhase:
+    def rollout_phase(self, tokenizer: PreTrainedTokenizerBase, runners: AgentRunners) -> RolloutPhase:
         """Build the rollout phase over the replicas; lost ones are replaced with the same weights."""
-        replicas = router_replicas(self.group)
-        return RolloutPhase(replicas, self.config, tokenizer, on_lost=self.replace, endpoint=endpoint)
+        return RolloutPhase(
+            runners, lambda: replica_processes(self.group), self.config, tokenizer, on_lost=self.replace
+        )
 
     def replace(self, lost: Collection[int]) -> None:
         """Replace lost replicas by new processes with the same weights.

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.endpoint import build_endpoint
+from megarl.agents.endpoint import check_endpoint
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
+from megarl.cluster.agent_runners import AgentRunners
 from megarl.config import GenerateConfig
 from megarl.config.schema.jobs import STANDARD_INPUT
 from megarl.data import DataProto, sequence_lengths
@@ -55,12 +56,14 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
     with open_job(config, output_dir) as session:
         console = session.console
         session.config = config = policy.convert(console)
-        endpoint = build_endpoint(config, policy.tokenizer)
-        pool = session.start(endpoint)
+        check_endpoint(config)
+        pool = session.start()
         with session.starting_workers() as progress:
+            runners = session.enter(AgentRunners(config, policy.tokenizer, pool))
             replicas = FrozenReplicas(config, pool, progress)
+            runners.wait_ready()
         session.tracing.begin_step(0)
-        rollout = replicas.rollout_phase(policy.tokenizer, endpoint)
+        rollout = replicas.rollout_phase(policy.tokenizer, runners)
         rows: list[dict[str, Any]] = []
         with console.phase("gen"), span("gen", PHASE):
             for number, prompts in enumerate(loader):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerSilent, wait_all, wait_ready
-from megarl.cluster.adapters import GroupReplica, GroupSource, GroupTarget
+from megarl.cluster.adapters import GroupSource, GroupTarget, ReplicaProcess, replica_processes
 from megarl.cluster.role_groups import (
     ActorGroup,
     CriticGroup,
@@ -41,7 +41,6 @@ from megarl.trainer.jobs.worker_groups import (
     restart_replicas,
     reward_model_group,
     rollout_group,
-    router_replicas,
     update_plan,
 )
 from megarl.workers.settings import (
@@ -84,9 +83,9 @@ class Roles:
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
 
-    def replicas(self) -> list[GroupReplica]:
-        """List the rollout replicas for the router."""
-        return router_replicas(self.rollout)
+    def replicas(self) -> list[ReplicaProcess]:
+        """List the processes of the rollout replicas for the router."""
+        return replica_processes(self.rollout)
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the rollout replicas; see :meth:`ShardingManager.sync_weights`."""

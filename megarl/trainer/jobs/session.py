@@ -1,11 +1,11 @@
-"""Job session: opens and closes console, devices, tracing, endpoint, stop handling and resume of all five jobs."""
+"""Job session: opens and closes console, devices, tracing, stop handling and resume of all five jobs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from megarl.base.errors import RayLost
 from megarl.base.files import PRIVATE_UMASK
@@ -24,6 +24,8 @@ from megarl.trainer.records.watchdog import LaterLimits
 from megarl.trainer.state.run_identity import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
 from megarl.trainer.state.stopping import CTRL_C, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
+
+ContextT = TypeVar("ContextT", bound=AbstractContextManager[object])
 
 
 @contextmanager
@@ -88,7 +90,7 @@ class JobSession(Generic[JobT]):
         """Open the job's other resources, a Ray session with the devices, and tracing.
 
         Args:
-            *resources: chat endpoint, reward processes; None is skipped.
+            *resources: such as reward processes; None is skipped.
 
         Returns:
             The devices.
@@ -117,6 +119,11 @@ class JobSession(Generic[JobT]):
         )
         self.tracing = self._stack.enter_context(tracing)
         return pool
+
+    def enter(self, resource: ContextT) -> ContextT:
+        """Open a resource on the devices; it is closed before them."""
+        self._stack.enter_context(resource)
+        return resource
 
     @contextmanager
     def starting_workers(self) -> Iterator[Progress]:

@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megarl.agents.endpoint import build_endpoint
+from megarl.agents.endpoint import check_endpoint
 from megarl.cluster import PlacedPool
+from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
@@ -52,7 +53,7 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
         with session.console.phase("read data", announce=True):
             builder = TrainerBuilder(session)
         session.console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
-        pool = session.start(builder.endpoint, builder.reward_functions, builder.val_functions)
+        pool = session.start(builder.reward_functions, builder.val_functions)
         with session.starting_workers() as progress:
             trainer = builder.build(pool, progress)
         with session.training(trainer.state, trainer.reporter):
@@ -86,7 +87,7 @@ class TrainerBuilder:
         self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.prompts)
         check_schedules(config, self.batches, self.total_steps)
-        self.endpoint = build_endpoint(config, self.tokenizer)
+        check_endpoint(config)
 
     def build(self, pool: PlacedPool, progress: Progress) -> PPOTrainer:
         """Start the workers on the devices of the pool, and build the trainer.
@@ -122,11 +123,10 @@ class TrainerBuilder:
             run_id=session.run_id,
             started=session.started,
         )
+        runners = session.enter(AgentRunners(config, self.tokenizer, pool))
         roles = RoleBuilder(config, self.batches, self.total_steps, pool, progress).build()
-        console.message(roles.describe())
-        if self.endpoint:
-            console.message(self.endpoint.describe())
-        phases = self._phases(roles, advantage)
+        console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
+        phases = self._phases(roles, runners, advantage)
         validator = None
         if self.val_loader is not None:
             rewards = phases.rewards
@@ -146,20 +146,20 @@ class TrainerBuilder:
         )
         return PPOTrainer(config, roles, phases, recorders, state, reporter, session.tracing)
 
-    def _phases(self, roles: Roles, advantage: AdvantagePhase) -> StepPhases:
+    def _phases(self, roles: Roles, runners: AgentRunners, advantage: AdvantagePhase) -> StepPhases:
         config = self.session.config
         algorithm = config.algorithm
         scorer = None
         if roles.reward_model and self.reader:
             scorer = RewardModelScorer(roles.reward_model, self.reader)
         rollout = RolloutPhase(
-            roles.replicas(),
+            runners,
+            roles.replicas,
             config,
             self.tokenizer,
             self._batch_info(),
             on_lost=roles.replace_replicas,
             state_masking=config.actor_rollout_ref.actor.state_masking,
-            endpoint=self.endpoint,
         )
         shaping = RewardShaping(algorithm, self.total_steps)
         reference: list[BatchPhase] = []

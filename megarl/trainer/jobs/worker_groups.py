@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from megarl.cluster import PlacedPool, wait_all, wait_ready
-from megarl.cluster.adapters import GroupReplica
 from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup, RolloutGroup
 from megarl.config.batch import MicroBatches, PhasePlan, reward_micro_batches
 from megarl.config.schema.jobs import EvaluateConfig, PolicyConfig, TrainConfig
@@ -13,6 +12,8 @@ from megarl.models import ParallelLayout, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan, layout_of
 
+SPARE_THREADS = 2
+"""Threads of a replica that take requests, besides one per agent runner that waits for completions."""
 Progress = Callable[[int, int], None]
 """Shows the number of workers that are built, and of all."""
 
@@ -47,12 +48,8 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
     settings = RolloutSettings(policy.model.path, pool.pool.device, rollout, policy.model.user_modules)
     worker, kwargs = "megarl.workers.rollout:RolloutWorker", {"settings": settings}
     layout = ParallelLayout(dp=rollout.replicas or 1)
-    return RolloutGroup("rollout", worker, kwargs, layout, pool, devices_per_process=rollout.devices_per_replica)
-
-
-def router_replicas(group: RolloutGroup) -> list[GroupReplica]:
-    """List the replicas of a group for the router."""
-    return [GroupReplica(group, replica) for replica in range(group.world_size)]
+    span, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS
+    return RolloutGroup("rollout", worker, kwargs, layout, pool, devices_per_process=span, threads=threads)
 
 
 def pending_device_bytes(groups: Sequence[MegatronGroup]) -> int:

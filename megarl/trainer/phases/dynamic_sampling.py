@@ -17,7 +17,14 @@ from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, counted_ro
 SCORES = ("score", "seq_reward")
 """Values of ``algorithm.filter_groups.metric`` that mean the score itself."""
 SUMMED = (
-    *("agent/failed", "rollout/replicas_lost", "reward/failed", "reward/bad_samples", "reward/timeouts"),
+    *(
+        "agent/failed",
+        "rollout/replicas_lost",
+        "rollout/runners_lost",
+        "reward/failed",
+        "reward/bad_samples",
+        "reward/timeouts",
+    ),
     *("reward/infrastructure_failures", "reward/retries", "reward/processes_replaced", "reward/rm_truncated"),
     "reward_baselines/failed",
 )

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.build import build_agent_loops, conversation_limits, default_agent_loop
-from megarl.agents.endpoint import Endpoint
-from megarl.agents.loop import AgentLoop
-from megarl.agents.loop_monitor import monitored_loop
-from megarl.agents.runner import run_all, trajectories_to_batch, trajectory_metrics
-from megarl.agents.types import Conversation, Trajectory
-from megarl.base.errors import WeightSyncError, WorkerError
+from megarl.agents.build import default_agent_loop
+from megarl.agents.runner import request_capacity
+from megarl.agents.trajectories import report_failures, trajectories_to_batch, trajectory_metrics
+from megarl.agents.types import ConversationGroup, ConversationService, Integers, PlannedSample, Trajectory
+from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
 from megarl.config.schema.jobs import GenerationJobConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data import DataProto, sequence_lengths
-from megarl.rollout.interface import NO_VERSION, Completion, RolloutError, SamplingParams
-from megarl.rollout.router import Replica, Router, RouterStats
+from megarl.rollout.interface import NO_VERSION, SamplingParams
+from megarl.rollout.router import Replica, RouterStats
 from megarl.trainer.records.metrics import Metrics
 
 TRAINING, VALIDATION = 0, 1
@@ -34,14 +31,14 @@ AGENT_NAME = "agent_name"
 """Column with the name of a row's agent loop."""
 ROLLOUT_METRICS = "rollout_metrics"
 """Key in the ``meta_info`` of a validation batch: metrics of its conversations."""
-FATAL = (RolloutError, WorkerError, WeightSyncError)
-"""Errors that end the whole rollout; any other error ends one conversation."""
+WAIT_S = 1.0
+"""Seconds to wait for finished samples, after which the wait begins again."""
 
 
 class SampleSink(Protocol):
     """Receives samples before their batch is complete."""
 
-    def add(self, row: int, columns: Mapping[str, Any], prompt: Sequence[int], response: Sequence[int]) -> None:
+    def add(self, row: int, columns: Mapping[str, Any], prompt: Integers, response: Integers) -> None:
         """Receive the sample of a row of the batch: its non-tensor columns, and token ids of prompt and response."""
 
 
@@ -52,25 +49,26 @@ class RolloutPhase:
     of the sample. They do not depend on the replicas or on batching.
 
     Args:
-        replicas: rollout replicas.
+        runners: lead the conversations.
+        replicas: returns the current rollout replicas, since lost ones are replaced.
         config: complete.
         tokenizer: of the policy.
         batch_info: ``meta_info`` of training batches, such as the rows of a mini-batch.
         on_lost: receives the numbers of lost replicas, after the other replicas have finished.
         state_masking: exclude tokens of tools and searches from training.
-        endpoint: chat endpoint that serves the policy while it generates; None = no external requests.
     """
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        runners: ConversationService,
+        replicas: Callable[[], Sequence[Replica]],
         config: GenerationJobConfig,
         tokenizer: PreTrainedTokenizerBase,
         batch_info: Mapping[str, Any] = MappingProxyType({}),
         on_lost: Callable[[Collection[int]], None] = lambda lost: None,
         state_masking: bool = True,
-        endpoint: Endpoint | None = None,
     ) -> None:
+        self._runners = runners
         self.replicas = replicas
         self.config = config
         self.rollout = config.actor_rollout_ref.rollout
@@ -78,9 +76,7 @@ class RolloutPhase:
         self.batch_info = batch_info
         self.state_masking = state_masking
         self._on_lost = on_lost
-        self._endpoint = endpoint
-        self._limits, self._default_loop = conversation_limits(config), default_agent_loop(config)
-        self._loops: dict[str, AgentLoop] = {}
+        self._default_loop = default_agent_loop(config)
         self._lengths = LengthPredictor()
 
     def generate_sequences(
@@ -110,9 +106,7 @@ class RolloutPhase:
         if with_baseline:
             rows = np.arange(len(batch)) % (sampling.n + 1)
             batch = batch.with_columns({}, {"is_baseline": (rows == sampling.n).tolist()})
-        metrics |= conversation_metrics
-        if self._endpoint:
-            metrics |= self._endpoint.take_metrics()
+        metrics |= conversation_metrics | self._runners.endpoint_metrics()
         batch.meta_info |= self.batch_info
         return batch
 
@@ -147,9 +141,7 @@ class RolloutPhase:
         params = SamplingParams.of(sampling, self.config.data.max_response_length)
         seeds = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, len(prompts)).tolist()
         params_per_sample = [params] * samples + [dataclasses.replace(params, temperature=0.0)] * with_baseline
-        conversations = self._conversations(prompts, params_per_sample, seeds)
-        run = self._endpoint.run if self._endpoint else asyncio.run
-        trajectories, traffic = run(self._lead(conversations, early))
+        trajectories, traffic = self._lead(self._groups(prompts, params_per_sample, seeds), early)
         if traffic.lost:
             self._on_lost(traffic.lost)
         batch = trajectories_to_batch(trajectories, self.tokenizer.pad_token_id or 0, state_masking=self.state_masking)
@@ -158,54 +150,66 @@ class RolloutPhase:
         )
         return batch.union(columns.repeat(len(params_per_sample))), trajectory_metrics(trajectories) | traffic.metrics()
 
-    async def _lead(
-        self, conversations: Sequence[Conversation], early: SampleSink | None
+    def _lead(
+        self, groups: Sequence[ConversationGroup], early: SampleSink | None
     ) -> tuple[list[Trajectory], RouterStats]:
-        # An eighth more requests than slots, so that a freed slot is refilled without waiting.
-        capacity = self.rollout.max_num_seqs + self.rollout.max_num_seqs // 8
-        queues = len(conversations) > capacity * len(self.replicas)
-        # If all requests start at once, their assignment depends on the batch alone, and a run repeats bit for bit.
-        expected = {c.key: self._lengths.expected(c.prompt_ids) for c in conversations} if queues else {}
+        """Lead all conversations to their end; trajectories have the order of the groups and their samples."""
+        replicas = self.replicas()
+        names = [name for group in groups for name in group.ids]
+        trajectories = dict.fromkeys(names)
+        rows = {name: row for row, name in enumerate(names)}
+        self._runners.open(replicas)
+        try:
+            self._runners.submit(self._with_expected_lengths(groups, len(replicas)))
+            waiting = set(names)
+            while waiting:
+                for name, trajectory in self._runners.finished(WAIT_S):
+                    waiting.remove(name)
+                    trajectories[name] = trajectory
+                    if early is not None and trajectory.error is None and len(trajectory.response_ids):
+                        columns = {**groups[name.group].facts, **trajectory.fields}
+                        early.add(rows[name], columns, trajectory.prompt_ids, trajectory.response_ids)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error is the cause
+                self._runners.close()
+            raise
+        stats = self._runners.close()
+        ended = [trajectory for trajectory in trajectories.values() if trajectory is not None]
+        report_failures(ended)
+        self._lengths.update(ended)
+        return ended, stats
 
-        def pass_on(row: int, trajectory: Trajectory) -> None:
-            if early is not None and trajectory.error is None and trajectory.response_ids:
-                columns = {**conversations[row].facts, **trajectory.fields}
-                early.add(row, columns, trajectory.prompt_ids, trajectory.response_ids)
+    def _with_expected_lengths(self, groups: Sequence[ConversationGroup], replicas: int) -> Sequence[ConversationGroup]:
+        """Add expected lengths if requests queue.
 
-        async with Router(self.replicas, capacity, self.rollout.health.timeout_s) as router:
+        If all requests start at once, their assignment depends on the batch alone, and a run repeats bit for bit.
+        """
+        if sum(len(group.samples) for group in groups) <= request_capacity(self.rollout.max_num_seqs) * replicas:
+            return groups
+        lengths = self._lengths
+        return [dataclasses.replace(group, expected_tokens=lengths.expected(group.prompt_ids)) for group in groups]
 
-            async def generate(prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
-                return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=expected.get(key))
-
-            max_concurrency = self.rollout.agent.max_concurrency
-            async with monitored_loop(), self._endpoint.serving(generate) if self._endpoint else nullcontext():
-                trajectories = await run_all(conversations, self._loops, generate, max_concurrency, FATAL, pass_on)
-        self._lengths.update(trajectories)
-        return trajectories, router.stats
-
-    def _conversations(
+    def _groups(
         self, prompts: DataProto, params: Sequence[SamplingParams], seeds: Sequence[int]
-    ) -> list[Conversation]:
-        """One conversation per prompt and entry of ``params``, adjacent."""
+    ) -> list[ConversationGroup]:
+        """One group per prompt, with one conversation per entry of ``params``."""
         rectangle, (lengths, _) = prompts.tensors["prompts"], sequence_lengths(prompts)
-        ids = [row[len(row) - length :].tolist() for row, length in zip(rectangle, lengths.tolist(), strict=True)]
+        ids = [row[len(row) - length :] for row, length in zip(rectangle, lengths.tolist(), strict=True)]
         rows = [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]
-        names = [str(row.get(AGENT_NAME) or self._default_loop) for row in rows]
-        missing = sorted(set(names) - self._loops.keys())
-        self._loops |= build_agent_loops(self.config, self.tokenizer, missing, self._endpoint)
         return [
-            Conversation(
+            ConversationGroup(
+                number=row,
                 messages=rows[row].get("raw_prompt", ()),
-                prompt_ids=ids[row],
-                params=sampling,
-                seed=derive_seed(seeds[row], sample),
+                prompt_ids=ids[row].numpy().astype(np.int32),
+                samples=[
+                    PlannedSample(sample, sampling, derive_seed(seeds[row], sample))
+                    for sample, sampling in enumerate(params)
+                ],
                 key=str(row),
-                agent_name=names[row],
+                agent_name=str(rows[row].get(AGENT_NAME) or self._default_loop),
                 facts=rows[row],
-                limits=self._limits,
             )
             for row in range(len(prompts))
-            for sample, sampling in enumerate(params)
         ]
 
 
@@ -238,16 +242,16 @@ class LengthPredictor:
         self.capacity = capacity
         self._means: dict[int, float] = {}
 
-    def expected(self, prompt_ids: Sequence[int]) -> float | None:
+    def expected(self, prompt_ids: Integers) -> float | None:
         """Predict the generated tokens per turn; None for a new prompt."""
-        return self._means.get(hash(tuple(prompt_ids)))
+        return self._means.get(_digest(prompt_ids))
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
         """Record the lengths of finished trajectories."""
         tokens, turns = defaultdict[int, int](int), defaultdict[int, int](int)
         for trajectory in trajectories:
             if trajectory.error is None:
-                prompt, mask = hash(tuple(trajectory.prompt_ids)), bytes(trajectory.response_mask)
+                prompt, mask = _digest(trajectory.prompt_ids), np.asarray(trajectory.response_mask, np.uint8).tobytes()
                 tokens[prompt] += sum(mask)
                 turns[prompt] += mask.startswith(b"\1") + mask.count(b"\0\1")
         for prompt in filter(turns.__getitem__, tokens):
@@ -255,3 +259,7 @@ class LengthPredictor:
             self._means[prompt] = tokens[prompt] / turns[prompt]
         while len(self._means) > self.capacity:
             del self._means[next(iter(self._means))]
+
+
+def _digest(prompt_ids: Integers) -> int:
+    return hash(np.asarray(prompt_ids, np.int32).tobytes())

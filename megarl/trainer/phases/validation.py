@@ -30,7 +30,7 @@ from megarl.trainer.records.samples import Sample, describe_samples
 
 AVERAGED = ("env/number_of_valid_search", "env/ratio_of_valid_action", "env/finish_ratio", "tool_call_counts/mean")
 """Conversation metrics that validation reports as a mean over batches, weighted by rows."""
-SUMMED = ("rollout/replicas_lost", "agent/failed")
+SUMMED = ("rollout/replicas_lost", "rollout/runners_lost", "agent/failed")
 """Conversation metrics that validation reports as a sum."""
 PREDICTION = "pred"
 """Key under which a reward function returns the extracted answer, as in verl."""

@@ -1,0 +1,201 @@
+"""Trajectories as a batch: its columns, its metrics, and the report of failed conversations."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from megarl.agents.types import AgentError, FinishedSample, Integers, Trajectory
+from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
+
+logger = logging.getLogger(__name__)
+
+ACTIONS, VALID_ACTIONS = "env/actions", "env/valid_actions"
+VALID_SEARCHES, FINISHED = "env/valid_searches", "env/finished"
+
+
+def report_failures(trajectories: Sequence[Trajectory]) -> None:
+    """Log the number of failed conversations.
+
+    Raises:
+        AgentError: all conversations failed.
+    """
+    errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+    if errors and len(errors) == len(trajectories):
+        raise AgentError(f"all {len(errors)} conversations failed; the first: {errors[0]}")
+    if errors:
+        logger.warning("%d of %d conversations failed; the first: %s", len(errors), len(trajectories), errors[0])
+
+
+RAGGED = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "response_mask": np.int8,
+    "log_probs": np.float32,
+    "weight_versions": np.int32,
+    "unmasked": np.int8,
+}
+"""Fields of a trajectory with one value per token, and their types in other processes."""
+
+
+class PackedSamples:
+    """Finished samples as ragged columns, cheap to send to another process.
+
+    Args:
+        samples: the samples.
+    """
+
+    def __init__(self, samples: Sequence[FinishedSample]) -> None:
+        self._names = [sample.name for sample in samples]
+        trajectories = [sample.trajectory for sample in samples]
+        self._columns = {name: _ragged([getattr(t, name) for t in trajectories], RAGGED[name]) for name in RAGGED}
+        # The rest of each trajectory, without its tokens.
+        empty = dict.fromkeys(RAGGED, ())
+        self._rest = [{**vars(trajectory), **empty} for trajectory in trajectories]
+
+    def unpack(self) -> list[FinishedSample]:
+        """Return the samples, with NumPy arrays per token."""
+        rows = {name: np.split(values, ends[:-1]) for name, (values, ends) in self._columns.items()}
+        return [
+            FinishedSample(name, Trajectory(**{**rest, **{column: rows[column][row] for column in RAGGED}}))
+            for row, (name, rest) in enumerate(zip(self._names, self._rest, strict=True))
+        ]
+
+
+def _ragged(rows: Sequence[Integers | Sequence[float]], dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """Values of all rows, and the end of each row in them."""
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    return np.fromiter(itertools.chain.from_iterable(rows), dtype, int(ends[-1]) if rows else 0), ends
+
+
+def trajectories_to_batch(
+    trajectories: Sequence[Trajectory], pad_token_id: int, *, state_masking: bool = True
+) -> DataProto:
+    """Convert trajectories into a batch, one row per trajectory, in their order.
+
+    ``attention_mask`` covers every token, including the environment's. ``response_mask`` marks the tokens to train on
+    and may have holes. A failed trajectory keeps its row with a mask of zeros. An empty response gets one padding
+    token, since a row needs at least one.
+
+    Args:
+        trajectories: result of agent loops.
+        pad_token_id: padding token.
+        state_masking: exclude the environment's tokens from losses, KL, advantages and entropy; False trains on them as
+            on the policy's tokens.
+
+    Returns:
+        ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
+        environment's tokens) ``[b, R]`` and ``attention_mask [b, P+R]``; the columns ``num_turns``, ``weight_version``,
+        ``agent_error`` (None: no failure) and one column per name in ``fields``.
+    """
+    prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
+    responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]
+    masks = [_train_mask(trajectory, state_masking) for trajectory in trajectories]
+    tensors = {
+        "prompts": pad_left(prompts, pad_token_id),
+        "responses": pad_right(responses, pad_token_id),
+        "response_mask": pad_right(masks),
+        "generated_mask": pad_right([_nonempty(trajectory.generated_mask, 0) for trajectory in trajectories]),
+        "rollout_log_probs": pad_right(
+            [_nonempty(trajectory.log_probs, 0.0) for trajectory in trajectories], dtype=torch.float32
+        ),
+    }
+    tensors["attention_mask"] = attention_mask_of(
+        list(map(len, prompts)),
+        list(map(len, responses)),
+        tensors["prompts"].shape[1],
+        tensors["responses"].shape[1],
+    )
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.fields)
+    columns = {name: [trajectory.fields.get(name) for trajectory in trajectories] for name in names}
+    columns["num_turns"] = [trajectory.num_turns for trajectory in trajectories]
+    columns["weight_version"] = [trajectory.weight_version for trajectory in trajectories]
+    columns["agent_error"] = [trajectory.error for trajectory in trajectories]
+    return DataProto.from_dict(tensors, columns)
+
+
+def _nonempty(values: Sequence[float] | np.ndarray, default: float) -> Sequence[float] | np.ndarray:
+    return values if len(values) else [default]
+
+
+def _train_mask(trajectory: Trajectory, state_masking: bool) -> Integers:
+    length = len(trajectory.response_ids)
+    if trajectory.error is not None or not length:
+        return [0] * max(length, 1)
+    return trajectory.generated_mask if state_masking else [1] * length
+
+
+def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute the metrics of a batch of trajectories, under the names of verl and Search-R1.
+
+    - ``num_turns/{mean,max,min}``: messages per conversation, including the prompt.
+    - ``tool_call_counts/{mean,max,min}``: tool calls per conversation; ``tool_call_counts/malformed_ratio``: share of
+      all calls that were answered with an error.
+    - ``env/number_of_actions/{mean,max,min}``: turns of the policy per searching conversation; ``env/finish_ratio``:
+      share of conversations with an answer; ``env/number_of_valid_action``, ``env/number_of_valid_search``: per
+      conversation; ``env/ratio_of_valid_action``: share of valid turns, mean over conversations.
+    - ``state_tokens/{total,coverage}``: generated tokens, and their share of all response tokens.
+    - ``agent/failed``: failed conversations; they are excluded from all other metrics.
+    - ``agent/<name>/mean``: any other number reported by loops and tools.
+
+    Args:
+        trajectories: result of agent loops.
+    """
+    succeeded = [trajectory for trajectory in trajectories if trajectory.error is None]
+    metrics = {"agent/failed": float(len(trajectories) - len(succeeded))}
+    metrics |= _mean_max_min("num_turns", [float(trajectory.num_turns) for trajectory in succeeded])
+    names = dict.fromkeys(name for trajectory in succeeded for name in trajectory.metrics)
+    for name in names:
+        rows = [trajectory.metrics for trajectory in succeeded if name in trajectory.metrics]
+        metrics |= _SPECIAL[name](rows) if name in _SPECIAL else {f"agent/{name}/mean": _mean(rows, name)}
+    return metrics | _state_tokens(succeeded)
+
+
+_Rows = Sequence[Mapping[str, float]]
+
+
+def _state_tokens(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    generated = sum(int(np.sum(trajectory.response_mask, dtype=np.int64)) for trajectory in trajectories)
+    total = sum(len(trajectory.response_mask) for trajectory in trajectories)
+    return {"state_tokens/total": float(generated), "state_tokens/coverage": generated / total} if total else {}
+
+
+def _mean_max_min(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def _values(rows: _Rows, name: str) -> list[float]:
+    return [row[name] for row in rows]
+
+
+def _mean(rows: _Rows, name: str) -> float:
+    return float(np.mean(_values(rows, name)))
+
+
+def _valid_actions(rows: _Rows) -> dict[str, float]:
+    valid, actions = np.array(_values(rows, VALID_ACTIONS)), np.array(_values(rows, ACTIONS))
+    return {
+        "env/number_of_valid_action": float(valid.mean()),
+        "env/ratio_of_valid_action": float((valid / np.maximum(actions, 1)).mean()),
+    }
+
+
+def _malformed(rows: _Rows) -> dict[str, float]:
+    calls = sum(_values(rows, "tool_call_counts"))
+    return {"tool_call_counts/malformed_ratio": sum(_values(rows, "malformed_calls")) / calls} if calls else {}
+
+
+_SPECIAL: dict[str, Callable[[_Rows], dict[str, float]]] = {
+    "tool_call_counts": lambda rows: _mean_max_min("tool_call_counts", _values(rows, "tool_call_counts")),
+    "malformed_calls": _malformed,
+    ACTIONS: lambda rows: _mean_max_min("env/number_of_actions", _values(rows, ACTIONS)),
+    VALID_ACTIONS: _valid_actions,
+    VALID_SEARCHES: lambda rows: {"env/number_of_valid_search": _mean(rows, VALID_SEARCHES)},
+    FINISHED: lambda rows: {"env/finish_ratio": _mean(rows, FINISHED)},
+}

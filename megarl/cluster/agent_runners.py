@@ -1,0 +1,360 @@
+"""Agent runners in processes: conversations are led outside the driver, and survive the loss of a runner."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from megarl.agents.endpoint.server import make_token
+from megarl.agents.runner import AgentRunner
+from megarl.agents.trajectories import PackedSamples
+from megarl.agents.types import ConversationGroup, FinishedSample, SampleId
+from megarl.base.errors import StepImpossible, WorkerError
+from megarl.base.user_code import import_user_modules
+from megarl.cluster.adapters import ReplicaProcess
+from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, gather
+from megarl.cluster.resources import PlacedPool
+from megarl.cluster.worker_group import RankHandle, WorkerGroup, wait_ready
+from megarl.models.layout import ParallelLayout
+from megarl.rollout.router import Replica, RouterStats
+from megarl.tracing import TRACER
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config import GenerationJobConfig
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 1.0
+"""Seconds after which a runner without a finished sample reports that it works."""
+MOST_LOST = 3
+"""Runners that may be lost between opening and closing; more losses have a cause that a new process does not end."""
+SHUTDOWN_S = 5.0
+ROLE = "agents"
+
+
+class RunnersLost(WorkerError, StepImpossible):
+    """Agent runners die again and again."""
+
+
+@dataclass(frozen=True)
+class RunnerReport:
+    """News of an agent runner.
+
+    Attributes:
+        samples: samples that have ended.
+        progress: generated turns so far.
+        warnings: warnings for the user, in the runner's log too.
+        failure: error that ended all of its conversations; None = it works.
+    """
+
+    samples: PackedSamples
+    progress: int
+    warnings: list[str]
+    failure: Exception | None = None
+
+
+class AgentRunnerWorker:
+    """An agent runner as a worker; see :class:`megarl.agents.runner.AgentRunner`.
+
+    Args:
+        place: rank of the runner.
+        config: complete configuration of the job.
+        tokenizer: of the policy.
+        token: bearer token of the chat endpoint.
+    """
+
+    def __init__(
+        self, place: WorkerPlace, *, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, token: str
+    ) -> None:
+        import_user_modules(*config.actor_rollout_ref.model.user_modules)
+        self._runner = AgentRunner(config, tokenizer, place.rank, place.world_size, token)
+        self._warnings = WarningList()
+        logging.getLogger("megarl").addHandler(self._warnings)
+
+    @verb(Dispatch.ALL)
+    def open(self, replicas: Sequence[Replica], client: str) -> None:
+        """Serve conversations with these replicas, under a new name."""
+        self._runner.open(replicas, client)
+
+    @verb(Dispatch.ALL)
+    def start(self, groups: Sequence[ConversationGroup]) -> None:
+        """Start conversations."""
+        self._runner.submit(groups)
+
+    @verb(Dispatch.RANK)
+    def finished(self, wait_s: float) -> RunnerReport:
+        """Report finished samples."""
+        samples: list[FinishedSample] = []
+        failure = None
+        try:
+            samples = self._runner.finished(wait_s)
+        except Exception as error:
+            failure = error
+        return RunnerReport(PackedSamples(samples), self._runner.progress, self._warnings.take(), failure)
+
+    @verb(Dispatch.ALL)
+    def abort(self, names: Sequence[SampleId]) -> None:
+        """Abort conversations."""
+        self._runner.abort(names)
+
+    @verb(Dispatch.ALL)
+    def close(self) -> RouterStats:
+        """Abort the remaining conversations; return the router's statistics."""
+        return self._runner.close()
+
+    @verb(Dispatch.ALL)
+    def endpoint_metrics(self) -> dict[str, float]:
+        """Metrics of external requests."""
+        return self._runner.endpoint_metrics()
+
+    @verb(Dispatch.ALL)
+    def describe(self) -> str:
+        """One line about the chat endpoint; empty without one."""
+        return self._runner.endpoint.describe() if self._runner.endpoint else ""
+
+    @verb(Dispatch.ALL)
+    def end(self) -> None:
+        """Close the chat endpoint."""
+        self._runner.shutdown()
+
+
+class WarningList(logging.Handler):
+    """Collects the texts of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        self._texts.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """Return and clear the warnings since the last call."""
+        texts, self._texts = self._texts, []
+        return texts
+
+
+@dataclass
+class _Runner:
+    """A runner process between opening and closing.
+
+    Attributes:
+        handle: its process.
+        client: its name at the replicas.
+        running: its unfinished samples.
+        calls: calls whose success has not been checked.
+        report: the report in progress, and the time of its request.
+        progress: generated turns.
+    """
+
+    handle: RankHandle
+    client: str = field(default_factory=lambda: secrets.token_hex(8))
+    running: set[SampleId] = field(default_factory=set)
+    calls: list[WorkerCall] = field(default_factory=list)
+    report: tuple[WorkerCall, float] | None = None
+    progress: int = 0
+
+    def call(self, name: str, *args: Any) -> None:
+        """Start a verb, whose success is checked later."""
+        self.calls.append(self.handle.submit(name, *args))
+
+    def refs(self) -> list[ray.ObjectRef]:
+        """References of all calls in progress."""
+        return [call.ref for call in [*self.calls, *([self.report[0]] if self.report else [])]]
+
+
+class AgentRunners:
+    """Runner processes as one :class:`~megarl.agents.types.ConversationService`; a context manager.
+
+    A group of conversations goes to the runner with the fewest unfinished ones. If a runner dies or does not answer,
+    the others repeat its unfinished conversations; if it was the only one, it is replaced at once. A repeated
+    conversation has the same seeds, so its sample is the same.
+
+    The constructor returns at once; :meth:`wait_ready` waits for the start.
+
+    Args:
+        config: complete configuration of the job.
+        tokenizer: of the policy.
+        pool: devices of the job, whose nodes the processes are on.
+    """
+
+    def __init__(self, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, pool: PlacedPool) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        self._timeout_s, self._serves_endpoint = rollout.health.timeout_s, rollout.serves_endpoint
+        kwargs = {"config": config, "tokenizer": tokenizer, "token": make_token() if self._serves_endpoint else ""}
+        layout = ParallelLayout(dp=rollout.agent.num_workers)
+        worker = f"{__name__}:{AgentRunnerWorker.__name__}"
+        self._group = WorkerGroup(ROLE, worker, kwargs, layout, pool, threads=2, on_device=False)
+        self._runners: dict[int, _Runner] = {}
+        self._replicas: Sequence[Replica] = ()
+        self._groups: dict[int, ConversationGroup] = {}
+        self._dead: list[int] = []
+        self._losses = 0
+
+    def __enter__(self) -> AgentRunners:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._serves_endpoint:  # its clients are answered, and its access file is deleted
+            with contextlib.suppress(Exception):
+                calls = [self._group.handle(rank).submit("end") for rank in range(self._group.world_size)]
+                gather(calls, SHUTDOWN_S)
+        self._group.shutdown()
+
+    def wait_ready(self) -> str:
+        """Wait until the runners have started; return a line about the chat endpoint, empty without one.
+
+        Raises:
+            WorkerFailed: a runner did not start.
+        """
+        wait_ready([self._group])
+        return str(self._group.call("describe")[0])
+
+    def open(self, replicas: Sequence[Replica]) -> None:
+        """See :class:`~megarl.agents.types.ConversationService`; the replicas are sent to the runners."""
+        self._replicas, self._groups, self._losses = replicas, {}, 0
+        self._runners = {rank: self._open(rank) for rank in range(self._group.world_size)}
+
+    def submit(self, groups: Sequence[ConversationGroup]) -> None:
+        """See :class:`~megarl.agents.types.ConversationService`."""
+        self._groups |= {group.number: group for group in groups}
+        self._distribute(groups)
+
+    def finished(self, wait_s: float) -> list[FinishedSample]:
+        """See :class:`~megarl.agents.types.ConversationService`.
+
+        Raises:
+            RunnersLost: more than :data:`MOST_LOST` runners were lost since :meth:`open`.
+        """
+        deadline = time.monotonic() + wait_s
+        samples: list[FinishedSample] = []
+        while not samples:
+            for runner in self._runners.values():
+                runner.report = runner.report or (runner.handle.submit("finished", REPORT_S), time.monotonic())
+            refs = [ref for runner in self._runners.values() for ref in runner.refs()]
+            left = deadline - time.monotonic()
+            ready, _ = ray.wait(refs, num_returns=1, timeout=max(0.0, min(left, REPORT_S)))
+            for rank, runner in list(self._runners.items()):
+                try:
+                    samples += self._read_report(runner, ready)
+                except (WorkerFailed, WorkerSilent) as failure:
+                    if isinstance(failure, WorkerFailed) and not failure.died:
+                        raise
+                    self._lose(rank, failure)
+            if left <= 0:
+                break
+        return samples
+
+    def abort(self, names: Sequence[SampleId]) -> None:
+        """See :class:`~megarl.agents.types.ConversationService`."""
+        for runner in self._runners.values():
+            chosen = [name for name in names if name in runner.running]
+            runner.running.difference_update(chosen)
+            if chosen:
+                runner.call("abort", chosen)
+
+    def close(self) -> RouterStats:
+        """See :class:`~megarl.agents.types.ConversationService`. Lost runners are replaced."""
+        stats = []
+        for rank, runner in list(self._runners.items()):
+            runner.running.clear()
+            try:
+                stats += gather([runner.handle.submit("close")], self._timeout_s)
+            except (WorkerFailed, WorkerSilent) as failure:
+                if isinstance(failure, WorkerFailed) and not failure.died:
+                    raise
+                self._lose(rank, failure)
+        if self._dead:
+            self._group.restart(self._dead)
+        self._runners, self._groups, self._dead = {}, {}, []
+        return RouterStats.merged(stats, self._losses)
+
+    def endpoint_metrics(self) -> dict[str, float]:
+        """See :class:`~megarl.agents.types.ConversationService`; runner 0 serves external requests."""
+        if not self._serves_endpoint:
+            return {}
+        with contextlib.suppress(WorkerError):  # a lost runner is replaced by the next round
+            metrics: dict[str, float] = gather([self._group.handle(0).submit("endpoint_metrics")], self._timeout_s)[0]
+            return metrics
+        return {}
+
+    def _open(self, rank: int) -> _Runner:
+        runner = _Runner(self._group.handle(rank))
+        runner.call("open", self._replicas, runner.client)
+        return runner
+
+    def _distribute(self, groups: Iterable[ConversationGroup]) -> None:
+        """Start conversations on the runners with the fewest unfinished ones."""
+        parts: dict[int, list[ConversationGroup]] = {}
+        load = Counter({rank: len(runner.running) for rank, runner in self._runners.items()})
+        for group in groups:
+            rank = min(self._runners, key=lambda rank: (load[rank], rank))
+            load[rank] += len(group.samples)
+            parts.setdefault(rank, []).append(group)
+        for rank, part in parts.items():
+            self._runners[rank].running.update(name for group in part for name in group.ids)
+            self._runners[rank].call("start", part)
+
+    def _read_report(self, runner: _Runner, ready: Sequence[ray.ObjectRef]) -> list[FinishedSample]:
+        """Return the samples of a report that is ready.
+
+        Raises:
+            WorkerFailed: a call failed, or the runner died.
+            WorkerSilent: the runner does not answer.
+            MegarlError: see :attr:`RunnerReport.failure`.
+        """
+        gather([call for call in runner.calls if call.ref in ready])
+        runner.calls = [call for call in runner.calls if call.ref not in ready]
+        assert runner.report is not None
+        call, asked = runner.report
+        if call.ref not in ready:
+            if time.monotonic() - asked > REPORT_S + self._timeout_s:
+                raise WorkerSilent(f"no answer within {self._timeout_s:g} s", [(call.role, call.rank)])
+            return []
+        runner.report = None
+        report: RunnerReport = gather([call])[0]
+        for text in report.warnings:
+            logger.warning("%s", text)
+        if report.progress != runner.progress:
+            TRACER.progress()
+            runner.progress = report.progress
+        if report.failure is not None:
+            raise report.failure
+        samples = [sample for sample in report.samples.unpack() if sample.name in runner.running]
+        runner.running.difference_update(sample.name for sample in samples)
+        return samples
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        """Have the other runners repeat the unfinished conversations of a lost one; without others, replace it.
+
+        Raises:
+            RunnersLost: too many runners were lost.
+        """
+        TRACER.progress()
+        runner, self._losses = self._runners.pop(rank), self._losses + 1
+        logger.warning("agent runner %d is lost, %d conversations are repeated: %s", rank, len(runner.running), error)
+        self._dead.append(rank)
+        self._group.kill(rank)
+        with contextlib.suppress(WorkerError):  # the other runners notice a lost replica
+            processes = [replica for replica in self._replicas if isinstance(replica, ReplicaProcess)]
+            gather([replica.forget(runner.client) for replica in processes], self._timeout_s)
+        if self._losses > MOST_LOST:
+            raise RunnersLost(f"{self._losses} agent runners were lost in one step; the last: {error}") from error
+        if not self._runners:
+            self._group.restart(self._dead)
+            self._runners = {lost: self._open(lost) for lost in self._dead}
+            self._dead = []
+        groups = {name.group: self._groups[name.group].only(runner.running) for name in sorted(runner.running)}
+        self._distribute(groups.values())

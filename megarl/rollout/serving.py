@@ -1,0 +1,178 @@
+"""Continuous serving: an engine in a thread of its own takes requests at any moment and returns completions at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megarl.rollout.interface import Completion, Request, RolloutEngine
+from megarl.tracing import TRACER, span
+from megarl.tracing.tracer import count_memory
+
+IDLE_S = 10.0
+"""Seconds without a request after which the thread ends; the next request starts another one."""
+POLL_S = 0.5
+"""Seconds of one poll of the engine. New requests interrupt it; an engine without interruption delays them so long."""
+
+
+@dataclass
+class _Client:
+    """Requests of one client, and what it has not fetched yet.
+
+    Attributes:
+        running: ids of its requests that have not ended.
+        ended: completions that it has not fetched.
+        failure: error that ended its requests, raised by its next fetch.
+    """
+
+    running: set[str] = field(default_factory=set)
+    ended: list[Completion] = field(default_factory=list)
+    failure: Exception | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.ended) or self.failure is not None
+
+
+class EngineServer:
+    """Serves requests of several clients with one engine, in its own thread.
+
+    All methods may be called from any thread. While no request is running, the engine belongs to the caller, who may
+    update its weights or put it to sleep.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._inbox: list[tuple[str, Sequence[Request]]] = []
+        self._aborted: list[str] = []
+        self._clients: dict[str, _Client] = {}
+        self._owners: dict[str, str] = {}
+        self._gone: set[str] = set()
+        self._polls = 0
+        self._thread: threading.Thread | None = None
+
+    def accept(self, client: str, requests: Sequence[Request], aborted: Iterable[str] = ()) -> None:
+        """Take new requests and abort others, without waiting for the engine.
+
+        Args:
+            client: name of the caller; only its :meth:`completions` return the results.
+            requests: new requests, whose ids are unique among all clients.
+            aborted: ids of requests to abort; an unknown id is ignored.
+        """
+        with self._changed:
+            if client in self._gone:
+                return
+            if requests:
+                self._clients.setdefault(client, _Client()).running.update(request.request_id for request in requests)
+                self._owners.update((request.request_id, client) for request in requests)
+                self._inbox.append((client, requests))
+            self._aborted += aborted
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        self._engine.interrupt_poll()
+
+    def completions(self, client: str, wait_s: float) -> list[Completion]:
+        """Wait for completions of a client's requests, and return all that have ended.
+
+        An empty list proves that the engine works: it is returned after the engine has finished a poll within the call.
+
+        Args:
+            client: name of the caller.
+            wait_s: seconds to wait for the first completion; without running requests the call returns at once.
+
+        Raises:
+            RolloutError, WeightSyncError: the engine failed, or refused the client's requests; none is running.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            state, polls = self._clients.get(client, _Client()), self._polls
+            while state.running and not state.has_news:
+                left = deadline - time.monotonic()
+                if left <= 0 and self._polls > polls:
+                    break
+                self._changed.wait(left if left > 0 else None)
+            if not state.running:
+                self._clients.pop(client, None)
+            failure, state.failure = state.failure, None
+            ended, state.ended = state.ended, []
+        if failure is not None:
+            raise failure
+        return ended
+
+    def forget(self, client: str) -> None:
+        """Abort all requests of a client that is gone, and wait until none is running; late ones are ignored."""
+        with self._changed:
+            state = self._clients.get(client, _Client())
+            running = list(state.running)
+        if running:
+            self.accept(client, (), running)
+        with self._changed:
+            self._gone.add(client)
+            self._changed.wait_for(lambda: not state.running)
+            self._clients.pop(client, None)
+
+    def _serve(self) -> None:
+        """Body of the thread."""
+        while True:
+            with self._changed:
+                if not self._owners:
+                    self._aborted = []
+                if not self._changed.wait_for(lambda: bool(self._owners), IDLE_S):
+                    self._thread = None
+                    return
+            TRACER.follow_thread()
+            count_memory()
+            with span("generate", "verb"):
+                while self._owners:
+                    self._poll_once()
+            count_memory()
+
+    def _poll_once(self) -> None:
+        """Pass new requests to the engine, let it work, and hand out the completions."""
+        with self._changed:
+            inbox, self._inbox = self._inbox, []
+            aborted, self._aborted = self._aborted, []
+        refused = []
+        for client, requests in inbox:
+            try:
+                self._engine.submit(requests)
+            except Exception as error:
+                refused.append((client, requests, error))
+        ended, failure = [], None
+        try:
+            self._engine.abort(aborted)
+            ended = self._engine.poll(POLL_S)
+        except Exception as error:
+            failure = error
+        with self._changed:
+            self._polls += 1
+            for client, requests, refusal in refused:
+                self._fail(client, [request.request_id for request in requests], refusal)
+            for completion in ended:
+                client = self._owners.pop(completion.request_id, "")
+                if not client:  # the engine was used by someone else before
+                    continue
+                self._clients[client].running.discard(completion.request_id)
+                self._clients[client].ended.append(completion)
+            if failure is not None:  # the engine has lost all requests that it had
+                waiting = {request.request_id for _, requests in self._inbox for request in requests}
+                for client, state in self._clients.items():
+                    self._fail(client, state.running - waiting, failure)
+            self._changed.notify_all()
+
+    def _fail(self, client: str, names: Iterable[str], error: Exception) -> None:
+        """End requests of a client with an error."""
+        lost = list(names)
+        if lost:
+            self._clients[client].running.difference_update(lost)
+            self._clients[client].failure = error
+            for name in lost:
+                self._owners.pop(name, None)

@@ -1,0 +1,163 @@
+"""Agent runners in real processes, over a replica with timed answers: loss and replacement of runners."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from light_workers import timed_tokens
+from task_configs import arithmetic, train_config  # noqa: F401
+
+from megarl.agents.types import ConversationGroup, PlannedSample, SampleId
+from megarl.base.errors import ConfigError
+from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, agent_runners
+from megarl.cluster.adapters import replica_processes
+from megarl.cluster.agent_runners import AgentRunners, RunnersLost
+from megarl.config import TrainConfig
+from megarl.models import ParallelLayout
+from megarl.rollout.interface import SamplingParams
+from megarl.rollout.router import Replica
+from megarl.trainer.phases.data_loading import load_tokenizer
+
+PARAMS = SamplingParams(5)
+LOOPS = Path(__file__).with_name("runner_loops.py")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PlacedPool]:
+    with RaySession(num_cpus=1) as session:
+        yield session.place([ResourcePool("main", "cpu", [1])])["main"]
+
+
+@pytest.fixture(scope="module")
+def replica(pool: PlacedPool) -> WorkerGroup:
+    worker = "tests.cluster.light_workers.TimedReplica"
+    return WorkerGroup("rollout", worker, {"seconds": 0.6}, ParallelLayout(dp=1), pool, threads=6)
+
+
+@pytest.fixture
+def runners(
+    pool: PlacedPool,
+    train_config: Callable[..., TrainConfig],  # noqa: F811
+    arithmetic: Path,  # noqa: F811
+) -> Iterator[Callable[[int], AgentRunners]]:
+    started: list[AgentRunners] = []
+
+    def start(count: int) -> AgentRunners:
+        keys = {"agent.num_workers": count, "health.timeout_s": 6.0}
+        config = train_config({f"actor_rollout_ref.rollout.{name}": value for name, value in keys.items()})
+        started.append(AgentRunners(config, load_tokenizer(str(arithmetic / "model")), pool))
+        assert started[-1].wait_ready() == ""
+        return started[-1]
+
+    yield start
+    for service in started:
+        service.__exit__(None, None, None)
+    pool.processes.groups[1:] = []
+
+
+def groups_of(count: int, agent_name: str = "single_turn_agent") -> list[ConversationGroup]:
+    return [
+        ConversationGroup(
+            number=number,
+            messages=(),
+            prompt_ids=np.array([3, number], np.int32),
+            samples=[PlannedSample(sample, PARAMS, 10 * number + sample) for sample in range(2)],
+            key=str(number),
+            agent_name=agent_name,
+        )
+        for number in range(count)
+    ]
+
+
+def lead(
+    service: AgentRunners, replicas: list[Replica], count: int, strikes: list[Callable[[], None]] | None = None
+) -> tuple[dict[SampleId, list[int]], int]:
+    """Lead conversations to their end; after each of the first reports, one strike."""
+    service.open(replicas)
+    service.submit(groups_of(count))
+    responses: dict[SampleId, list[int]] = {}
+    while len(responses) < 2 * count:
+        samples = service.finished(1.0)
+        for name, trajectory in samples:
+            assert name not in responses
+            assert trajectory.response_ids.dtype == np.int32 and trajectory.log_probs.dtype == np.float32
+            responses[name] = trajectory.response_ids.tolist()
+        if samples and strikes:
+            strikes.pop(0)()
+    return responses, service.close().runners_lost
+
+
+def expected(count: int) -> dict[SampleId, list[int]]:
+    return {
+        SampleId(number, sample): timed_tokens([3, number], 10 * number + sample)
+        for number in range(count)
+        for sample in range(2)
+    }
+
+
+def signal_runner(service: AgentRunners, rank: int, number: int) -> None:
+    os.kill(service._group.processes[rank].pid, number)
+
+
+def test_other_runners_repeat_the_conversations_of_a_lost_one(
+    runners: Callable[[int], AgentRunners], replica: WorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, replicas = runners(2), replica_processes(replica)
+    first = [service._group.processes[rank].pid for rank in range(2)]
+    assert lead(service, replicas, 12) == (expected(12), 0)
+    assert replica.call("state") == [(0, 2)], "both runners were used"
+
+    with caplog.at_level(logging.WARNING):
+        killed = lead(service, replicas, 12, [lambda: signal_runner(service, 0, signal.SIGKILL)])
+    assert killed == (expected(12), 1)
+    assert "agent runner 0 is lost, " in caplog.text and "died in" in caplog.text
+    assert replica.call("state")[0][0] == 0, "no request of the lost runner is running"
+    assert service._group.processes[0].pid != first[0], "it was replaced"
+
+    caplog.clear()
+    frozen = lead(service, replicas, 12, [lambda: signal_runner(service, 1, signal.SIGSTOP)])
+    assert frozen == (expected(12), 1) and "no answer within 6 s" in caplog.text
+
+    # Both are lost, one after the other: the last one is replaced at once.
+    strikes = [lambda: signal_runner(service, 1, signal.SIGKILL), lambda: signal_runner(service, 0, signal.SIGKILL)]
+    assert lead(service, replicas, 24, strikes) == (expected(24), 2)
+
+
+def test_errors_of_a_runner_reach_the_driver(
+    runners: Callable[[int], AgentRunners],
+    replica: WorkerGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service, replicas = runners(1), replica_processes(replica)
+    service.open(replicas)
+    service.submit(groups_of(1, "no_such_loop"))
+    with pytest.raises(ConfigError, match="no_such_loop"):
+        service.finished(30.0)
+    service.close()
+
+    # One conversation fails, and its loop logs a warning.
+    service.open(replicas)
+    service.submit(groups_of(1, f"{LOOPS}:Failing"))
+    samples = []
+    while len(samples) < 2:
+        samples += service.finished(1.0)
+    assert all("broken tool" in str(sample.trajectory.error) for sample in samples)
+    assert "the tool is about to break" in caplog.text
+    service.close()
+
+    # A loop that ends its process does so on every runner.
+    monkeypatch.setattr(agent_runners, "MOST_LOST", 1)
+    service.open(replicas)
+    service.submit(groups_of(1, f"{LOOPS}:Deadly"))
+    with pytest.raises(RunnersLost, match="2 agent runners were lost in one step; the last: agents rank 0"):
+        while True:
+            service.finished(1.0)
+    service.close()
+    assert lead(service, replicas, 2) == (expected(2), 0)

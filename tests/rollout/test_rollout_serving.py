@@ -1,0 +1,122 @@
+"""The engine server: a real embedded engine in a thread, with several clients."""
+
+import math
+import threading
+import time
+
+import pytest
+
+from megarl.base.errors import WeightSyncError
+from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
+from megarl.rollout.serving import EngineServer
+
+LONG = 4000
+
+
+@pytest.fixture(scope="module")
+def engine(make_folder):
+    folder = make_folder(max_position_embeddings=4096)
+    engine = create_engine("embedded", str(folder), EngineOptions(max_num_seqs=4))
+    engine.load_hf(str(folder))
+    yield engine
+    engine.shutdown()
+
+
+def request(name, tokens, seed=0):
+    return Request(name, [3, 11, 12], SamplingParams(tokens, ignore_eos=True), seed)
+
+
+def fetch(server, client, count):
+    done = []
+    while len(done) < count:
+        done += server.completions(client, 5.0)
+    return {completion.request_id: completion for completion in done}
+
+
+def test_requests_that_arrive_while_others_run_get_the_same_tokens_and_go_to_their_client(engine):
+    alone = {seed: engine.generate([request("r", 20, seed)])[0].token_ids for seed in range(6)}
+    server = EngineServer(engine)
+    server.accept("a", [request("a0", 60, 0), request("a1", 20, 1)])
+    for seed in range(2, 6):
+        server.accept("b", [request(f"b{seed}", 20, seed)])
+    assert {name: done.token_ids for name, done in fetch(server, "b", 4).items()} == {
+        f"b{seed}": alone[seed] for seed in range(2, 6)
+    }
+    ended = fetch(server, "a", 2)
+    assert ended["a1"].token_ids == alone[1] and ended["a0"].token_ids[:20] == alone[0]
+    assert server.completions("a", 5.0) == [] == server.completions("unknown", 5.0), "without requests, no wait"
+
+
+def test_a_request_interrupts_the_wait_for_a_long_one(engine, monkeypatch):
+    """The poll would last for an hour."""
+    monkeypatch.setattr("megarl.rollout.serving.POLL_S", 3600.0)
+    server = EngineServer(engine)
+    server.accept("a", [request("long", LONG)])
+    server.accept("b", [request("short", 2)])
+    assert list(fetch(server, "b", 1)) == ["short"] and "long" in server._owners
+    server.accept("a", [], ["long", "unknown"])
+    (done,) = fetch(server, "a", 1).values()
+    assert done.finish_reason == "abort" and len(done.token_ids) < LONG
+
+
+def test_requests_of_a_client_that_is_gone_are_aborted(engine):
+    server = EngineServer(engine)
+    server.accept("gone", [request(f"g{n}", LONG) for n in range(6)])
+    server.accept("stays", [request("s", 5)])
+    server.forget("gone")
+    assert not any(name.startswith("g") for name in server._owners)
+    assert list(fetch(server, "stays", 1)) == ["s"]
+    server.forget("gone")
+    engine.sleep(["kv_cache"])  # nothing is running
+    engine.wake(["kv_cache"])
+
+
+def test_a_refused_request_fails_its_client_only(engine):
+    server = EngineServer(engine)
+    server.accept("fine", [request("f", 30)])
+    server.accept("bad", [request("b", 10**6)])
+    with pytest.raises(RolloutError, match="exceed the engine's max_model_len"):
+        fetch(server, "bad", 1)
+    assert list(fetch(server, "fine", 1)) == ["f"]
+
+
+def test_a_failed_engine_fails_all_clients_and_serves_again(engine, monkeypatch):
+    server = EngineServer(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(math, "isfinite", lambda value: False)
+        for client in "ab":
+            server.accept(client, [request(client, 9)])
+        for client in "ab":
+            with pytest.raises((RolloutError, WeightSyncError), match="not finite"):
+                fetch(server, client, 1)
+    server.accept("a", [request("again", 3)])
+    assert list(fetch(server, "a", 1)) == ["again"]
+
+
+def test_a_hanging_engine_reports_nothing():
+    """An empty report would tell the router that the replica works."""
+
+    class Hanging:
+        released = threading.Event()
+
+        def interrupt_poll(self): ...
+
+        def submit(self, requests): ...
+
+        def abort(self, names): ...
+
+        def poll(self, timeout_s):
+            self.released.wait()
+            return []
+
+    engine = Hanging()
+    server = EngineServer(engine)
+    server.accept("a", [request("r", 1)])
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(server.completions("a", 0.0)), daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    assert reports == []
+    engine.released.set()
+    thread.join(10)
+    assert reports == [[]]
