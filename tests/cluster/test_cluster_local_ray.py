@@ -43,7 +43,7 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
         assert not {name for name in changed if name.startswith("MEGARL") or "WINDOWS" in name}
 
 
-def test_error_of_a_call_that_nobody_waits_for_is_logged_and_not_printed(
+def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal in a weight sync leaves such calls; Ray by itself prints their tracebacks."""
