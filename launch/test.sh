@@ -9,7 +9,6 @@
 #   BROWSER=/opt/chrome bash launch/test.sh the browser tests in that browser; BROWSER=0: none; default: the first browser
 #                                           of Chromium's family on PATH; see launch/browser.sh
 #   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang and the browser are skipped then
-#   LANES=4 bash launch/test.sh             four test files at a time; default: 3, for two cores; 2 for selected tests
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 select=()
@@ -29,11 +28,9 @@ if [ "$sglang" != only ]; then
   ruff format --check .
   lint-imports
   wait "$types"
-  # Three lanes on two cores: a lane computes during half of its time, and waits for processes to start and to end. Tests
-  # without processes do not wait. Tests of a file share slow fixtures, so they stay together. Files keep their order: the
-  # longest come first (tests/conftest.py).
-  lanes="${LANES:-$([ $# -eq 0 ] && [ ${#select[@]} -eq 0 ] && echo 3 || echo 2)}"
-  python -m pytest -n "$lanes" --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@"
+  # Two workers: while one waits for processes to start, the other computes. Tests of a file share slow fixtures, so they
+  # stay together. Files keep their order: the longest come first (tests/conftest.py).
+  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@"
   if [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then
     source "$MEGARL_ROOT/launch/browser.sh"
     if browser="$(find_browser)"; then

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megarl.base.child_process import parent_death_hook
 from megarl.base.errors import ConfigError
 from megarl.base.imports import without_garbage_collection
 from megarl.cluster import fork_client
@@ -169,7 +170,7 @@ def _end_during_imports(listener: socket.socket) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent_death_hook(os.getppid(), signal.SIGTERM)()
 
 
 def _delete_folder(listener: socket.socket) -> None:

@@ -6,13 +6,12 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import tempfile
 from pathlib import Path
 
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from megarl.cluster.reaper import MARK, delete_sessions, processes_of, session_folders
+from megarl.cluster.reaper import MARK, delete_files, owner_file, processes_of, session_folders
 
 _VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", MARK)
 _PREFIX = "megarl-ray-token-"
@@ -36,7 +35,7 @@ class ClusterToken:
         draft = self._folder / "draft"
         draft.write_text(json.dumps([sessions, os.getpid()]))
         self._lock = _lock(draft)  # until this process ends, see delete_stale_tokens
-        draft.rename(_owner_file(self._folder))
+        draft.rename(owner_file(self.file))
 
     def environment(self) -> dict[str, str | None]:
         """Return the environment variables of Ray's processes; None = unset."""
@@ -44,11 +43,11 @@ class ClusterToken:
 
     def session_folders(self) -> list[Path]:
         """List the session folders of this Ray, with its logs."""
-        return _session_folders(self._folder)
+        return session_folders(self.file)
 
     def close(self) -> None:
         """Delete the token and Ray's session folders, once Ray has ended."""
-        _delete(self._folder)
+        delete_files(self.file)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -60,34 +59,15 @@ def delete_stale_tokens() -> None:
     A token counts as stale if its driver no longer locks it and no process of its Ray lives.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        lock = _lock(_owner_file(folder))
+        token_file = folder / "token"
+        lock = _lock(owner_file(token_file))
         if lock is None:
             continue  # in use, or of another user
         try:
-            if not processes_of(folder / "token", None):
-                _delete(folder)
+            if not processes_of(token_file, None):
+                delete_files(token_file)
         finally:
             os.close(lock)
-
-
-def _delete(folder: Path) -> None:
-    """Delete a token and the session folders of its Ray."""
-    delete_sessions(_session_folders(folder))
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _session_folders(folder: Path) -> list[Path]:
-    """List the session folders of the Ray with a token, from the token's owner file."""
-    try:
-        sessions, driver = json.loads(_owner_file(folder).read_text())
-        return session_folders(str(sessions), int(driver), (folder / "token").stat().st_mtime)
-    except (OSError, ValueError, TypeError):
-        return []
-
-
-def _owner_file(folder: Path) -> Path:
-    """File with Ray's folder of sessions and the driver's process ID, which the driver locks."""
-    return folder / "owner"
 
 
 def _lock(file: Path) -> int | None:

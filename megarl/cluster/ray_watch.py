@@ -33,8 +33,7 @@ class RayWatch:
         self._watched = [(name, process) for process in processes if (name := _NAMES.get(_name(process)))]
         self._closed = threading.Event()
         self._previous: Any = None
-        self._in_main = threading.current_thread() is threading.main_thread()
-        if self._in_main and self._watched:
+        if self._watched and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGUSR1, self._interrupt)
             threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
 

@@ -9,6 +9,7 @@ workers leave the group. A driver that joined a cluster has no reaper: the clust
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -30,12 +31,11 @@ class Reaper:
 
     Args:
         token_file: of the local Ray.
-        temp_dir: Ray's folder of sessions.
     """
 
-    def __init__(self, token_file: Path, temp_dir: str) -> None:
+    def __init__(self, token_file: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(token_file), temp_dir, str(os.getpid())],
+            [sys.executable, "-m", __name__, str(token_file)],
             stdin=subprocess.PIPE,  # its end tells the reaper that this process is gone
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -87,27 +87,37 @@ def processes_of(token_file: Path, group: int | None) -> list[psutil.Process]:
             children.setdefault(process.ppid(), []).append(process)
             if os.getpgid(process.pid) == group or process.environ().get(MARK) == str(token_file):
                 waiting.append(process)
-    found: set[psutil.Process] = set()
+    result: set[psutil.Process] = set()
     while waiting:
         process = waiting.pop()
-        if process not in found and process.pid not in (os.getpid(), group):
-            found.add(process)
+        if process not in result and process.pid not in (os.getpid(), group):
+            result.add(process)
             waiting += children.get(process.pid, [])
-    return list(found)
+    return list(result)
 
 
-def session_folders(temp_dir: str, driver: int, since: float) -> list[Path]:
-    """List the session folders that a driver's Ray created.
-
-    Args:
-        temp_dir: Ray's folder of sessions.
-        driver: process ID, the end of the folders' names.
-        since: UNIX time; older folders are of an earlier process with the same ID.
-    """
-    return [path for path in sorted(Path(temp_dir).glob(f"session_*_{driver}")) if _modified(path) >= since]
+def owner_file(token_file: Path) -> Path:
+    """File with Ray's folder of sessions and the driver's process ID, which the driver locks."""
+    return token_file.with_name("owner")
 
 
-def delete_sessions(folders: Sequence[Path]) -> None:
+def session_folders(token_file: Path) -> list[Path]:
+    """List the session folders of the local Ray with a token; those older than the token are of another process."""
+    try:
+        sessions, driver = json.loads(owner_file(token_file).read_text())
+        since = token_file.stat().st_mtime
+        return [path for path in sorted(Path(sessions).glob(f"session_*_{int(driver)}")) if _modified(path) >= since]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def delete_files(token_file: Path) -> None:
+    """Delete the folder of a token and the session folders of its Ray."""
+    _delete_sessions(session_folders(token_file))
+    shutil.rmtree(token_file.parent, ignore_errors=True)
+
+
+def _delete_sessions(folders: Sequence[Path]) -> None:
     """Delete session folders, except those that a process names in its command line."""
     commands = "\n".join(map(_command_line, psutil.process_iter())) if folders else ""
     for folder in folders:
@@ -133,14 +143,12 @@ def _command_line(process: psutil.Process) -> str:
         return ""
 
 
-def main(token_file: str, temp_dir: str, driver: int) -> None:
+def main(token_file: Path) -> None:
     """Wait for the death of the driver, then end its Ray and delete its files."""
-    since = _modified(Path(token_file))
     sys.stdin.buffer.read()
-    end_ray(Path(token_file), os.getpgrp())
-    delete_sessions(session_folders(temp_dir, driver, since))
-    shutil.rmtree(Path(token_file).parent, ignore_errors=True)
+    end_ray(token_file, os.getpgrp())
+    delete_files(token_file)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]))

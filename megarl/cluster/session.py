@@ -130,7 +130,8 @@ class RaySession:
         lost, finished = self.lost(), error is None or self._watch.finished
         self.close(keep_logs=lost is not None or isinstance(error, Exception))
         if lost is not None and ray.is_initialized():  # the GCS
-            atexit.register(_exit_without_ray, 0 if finished else 128 + self._signal if self._signal else 1)
+            failure = 128 + self._signal if self._signal else 1
+            atexit.register(_exit_without_ray, 0 if finished else failure)
         if self._signal and isinstance(error, SystemExit):
             raise SystemExit(128 + self._signal)  # Ray turns the code of an exit during its calls into 1
         if lost is not None and finished:
@@ -196,9 +197,8 @@ class RaySession:
     def _start(self) -> None:
         """Start Ray; a start that fails, as on a machine under load, is repeated once."""
         delete_stale_tokens()
-        sessions = self.temp_dir or get_default_ray_temp_dir()
-        self._token = ClusterToken(sessions)
-        self._reaper = Reaper(self._token.file, sessions)
+        self._token = ClusterToken(self.temp_dir or get_default_ray_temp_dir())
+        self._reaper = Reaper(self._token.file)
         before = set(psutil.Process().children(recursive=True))
         self.token_file = str(self._token.file)
         for is_last in (False, True):
@@ -289,8 +289,8 @@ def _log_message(data: dict[str, Any], ignore_prefix: bool) -> None:
 
 
 def _log_unhandled_error(error: Exception) -> None:
-    """Log the error of a call that nobody waits for, as after a signal or a failed sync, instead of printing it."""
-    logger.info("error of a call without a reader: %s", error)
+    """Log the error of a Ray task whose result is never read, as after a failed sync, instead of printing it."""
+    logger.info("error of a Ray task whose result was not read: %s", error)
 
 
 def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None:

@@ -17,8 +17,8 @@ from megarl.megatron.packed import PackedMicroBatch
 from megarl.workers.base import MegatronWorker, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.memory import FORWARD, UPDATE
-from megarl.workers.reward_model import PAIRS
-from megarl.workers.rows import SAMPLE_IDS, PackedRows
+from megarl.workers.pairs import PAIRS, PairRows
+from megarl.workers.rows import SAMPLE_IDS
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
 
 PROMPT_TOKENS = ("chosen_prompt_tokens", "rejected_prompt_tokens")
@@ -30,26 +30,22 @@ REF_LOG_PROB = "ref_log_prob"
 """Column of a micro-batch: log-prob of each response token under the reference."""
 
 
-class ResponsePairs(PackedRows):
-    """Rows that are pairs: both responses of a pair are packed into one micro-batch, the chosen one first.
+class ResponsePairs(PairRows):
+    """Pairs with one output per response token.
 
     Args:
-        batch: needs the columns of :data:`~megarl.workers.reward_model.PAIRS` and :data:`PROMPT_TOKENS`; a pair's
-            tokens are those of both sequences.
+        batch: needs the columns of :data:`PROMPT_TOKENS`, too.
         share: compute the common prompt of a pair once.
     """
 
     def __init__(self, batch: DataProto, *, share: bool) -> None:
-        super().__init__(batch)
-        self.share = share
+        super().__init__(batch, share=share)
         self._boundaries = [batch.tensors[name].tolist() for name in PROMPT_TOKENS]
 
     def responses(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Prompt and response token ids of the chosen and of the rejected sequence."""
-        chosen, rejected = self.batch.tensors["chosen"], self.batch.tensors["rejected"]
-        start, stop = chosen.shape[1] - self.prompt_lengths[row], self.response_lengths[row]
-        sequences = chosen[row, start:], rejected[row, :stop]
-        return [(ids[: at[row]], ids[at[row] :]) for ids, at in zip(sequences, self._boundaries, strict=True)]
+        halves = zip(self.sequences(row), self._boundaries, strict=True)
+        return [(ids[: at[row]], ids[at[row] :]) for ids, at in halves]
 
     def pack_pairs(self, rows: Sequence[int], columns: Mapping[str, Tensor] | None = None) -> PackedMicroBatch:
         """Pack pairs into one micro-batch; ``columns`` are packed over all response tokens of the pairs."""
@@ -127,8 +123,7 @@ class PreferenceWorker(MegatronWorker):
         for names, values in ((POLICY_LOG_PROBS, policy), (REF_LOG_PROBS, reference)):
             if values is not None:
                 packed = torch.cat([values[row] for row in range(len(rows))])
-                sums = sequence_sums(packed, torch.ones_like(packed), lengths.flatten()).view(-1, 2)
-                columns |= zip(names, sums.unbind(1), strict=True)
+                columns |= _response_sums(names, packed, lengths.flatten())
         return DataProto.from_dict({name: column.contiguous() for name, column in columns.items()})
 
     def _ref_log_probs(self, rows: ResponsePairs) -> dict[int, Tensor] | None:
@@ -166,6 +161,12 @@ def compute_preference_loss(loss: PreferenceLossConfig, columns: Mapping[str, Te
     )
 
 
+def _response_sums(names: tuple[str, str], values: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """Sum values over the tokens of each response: those of the chosen and of the rejected responses, by name."""
+    sums = sequence_sums(values, torch.ones_like(values), lengths)
+    return dict(zip(names, (sums[0::2], sums[1::2]), strict=True))
+
+
 def _columns(reference: dict[int, Tensor] | None, group: Sequence[int]) -> dict[str, Tensor]:
     return {} if reference is None else {REF_LOG_PROB: torch.cat([reference[row] for row in group])}
 
@@ -174,13 +175,12 @@ def _share_of_loss(
     loss: PreferenceLossConfig, total: int, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the mean loss over all ``total`` pairs, and of the means of its metrics."""
-    lengths, every = micro_batch.row_lengths, torch.ones_like(outputs.log_probs)
+    lengths = micro_batch.row_lengths
     columns = dict(zip(TOKENS, (lengths[0::2], lengths[1::2]), strict=True))
     log_probs = {POLICY_LOG_PROBS: outputs.log_probs, REF_LOG_PROBS: micro_batch.columns.get(REF_LOG_PROB)}
     for names, values in log_probs.items():
         if values is not None:
-            sums = sequence_sums(values, every, lengths)
-            columns |= {names[0]: sums[0::2], names[1]: sums[1::2]}
+            columns |= _response_sums(names, values, lengths)
     result = compute_preference_loss(loss, columns)
     metrics = {"loss": result.loss.detach(), **result.diagnostics}
     metrics |= {name: columns[name].detach() for name in POLICY_LOG_PROBS}

@@ -16,11 +16,10 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.workers.base import MegatronWorker, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.memory import FORWARD, UPDATE
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows, pack_whole
+from megarl.workers.pairs import PAIRS, PairRows
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, pack_whole
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
 
-PAIRS = ("chosen", "rejected", "attention_mask")
-"""Columns required to pack pairs."""
 MARGINS = "margins"
 SHARE = "share"
 """Column of a micro-batch: a pair's weight in the mean over all pairs. Both sequences of a pair have the same."""
@@ -57,27 +56,24 @@ class RewardModelWorker(MegatronWorker):
         return self.memory.run_pass(FORWARD, self.budget, rows, compute)
 
 
-class PairRows(PackedRows):
-    """Rows that are pairs: both sequences of a pair are packed into one micro-batch, the chosen one first.
+class RewardPairs(PairRows):
+    """Pairs with one output per sequence.
 
     Args:
-        batch: needs the columns of :data:`PAIRS`; a pair's tokens are those of both sequences.
+        batch: see :class:`~megarl.workers.pairs.PairRows`.
         pad: the model's padding token, None if it has none.
-        share: compute the common first tokens of a pair once.
+        share: see :class:`~megarl.workers.pairs.PairRows`.
     """
 
     def __init__(self, batch: DataProto, pad: int | None, *, share: bool) -> None:
-        super().__init__(batch)
+        super().__init__(batch, share=share)
         self.pad = pad
-        self.share = share
 
     def pack_pairs(self, rows: Sequence[int], total: int) -> PackedMicroBatch:
         """Pack some pairs out of ``total`` into one micro-batch, with one output per sequence."""
-        chosen, rejected = self.batch.tensors["chosen"], self.batch.tensors["rejected"]
         parts = []
         for row in rows:
-            start, stop = chosen.shape[1] - self.prompt_lengths[row], self.response_lengths[row]
-            pair = chosen[row, start:], rejected[row, :stop]
+            pair = self.sequences(row)
             common = _common_beginning(*pair) if self.share else 1
             parts += [(ids[:common], ids[common:]) for ids in pair]
         columns = {SHARE: torch.full((len(parts),), 1.0 / total)}
@@ -163,8 +159,8 @@ class RewardTrainingWorker(MegatronWorker):
 
         return self.memory.run_pass(FORWARD, self.budget, rows, compute)
 
-    def _pairs(self, batch: DataProto) -> PairRows:
-        return PairRows(batch, self.engine.model.pad_token_id, share=self.engine.can_share_prompts)
+    def _pairs(self, batch: DataProto) -> RewardPairs:
+        return RewardPairs(batch, self.engine.model.pad_token_id, share=self.engine.can_share_prompts)
 
 
 def pair_loss(

@@ -124,7 +124,9 @@ class Campaign:
             unfinished = ".global_step_*.tmp-*"
             root = _checkpoints(run.folder)
             first = min(self.steps - 1, done + self.random.randrange(3))
-            run.wait_until(lambda: f"step {first + 1}/" in run.output or first == done)
+            run.wait_until(
+                lambda: f"step {first + 1}/" in run.output or first == done or run.process.poll() is not None
+            )
             run.wait_until(lambda: any(root.glob(unfinished)) or run.process.poll() is not None)
             return f"save after step {first}"
         if self.random.random() < self.share_at_start:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed import ProcessPool
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
-from tiny_policies import CLIP_GRAD, EPS, LR, VOCAB, WARMUP, WEIGHT_DECAY, Models, load_model
+from tiny_policies import VOCAB, Models, adam_of, clipped_step, load_model
 from whole_tensors import whole_tensors
 
 from megarl.config.schema.jobs import PreferenceLossConfig
@@ -63,21 +63,13 @@ def pair_loss(kind: str, policy: Any, reference: Any, pair: Pair) -> torch.Tenso
 def train(kind: str, model: Any, made: list[Pair], steps: int) -> list[dict[str, float]]:
     """Steps of torch's AdamW on the mean over the pairs."""
     reference = copy.deepcopy(model)
-    groups = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]]
-    adam = torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (WEIGHT_DECAY, 0.0), strict=True)],
-        eps=EPS,
-    )
+    adam = adam_of(model)
     results = []
     for step in range(steps):
         loss = sum(pair_loss(kind, model, reference, pair) for pair in made) / len(made)
         adam.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
-        lr = LR * min(1.0, (step + 1) / WARMUP)
-        for group in adam.param_groups:
-            group["lr"] = lr
-        adam.step()
+        norm, lr = clipped_step(model, adam, step)
         results.append({"loss": loss.item(), "grad_norm": norm, "lr": lr})
     return results
 

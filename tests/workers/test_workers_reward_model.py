@@ -11,15 +11,12 @@ import torch
 from distributed import ProcessPool
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
 from tiny_policies import (
-    CLIP_GRAD,
-    EPS,
-    LR,
     PAD,
     VOCAB,
-    WARMUP,
-    WEIGHT_DECAY,
     Models,
+    adam_of,
     answers,
+    clipped_step,
     load_model,
     rows_of,
     save_model,
@@ -115,11 +112,7 @@ def pairs() -> tuple[DataProto, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 def train(model: Any, sequences: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> list[dict[str, float]]:
     """Steps of torch's AdamW on all pairs at once, by the equation of the paper."""
-    groups = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]]
-    adam = torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (WEIGHT_DECAY, 0.0), strict=True)],
-        eps=EPS,
-    )
+    adam = adam_of(model)
     results = []
     for step in range(steps):
         chosen, rejected = (score(model, list(half)) for half in zip(*sequences, strict=True))
@@ -129,11 +122,7 @@ def train(model: Any, sequences: list[tuple[torch.Tensor, torch.Tensor]], steps:
         loss = -sum(p.log() for p in likelihoods) / len(likelihoods) + center
         adam.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
-        lr = LR * min(1.0, (step + 1) / WARMUP)
-        for group in adam.param_groups:
-            group["lr"] = lr
-        adam.step()
+        norm, lr = clipped_step(model, adam, step)
         right = sum(float(c > r) for c, r in zip(chosen, rejected, strict=True)) / len(sequences)
         apart = (chosen - rejected).mean().item()
         results.append({"loss": loss.item(), "accuracy": right, "margin": apart, "grad_norm": norm, "lr": lr})

@@ -237,15 +237,30 @@ class Trained(NamedTuple):
     grads: list[dict[str, Tensor]]  # of each step, before clipping
 
 
+def adam_of(model: Any) -> torch.optim.AdamW:
+    """Torch's AdamW with weight decay for matrices only."""
+    groups = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]]
+    decays = (WEIGHT_DECAY, 0.0)
+    return torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)], eps=EPS
+    )
+
+
+def clipped_step(model: Any, adam: torch.optim.AdamW, step: int) -> tuple[float, float]:
+    """Clip the gradient and make a step with the warm-up's learning rate; the norm before clipping, and the rate."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
+    lr = LR * min(1.0, (step + 1) / WARMUP)
+    for group in adam.param_groups:
+        group["lr"] = lr
+    adam.step()
+    return norm, lr
+
+
 def train(
     model: Any, batch: DataProto, tokens: Callable[[Any, Row], list[Token]], mode: str, mini_batch_rows: int
 ) -> Trained:
     """Optimizer steps over consecutive mini-batches with torch's AdamW; metrics are means over the steps."""
-    groups = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]]
-    decays = (WEIGHT_DECAY, 0.0)
-    adam = torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)], eps=EPS
-    )
+    adam = adam_of(model)
     rows = rows_of(batch)
     starts = range(0, len(rows), mini_batch_rows)
     totals: dict[str, float] = defaultdict(float)
@@ -266,12 +281,9 @@ def train(
             how = "all-of-row" if name == "accuracy" else "token-mean"
             totals[name] += aggregate([[t[2][name] for t in row] for row in of_rows], how, 0)
         grads.append({name: param.grad.clone() for name, param in model.named_parameters()})
-        totals["grad_norm"] += torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
-        lr = LR * min(1.0, (step + 1) / WARMUP)
+        norm, lr = clipped_step(model, adam, step)
+        totals["grad_norm"] += norm
         totals["lr"] += lr
-        for group in adam.param_groups:
-            group["lr"] = lr
-        adam.step()
     assert all(math.isfinite(total) for total in totals.values())
     return Trained(
         {name: total / len(starts) for name, total in totals.items()},

@@ -36,7 +36,7 @@ def test_missing_job(argv):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["tran", "a=b"], "'tran' is not a job; did you mean train.*reward-model, evaluate or generate"),
+        (["tran", "a=b"], "'tran' is not a job; did you mean train.*reward-model, preference, evaluate or generate"),
         (["--image=x", "--on=local", *QUICK], "--image is for --on kubernetes; this is --on local"),
         (["--srun=srun --mem=0", "--on=local", *QUICK], "--srun is for --on slurm and sbatch; this is --on local"),
         (["--nodes=2", *QUICK], "--nodes is for a command after --; for a job set trainer.nnodes"),
