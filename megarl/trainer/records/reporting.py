@@ -217,6 +217,8 @@ class RunReporter:
         """
         self.trackers.finish()
         values = {**summary, "report": str(self.report)}
+        if RUN_WRITER.refused_output:
+            values["refused_output"] = RUN_WRITER.refused_output
         for folder in (self.folder, self.folder.parent):
             RUN_WRITER.replace(folder / "summary.json", json.dumps(values, indent=2) + "\n")
         RUN_WRITER.close()
