@@ -209,5 +209,5 @@ def test_values_of_a_file_have_its_origin(tmp_path: Path) -> None:
 
 
 def test_sweep_without_multirun_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hydra.mode=MULTIRUN: a command runs a sweep with --multirun"):
+    with pytest.raises(ConfigError, match=r"hydra\.mode=MULTIRUN: a command runs a sweep with --multirun"):
         composed("hydra.mode=MULTIRUN")
