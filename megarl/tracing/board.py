@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,7 @@ BOARD, STACKS = "megarl-board", "megarl-stacks"
 _SLOT = struct.Struct("<qH118s")
 _COUNT = struct.Struct("<qH118s")
 _DEPTH = struct.Struct("<H")
+_THREAD, _THREAD_AT = struct.Struct("<Q"), 8
 SPANS, GROUPS = 30, 31
 _SPANS_AT = 128
 _GROUPS_AT = _SPANS_AT + SPANS * _SLOT.size
@@ -53,10 +55,17 @@ class GroupCount:
 
 @dataclass(frozen=True)
 class BoardContent:
-    """Content of a board: open spans, outermost first, and collective counts by group."""
+    """Content of a board.
+
+    Attributes:
+        spans: open spans, outermost first.
+        groups: collective counts by group.
+        thread: identifier of the thread with the spans; 0 before the first.
+    """
 
     spans: Sequence[OpenSpan] = ()
     groups: Mapping[str, GroupCount] | None = None
+    thread: int = 0
 
     @property
     def counts(self) -> Mapping[str, GroupCount]:
@@ -75,7 +84,9 @@ class Board:
         self._groups: dict[str, int] = {}
 
     def push(self, name: str, since_ns: int) -> None:
-        """Add a span inside the open spans."""
+        """Add a span of this thread inside the open spans."""
+        if not self._depth:
+            _THREAD.pack_into(self._memory, _THREAD_AT, threading.get_ident())
         if self._depth < SPANS:
             text = name.encode()[:118]
             _SLOT.pack_into(self._memory, _SPANS_AT + self._depth * _SLOT.size, since_ns, len(text), text)
@@ -132,7 +143,7 @@ def read_board(pid: int) -> BoardContent | None:
         group, _, last = text[:length].decode(errors="replace").rpartition("|")
         if issued:
             groups[group] = GroupCount(group, issued, last)
-    return BoardContent(spans, groups)
+    return BoardContent(spans, groups, *_THREAD.unpack_from(memory, _THREAD_AT))
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

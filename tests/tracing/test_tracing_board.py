@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ def test_board_shows_open_spans(board: Board) -> None:
     content = read_board(os.getpid())
     assert content is not None
     assert [(one.name, one.since_ns) for one in content.spans] == [("update_actor", now), ("forward number=2", now + 5)]
+    assert content.thread == threading.get_ident()
     board.pop()
     content = read_board(os.getpid())
     assert content is not None and [one.name for one in content.spans] == ["update_actor"]

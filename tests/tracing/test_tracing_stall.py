@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.tracing.board import BoardContent, GroupCount, OpenSpan, describe_ranks, parse_ranks
-from megarl.tracing.stacks import Frame, ProcessReport, main_frames
+from megarl.tracing.stacks import Frame, ProcessReport, frames_of
 from megarl.tracing.stall import ObservedProcess, describe_frames, explain_stall, unreachable_process
 
 DP, TP = "data-parallel [0, 1, 2, 3]", "tensor-model-parallel [0, 1]"
@@ -83,13 +83,15 @@ def test_known_frames_are_described() -> None:
     assert describe_frames(verb) == "at hang (/x/mine.py:7)"
 
 
-def test_frames_are_those_of_the_main_thread() -> None:
+def test_frames_are_those_of_the_thread() -> None:
     dump = (
-        'Thread 0x00007f1 (most recent call first):\n  File "/a/other.py", line 1 in idle\n\n'
-        'Current thread 0x00007f2 (most recent call first):\n  File "/a/mine.py", line 5 in inner\n'
+        'Thread 0x00000000000007f1 (most recent call first):\n  File "/a/other.py", line 1 in idle\n\n'
+        'Current thread 0x00000000000007f2 (most recent call first):\n  File "/a/mine.py", line 5 in inner\n'
         '  File "/a/mine.py", line 9 in outer\n'
     )
-    assert main_frames(dump) == (Frame("/a/mine.py", 5, "inner"), Frame("/a/mine.py", 9, "outer"))
+    mine = (Frame("/a/mine.py", 5, "inner"), Frame("/a/mine.py", 9, "outer"))
+    assert frames_of(dump) == mine and frames_of(dump, 0x7F2) == mine
+    assert frames_of(dump, 0x7F1) == (Frame("/a/other.py", 1, "idle"),)
 
 
 @given(
