@@ -190,7 +190,9 @@ def _check_folder(key: str, folder: str) -> None:
         )
 
 
-def run_once(request: ConfigRequest[Any], run: ComposedRun[Any], name: str, task: Callable[[DictConfig], None]) -> None:
+def run_once(
+    request: ConfigRequest[Any], run: ComposedRun[Any], name: str, task: Callable[[DictConfig], object]
+) -> None:
     """Run a task as Hydra's entry point does, which would compose the configuration twice more.
 
     Args:
@@ -296,7 +298,8 @@ def _load(
     _register(request)
     try:
         with _initialized(request, name):
-            return hydra_compose(_JOB, overrides=arguments, return_hydra_config=True)
+            composed: DictConfig = hydra_compose(_JOB, overrides=arguments, return_hydra_config=True)
+            return composed
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"Config '{request.config_name}' cannot be composed. {error}") from error
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -147,13 +147,13 @@ def keys_of(schema: Any) -> Sequence[Key]:
     Args:
         schema: a dataclass, or an instance of one.
     """
-    if isinstance(schema, type):
-        return _keys_of_class(schema)
-    return [item._replace(default=getattr(schema, item.name)) for item in _keys_of_class(type(schema))]
+    cls: Hashable = schema if isinstance(schema, type) else type(schema)
+    keys = _keys_of_class(cls)
+    return keys if cls is schema else [item._replace(default=getattr(schema, item.name)) for item in keys]
 
 
 @cache
-def _keys_of_class(cls: type) -> tuple[Key, ...]:
+def _keys_of_class(cls: Any) -> tuple[Key, ...]:
     instance, hints = cls(), typing.get_type_hints(cls)
     keys = []
     for item in dataclasses.fields(cls):
