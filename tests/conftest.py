@@ -47,6 +47,7 @@ SLOW = (
 """Folders and files below tests/ that start processes or take seconds per test."""
 LONGEST = (
     "chaos/test_chaos.py",
+    "cluster/test_cluster_session.py",
     "ops/acceptance/test_acceptance_stages.py",
     "ops/launch/test_launch_cluster.py",
     "e2e/test_e2e_failures.py",
@@ -56,13 +57,13 @@ LONGEST = (
     "workers/test_workers_exactness.py",
     "e2e/test_e2e_bad_input.py",
     "trainer/test_trainer_watchdog.py",
-    "cluster/test_cluster_session.py",
     "e2e/test_e2e_grpo.py",
     "megatron/test_megatron_checkpoint.py",
     "convert/test_convert_torch_dist.py",
     "trainer/test_trainer_train_reward_model.py",
     "examples/test_notebook.py",
     "megatron/test_megatron_parity.py",
+    "cluster/test_cluster_worker_group.py",
     "test_cli.py",
 )
 """Files that take more than 50 s, by decreasing time: they run first, so that no lane ends with one of them."""
