@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,8 +20,8 @@ BOARD, STACKS = "megarl-board", "megarl-stacks"
 """Names of the anonymous files of a process."""
 _SLOT = struct.Struct("<qH118s")
 _COUNT = struct.Struct("<qH118s")
-_DEPTH = struct.Struct("<H")
-_THREAD, _THREAD_AT = struct.Struct("<Q"), 8
+_DEPTH, _THREAD = struct.Struct("<H"), struct.Struct("<Q")
+_THREAD_AT = 8
 SPANS, GROUPS = 30, 31
 _SPANS_AT = 128
 _GROUPS_AT = _SPANS_AT + SPANS * _SLOT.size
@@ -60,7 +59,7 @@ class BoardContent:
     Attributes:
         spans: open spans, outermost first.
         groups: collective counts by group.
-        thread: identifier of the thread with the spans; 0 before the first.
+        thread: identifier of the thread whose spans these are; 0 = unknown.
     """
 
     spans: Sequence[OpenSpan] = ()
@@ -74,19 +73,26 @@ class BoardContent:
 
 
 class Board:
-    """The board of this process; Linux only."""
+    """The board of this process; Linux only.
 
-    def __init__(self) -> None:
+    Args:
+        thread: identifier of the thread whose spans it shows.
+    """
+
+    def __init__(self, thread: int | None) -> None:
         self._fd = os.memfd_create(BOARD)
         os.ftruncate(self._fd, SIZE)
         self._memory = mmap.mmap(self._fd, SIZE)
         self._depth = 0
         self._groups: dict[str, int] = {}
+        self.follow(thread)
+
+    def follow(self, thread: int | None) -> None:
+        """Record the thread whose spans the board shows."""
+        _THREAD.pack_into(self._memory, _THREAD_AT, thread or 0)
 
     def push(self, name: str, since_ns: int) -> None:
-        """Add a span of this thread inside the open spans."""
-        if not self._depth:
-            _THREAD.pack_into(self._memory, _THREAD_AT, threading.get_ident())
+        """Add a span inside the open spans."""
         if self._depth < SPANS:
             text = name.encode()[:118]
             _SLOT.pack_into(self._memory, _SPANS_AT + self._depth * _SLOT.size, since_ns, len(text), text)
@@ -132,7 +138,7 @@ def read_board(pid: int) -> BoardContent | None:
         memory = file.read_bytes()
     except OSError:
         return None
-    (depth,) = _DEPTH.unpack_from(memory, 0)
+    (depth,), (thread,) = _DEPTH.unpack_from(memory, 0), _THREAD.unpack_from(memory, _THREAD_AT)
     spans = []
     for slot in range(min(depth, SPANS)):
         since, length, text = _SLOT.unpack_from(memory, _SPANS_AT + slot * _SLOT.size)
@@ -143,7 +149,7 @@ def read_board(pid: int) -> BoardContent | None:
         group, _, last = text[:length].decode(errors="replace").rpartition("|")
         if issued:
             groups[group] = GroupCount(group, issued, last)
-    return BoardContent(spans, groups, *_THREAD.unpack_from(memory, _THREAD_AT))
+    return BoardContent(spans, groups, thread)
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

@@ -171,11 +171,8 @@ def process_state(pid: int) -> str:
     return _STATES.get(text.rpartition(")")[2].split()[0], "sleeping")
 
 
-def frames_of(stacks: str, thread: int = 0) -> tuple[Frame, ...]:
-    """Parse the frames of a thread, innermost first; 0 = the one marked as current.
-
-    ``faulthandler`` marks the thread that the kernel has chosen for the signal, which need not be the followed thread.
-    """
+def thread_frames(stacks: str, thread: int) -> tuple[Frame, ...]:
+    """Parse the frames of a thread, innermost first; 0 = the main thread."""
     _, _, rest = stacks.partition(f"hread 0x{thread:016x} " if thread else "Current thread ")
     frames = []
     for line in rest.splitlines()[1:]:
@@ -190,7 +187,7 @@ def _report(pid: int, stacks: str, with_children: bool) -> ProcessReport:
     children = [_child(child) for child in child_pids(pid)] if with_children else []
     board = read_board(pid)
     command = _command(pid) if board is None else ""
-    frames = frames_of(stacks, 0 if board is None else board.thread)
+    frames = thread_frames(stacks, board.thread if board is not None else 0)
     return ProcessReport(pid, process_state(pid), board, stacks, frames, time.monotonic_ns(), command, tuple(children))
 
 
