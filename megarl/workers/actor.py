@@ -336,6 +336,7 @@ def loss_options(config: ActorConfig) -> PolicyLossOptions:
         clip_cov_ub=loss.clip_cov_ub,
         kl_cov_ratio=loss.kl_cov_ratio,
         ppo_kl_coef=loss.ppo_kl_coef,
+        m2_threshold=loss.m2_threshold,
     )
 
 
