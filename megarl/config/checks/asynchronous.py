@@ -48,10 +48,9 @@ def async_sizes(config: TrainConfig) -> Iterator[Problem]:
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if keys.mode == DISAGGREGATED and keys.sync_interval * size != batch:
         product = f"{keys.sync_interval} x actor_rollout_ref.actor.ppo_mini_batch_size={size}"
-        works = (
-            f"set {batch // size}" if batch % size == 0 else f"set data.train_batch_size={keys.sync_interval * size}"
-        )
-        text = f"{product} = {keys.sync_interval * size} prompts are not data.train_batch_size={batch}; {works}"
+        prompts = keys.sync_interval * size
+        works = f"set {batch // size}" if batch % size == 0 else f"set data.train_batch_size={prompts}"
+        text = f"{product} = {prompts} prompts are not data.train_batch_size={batch}; {works}"
         yield Problem(f"{_ASYNC}.sync_interval", keys.sync_interval, text)
     critic = config.critic.ppo_mini_batch_size
     if keys.sync_interval > 1 and config.uses_critic and critic is not None and size % critic:

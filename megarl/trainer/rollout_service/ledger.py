@@ -163,6 +163,21 @@ class GroupLedger:
                 chosen.append(number)
         return sorted(chosen[:size]) if len(chosen) >= size else None
 
+    def replayed_batch(self, numbers: Sequence[int]) -> list[int] | None:
+        """Return the groups of a batch of an earlier run; None while one is unfinished.
+
+        Raises:
+            ConfigError: a group is not admitted or already trained, so the earlier run had another configuration.
+        """
+        unknown = [number for number in numbers if number not in self._entries]
+        if unknown or not numbers:
+            raise ConfigError(
+                f"trainer.replay_order: batch {self.trained // len(numbers) if numbers else 0} has group "
+                f"{unknown[0] if unknown else None}, which is not in work here; replay with the data, batch sizes and "
+                "async_training keys of the recorded run"
+            )
+        return None if any(self._entries[number].missing for number in numbers) else list(numbers)
+
     def _latest(self, number: int) -> int:
         """Return the last version at which a group may be trained."""
         return self._entries[number].version + self.rule.bound
