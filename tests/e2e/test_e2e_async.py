@@ -43,6 +43,7 @@ def test_a_resumed_run_repeats_the_batches_of_an_asynchronous_run(
     run = start(*arguments, *resume, f"trainer.replay_order={order}")
     assert run.wait() == 0, run.output
     again = RunFiles(run.folder, "async")
+    assert read_jsonl(again.newest / "batch_order.jsonl") == read_jsonl(order)
     for step in (3, 4):
         expected, found = (
             {name: value for name, value in reproducible(row).items() if not name.startswith(TIMED)}
