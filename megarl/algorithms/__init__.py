@@ -90,6 +90,7 @@ from megarl.algorithms.schedules import (
     load_schedule,
     warmup_steps,
 )
+from megarl.algorithms.stale_data_loss import dppo_kl, dppo_tv, m2po, topr
 from megarl.algorithms.value_loss import bradley_terry_loss, clipped_value_loss
 
 __all__ = [
@@ -130,6 +131,8 @@ __all__ = [
     "covariances",
     "discounted_returns",
     "dpo",
+    "dppo_kl",
+    "dppo_tv",
     "entropy_loss",
     "explained_variance",
     "gae",
@@ -150,6 +153,7 @@ __all__ = [
     "log_prob_differences",
     "log_ratios",
     "loss_counts",
+    "m2po",
     "make_kl_controller",
     "masked_mean",
     "masked_sum",
@@ -174,6 +178,7 @@ __all__ = [
     "slic_hinge",
     "token_keys",
     "token_weights",
+    "topr",
     "warmup_steps",
     "whiten_rewards",
 ]

@@ -35,6 +35,10 @@ LOSS_MODES: Mapping[str, str] = {
     "sapo": "seq-mean-token-mean",
     "clip_cov": "token-mean",
     "kl_cov": "token-mean",
+    "dppo_tv": "token-mean",
+    "dppo_kl": "token-mean",
+    "m2po": "token-mean",
+    "topr": "seq-mean-token-sum",
 }
 """Policy losses and their default ``loss_agg_mode``."""
 

@@ -25,6 +25,7 @@ from megarl.base.rendezvous import host_store
 from megarl.config import ActorConfig
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
+from megarl.megatron.checkpoint_state import RESUMABLE
 from megarl.megatron.logprobs import REF_HIDDEN
 from megarl.megatron.outputs import POOLED
 from megarl.sharding.delta import DeltaEncoder
@@ -35,6 +36,7 @@ from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.held_policy import HeldPolicy
 from megarl.workers.memory import FORWARD
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
@@ -119,6 +121,7 @@ class ActorWorker(PolicyWorker):
     def init_model(self) -> None:
         """Build the model; keep the weights of a reference that shares it, unless they are the base of adapters."""
         super().init_model()
+        self._held = HeldPolicy(self.engine, self.settings.lora is not None)
         self._as_reference = self.reference_scope() if self.reference else None
         self._reference_head = None
         if self.reference and self._needs_full_kl:
@@ -142,14 +145,34 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.SPLIT, phase="old_log_prob", columns=SEQUENCES)
     @offload_after
     def compute_log_prob(self, batch: DataProto) -> DataProto | None:
-        """Compute ``old_log_probs`` of the response tokens under the current weights, and their ``entropys``; ``[b,
-        R]``.
+        """Compute ``old_log_probs`` of the response tokens and their ``entropys``, ``[b, R]``, before the updates.
 
+        The weights are the current ones, unless :meth:`hold_weights` keeps others (the proximal policy).
         """
-        result = self.log_probs(batch, self.log_prob, with_entropy=True)
+        with self._held.in_model():
+            result = self.log_probs(batch, self.log_prob, with_entropy=True)
         if result is None:
             return None
         return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"]})
+
+    @verb(Dispatch.ALL, phase="old_log_prob")
+    @offload_after
+    def hold_weights(self) -> None:
+        """Keep the current weights for :meth:`compute_log_prob`, through all updates of a sync interval.
+
+        They stay in host memory until the next call replaces them, or until they are released.
+        """
+        self._held.hold()
+
+    @verb(Dispatch.ALL, phase="old_log_prob")
+    def release_weights(self) -> None:
+        """Free the held weights; log-probs are those of the current weights again."""
+        self._held.release()
+
+    def load_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE) -> None:
+        """Restore a saved state, and release held weights; see :meth:`SavingWorker.load_checkpoint`."""
+        super().load_checkpoint(path, contents)
+        self._held.release()
 
     @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
     @offload_after
@@ -205,6 +228,7 @@ class ActorWorker(PolicyWorker):
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """PPO update: ``ppo_epochs`` passes over the mini-batches."""
+        self._held.mark_changed()
         unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
         columns = [name for name in POLICY_COLUMNS if name in batch.tensors and name not in unread]
         outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
@@ -336,6 +360,7 @@ def loss_options(config: ActorConfig) -> PolicyLossOptions:
         clip_cov_ub=loss.clip_cov_ub,
         kl_cov_ratio=loss.kl_cov_ratio,
         ppo_kl_coef=loss.ppo_kl_coef,
+        m2_threshold=loss.m2_threshold,
     )
 
 
