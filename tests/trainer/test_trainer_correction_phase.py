@@ -88,6 +88,21 @@ def test_bypass_uses_the_log_probs_of_the_engine() -> None:
     assert "entropys" not in result.tensors
 
 
+def test_loglinear_marks_the_place_of_the_proximal_policy() -> None:
+    """Versions 0 to 3, the proximal one is 3; weights are the actor's business."""
+    config = RolloutCorrectionConfig(rollout_is="token")
+    phase = RolloutCorrectionPhase(config, loglinear=True)
+    versions = torch.tensor([[0, 1, 2], [3, 3, 3], [2, -1, 0]], dtype=torch.int32)
+    columns = phase.estimated_log_probs(batch(weight_versions=versions), 3).tensors
+    expected = torch.tensor([[3 / 4, 2 / 3, 1 / 2], [0, 0, 0], [1 / 2, 0, 0]])  # the last token is masked
+    torch.testing.assert_close(columns["proximal_fractions"], expected)
+    assert torch.equal(columns["old_log_probs"], batch().tensors["rollout_log_probs"])
+    assert not phase.is_active(batch(), 1)
+    rows = DataProto.from_dict(dict(batch().tensors), {"weight_version": [3, 2, 1]})
+    one_version = phase.estimated_log_probs(rows, 3).tensors["proximal_fractions"]
+    torch.testing.assert_close(one_version, torch.tensor([[0.0] * 3, [1 / 2, 0, 1 / 2], [2 / 3, 2 / 3, 0]]))
+
+
 def test_non_finite_log_probs_name_row_and_token() -> None:
     log_probs = batch().tensors["rollout_log_probs"].clone()
     log_probs[1, 1] = -math.inf  # masked

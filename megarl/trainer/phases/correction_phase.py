@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
 
-from megarl.algorithms import Rejection, Truncation, importance_weights, log_ratios, missing_eos, rejected_tokens
+from megarl.algorithms import (
+    Rejection,
+    Truncation,
+    importance_weights,
+    log_ratios,
+    missing_eos,
+    proximal_fractions,
+    rejected_tokens,
+)
 from megarl.algorithms.selection import policy_filtration_rows
 from megarl.base.errors import DataError
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
@@ -26,13 +35,14 @@ class RolloutCorrectionPhase:
 
     Args:
         config: complete section ``algorithm.rollout_correction``.
+        loglinear: the actor estimates the proximal policy, and with it the weights, when it computes the loss.
     """
 
     name = "rollout_correction"
 
-    def __init__(self, config: RolloutCorrectionConfig) -> None:
+    def __init__(self, config: RolloutCorrectionConfig, *, loglinear: bool = False) -> None:
         self.bypass = config.bypass_mode
-        self.level = config.rollout_is
+        self.level = None if loglinear else config.rollout_is
         self.normalize = config.rollout_is_batch_normalize
         bounds = weight_bounds(config)
         self.truncation = Truncation(bounds.upper, bounds.lower)
@@ -46,6 +56,26 @@ class RolloutCorrectionPhase:
         """
         _check_finite(batch)
         return DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()})
+
+    def estimated_log_probs(self, batch: DataProto, version: int) -> DataProto:
+        """Use the engine's log-probs as ``old_log_probs``, with the place of a log-linear proximal policy.
+
+        Args:
+            batch: with ``weight_versions`` per token, or ``weight_version`` per row if no row has several.
+            version: weight version of the last sync, that of the proximal policy.
+
+        Returns:
+            ``old_log_probs`` and ``proximal_fractions``.
+
+        Raises:
+            DataError: a log-prob of the engine is not finite.
+        """
+        versions = batch.tensors.get("weight_versions")
+        if versions is None:
+            rows = torch.from_numpy(batch.non_tensor_batch["weight_version"].astype(np.int64))
+            versions = rows[:, None].expand_as(batch.tensors["responses"])
+        fractions = proximal_fractions(versions, version) * compared_tokens(batch)
+        return self.rollout_log_probs(batch).with_columns({"proximal_fractions": fractions}, {})
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Whether importance weights or rejection rules are configured."""
