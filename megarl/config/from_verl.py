@@ -140,7 +140,7 @@ tokens of the whole batch. verl's sampler and megarl's shuffle rows differently.
 """
 
 SHARES = (
-    ("all", 31, 87, 74, 94),
+    ("all", 31, 88, 74, 94),
     ("on GPUs", 27, 89, 77, 95),
     ("on GPUs, generating with SGLang", 9, 92, 86, 95),
 )

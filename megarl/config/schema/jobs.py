@@ -244,7 +244,9 @@ class PreferenceLossConfig:
     label_smoothing: float = key(
         0.0, "Probability that a pair's label is wrong, for dpo and simpo.", at_least=0, at_most=0.5
     )
-    simpo_gamma: float = key(0.5, "Target margin between the rewards of simpo; other losses ignore it.", at_least=0)
+    simpo_gamma: float | None = key(
+        None, "Target margin between the rewards of simpo; null = 0.5. Other losses have none.", at_least=0
+    )
 
     @property
     def uses_reference(self) -> bool:
