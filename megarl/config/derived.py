@@ -20,7 +20,7 @@ from megarl.config.schema.jobs import (
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig, ModelPathConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import RunConfig
 
 _Value = TypeVar("_Value")
@@ -122,7 +122,15 @@ def _layout(megatron: MegatronConfig, devices: int) -> MegatronConfig:
 
 
 def _rollout(rollout: RolloutConfig, trainer: RunConfig, root: str) -> RolloutConfig:
-    devices, per_replica, replicas = trainer.num_devices, rollout.devices_per_replica, rollout.replicas
+    if isinstance(rollout, TrainingRolloutConfig):
+        own = rollout.nnodes > 0
+        rollout = replace(
+            rollout,
+            n_gpus_per_node=_first(rollout.n_gpus_per_node, trainer.n_gpus_per_node),
+            free_cache_engine=rollout.free_cache_engine and not own,
+        )
+    devices = rollout.own_devices or trainer.num_devices
+    per_replica, replicas = rollout.devices_per_replica, rollout.replicas
     if replicas is None and devices % per_replica == 0:
         replicas = len(rollout.server_urls) or devices // per_replica
     access_file = _first(rollout.endpoint.access_file, f"{root}/endpoint.json")

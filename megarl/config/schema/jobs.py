@@ -9,6 +9,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 from megarl.base.algorithm_names import PREFERENCE_LOSS_TYPES, estimator_needs
 from megarl.config.keys import key, section
 from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema.async_training import AsyncTrainingConfig
 from megarl.config.schema.data import (
     DataConfig,
     GenerateDataConfig,
@@ -126,9 +127,15 @@ class TrainConfig(ScoredJobConfig):
     critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     val_reward_fn: ValRewardConfig = section(ValRewardConfig)
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     sync: SyncConfig = section(SyncConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     global_profiler: ProfilerConfig = section(ProfilerConfig)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all pools."""
+        return self.trainer.num_devices + self.actor_rollout_ref.rollout.own_devices
 
     @property
     def uses_critic(self) -> bool:

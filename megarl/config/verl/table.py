@@ -98,7 +98,8 @@ _SAME = {
     "actor_rollout_ref.rollout.agent": "agent_loop_config_path default_agent_loop num_workers",
     "actor_rollout_ref.rollout": (
         "calculate_log_probs dtype free_cache_engine log_prob_max_token_len_per_gpu "
-        "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n name seed temperature "
+        "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n n_gpus_per_node name nnodes seed "
+        "temperature "
         "tensor_model_parallel_size top_k top_p"
     ),
     "actor_rollout_ref.rollout.multi_turn": (
@@ -106,6 +107,7 @@ _SAME = {
         "tool_config_path tool_response_truncate_side"
     ),
     "actor_rollout_ref.rollout.val_kwargs": "n temperature top_k top_p",
+    "async_training": "partial_rollout",
     "algorithm": "adv_estimator gamma kl_penalty lam norm_adv_by_std_in_grpo use_kl_in_reward use_pf_ppo",
     "algorithm.filter_groups": "enable max_num_gen_batches metric",
     "algorithm.kl_ctrl": "horizon kl_coef target_kl type",

@@ -73,6 +73,8 @@ class Roles:
         rollout: rollout replicas.
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
+        shared_devices: whether the replicas run on the trainer's devices.
+        pause_mode: treatment of the requests of paused engines.
     """
 
     actor: ActorGroup
@@ -82,6 +84,8 @@ class Roles:
     rollout: RolloutGroup
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
+    shared_devices: bool = True
+    pause_mode: str = "retract"
 
     def replicas(self) -> list[ReplicaProcess]:
         """List the processes of the rollout replicas for the router."""
@@ -99,6 +103,14 @@ class Roles:
         """Restore the engines before another rollout with the same weights, if their memory was freed."""
         if not self.sharding_manager.in_sync:
             self.sync_weights()
+
+    def pause_engines(self) -> None:
+        """Pause the engines; they hold their requests over the next weight sync."""
+        self._retry_with_new_replicas(lambda: self.rollout.submit("pause", self.pause_mode).result())
+
+    def resume_engines(self) -> None:
+        """Let paused engines go on with their requests."""
+        self._retry_with_new_replicas(lambda: self.rollout.submit("resume").result())
 
     def _retry_with_new_replicas(self, action: Callable[[], _Result]) -> _Result:
         """Run an action on all replicas; replace dead replicas and retry, at most once per replica."""
@@ -120,7 +132,8 @@ class Roles:
         Raises:
             WorkerError: a new process failed.
         """
-        restart_replicas(self.rollout, lost, pending_device_bytes(list(self._trainers().values())))
+        pending = pending_device_bytes(list(self._trainers().values())) if self.shared_devices else None
+        restart_replicas(self.rollout, lost, pending)
         version = self.sharding_manager.version
         self.sharding_manager = self.connect(self.actor, self.rollout)
         self.sharding_manager.version = version
@@ -183,6 +196,7 @@ class RoleBuilder:
         batches: batch plan of ``config``.
         total_steps: training steps of the whole run.
         pool: devices that all roles share.
+        engine_pool: devices of the rollout replicas: ``pool``, or others.
         progress: shows the start of the processes.
     """
 
@@ -192,6 +206,7 @@ class RoleBuilder:
         batches: BatchPlan,
         total_steps: int,
         pool: PlacedPool,
+        engine_pool: PlacedPool,
         progress: Progress | None = None,
     ) -> None:
         self.config = config
@@ -199,6 +214,7 @@ class RoleBuilder:
         self.batches = batches
         self.total_steps = total_steps
         self.pool = pool
+        self.engine_pool = engine_pool
         self.progress = progress
 
     def build(self) -> Roles:
@@ -210,18 +226,20 @@ class RoleBuilder:
         Raises:
             WorkerError: a process failed; names role and rank.
         """
-        actor, rollout = self._actor(), rollout_group(self.policy, self.pool)
+        actor, rollout = self._actor(), rollout_group(self.policy, self.engine_pool)
         critic = self._critic() if self._has_critic() else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = reward_model_group(self.config, self.pool) if self.config.reward_model.enable else None
         groups = [group for group in (actor, critic, reference_group, reward_model) if group]
         wait_ready([*groups, rollout], progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
-        rollout.init_model(pending_device_bytes(groups))
+        shared = self.engine_pool is self.pool
+        rollout.init_model(pending_device_bytes(groups) if shared else None)
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()
-        return Roles(actor, critic, reference, reward_model, rollout, sync, self._connect)
+        mode = self.config.async_training.pause_mode
+        return Roles(actor, critic, reference, reward_model, rollout, sync, self._connect, shared, mode)
 
     def _actor(self) -> ActorGroup:
         reference = None

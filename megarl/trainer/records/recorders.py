@@ -63,7 +63,7 @@ class StepMetrics(Callback):
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()
         metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length)
-        metrics |= throughput_metrics(batch, view.seconds, view.config.trainer.num_devices)
+        metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices)
         lengths = batch.tensors["attention_mask"].sum(-1).tolist()
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
         rows = batch.meta_info["actor_mini_batch_rows"]

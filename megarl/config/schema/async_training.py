@@ -1,0 +1,46 @@
+"""The `async_training` section: generation across training steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.keys import key
+
+SYNC, COLOCATED, DISAGGREGATED = "sync", "colocated", "disaggregated"
+MODES = (SYNC, COLOCATED, DISAGGREGATED)
+
+
+@dataclass(frozen=True)
+class AsyncTrainingConfig:
+    """Generation and training at the same time; see docs/asynchronous.md."""
+
+    mode: str = key(
+        SYNC,
+        "sync = a step generates, then trains; colocated = the same devices, and generation stops as soon as a batch "
+        "is complete; disaggregated = the engines have their own devices (`rollout.nnodes`) and generate during "
+        "training.",
+        choices=MODES,
+    )
+    max_staleness: float = key(
+        0.0,
+        "Largest staleness of a trained token, in weight versions; so many batches are admitted ahead. A fraction "
+        "admits that part of a batch. 0 = synchronous.",
+        at_least=0,
+    )
+    sync_interval: int = key(
+        1,
+        "Mini-batches between weight syncs in disaggregated mode, each trained as soon as its groups are complete; "
+        "`sync_interval` x `ppo_mini_batch_size` = `train_batch_size`.",
+        at_least=1,
+    )
+    partial_rollout: bool = key(
+        True,
+        "Unfinished trajectories pause at a weight sync and continue under the new weights; false = the sync waits "
+        "for them.",
+    )
+    pause_mode: str = key(
+        "retract",
+        "Requests during a pause: retract = they stay in the engine and their KV cache is computed again; abort = they "
+        "are sent again with their tokens so far; in_place = they keep the KV cache of the old weights.",
+        choices=("retract", "abort", "in_place"),
+    )
