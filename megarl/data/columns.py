@@ -84,6 +84,11 @@ _declare(
     },
 )
 _declare(
+    "response",
+    torch.int32,
+    {"weight_versions": "Version of the weights that sampled each token; absent in synchronous training."},
+)
+_declare(
     "row",
     torch.int64,
     {

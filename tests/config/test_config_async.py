@@ -47,9 +47,6 @@ COLOCATED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_traini
         ({**COLOCATED, f"{ROLLOUT}.n": 4, "algorithm.filter_groups.enable": True}, "algorithm.filter_groups.enable",
          "one weight version"),
         ({**COLOCATED, f"{ROLLOUT}.endpoint.enable": True}, f"{ROLLOUT}.endpoint.enable", "set mode=sync"),
-        ({**COLOCATED, "algorithm.rollout_correction.rollout_is": None}, "async_training.max_staleness",
-         "rollout_is=token (decoupled PPO)"),
-        ({**APART, "algorithm.rollout_correction.rollout_is": None}, "async_training.sync_interval", "bypass_mode=true"),
     ],
 )  # fmt: skip
 def test_refused(values: dict[str, Any], path: str, expected: str) -> None:

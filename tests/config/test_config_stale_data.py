@@ -5,59 +5,65 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from config_cases import with_keys
+from config_cases import problems_of, with_keys
 
 from megarl.config import TrainConfig
 from megarl.config.build import build
-from megarl.config.checks.stale_data import stale_data
 
 ACTOR, RC = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-RECORDED = {"actor_rollout_ref.rollout.calculate_log_probs": True}
-TOKEN = {**RECORDED, f"{RC}.rollout_is": "token"}
-
-
-def problems(values: dict[str, Any], proximal: str, max_staleness: float = 1.0) -> dict[str, str]:
-    config = build(TrainConfig, with_keys(values))
-    return {p.path: p.text for p in stale_data(config, max_staleness=max_staleness, proximal=proximal)}
+STALE = {"async_training.mode": "colocated", "async_training.max_staleness": 1.0,
+         "actor_rollout_ref.rollout.calculate_log_probs": True}  # fmt: skip
+TOKEN = {**STALE, f"{RC}.rollout_is": "token"}
+LOGLINEAR = {**TOKEN, "async_training.proximal": "loglinear"}
+BYPASS = {**STALE, f"{RC}.bypass_mode": True}
+HELD = {
+    **STALE,
+    "async_training.mode": "disaggregated",
+    "async_training.max_staleness": 0.0,
+    "async_training.sync_interval": 2,
+    "actor_rollout_ref.rollout.nnodes": 1,
+    "data.train_batch_size": 512,
+}
 
 
 @pytest.mark.parametrize(
-    ("values", "proximal", "path", "text"),
+    ("values", "path", "text"),
     [
-        ({}, "recompute", "actor_rollout_ref.rollout.calculate_log_probs", "max_staleness=1 needs the log-probs"),
-        (RECORDED, "recompute", f"{RC}.rollout_is", "set token (decoupled PPO)"),
-        (RECORDED, "loglinear", f"{RC}.rollout_is", "set token (decoupled PPO)"),
-        ({**RECORDED, f"{RC}.bypass_mode": True}, "recompute", f"{RC}.bypass_mode", "set false, or async_training"),
-        ({**RECORDED, f"{RC}.rollout_is": "sequence"}, "loglinear", f"{RC}.rollout_is", "set token"),
-        ({**TOKEN, f"{RC}.rollout_rs": "token_k1", f"{RC}.rollout_rs_threshold": "2"}, "loglinear", f"{RC}.rollout_rs",
+        ({**TOKEN, "actor_rollout_ref.rollout.calculate_log_probs": False},
+         "actor_rollout_ref.rollout.calculate_log_probs", "set true"),
+        (STALE, f"{RC}.rollout_is", "async_training.max_staleness=1 needs a correction"),
+        (HELD, f"{RC}.rollout_is", "async_training.sync_interval=2 needs a correction"),
+        ({**LOGLINEAR, f"{RC}.rollout_is": None}, f"{RC}.rollout_is", "set token"),
+        ({**LOGLINEAR, f"{RC}.rollout_is": "sequence"}, f"{RC}.rollout_is", "set token"),
+        ({**LOGLINEAR, f"{RC}.rollout_rs": "token_k1", f"{RC}.rollout_rs_threshold": "2"}, f"{RC}.rollout_rs",
          "set null"),
-        ({**TOKEN, f"{RC}.rollout_is_batch_normalize": True}, "loglinear", f"{RC}.rollout_is_batch_normalize",
-         "set false"),
-        ({**TOKEN, f"{ACTOR}.state_masking": False}, "loglinear", f"{ACTOR}.state_masking", "set true"),
-        ({**RECORDED, f"{ACTOR}.policy_loss.loss_mode": "reinforce"}, "engine", f"{ACTOR}.policy_loss.loss_mode",
+        ({**LOGLINEAR, f"{RC}.rollout_is_batch_normalize": True}, f"{RC}.rollout_is_batch_normalize", "set false"),
+        ({**LOGLINEAR, f"{ACTOR}.state_masking": False}, f"{ACTOR}.state_masking", "set true"),
+        ({**LOGLINEAR, "algorithm.repr_align.enable": True, "algorithm.repr_align.ref_alignment.enable": True},
+         "algorithm.repr_align.enable", "async_training.proximal=recompute"),
+        ({**BYPASS, f"{ACTOR}.policy_loss.loss_mode": "reinforce"}, f"{ACTOR}.policy_loss.loss_mode",
          "set one of vanilla, dppo_tv, dppo_kl, m2po, topr"),
-        (TOKEN, "engine", f"{RC}.rollout_is", "nothing to compare"),
-        ({**RECORDED, "algorithm.repr_align.enable": True, "algorithm.repr_align.ref_alignment.enable": True}, "engine",
-         "algorithm.repr_align.enable", "set recompute there"),
+        ({"async_training.proximal": "loglinear"}, "async_training.proximal", "set recompute"),
     ],
 )  # fmt: skip
-def test_stale_samples_without_a_correction(values: dict[str, Any], proximal: str, path: str, text: str) -> None:
-    found = problems(values, proximal)
-    assert list(found) == [path] or not values  # without log-probs of the engine the correction is missing too
-    assert text in found[path]
-    assert problems(values, proximal, max_staleness=0) == {}
+def test_stale_samples_without_a_correction(values: dict[str, Any], path: str, text: str) -> None:
+    assert text in problems_of(values)[path].text
 
 
 @pytest.mark.parametrize(
-    ("values", "proximal"),
+    ("values", "held", "estimated"),
     [
-        (TOKEN, "recompute"),
-        (TOKEN, "loglinear"),
-        ({**RECORDED, f"{RC}.rollout_rs": "seq_mean_k1", f"{RC}.rollout_rs_threshold": "1.1"}, "recompute"),
-        ({**TOKEN, f"{ACTOR}.policy_loss.loss_mode": "reinforce"}, "recompute"),
-        (RECORDED, "engine"),
-        ({**RECORDED, f"{RC}.bypass_mode": True, f"{ACTOR}.policy_loss.loss_mode": "m2po"}, "engine"),
+        (TOKEN, False, False),
+        ({**TOKEN, **HELD}, True, False),
+        (LOGLINEAR, False, True),
+        ({**LOGLINEAR, **HELD}, False, True),
+        ({**STALE, f"{RC}.rollout_rs": "seq_mean_k1", f"{RC}.rollout_rs_threshold": "1.1"}, False, False),
+        ({**TOKEN, f"{ACTOR}.policy_loss.loss_mode": "reinforce"}, False, False),
+        ({**BYPASS, f"{ACTOR}.policy_loss.loss_mode": "m2po"}, False, False),
+        ({**BYPASS, **HELD}, False, False),
+        ({**STALE, "async_training.max_staleness": 0.0}, False, False),
     ],
 )
-def test_corrections_of_stale_samples(values: dict[str, Any], proximal: str) -> None:
-    assert problems(values, proximal) == {}
+def test_corrections_of_stale_samples(values: dict[str, Any], held: bool, estimated: bool) -> None:
+    config = build(TrainConfig, with_keys(values))
+    assert (config.holds_proximal_policy, config.estimates_proximal_policy) == (held, estimated)

@@ -8,6 +8,7 @@ from megarl.config.keys import key
 
 SYNC, COLOCATED, DISAGGREGATED = "sync", "colocated", "disaggregated"
 MODES = (SYNC, COLOCATED, DISAGGREGATED)
+RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
 
 
 @dataclass(frozen=True)
@@ -43,4 +44,11 @@ class AsyncTrainingConfig:
         "Requests during a pause: retract = they stay in the engine and their KV cache is computed again; abort = they "
         "are sent again with their tokens so far; in_place = they keep the KV cache of the old weights.",
         choices=("retract", "abort", "in_place"),
+    )
+    proximal: str = key(
+        RECOMPUTE,
+        "Old log-probs of stale samples, about which the ratio is clipped: recompute = by a forward pass with the "
+        "weights of the last sync; loglinear = an estimate by weight versions, without a pass "
+        "(docs/rollout_correction.md). `algorithm.rollout_correction.bypass_mode` uses the engine's instead.",
+        choices=(RECOMPUTE, LOGLINEAR),
     )

@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 from megarl.base.algorithm_names import PREFERENCE_LOSS_TYPES, estimator_needs
 from megarl.config.keys import key, section
 from megarl.config.schema.algorithm import AlgorithmConfig
-from megarl.config.schema.async_training import AsyncTrainingConfig
+from megarl.config.schema.async_training import LOGLINEAR, RECOMPUTE, AsyncTrainingConfig
 from megarl.config.schema.data import (
     DataConfig,
     GenerateDataConfig,
@@ -142,6 +142,17 @@ class TrainConfig(ScoredJobConfig):
         """Whether the job has a critic."""
         default = estimator_needs(self.algorithm.adv_estimator, "values")
         return default if self.critic.enable is None else self.critic.enable
+
+    @property
+    def estimates_proximal_policy(self) -> bool:
+        """Whether old log-probs are a log-linear estimate by weight versions, computed with the loss."""
+        return self.async_training.proximal == LOGLINEAR and not self.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def holds_proximal_policy(self) -> bool:
+        """Whether the actor holds the weights of the last sync through several updates, for old log-probs."""
+        keys, correction = self.async_training, self.algorithm.rollout_correction
+        return keys.sync_interval > 1 and keys.proximal == RECOMPUTE and not correction.bypass_mode
 
     @property
     def uses_baselines(self) -> bool:

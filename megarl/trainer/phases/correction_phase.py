@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-import numpy as np
 import torch
 
 from megarl.algorithms import (
@@ -36,12 +35,19 @@ class RolloutCorrectionPhase:
     Args:
         config: complete section ``algorithm.rollout_correction``.
         loglinear: the actor estimates the proximal policy, and with it the weights, when it computes the loss.
+        version: returns the version of the last weight sync, that of the proximal policy; read with ``loglinear``.
+
+    Attributes:
+        reads_rollout: whether ``old_log_probs`` are the engine's (bypass mode, and ``loglinear``).
     """
 
     name = "rollout_correction"
 
-    def __init__(self, config: RolloutCorrectionConfig, *, loglinear: bool = False) -> None:
-        self.bypass = config.bypass_mode
+    def __init__(
+        self, config: RolloutCorrectionConfig, *, loglinear: bool = False, version: Callable[[], int] | None = None
+    ) -> None:
+        self.reads_rollout = config.bypass_mode or loglinear
+        self.version = version if loglinear else None
         self.level = None if loglinear else config.rollout_is
         self.normalize = config.rollout_is_batch_normalize
         bounds = weight_bounds(config)
@@ -49,33 +55,19 @@ class RolloutCorrectionPhase:
         self.rules = [Rejection(rule.option, rule.upper, rule.lower) for rule in rejection_rules(config)]
 
     def rollout_log_probs(self, batch: DataProto) -> DataProto:
-        """Use the engine's log-probs as ``old_log_probs`` (bypass mode), without a pass of the actor.
+        """Use the engine's log-probs as ``old_log_probs``, without a pass of the actor.
+
+        A log-linear proximal policy also needs ``proximal_fractions``, from the batch's ``weight_versions``.
 
         Raises:
             DataError: a log-prob of the engine is not finite.
         """
         _check_finite(batch)
-        return DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()})
-
-    def estimated_log_probs(self, batch: DataProto, version: int) -> DataProto:
-        """Use the engine's log-probs as ``old_log_probs``, with the place of a log-linear proximal policy.
-
-        Args:
-            batch: with ``weight_versions`` per token, or ``weight_version`` per row if no row has several.
-            version: weight version of the last sync, that of the proximal policy.
-
-        Returns:
-            ``old_log_probs`` and ``proximal_fractions``.
-
-        Raises:
-            DataError: a log-prob of the engine is not finite.
-        """
-        versions = batch.tensors.get("weight_versions")
-        if versions is None:
-            rows = torch.from_numpy(batch.non_tensor_batch["weight_version"].astype(np.int64))
-            versions = rows[:, None].expand_as(batch.tensors["responses"])
-        fractions = proximal_fractions(versions, version) * compared_tokens(batch)
-        return self.rollout_log_probs(batch).with_columns({"proximal_fractions": fractions}, {})
+        columns = {"old_log_probs": batch.tensors["rollout_log_probs"].clone()}
+        if self.version is not None:
+            fractions = proximal_fractions(batch.tensors["weight_versions"], self.version())
+            columns["proximal_fractions"] = fractions * compared_tokens(batch)
+        return DataProto.from_dict(columns)
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Whether importance weights or rejection rules are configured."""
