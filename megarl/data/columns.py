@@ -111,6 +111,7 @@ _declare(
         "rollout_log_probs": "Log-probability of each token, returned by the rollout engine while sampling.",
         "old_log_probs": "Log-probability of each token under the actor before the step's updates.",
         "ref_log_prob": "Log-probability of each token under the reference policy.",
+        "entropys": "Entropy of the policy at each token, in nats.",
         "ref_kl": "KL from the policy to the reference at each token, over the whole vocabulary.",
         "values": "Value estimate before each token.",
         "token_level_scores": "Score of the reward functions; a row's score is at its last response token.",

@@ -17,20 +17,17 @@ APART = {
     **SIZES, **STALE, "async_training.mode": "disaggregated", "async_training.sync_interval": 4,
     f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 4,
 }  # fmt: skip
-COLOCATED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_training.max_staleness": 1}
+AHEAD = {**APART, "async_training.max_staleness": 1}
 
 
 @pytest.mark.parametrize(
     ("values", "path", "expected"),
     [
-        ({"async_training.max_staleness": 1}, "async_training.max_staleness", "no effect with async_training.mode=sync"),
-        ({"async_training.sync_interval": 4}, "async_training.sync_interval", "no effect with async_training.mode=sync"),
-        ({**COLOCATED, "async_training.sync_interval": 2}, "async_training.sync_interval", "after each batch"),
+        ({"async_training.max_staleness": 1}, "async_training.max_staleness", "has no effect with"),
+        ({"async_training.sync_interval": 4}, "async_training.sync_interval", "has no effect with"),
         ({"trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "leave it null"),
-        ({**COLOCATED, "trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "partial_rollout=false"),
         ({**APART, f"{ROLLOUT}.nnodes": 0}, f"{ROLLOUT}.nnodes", "set nnodes and n_gpus_per_node"),
         ({f"{ROLLOUT}.nnodes": 1}, f"{ROLLOUT}.nnodes", "set 0, or mode=disaggregated"),
-        ({**COLOCATED, f"{ROLLOUT}.nnodes": 1}, f"{ROLLOUT}.nnodes", "mode=colocated runs the engines on"),
         ({**APART, f"{ROLLOUT}.tensor_model_parallel_size": 3, f"{ROLLOUT}.name": "sglang"},
          f"{ROLLOUT}.tensor_model_parallel_size", "do not divide the engines' pool of 4"),
         ({**APART, f"{ROLLOUT}.replicas": 5}, f"{ROLLOUT}.replicas", "more than the engines' pool of 4"),
@@ -42,11 +39,11 @@ COLOCATED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_traini
         ({**APART, f"{ACTOR}.ppo_mini_batch_size": 24, "async_training.sync_interval": 2,
           "data.train_batch_size": 72}, "async_training.sync_interval", "are not data.train_batch_size=72; set 3"),
         ({**APART, "critic.ppo_mini_batch_size": 32}, "critic.ppo_mini_batch_size", "ppo_mini_batch_size=16"),
-        ({**COLOCATED, "async_training.max_staleness": 0.01}, "async_training.max_staleness", "at least 0.016"),
-        ({**COLOCATED, "algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "greedy baseline"),
-        ({**COLOCATED, f"{ROLLOUT}.n": 4, "algorithm.filter_groups.enable": True}, "algorithm.filter_groups.enable",
+        ({**AHEAD, "async_training.max_staleness": 0.01}, "async_training.max_staleness", "at least 0.016"),
+        ({**AHEAD, "algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "greedy baseline"),
+        ({**AHEAD, f"{ROLLOUT}.n": 4, "algorithm.filter_groups.enable": True}, "algorithm.filter_groups.enable",
          "one weight version"),
-        ({**COLOCATED, f"{ROLLOUT}.endpoint.enable": True}, f"{ROLLOUT}.endpoint.enable", "set mode=sync"),
+        ({**AHEAD, f"{ROLLOUT}.endpoint.enable": True}, f"{ROLLOUT}.endpoint.enable", "set mode=sync"),
     ],
 )  # fmt: skip
 def test_refused(values: dict[str, Any], path: str, expected: str) -> None:
@@ -58,13 +55,14 @@ def test_engines_of_a_pool_have_its_devices_and_keep_their_memory() -> None:
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.replicas, rollout.own_devices, config.trainer.num_devices, config.num_devices) == (4, 4, 8, 12)
     assert not rollout.free_cache_engine
-    shared = build(TrainConfig, with_keys(COLOCATED))
+    shared = build(TrainConfig, with_keys(SIZES))
     assert shared.actor_rollout_ref.rollout.replicas == shared.num_devices == 8
     assert shared.actor_rollout_ref.rollout.free_cache_engine
 
 
 def test_staleness_0_needs_no_correction() -> None:
-    values = {**SIZES, "async_training.mode": "colocated"}
+    values = {**APART, "data.train_batch_size": 16, "async_training.sync_interval": 1}
+    values["algorithm.rollout_correction.rollout_is"] = None
     assert build(TrainConfig, with_keys(values)).async_training.max_staleness == 0
 
 
@@ -72,18 +70,21 @@ def test_the_modes_of_verl_are_translated() -> None:
     fully_async = {
         **SIZES, **STALE, "async_training.mode": "disaggregated", "async_training.staleness_threshold": 0.5,
         "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 1,
-        "async_training.partial_rollout": True, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 2,
+        "async_training.partial_rollout": False, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 2,
     }  # fmt: skip
     config = build(TrainConfig, with_keys(fully_async))
     assert (config.async_training.max_staleness, config.async_training.sync_interval) == (0.5, 4)
     assert config.actor_rollout_ref.rollout.own_devices == 2
     trainer_v1 = {
-        **SIZES, **STALE, "trainer.v1.trainer_mode": "colocate_async", "trainer.v1.colocate_async.num_warmup_batches": 1,
-        "trainer.v1.sampler.max_off_policy_threshold": 8, "trainer.v1.separate_async.parameter_sync_step": 4,
+        **SIZES, **STALE, "trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
+        "trainer.v1.separate_async.num_warmup_batches": 1, "trainer.v1.sampler.max_off_policy_threshold": 8,
+        "trainer.v1.separate_async.parameter_sync_step": 4,
     }  # fmt: skip
     config = build(TrainConfig, with_keys(trainer_v1))
-    assert (config.async_training.mode, config.async_training.max_staleness) == ("colocated", 8)
-    assert config.async_training.sync_interval == 1
+    assert (config.async_training.mode, config.async_training.max_staleness) == ("disaggregated", 8)
+    assert config.async_training.sync_interval == 4
+    for key, value in (("trainer.v1.trainer_mode", "colocate_async"), ("async_training.partial_rollout", True)):
+        assert problems_of({key: value})
     switching = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
-    assert "do not generate" in problems_of({**COLOCATED, switching: True})[switching].text
+    assert "do not generate" in problems_of({**AHEAD, switching: True})[switching].text
     assert "total_training_steps" in problems_of({"rollout.total_rollout_steps": 9})["rollout.total_rollout_steps"].text

@@ -11,17 +11,20 @@ from megarl.config import TrainConfig
 from megarl.config.build import build
 
 ACTOR, RC = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-STALE = {"async_training.mode": "colocated", "async_training.max_staleness": 1.0,
-         "actor_rollout_ref.rollout.calculate_log_probs": True}  # fmt: skip
+STALE = {
+    "async_training.mode": "disaggregated",
+    "async_training.max_staleness": 1.0,
+    "actor_rollout_ref.rollout.nnodes": 1,
+    "data.train_batch_size": 256,
+    "actor_rollout_ref.rollout.calculate_log_probs": True,
+}
 TOKEN = {**STALE, f"{RC}.rollout_is": "token"}
 LOGLINEAR = {**TOKEN, "async_training.proximal": "loglinear"}
 BYPASS = {**STALE, f"{RC}.bypass_mode": True}
 HELD = {
     **STALE,
-    "async_training.mode": "disaggregated",
     "async_training.max_staleness": 0.0,
     "async_training.sync_interval": 2,
-    "actor_rollout_ref.rollout.nnodes": 1,
     "data.train_batch_size": 512,
 }
 

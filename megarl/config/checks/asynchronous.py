@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.problems import Problem
-from megarl.config.schema.async_training import COLOCATED, DISAGGREGATED, SYNC, AsyncTrainingConfig
+from megarl.config.schema.async_training import DISAGGREGATED, SYNC, AsyncTrainingConfig
 from megarl.config.schema.jobs import TrainConfig
 
 _ASYNC, _ROLLOUT = "async_training", "actor_rollout_ref.rollout"
@@ -18,17 +18,11 @@ def async_mode(config: TrainConfig) -> Iterator[Problem]:
         for name in ("max_staleness", "sync_interval"):
             value = getattr(keys, name)
             if value != getattr(AsyncTrainingConfig, name):
-                text = f"has no effect with {_ASYNC}.mode=sync; set mode=colocated or disaggregated"
+                text = f"has no effect with {_ASYNC}.mode=sync; set mode=disaggregated"
                 yield Problem(f"{_ASYNC}.{name}", value, text)
-    if keys.mode == COLOCATED and keys.sync_interval > 1:
-        text = f"{_ASYNC}.mode=colocated syncs after each batch, since generation stops during training; set 1"
-        yield Problem(f"{_ASYNC}.sync_interval", keys.sync_interval, text)
     replay = config.trainer.replay_order
     if replay is not None and keys.mode == SYNC:
         yield Problem("trainer.replay_order", replay, f"{_ASYNC}.mode=sync always repeats its batches; leave it null")
-    elif replay is not None and keys.partial_rollout:
-        text = "the tokens at which trajectories pause are not recorded, so only a run without pauses can be repeated"
-        yield Problem("trainer.replay_order", replay, f"{text}; record and repeat with {_ASYNC}.partial_rollout=false")
 
 
 def async_devices(config: TrainConfig) -> Iterator[Problem]:

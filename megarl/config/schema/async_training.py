@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config.keys import key
 
-SYNC, COLOCATED, DISAGGREGATED = "sync", "colocated", "disaggregated"
-MODES = (SYNC, COLOCATED, DISAGGREGATED)
+SYNC, DISAGGREGATED = "sync", "disaggregated"
 RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
 
 
@@ -17,10 +16,9 @@ class AsyncTrainingConfig:
 
     mode: str = key(
         SYNC,
-        "sync = a step generates, then trains; colocated = the same devices, and generation stops as soon as a batch "
-        "is complete; disaggregated = the engines have their own devices (`rollout.nnodes`) and generate during "
-        "training.",
-        choices=MODES,
+        "sync = a step generates, then trains, on the same devices; disaggregated = the engines have devices of their "
+        "own (`rollout.nnodes`) and generate during training.",
+        choices=(SYNC, DISAGGREGATED),
     )
     max_staleness: float = key(
         0.0,
@@ -33,17 +31,6 @@ class AsyncTrainingConfig:
         "Mini-batches between weight syncs in disaggregated mode, each trained as soon as its groups are complete; "
         "`sync_interval` x `ppo_mini_batch_size` = `train_batch_size`.",
         at_least=1,
-    )
-    partial_rollout: bool = key(
-        True,
-        "Unfinished trajectories pause at a weight sync and continue under the new weights; false = the sync waits "
-        "for them.",
-    )
-    pause_mode: str = key(
-        "retract",
-        "Requests during a pause: retract = they stay in the engine and their KV cache is computed again; abort = they "
-        "are sent again with their tokens so far; in_place = they keep the KV cache of the old weights.",
-        choices=("retract", "abort", "in_place"),
     )
     proximal: str = key(
         RECOMPUTE,

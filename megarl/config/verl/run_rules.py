@@ -118,7 +118,7 @@ _RUN: dict[str, Rule] = {
     "trainer.ray_wait_register_center_timeout": NoEffect("Ray connects the workers"),
     "trainer.use_v1": NoEffect("megarl has one trainer"),
     "trainer.use_legacy_worker_impl": NoEffect("megarl has one implementation of each worker"),
-    _MODE: Renamed("async_training.mode", {"colocate_async": "colocated", "separate_async": "disaggregated"}),
+    _MODE: Renamed("async_training.mode", {"separate_async": "disaggregated"}),
     "trainer.v1.separate_async.parameter_sync_step": Renamed(
         "async_training.sync_interval", switch=_MODE, off=("sync", "colocate_async")
     ),
@@ -150,6 +150,7 @@ _RUN: dict[str, Rule] = {
     "async_training.staleness_threshold": Renamed("async_training.max_staleness", why=_ADMISSION),
     "async_training.trigger_parameter_sync_step": Renamed("async_training.sync_interval"),
     "async_training.require_batches": Only((1,), "set actor_rollout_ref.actor.ppo_mini_batch_size"),
+    "async_training.partial_rollout": Only((False,), "a weight sync waits for the trajectories in flight"),
     "async_training.use_trainer_do_validate": Only((False,), "the engines validate"),
     "async_training.*": Refused(_ASYNC),
     "rollout.nnodes": Renamed("actor_rollout_ref.rollout.nnodes"),

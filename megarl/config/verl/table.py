@@ -107,7 +107,6 @@ _SAME = {
         "tool_config_path tool_response_truncate_side"
     ),
     "actor_rollout_ref.rollout.val_kwargs": "n temperature top_k top_p",
-    "async_training": "partial_rollout",
     "algorithm": "adv_estimator gamma kl_penalty lam norm_adv_by_std_in_grpo use_kl_in_reward use_pf_ppo",
     "algorithm.filter_groups": "enable max_num_gen_batches metric",
     "algorithm.kl_ctrl": "horizon kl_coef target_kl type",

@@ -76,7 +76,6 @@ class Roles:
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
         shared_devices: whether the replicas run on the trainer's devices.
-        pause_mode: treatment of the requests of paused engines.
     """
 
     actor: ActorGroup
@@ -87,7 +86,6 @@ class Roles:
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
     shared_devices: bool = True
-    pause_mode: str = "retract"
 
     def replicas(self) -> list[ReplicaProcess]:
         """List the processes of the rollout replicas for the router."""
@@ -109,14 +107,6 @@ class Roles:
         """Restore the engines before another rollout with the same weights, if their memory was freed."""
         if not self.sharding_manager.in_sync:
             self.sync_weights()
-
-    def pause_engines(self) -> None:
-        """Pause the engines; they hold their requests over the next weight sync."""
-        self._retry_with_new_replicas(lambda: self.rollout.submit("pause", self.pause_mode).result())
-
-    def resume_engines(self) -> None:
-        """Let paused engines go on with their requests."""
-        self._retry_with_new_replicas(lambda: self.rollout.submit("resume").result())
 
     def _retry_with_new_replicas(self, action: Callable[[], _Result]) -> _Result:
         """Run an action on all replicas; replace dead replicas and retry, at most once per replica."""
@@ -244,8 +234,7 @@ class RoleBuilder:
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()
-        mode = self.config.async_training.pause_mode
-        return Roles(actor, critic, reference, reward_model, rollout, sync, self._connect, shared, mode)
+        return Roles(actor, critic, reference, reward_model, rollout, sync, self._connect, shared)
 
     def _actor(self) -> ActorGroup:
         reference = None

@@ -137,7 +137,7 @@ class TrainerBuilder:
         runners = session.enter(AgentRunners(config, self.tokenizer, pool))
         roles = RoleBuilder(config, self.batches, self.total_steps, pool, session.engine_pool, progress).build()
         console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
-        traffic = RolloutTraffic(runners, roles.replicas, roles.pause_engines, roles.resume_engines)
+        traffic = RolloutTraffic(runners, roles.replicas)
         rollout = RolloutPhase(
             traffic,
             config,

@@ -19,7 +19,7 @@ from megarl.agents.types import ConversationGroup, Integers, PlannedSample, Traj
 from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
 from megarl.config.schema.async_training import SYNC
-from megarl.config.schema.jobs import GenerationJobConfig
+from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.rollout.interface import NO_VERSION, SamplingParams

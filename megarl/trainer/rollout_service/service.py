@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, Trajectory
 from megarl.base.errors import WeightSyncError
-from megarl.config.schema.async_training import COLOCATED, DISAGGREGATED
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
@@ -45,12 +45,11 @@ def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None
 
 
 class RolloutService:
-    """Generates under the admission rule, on the trainer's devices (colocated) or on its own (disaggregated).
+    """Generates under the admission rule, on devices of its own, while the trainer trains (disaggregated mode).
 
-    Prompts are admitted after each weight sync, up to the capacity of the ledger. Colocated, generation stops when the
-    batch is complete. Disaggregated, it goes on during training, and pauses for the weight sync only. Unfinished
-    trajectories continue after the sync, or the sync waits for them, as configured. With staleness 0 the samples, their
-    order and their seeds are those of synchronous training.
+    Prompts are admitted after each weight sync, up to the capacity of the ledger. A batch leaves as soon as its groups
+    are complete. The next sync waits for the conversations in flight. With staleness 0 and one batch per sync, the
+    samples, their order and their seeds are those of synchronous training.
 
     Args:
         config: complete.
@@ -109,14 +108,11 @@ class RolloutService:
             self.roles.actor.release_weights()
 
     def sync_weights(self) -> Metrics:
-        """Send the actor's weights to the engines; conversations in flight are paused, or end before."""
-        self._stop()
-        manager = self.roles.sharding_manager
-        metrics = self.roles.sync_weights()
-        if self.roles.sharding_manager is not manager and self.traffic.is_open:
-            self._restart()  # a new replica serves, which the runners do not know
-        if self.keys.mode == DISAGGREGATED:
-            self._admit()
+        """Send the actor's weights to the engines, when the conversations in flight have ended; then admit prompts."""
+        started = time.perf_counter()
+        self._finish_running()
+        metrics = {"rollout_service/sync_wait_s": time.perf_counter() - started} | self.roles.sync_weights()
+        self._admit()
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,13 +143,9 @@ class RolloutService:
 
     def _collect(self) -> tuple[DataProto, Metrics]:
         """Wait until the groups of a batch are complete; return their samples in the order of admission."""
-        self.roles.ready_engines()
         self._admit()
         while (numbers := self._next_groups()) is None:
             self._receive(WAIT_S)
-        if self.keys.mode == COLOCATED:
-            self._stop()
-            self.roles.free_engines()
         batch_number = self.ledger.trained // self.batch_size
         version, staleness = self.ledger.version, [self.ledger.staleness(number) for number in numbers]
         groups = [self._groups[number] for number in numbers]
@@ -190,8 +182,6 @@ class RolloutService:
         if self._unsent:
             unsent, self._unsent = self._unsent, []
             self.traffic.submit([self._missing(number) for number in unsent])
-        elif self.ledger.running:
-            self.traffic.resume()
 
     def _origin(self, number: int) -> tuple[int, int]:
         """Step and place in its batch that the group has in synchronous training, which seed its samples."""
@@ -210,28 +200,14 @@ class RolloutService:
             self._ended[name] = trajectory
             self.ledger.end_sample(*name)
 
-    def _stop(self) -> None:
-        """Stop generation: pause the conversations in flight, or wait for their end."""
-        if not self.traffic.is_open:
-            return
-        self._receive(0.0)
-        if self.keys.partial_rollout and self.ledger.running:
-            self.traffic.pause()
-            return
+    def _finish_running(self) -> None:
+        """Wait until no conversation is in flight, so that the weights can be replaced."""
         while self.ledger.running:
             self._receive(WAIT_S)
-        self._close_traffic()
-
-    def _close_traffic(self) -> None:
-        self._stats = self.traffic.close()
-        if self._stats.lost:
-            self.rollout.on_lost(self._stats.lost)
-
-    def _restart(self) -> None:
-        """Generate the unfinished samples again, on the current replicas."""
-        self._receive(0.0)
-        self.traffic.close()
-        self._unsent = self.ledger.running
+        if self.traffic.is_open:
+            self._stats = self.traffic.close()
+            if self._stats.lost:
+                self.rollout.on_lost(self._stats.lost)
 
     def _take_stats(self) -> RouterStats:
         stats, self._stats = self._stats, RouterStats()

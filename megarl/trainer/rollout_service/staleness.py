@@ -17,9 +17,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admissio
     - ``training/off_policy/token_staleness/{mean,max}``: over generated tokens.
     - ``training/off_policy/trajectory_staleness``: of the oldest token, mean over trajectories;
       ``training/off_policy/trajectory_staleness_worst``: the largest.
-    - ``training/off_policy/trajectory_spans``: versions of a trajectory beyond the first, mean over trajectories.
     - ``training/off_policy/admission_staleness``: of groups since their admission, mean.
-    - ``fully_async/partial/{total_partial_num,partial_ratio,max_partial_span}``: trajectories of several versions.
     - ``fully_async/count/current_param_version``.
 
     Args:
@@ -35,17 +33,12 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admissio
     if not rows:
         return metrics
     stale = version - np.concatenate(rows)
-    oldest, newest = np.array([row.min() for row in rows]), np.array([row.max() for row in rows])
-    spans = newest - oldest
+    oldest = np.array([row.min() for row in rows])
     return metrics | {
         "training/off_policy/token_staleness/mean": float(stale.mean()),
         "training/off_policy/token_staleness/max": float(stale.max()),
         "training/off_policy/trajectory_staleness": float((version - oldest).mean()),
         "training/off_policy/trajectory_staleness_worst": float((version - oldest).max()),
-        "training/off_policy/trajectory_spans": float(spans.mean()),
-        "fully_async/partial/total_partial_num": float((spans > 0).sum()),
-        "fully_async/partial/partial_ratio": float((spans > 0).mean()),
-        "fully_async/partial/max_partial_span": float(spans.max()),
     }
 
 

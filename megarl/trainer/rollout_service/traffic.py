@@ -13,35 +13,23 @@ WAIT_S = 1.0
 
 
 class RolloutTraffic:
-    """Leads conversations of training and validation at the same time, over weight syncs.
+    """Leads conversations of training and validation at the same time.
 
-    Groups are told apart by their numbers. While conversations are in flight, the engines can be paused; the
-    conversations then continue with the next weights.
+    Groups are told apart by their numbers.
 
     Args:
         runners: lead the conversations.
         replicas: returns the current rollout replicas, since lost ones are replaced.
-        pause: pauses all engines; requests are held.
-        resume: resumes all engines.
     """
 
-    def __init__(
-        self,
-        runners: ConversationService,
-        replicas: Callable[[], Sequence[Replica]],
-        pause: Callable[[], None] = lambda: None,
-        resume: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, runners: ConversationService, replicas: Callable[[], Sequence[Replica]]) -> None:
         self.runners = runners
         self.replicas = replicas
         self.is_open = False
-        self._pause, self._resume = pause, resume
-        self._is_paused = False
         self._aside: list[FinishedSample] = []
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
-        """Start conversations, and go on with paused ones."""
-        self.resume()
+        """Start conversations."""
         if not self.is_open:
             self.runners.open(self.replicas())
             self.is_open = True
@@ -70,18 +58,6 @@ class RolloutTraffic:
             return ended
         self._aside += [sample for sample in ended if sample.name not in names]
         return [sample for sample in ended if sample.name in names]
-
-    def pause(self) -> None:
-        """Pause the engines, so that their weights can be replaced while conversations are in flight."""
-        if not self._is_paused:
-            self._pause()
-            self._is_paused = True
-
-    def resume(self) -> None:
-        """Resume paused engines."""
-        if self._is_paused:
-            self._resume()
-            self._is_paused = False
 
     def close(self) -> RouterStats:
         """Abort the conversations in flight; when it returns, no replica has a request."""
