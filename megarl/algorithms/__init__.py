@@ -63,6 +63,7 @@ from megarl.algorithms.preference_loss import (
     simpo,
     slic_hinge,
 )
+from megarl.algorithms.proximal import loglinear_log_probs, proximal_fractions, proximal_weights
 from megarl.algorithms.reward_shaping import (
     add_at_last,
     blend_quality,
@@ -152,6 +153,7 @@ __all__ = [
     "load_schedule",
     "log_prob_differences",
     "log_ratios",
+    "loglinear_log_probs",
     "loss_counts",
     "m2po",
     "make_kl_controller",
@@ -163,6 +165,8 @@ __all__ = [
     "off_policy_statistics",
     "on_trained_tokens",
     "opo",
+    "proximal_fractions",
+    "proximal_weights",
     "register_advantage",
     "register_policy_loss",
     "reinforce",

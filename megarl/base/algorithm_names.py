@@ -42,6 +42,11 @@ LOSS_MODES: Mapping[str, str] = {
 }
 """Policy losses and their default ``loss_agg_mode``."""
 
+LOSSES_WITHOUT_RATIO = ("reinforce", "gpg")
+"""Policy losses that read no importance ratio, so that they cannot correct for stale samples."""
+STALE_DATA_LOSSES = ("dppo_tv", "dppo_kl", "m2po", "topr")
+"""Policy losses for stale samples, whose ratio may be about the sampling policy."""
+
 DEFAULT_AGGREGATION = "token-mean"
 """``loss_agg_mode`` of a custom policy loss, as of PPO's."""
 

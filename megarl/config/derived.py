@@ -12,6 +12,7 @@ from megarl.config.schema.jobs import (
     GenerateConfig,
     GenerationJobConfig,
     JobT,
+    PreferenceConfig,
     ScoredJobConfig,
     SupervisedConfig,
     TrainConfig,
@@ -28,6 +29,9 @@ _Supervised = TypeVar("_Supervised", bound=SupervisedConfig)
 _ModelPath = TypeVar("_ModelPath", bound=ModelPathConfig)
 _LogProbKeys = TypeVar("_LogProbKeys", bound=LogProbBatchConfig)
 
+SIMPO_GAMMA = 0.5
+"""Target margin of SimPO unless configured."""
+
 
 def with_derived(config: JobT, files_root: str | None = None) -> JobT:
     """A copy of a configuration with its null keys filled.
@@ -43,7 +47,8 @@ def with_derived(config: JobT, files_root: str | None = None) -> JobT:
         return cast(JobT, _train(_generation_job(config, config.trainer, root), root))
     if isinstance(config, EvaluateConfig | GenerateConfig):
         return cast(JobT, _generation_job(config, config.trainer, root))
-    return cast(JobT, _supervised(config, root))
+    config = _supervised(config, root)
+    return cast(JobT, _preference(config) if isinstance(config, PreferenceConfig) else config)
 
 
 def _train(config: TrainConfig, root: str) -> TrainConfig:
@@ -93,6 +98,12 @@ def _supervised(config: _Supervised, root: str) -> _Supervised:
             default_local_dir=_first(trainer.default_local_dir, f"{root}/checkpoints"),
         ),
     )
+
+
+def _preference(config: PreferenceConfig) -> PreferenceConfig:
+    loss = config.loss
+    gamma = _first(loss.simpo_gamma, SIMPO_GAMMA) if loss.type == "simpo" else loss.simpo_gamma
+    return replace(config, loss=replace(loss, simpo_gamma=gamma))
 
 
 def _first(value: _Value | None, default: _Value) -> _Value:

@@ -84,6 +84,11 @@ _declare(
     },
 )
 _declare(
+    "response",
+    torch.int32,
+    {"weight_versions": "Version of the weights that sampled each token; absent in synchronous training."},
+)
+_declare(
     "row",
     torch.int64,
     {
@@ -113,6 +118,8 @@ _declare(
         "token_level_rewards": "Reward for the advantages: the scores after reward shaping and KL penalty.",
         "advantages": "Advantage of each token.",
         "returns": "Target of the value function at each token.",
+        "proximal_fractions": "Place of the proximal policy between behaviour (0) and current policy (1), by weight "
+        "versions; old log-probs are then the behaviour policy's.",
         "rollout_is_weights": "Importance weight of each token's policy loss; absent without rollout correction.",
     },
 )

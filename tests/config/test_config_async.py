@@ -44,9 +44,6 @@ AHEAD = {**APART, "async_training.max_staleness": 1}
         ({**AHEAD, f"{ROLLOUT}.n": 4, "algorithm.filter_groups.enable": True}, "algorithm.filter_groups.enable",
          "one weight version"),
         ({**AHEAD, f"{ROLLOUT}.endpoint.enable": True}, f"{ROLLOUT}.endpoint.enable", "set mode=sync"),
-        ({**AHEAD, "algorithm.rollout_correction.rollout_is": None}, "async_training.max_staleness",
-         "rollout_is=token (decoupled PPO)"),
-        ({**APART, "algorithm.rollout_correction.rollout_is": None}, "async_training.sync_interval", "bypass_mode"),
     ],
 )  # fmt: skip
 def test_refused(values: dict[str, Any], path: str, expected: str) -> None:

@@ -56,7 +56,7 @@ def async_sizes(config: TrainConfig) -> Iterator[Problem]:
 
 
 def async_algorithm(config: TrainConfig) -> Iterator[Problem]:
-    """Check that the algorithm has its inputs, and that its objective suits stale data."""
+    """Check that the algorithm has its inputs."""
     keys, algorithm, policy = config.async_training, config.algorithm, config.actor_rollout_ref
     if keys.mode == SYNC:
         return
@@ -80,12 +80,3 @@ def async_algorithm(config: TrainConfig) -> Iterator[Problem]:
         if used:
             text = f"the chat endpoint serves while a step generates, which {label} does not separate; set mode=sync"
             yield Problem(f"{_ROLLOUT}.{name}", used, text)
-    correction = algorithm.rollout_correction
-    corrects = correction.bypass_mode or correction.rollout_is is not None or correction.rollout_rs is not None
-    if (keys.max_staleness > 0 or keys.sync_interval > 1) and not corrects:
-        key = "max_staleness" if keys.max_staleness > 0 else "sync_interval"
-        text = (
-            "the loss would take recomputed log-probs for those of the policy that sampled; set "
-            "algorithm.rollout_correction.rollout_is=token (decoupled PPO), rollout_rs, or bypass_mode=true"
-        )
-        yield Problem(f"{_ASYNC}.{key}", getattr(keys, key), text)

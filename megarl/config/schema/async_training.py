@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megarl.config.keys import key
 
 SYNC, DISAGGREGATED = "sync", "disaggregated"
+RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
 
 
 @dataclass(frozen=True)
@@ -30,4 +31,11 @@ class AsyncTrainingConfig:
         "Mini-batches between weight syncs in disaggregated mode, each trained as soon as its groups are complete; "
         "`sync_interval` x `ppo_mini_batch_size` = `train_batch_size`.",
         at_least=1,
+    )
+    proximal: str = key(
+        RECOMPUTE,
+        "Old log-probs of stale samples, about which the ratio is clipped: recompute = by a forward pass with the "
+        "weights of the last sync; loglinear = an estimate by weight versions, without a pass "
+        "(docs/rollout_correction.md). `algorithm.rollout_correction.bypass_mode` uses the engine's instead.",
+        choices=(RECOMPUTE, LOGLINEAR),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from megarl.algorithms import Truncation
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerSilent, wait_all, wait_ready
 from megarl.cluster.adapters import GroupSource, GroupTarget, ReplicaProcess, replica_processes
@@ -21,6 +22,7 @@ from megarl.cluster.role_groups import (
 )
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
+from megarl.config.correction_bounds import weight_bounds
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
@@ -88,6 +90,10 @@ class Roles:
     def replicas(self) -> list[ReplicaProcess]:
         """List the processes of the rollout replicas for the router."""
         return replica_processes(self.rollout)
+
+    def weight_version(self) -> int:
+        """Return the version of the last weight sync."""
+        return self.sharding_manager.version
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the rollout replicas; see :meth:`ShardingManager.sync_weights`."""
@@ -244,12 +250,20 @@ class RoleBuilder:
             "plan": self._update_plan("actor", str(actor.loss_agg_mode), actor.loss_scale_factor),
             "log_prob": self._log_prob("old_log_prob"),
             "reference": reference,
+            "correction": self._proximal_bounds(),
         }
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
             budgets |= dict.fromkeys(REFERENCE_VERBS, reference.budget)
         worker = "megarl.workers.actor:ActorWorker"
         return self._group(ActorGroup, "actor", worker, kwargs, layout_of(actor.megatron), budgets)
+
+    def _proximal_bounds(self) -> Truncation | None:
+        """Bounds of the importance weights that the actor computes with the loss."""
+        if not self.config.estimates_proximal_policy:
+            return None
+        bounds = weight_bounds(self.config.algorithm.rollout_correction)
+        return Truncation(bounds.upper, bounds.lower)
 
     def _critic(self) -> CriticGroup:
         critic = self.config.critic

@@ -191,7 +191,9 @@ class TrainerBuilder:
             threshold = algorithm.repr_align.ref_alignment.entropy_high_threshold
             length = config.data.max_response_length
             reference.append(AlignmentPhase(roles.reference, shaping.alignment, threshold, self.tokenizer, length))
-        correction = RolloutCorrectionPhase(algorithm.rollout_correction)
+        correction = RolloutCorrectionPhase(
+            algorithm.rollout_correction, loglinear=config.estimates_proximal_policy, version=roles.weight_version
+        )
         update: list[BatchPhase] = [correction]
         if algorithm.mask_truncated_completions:
             update.append(TruncatedResponsesPhase(all_eos_token_ids(config.actor_rollout_ref.model.path)))
@@ -199,7 +201,7 @@ class TrainerBuilder:
             update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed))
         return StepPhases(
             samples=samples,
-            old_log_probs=correction.rollout_log_probs if correction.bypass else roles.actor.compute_log_prob,
+            old_log_probs=correction.rollout_log_probs if correction.reads_rollout else roles.actor.compute_log_prob,
             reference=reference,
             shaping=shaping,
             advantage=advantage,

@@ -18,7 +18,8 @@ from megarl.agents.trajectories import report_failures, trajectories_to_batch, t
 from megarl.agents.types import ConversationGroup, Integers, PlannedSample, Trajectory
 from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
-from megarl.config.schema.jobs import GenerationJobConfig
+from megarl.config.schema.async_training import SYNC
+from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.rollout.interface import NO_VERSION, SamplingParams
@@ -71,6 +72,7 @@ class RolloutPhase:
         self.tokenizer = tokenizer
         self.batch_info = batch_info
         self.state_masking = state_masking
+        self.with_versions = isinstance(config, TrainConfig) and config.async_training.mode != SYNC
         self.on_lost = on_lost
         self._default_loop = default_agent_loop(config)
         self._lengths = LengthPredictor()
@@ -234,7 +236,12 @@ class RolloutPhase:
         self, columns: Mapping[str, Sequence[Any]], uids: Sequence[str], trajectories: Sequence[Trajectory]
     ) -> DataProto:
         """Build a batch of trajectories with the columns of their prompts."""
-        batch = trajectories_to_batch(trajectories, self.tokenizer.pad_token_id or 0, state_masking=self.state_masking)
+        batch = trajectories_to_batch(
+            trajectories,
+            self.tokenizer.pad_token_id or 0,
+            state_masking=self.state_masking,
+            with_versions=self.with_versions,
+        )
         prompts = DataProto.from_dict({}, {**columns, "uid": uids})
         return batch.union(prompts.repeat(len(trajectories) // len(uids)))
 

@@ -232,9 +232,9 @@ def build_recorders(
         reporter: of the run.
         callbacks: user callbacks.
     """
-    # In bypass mode the actor computes no log-probs to compare the engine's with.
-    bypass = config.algorithm.rollout_correction.bypass_mode
-    compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and not bypass
+    # In bypass mode, or with an estimate, the actor computes no log-probs to compare the engine's with.
+    computes = not (config.algorithm.rollout_correction.bypass_mode or config.estimates_proximal_policy)
+    compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and computes
     return [
         StepMetrics(actor, frozen, state, compare_log_probs=compare_log_probs),
         BalanceRecorder(learners, reporter),

@@ -91,7 +91,7 @@ class RolloutService:
 
     def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step; see :meth:`SampleSource.batches`."""
-        held = self.keys.sync_interval > 1 and not self.config.algorithm.rollout_correction.bypass_mode
+        held = self.config.holds_proximal_policy
         if held:
             with phase("old_log_prob"):
                 self.roles.actor.hold_weights()
