@@ -182,10 +182,10 @@ class ExpertRouter(nn.Module):
             Weights ``[tokens, experts]`` float32, 0 for experts that were not selected, and a bool mask of the selected
             ones.
         """
-        tokens = hidden.flatten(0, -2).float()
-        logits = F.linear(tokens, self.weight.float())
+        inputs = hidden.flatten(0, -2).float()
+        logits = F.linear(inputs, self.weight.float())
         if self.lora is not None and self.lora.enabled:
-            logits = logits + self.lora.in_float32(tokens)
+            logits = logits + self.lora.in_float32(inputs)
         scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
         chosen = choose_experts(scores, self.experts, self.expert_bias)
         tokens, recomputes = (None, False) if self.state is None else self.state.next_tokens()

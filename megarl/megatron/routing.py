@@ -312,6 +312,7 @@ class Routing:
                 if group.size() > 1:
                     dist.all_reduce(routes, group=group)
             results.append(routes.to("cpu", torch.int16))
+        self.begin(INFERENCE)  # frees the routers' copies
         return results
 
     def _stored(self, micro_batch: PackedMicroBatch) -> Tensor:

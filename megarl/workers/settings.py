@@ -187,6 +187,7 @@ def check_adapters(
     options = lora_options(keys, seed=0)
     if options is None:
         return
+    _check_frozen_routers(megatron, keys)
     try:
         adapters = AdapterMap(WeightMap(model, value_head), options)
         adapters.check_layout(layout_of(megatron))
@@ -214,6 +215,15 @@ def check_role(model: ModelConfig, megatron: MegatronConfig, field: str) -> None
         _check_groups(model.num_layers, layout, megatron, field)
     elif megatron.recompute_granularity == "selective":
         _check_modules(model, megatron, field)
+
+
+def _check_frozen_routers(megatron: MegatronConfig, keys: AdapterKeys) -> None:
+    rate = megatron.override_transformer_config.get("moe_router_bias_update_rate")
+    if rate:
+        raise ConfigError(
+            f"megatron.override_transformer_config.moe_router_bias_update_rate={rate} changes weights that "
+            f"lora_rank={keys.lora_rank} freezes; remove the key"
+        )
 
 
 def _check_balance(model: ModelConfig, fields: Mapping[str, Any], field: str) -> None:

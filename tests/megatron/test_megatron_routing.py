@@ -21,7 +21,7 @@ from megarl.megatron.moe import ExpertRouter
 from megarl.models import ParallelLayout
 
 PER_TOKEN, COUNT = 2, 4
-QWEN = {
+QWEN: dict[str, Any] = {
     "family": "qwen3_moe",
     "num_experts": COUNT,
     "norm_topk_prob": True,

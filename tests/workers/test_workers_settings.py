@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megarl.base.errors import ConfigError
-from megarl.config import MegatronConfig
+from megarl.config import AdapterKeys, MegatronConfig
 from megarl.models import ParallelLayout, parse_model_config
 from megarl.models.model_config import Experts
-from megarl.workers.settings import check_role, check_router_replay, layout_of
+from megarl.workers.settings import check_adapters, check_role, check_router_replay, layout_of
 
 MODEL = parse_model_config(
     {
@@ -107,3 +107,11 @@ def test_routing_replay_of_a_dense_model_raises() -> None:
     check_router_replay(MODEL, "disabled")
     with pytest.raises(ConfigError, match=r"router_replay.mode=R2, but Qwen2ForCausalLM is a dense model"):
         check_router_replay(MODEL, "R2")
+
+
+def test_bias_updates_of_a_frozen_model_raise() -> None:
+    keys = AdapterKeys(lora_rank=4)
+    frozen = MegatronConfig(override_transformer_config={"moe_router_bias_update_rate": 0.01})
+    check_adapters(MODEL, keys, MegatronConfig(), "model")
+    with pytest.raises(ConfigError, match=r"bias_update_rate=0.01 changes weights that lora_rank=4 freezes"):
+        check_adapters(MODEL, keys, frozen, "model")
