@@ -134,6 +134,16 @@ _declare(
     },
 )
 
+declare_column(
+    Column(
+        "routed_experts",
+        "sequence",
+        torch.int16,
+        -1,
+        "Experts of each token, `[b, P+R, expert layers, experts per token]`; with routing replay.",
+    )
+)
+
 NON_TENSOR_COLUMNS: dict[str, str] = {
     "data_source": "Data set of the row; selects its reward function and names its metrics.",
     "ability": "Kind of task, for reports.",

@@ -27,12 +27,15 @@ class PolicyOutputs:
         entropy: entropy of each token's distribution, in nats, ``[response tokens]``; None if not requested.
         leads: whether no other token has a higher probability, ``[response tokens]`` bool.
         ref_kl: exact KL to the reference's distribution, in nats, ``[response tokens]``; None if not requested.
+        routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, per token]`` int16;
+            None if not requested.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     leads: Tensor
     ref_kl: Tensor | None = None
+    routes: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,13 @@ class OutputOptions(NamedTuple):
         with_entropy: also compute the entropies.
         ref_head: the reference's output layer, to compute the exact KL to it. The micro-batches must then have a column
             :data:`~megarl.megatron.logprobs.REF_HIDDEN`. Used on the last stage.
+        record_routes: also return the experts of every token; by a pass without gradients.
     """
 
     temperature: float = 1.0
     with_entropy: bool = False
     ref_head: Tensor | None = None
+    record_routes: bool = False
 
 
 DEFAULT_OUTPUTS = OutputOptions()

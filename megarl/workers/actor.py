@@ -41,7 +41,7 @@ from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.held_policy import HeldPolicy
 from megarl.workers.memory import FORWARD
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
+from megarl.workers.rows import ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
 
 POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "proximal_fractions")
@@ -53,10 +53,15 @@ a log-linear proximal policy.
 class PolicyWorker(MegatronWorker):
     """A role whose model is a language model: computes log-probs, and representations of responses."""
 
-    def log_probs(self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool) -> dict[str, Tensor] | None:
-        """Log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks."""
+    def log_probs(
+        self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool, with_routes: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks.
+
+        ``with_routes`` adds the experts of every token, ``[b, P + R, expert layers, per token]``.
+        """
         rows = self.packed_rows(batch, settings.budget)
-        options = OutputOptions(settings.temperature, with_entropy)
+        options = OutputOptions(settings.temperature, with_entropy, record_routes=with_routes)
 
         def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
             outputs = self.engine.forward([rows.pack(group) for group in groups], options)
@@ -65,7 +70,10 @@ class PolicyWorker(MegatronWorker):
             columns = {"log_probs": [output.log_probs for output in outputs]}
             if with_entropy:
                 columns["entropy"] = [output.entropy for output in outputs]
-            return {name: rows.unpack(groups, packed) for name, packed in columns.items()}
+            results = {name: rows.unpack(groups, packed) for name, packed in columns.items()}
+            if with_routes:
+                results[ROUTES] = rows.unpack_routes(groups, [output.routes for output in outputs])
+            return results
 
         return self.memory.run_pass(FORWARD, settings.budget, rows, compute)
 
@@ -155,13 +163,16 @@ class ActorWorker(PolicyWorker):
     def compute_log_prob(self, batch: DataProto) -> DataProto | None:
         """Compute ``old_log_probs`` of the response tokens and their ``entropys``, ``[b, R]``, before the updates.
 
-        The weights are the current ones, unless :meth:`hold_weights` keeps others (the proximal policy).
+        The weights are the current ones, unless :meth:`hold_weights` keeps others (the proximal policy). Routing replay
+        R2 adds ``routed_experts``, the experts of every token, for the update.
         """
+        replay = self.config.router_replay.mode == "R2"
         with self._held.in_model():
-            result = self.log_probs(batch, self.log_prob, with_entropy=True)
+            result = self.log_probs(batch, self.log_prob, with_entropy=True, with_routes=replay)
         if result is None:
             return None
-        return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"]})
+        routes = {ROUTES: result[ROUTES]} if replay else {}
+        return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"], **routes})
 
     @verb(Dispatch.ALL, phase="old_log_prob")
     @offload_after
@@ -215,7 +226,7 @@ class ActorWorker(PolicyWorker):
         """Final hidden states of the reference for micro-batches, ``[response tokens, hidden]``; empty before the last
         stage.
         """
-        micro_batches = [rows.pack(group) for group in groups]
+        micro_batches = [rows.pack(group, replay=False) for group in groups]
         with self._reference_model():
             states = self.engine.hidden(micro_batches)
         return states or [torch.zeros(len(micro_batch.targets), 0) for micro_batch in micro_batches]
@@ -232,7 +243,7 @@ class ActorWorker(PolicyWorker):
         Dispatch.SPLIT,
         mini_batches="actor_mini_batch_rows",
         phase="update_actor",
-        columns=(*SEQUENCES, "response_mask", *POLICY_COLUMNS, *SAMPLE_IDS),
+        columns=(*SEQUENCES, ROUTES, "response_mask", *POLICY_COLUMNS, *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """PPO update: ``ppo_epochs`` passes over the mini-batches."""

@@ -69,6 +69,7 @@ _TRAIN: tuple[Check, ...] = (
     generation.agents,
     scoring.reward_functions,
     learning.rollout_correction,
+    learning.router_replay,
     learning.selection,
     learning.reference_shaping,
     asynchronous.async_mode,

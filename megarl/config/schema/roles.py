@@ -41,6 +41,23 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig:
+    """Replay of the experts that each token was sent to, for models with a mixture of experts (docs/moe.md)."""
+
+    mode: str = key(
+        "disabled",
+        "R2 = the update uses the experts that the pass for old log-probs selected. R3 = those of the rollout engine, "
+        "which no engine of megarl returns yet.",
+        choices=("disabled", "R2", "R3"),
+    )
+
+    @property
+    def enable(self) -> bool:
+        """Whether the update replays routes."""
+        return self.mode != "disabled"
+
+
+@dataclass(frozen=True)
 class ActorConfig(UpdateBatchConfig):
     """The policy's update."""
 
@@ -83,6 +100,7 @@ class ActorConfig(UpdateBatchConfig):
         "false = train on them like on the policy's tokens.",
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
     optim: OptimConfig = section(OptimConfig)
     megatron: MegatronConfig = section(MegatronConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)

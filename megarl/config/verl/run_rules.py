@@ -216,8 +216,10 @@ _GENERATION: dict[str, Rule] = {
     "quantization_config_file": Refused("rollout.dtype is the format of the engine's weights"),
     "qat.*": Refused("megarl has no quantization-aware training"),
     "mtp.*": Feature(f"{_ROLLOUT}.mtp.enable", (False,), "the engine predicts one token at a time"),
-    "enable_rollout_routing_replay": Only((False,), "megarl does not replay the engine's routing in training"),
-    "moe_load_balance_metrics_interval": Only((0,), "megarl does not measure the load of experts"),
+    "enable_rollout_routing_replay": Only(
+        (False,), "the engines return no routes; set actor_rollout_ref.actor.router_replay.mode=R2"
+    ),
+    "moe_load_balance_metrics_interval": NoEffect("every update measures the load of experts (actor/expert_load/*)"),
     "disaggregation.*": Feature(f"{_ROLLOUT}.disaggregation.enabled", (False,), "each engine does prefill and decode"),
     "prometheus.*": Feature(f"{_ROLLOUT}.prometheus.enable", (False,), "set trainer.logger for metrics"),
     "trace.backend": Refused("set trainer.rollout_data_dir to write responses"),

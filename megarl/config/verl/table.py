@@ -88,6 +88,7 @@ _SAME = {
     "critic.profiler": _PROFILER,
     "global_profiler": "tool steps profile_continuous_steps save_path",
     "global_profiler.global_tool_config.nsys": "discrete",
+    "actor_rollout_ref.actor.router_replay": "mode",
     "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
     "actor_rollout_ref.model": f"external_lib path tokenizer_path {_ADAPTERS}",
     "actor_rollout_ref.model.lora": "lora_A_init_method",
