@@ -76,7 +76,7 @@ the scripts give it.
 @SHARES@
 
 megarl refuses the rest by name. The refused keys belong to features that megarl lacks: multi-token prediction (MTP),
-distillation from a teacher, asynchronous training, routing replay, losses that balance experts, initial weights
+asynchronous training, routing replay, losses that balance experts, initial weights
 from Megatron checkpoints, Megatron's FSDP, and engines that span nodes. Others belong to vLLM, TensorRT-LLM, VeOmni and
 Ascend NPUs.
 

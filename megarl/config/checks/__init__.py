@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.config.batch import batch_problems
-from megarl.config.checks import adapters, generation, layout, learning, run, scoring, time_limits
+from megarl.config.checks import adapters, distillation, generation, layout, learning, run, scoring, time_limits
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import (
     EvaluateConfig,
@@ -51,6 +51,7 @@ _TRAIN: tuple[Check, ...] = (
     adapters.adapters,
     learning.estimator,
     learning.losses,
+    distillation.distillation,
     run.validation,
     generation.validation_sampling,
     generation.token_filters,

@@ -18,6 +18,7 @@ from megarl.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
+from megarl.config.schema.distillation import DistillationConfig
 from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig, ValRewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
@@ -125,6 +126,7 @@ class TrainConfig(ScoredJobConfig):
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
     val_reward_fn: ValRewardConfig = section(ValRewardConfig)
     sync: SyncConfig = section(SyncConfig)
     trainer: TrainerConfig = section(TrainerConfig)
@@ -135,6 +137,11 @@ class TrainConfig(ScoredJobConfig):
         """Whether the job has a critic."""
         default = estimator_needs(self.algorithm.adv_estimator, "values")
         return default if self.critic.enable is None else self.critic.enable
+
+    @property
+    def uses_task_rewards(self) -> bool:
+        """Whether the actor learns from rewards; false in distillation alone."""
+        return not self.distillation.enabled or self.distillation.distillation_loss.use_task_rewards
 
     @property
     def uses_baselines(self) -> bool:
