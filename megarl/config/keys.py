@@ -118,6 +118,8 @@ class Key(NamedTuple):
         if self.is_list:
             (item,) = typing.get_args(self.annotation)
             name = f"list of {item.__name__}"
+        elif self.entry is not None:
+            name = "sections by name"
         elif self.is_mapping:
             name = "mapping"
         elif self.section is not None:
