@@ -285,9 +285,18 @@ def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:
     ]
     if config.uses_reference and policy.ref.megatron is not None:
         roles.append((policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron"))
+    roles += _teachers_of(config)
     if config.uses_critic:
         roles.append((str(config.critic.model.path), config.critic.megatron, "critic.megatron"))
     return roles + _reward_model_of(config)
+
+
+def _teachers_of(config: TrainConfig) -> list[tuple[str, MegatronConfig, str]]:
+    teachers = config.distillation.teacher_models if config.distillation.enabled else {}
+    return [
+        (teacher.model_path, teacher.megatron, f"distillation.teacher_models.{name}.megatron")
+        for name, teacher in teachers.items()
+    ]
 
 
 def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, MegatronConfig, str]]:

@@ -62,6 +62,11 @@ KL_KINDS = (*_KL_ESTIMATES, *(f"{name}+" for name in _KL_ESTIMATES), FULL_KL)
 """KL estimators; a ``+`` keeps the value of the estimator and takes the gradient of k2."""
 KL_CONTROLLER_TYPES = ("fixed", "adaptive")
 
+FORWARD_KL_TOPK = "forward_kl_topk"
+"""Distillation: the KL from teacher to student over the teacher's most probable tokens."""
+DISTILLATION_MODES = (*_KL_ESTIMATES, FORWARD_KL_TOPK)
+"""Divergences between teacher and student."""
+
 REWEIGHT_KINDS = ("pow", "max_min", "max_random")
 """PF-PPO: probabilities of responses by their scores."""
 

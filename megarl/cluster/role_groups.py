@@ -105,6 +105,14 @@ class ActorGroup(ReferenceGroup):
         def close_transfer(self, completed: bool) -> list[TransferUsage]: ...
 
 
+class TeacherGroup(MegatronGroup):
+    """Workers of a teacher in distillation: :class:`megarl.workers.teacher.TeacherWorker`."""
+
+    if TYPE_CHECKING:
+
+        def compute_teacher_log_prob(self, batch: DataProto) -> DataProto: ...
+
+
 class CriticGroup(MegatronGroup):
     """Workers of the critic: :class:`megarl.workers.critic.CriticWorker`."""
 

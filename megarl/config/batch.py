@@ -8,7 +8,7 @@ result, are sized per device. Every division must be exact; a problem names the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,6 +135,11 @@ def reward_model_problems(config: ScoredJobConfig) -> list[Problem]:
     return planner.problems
 
 
+def teacher_phase(name: str) -> str:
+    """Name of a teacher's role, and of its pass in the batch plan."""
+    return f"teacher_{name}"
+
+
 class _Key(NamedTuple):
     path: str
     value: Any
@@ -194,6 +199,8 @@ class _Planner:
             layout = policy.ref.megatron or actor.megatron
             ref_log_prob = _log_prob_keys(policy.ref, "actor_rollout_ref.ref")
             phases.append(self._forward("ref_log_prob", step, layout, ref_log_prob, shared))
+        if config.distillation.enabled:
+            phases += self._teacher_phases(config, step)
         if config.uses_critic:
             phases.append(self._update("critic", step, config.critic, "critic"))
         phases.append(self._update("actor", step, actor, "actor_rollout_ref.actor"))
@@ -219,6 +226,17 @@ class _Planner:
         megatron, micro = config.reward_model.megatron, self.reward_model(config)
         dp, samples = megatron.data_parallel_size or 1, prompts * config.responses_per_prompt
         return PhasePlan("reward_model", megatron.layout, dp, 1, 1, prompts, samples, micro, False)
+
+    def _teacher_phases(self, config: TrainConfig, step: _Step) -> Iterator[PhasePlan]:
+        """Passes of the teachers; with several, each computes a part of the samples that depends on the data."""
+        samples, shared = step.prompts * step.samples_per_prompt, config.actor_rollout_ref.actor.use_prefix_grouper
+        for name, teacher in config.distillation.teacher_models.items():
+            megatron = teacher.megatron
+            keys = _log_prob_keys(teacher, f"distillation.teacher_models.{name}")
+            micro = self._micro(keys, megatron, None, step.longest)
+            micro = _with_shared_prompts(micro, megatron, step, shared)
+            dp = megatron.data_parallel_size or 1
+            yield PhasePlan(teacher_phase(name), megatron.layout, dp, 1, 1, step.prompts, samples, micro, False)
 
     def supervised(self, config: SupervisedConfig) -> BatchPlan:
         data, megatron = config.data, config.megatron
@@ -396,7 +414,7 @@ def render_plan(plan: BatchPlan) -> str:
             _count(plan.samples_per_prompt, "sample"),
         )
         text = f"One training step: {prompts} x {each} each = {_count(plan.samples_per_step, 'sample')}"
-    rows = [["", *(_TITLES[phase.name] for phase in plan.phases)]]
+    rows = [["", *(_TITLES.get(phase.name, phase.name.replace("_", " ", 1)) for phase in plan.phases)]]
     for label, read in _ROWS:
         cells = ["-" if value is None else str(value) for value in map(read, plan.phases)]
         if set(cells) != {"-"}:

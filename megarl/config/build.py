@@ -15,7 +15,7 @@ from megarl.base.errors import ConfigError
 from megarl.base.user_code import import_user_modules
 from megarl.config.checks import check
 from megarl.config.derived import with_derived
-from megarl.config.keys import REQUIRED, Key, keys_of, walk
+from megarl.config.keys import REQUIRED, Key, key_at, keys_of, walk
 from megarl.config.problems import InvalidConfigError, Problem, namesakes, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
 from megarl.config.stored import redacted_problems
@@ -92,11 +92,11 @@ def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = 
         InvalidConfigError: a key is unknown or missing, or its value has the wrong type or violates its limits.
     """
     typed = copy.deepcopy(_typed(schema))  # six times as fast as reading the classes again
-    keys = dict(walk(schema))
-    problems = [*_fill(typed, schema, values, "", list(keys)), *problems]
+    problems = [*_fill(typed, schema, values, "", [path for path, _ in walk(schema)]), *problems]
     wrong = {problem.path for problem in problems}
     for path in sorted(OmegaConf.missing_keys(typed) - wrong):
-        problems.append(Problem(path, None, f"must be set, to {_expected(keys[path])}", keys[path].doc))
+        item = key_at(schema, path)
+        problems.append(Problem(path, None, f"must be set, to {_expected(item)}", item.doc))
     if problems:
         raise InvalidConfigError(problems)
     return OmegaConf.to_object(typed)
@@ -171,6 +171,8 @@ def _fill(node: DictConfig, schema: Any, values: Mapping[str, Any], prefix: str,
             problems.append(unknown_key(path, value, known))
         elif item.section is not None and value is not None:
             problems += _fill_section(node, item, value, path, known)
+        elif item.entry is not None and isinstance(value, Mapping):
+            problems += _fill_entries(node, item, value, path)
         else:
             problem = _assign(node, item, value, path)
             problems += [problem] if problem else []
@@ -186,6 +188,22 @@ def _fill_section(node: DictConfig, item: Key, value: Any, path: str, known: lis
         node[item.name] = item.section()
         _writable(node[item.name])
     return _fill(node[item.name], item.section, value, f"{path}.", known)
+
+
+def _fill_entries(node: DictConfig, item: Key, value: Mapping[str, Any], path: str) -> list[Problem]:
+    """Fill sections with free names, such as the teachers."""
+    assert item.entry is not None
+    problems = []
+    for name, keys in value.items():
+        if not isinstance(keys, Mapping):
+            names = ", ".join(inner.name for inner in keys_of(item.entry))
+            problems.append(Problem(f"{path}.{name}", keys, f"is a section, not a single value; its keys are {names}"))
+            continue
+        node[item.name][name] = item.entry()
+        _writable(node[item.name][name])
+        known = [f"{path}.{name}.{inner}" for inner, _ in walk(item.entry)]
+        problems += _fill(node[item.name][name], item.entry, keys, f"{path}.{name}.", known)
+    return problems
 
 
 def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | None:

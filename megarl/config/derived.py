@@ -58,8 +58,14 @@ def _train(config: TrainConfig, root: str) -> TrainConfig:
     by_tokens = policy.actor.use_dynamic_bsz
     reference = policy.ref.megatron
     ref = replace(policy.ref, megatron=None if reference is None else _layout(reference, devices))
+    distillation = config.distillation
+    teachers = {
+        name: _log_prob(replace(teacher, megatron=_layout(teacher.megatron, devices)), actor, by_tokens)
+        for name, teacher in distillation.teacher_models.items()
+    }
     return replace(
         config,
+        distillation=replace(distillation, teacher_models=teachers),
         actor_rollout_ref=replace(
             policy,
             actor=actor,

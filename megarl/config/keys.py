@@ -107,12 +107,20 @@ class Key(NamedTuple):
         return typing.get_origin(self.annotation) is dict
 
     @property
+    def entry(self) -> type | None:
+        """The dataclass of a mapping's values, which are sections with free names; None for any other key."""
+        value = typing.get_args(self.annotation)[1] if self.is_mapping else None
+        return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
+
+    @property
     def type_name(self) -> str:
         """The type in the words of the reference, such as ``int or null``."""
         name = getattr(self.annotation, "__name__", str(self.annotation))
         if self.is_list:
             (item,) = typing.get_args(self.annotation)
             name = f"list of {item.__name__}"
+        elif self.entry is not None:
+            name = "sections by name"
         elif self.is_mapping:
             name = "mapping"
         elif self.section is not None:
@@ -164,12 +172,35 @@ def _keys_of_class(cls: Any) -> tuple[Key, ...]:
 
 
 def walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """All keys of a configuration class with their dotted paths; a section comes before its keys."""
+    """All keys of a configuration class with their dotted paths; a section comes before its keys.
+
+    Sections with free names have paths only in an instance.
+    """
     for item in keys_of(schema):
         path = f"{prefix}.{item.name}" if prefix else item.name
         yield path, item
         if item.section is not None:
             yield from walk(item.section if item.default is None else item.default, path)
+        elif item.entry is not None:
+            for name, entry in item.default.items():
+                yield from walk(entry, f"{path}.{name}")
+
+
+def key_at(schema: type, path: str) -> Key:
+    """The declaration of a key, also inside sections with free names.
+
+    Raises:
+        KeyError: no such key.
+    """
+    name, _, rest = path.partition(".")
+    item = {item.name: item for item in keys_of(schema)}[name]
+    if not rest:
+        return item
+    if item.entry is not None:
+        return key_at(item.entry, rest.partition(".")[2])
+    if item.section is None:
+        raise KeyError(path)
+    return key_at(item.section, rest)
 
 
 def value_at(config: Any, path: str) -> Any:
@@ -179,7 +210,7 @@ def value_at(config: Any, path: str) -> Any:
         AttributeError: no such key.
     """
     for name in path.split("."):
-        config = getattr(config, name)
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
     return config
 
 

@@ -82,6 +82,9 @@ def _as_in_training(schema: Any, training: Any = TrainConfig, prefix: str = "") 
 def _sections(schema: Any, prefix: str = "", leave_out: Sequence[str] = ()) -> Iterator[str]:
     for item in keys_of(schema):
         path = f"{prefix}{item.name}"
+        if item.entry is not None and path not in leave_out:
+            yield f"### `{path}.<name>`\n\n{_doc(item.entry)}"
+            yield _table(item.entry())
         if item.section is None or item.section in _SHARED or path in leave_out:
             continue
         yield f"### `{path}`\n\n{_doc(item.section)}"

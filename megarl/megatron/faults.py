@@ -38,15 +38,15 @@ class FaultWatch:
     def __init__(self) -> None:
         self._records: list[_MicroBatchRecord] = []
 
-    def watch(self, loss: Tensor, outputs: Iterable[Tensor | None], rows: Sequence[int]) -> None:
+    def watch(self, loss: Tensor, outputs: Iterable[object], rows: Sequence[int]) -> None:
         """Record a micro-batch; called in order.
 
         Args:
             loss: of the micro-batch, a scalar.
-            outputs: of the model, ``[response tokens]`` each.
+            outputs: of the model, ``[response tokens, ...]`` each.
             rows: response tokens of each row.
         """
-        tensors = [output for output in outputs if output is not None and output.is_floating_point()]
+        tensors = [output for output in outputs if isinstance(output, Tensor) and output.is_floating_point()]
         record = _MicroBatchRecord(loss.detach(), tuple(tensor.detach() for tensor in tensors), tuple(rows))
         for tensor in tensors:
             if tensor.requires_grad:
@@ -142,15 +142,16 @@ def skip_report(findings: RankFaults) -> SkipReport:
     return SkipReport(samples, largest, first, tuple(holders.get(first, ())), len(holders))
 
 
-def _keep(grads: list[Tensor], grad: Tensor) -> None:
-    grads.append(grad.detach())
+def _keep(grads: list[Tensor], grad: Tensor | None) -> None:
+    if grad is not None:  # the loss does not read this output
+        grads.append(grad.detach())
 
 
 def _rows_with(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
     """Rows with a non-finite value in some tensor."""
     bad = torch.zeros(sum(rows), dtype=torch.bool)
     for tensor in tensors:
-        bad |= ~tensor.isfinite().cpu()
+        bad |= ~tensor.isfinite().flatten(1).all(1).cpu() if tensor.dim() > 1 else ~tensor.isfinite().cpu()
     return [row for row, part in enumerate(bad.split(list(rows))) if part.any()]
 
 
@@ -158,7 +159,8 @@ def _largest(record: _MicroBatchRecord) -> tuple[float, int]:
     """Largest absolute gradient of a micro-batch's outputs, and its row."""
     sizes = torch.zeros(sum(record.rows))
     for grad in record.grads:
-        sizes = torch.maximum(sizes, grad.float().abs().cpu())
+        of_tokens = grad.float().abs().flatten(1).amax(1) if grad.dim() > 1 else grad.float().abs()
+        sizes = torch.maximum(sizes, of_tokens.cpu())
     per_row = [float(part.max()) if len(part) else 0.0 for part in sizes.split(list(record.rows))]
     return max((size, row) for row, size in enumerate(per_row))
 

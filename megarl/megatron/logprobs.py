@@ -8,6 +8,8 @@ logits over the temperature, :math:`m = \\max z`, :math:`S = \\sum_j e^{z_j - m}
 - :math:`KL = \\sum_j p_j (\\log p_j - \\log q_j)` to the reference's distribution :math:`q`, with gradient :math:`p_j
   (\\log p_j - \\log q_j - KL)` with respect to the policy's logits over the temperature, and none to the reference's.
 
+The log-probs of further tokens at a position, as a teacher's most probable ones, are computed in the same way.
+
 With a vocabulary of 152 thousand and 16 thousand tokens, one float32 copy of the logits is 9 GiB. So forward and
 backward compute in float32 on a chunk of tokens at a time (:func:`~megarl.models.partition.logits_chunk_rows`), keep
 two numbers per token for the backward instead of the probabilities, and may write the gradient over the logits. For the
@@ -25,6 +27,8 @@ from torch import Tensor
 
 from megarl.models.partition import logits_chunk_rows
 
+TEACHER_IDS = "teacher_topk_ids"
+"""Column of a micro-batch: the teacher's most probable tokens at each response token, ``[response tokens, k]``."""
 REF_HIDDEN = "ref_hidden"
 """Column of a micro-batch: the reference's final hidden state that predicts each response token."""
 
@@ -49,12 +53,14 @@ class TokenOutputs(NamedTuple):
         entropy: entropy of the distribution in nats, ``[n]`` float32; None if not requested.
         leads: whether no token has a higher probability than the target, ``[n]`` bool.
         ref_kl: exact KL from policy to reference in nats, ``[n]`` float32; None if not requested.
+        ids_log_probs: log-probabilities of further tokens, ``[n, k]`` float32; None if not requested.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     leads: Tensor
     ref_kl: Tensor | None
+    ids_log_probs: Tensor | None
 
 
 def vocab_parallel_outputs(
@@ -65,6 +71,7 @@ def vocab_parallel_outputs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     reference: ReferenceHead | None = None,
+    ids: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     overwrite_logits: bool = False,
 ) -> TokenOutputs:
@@ -79,6 +86,8 @@ def vocab_parallel_outputs(
         temperature: divisor of the logits; must be positive.
         with_entropy: also compute the entropy.
         reference: also compute the KL to this distribution, at the same temperature.
+        ids: also compute the log-probabilities of these tokens at each position, ``[n, k]`` int64, distinct and below
+            ``vocab_size``, the same on every rank.
         group: the ranks that hold the other columns; None if this rank holds them all.
         overwrite_logits: write the gradient over the logits, which saves memory of their size. The logits must have no
             other reader after the forward, and the backward can run only once.
@@ -90,7 +99,63 @@ def vocab_parallel_outputs(
         raise ValueError(f"temperature={temperature} must be positive")
     settings = _Settings(vocab_size, temperature, with_entropy, group, overwrite_logits)
     hidden, weight = reference or (None, None)
-    return TokenOutputs(*_TokenOutputs.apply(logits, targets, hidden, weight, settings))
+    return TokenOutputs(*_TokenOutputs.apply(logits, targets, ids, hidden, weight, settings))
+
+
+class TopTokens(NamedTuple):
+    """The most probable tokens of each distribution, by descending probability; equal on all ranks of the group.
+
+    Attributes:
+        ids: token ids, ``[n, k]`` int32.
+        log_probs: their log-probabilities under the whole distribution, ``[n, k]`` float32.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+
+@torch.no_grad()
+def vocab_parallel_top_tokens(
+    logits: Tensor,
+    count: int,
+    *,
+    vocab_size: int,
+    candidates: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> TopTokens:
+    """Find the most probable tokens over the whole vocabulary, exactly, with ``count`` values per rank on the wire.
+
+    Args:
+        logits: as for :func:`vocab_parallel_outputs`.
+        count: number of tokens.
+        vocab_size: real size of the vocabulary, over which probabilities are normalized.
+        candidates: tokens with smaller ids than this are considered; at least ``count``.
+        temperature: divisor of the logits.
+        group: the ranks that hold the other columns.
+
+    Raises:
+        ValueError: there are fewer candidates than tokens to return.
+    """
+    if count > min(candidates, vocab_size):
+        raise ValueError(f"{count} most probable tokens of {min(candidates, vocab_size)}")
+    settings = _Settings(vocab_size, temperature, False, group, False)
+    width = logits.shape[1]
+    real, first = settings.real_columns(width), settings.first_column(width)
+    considered = min(max(candidates - first, 0), real)
+    ids = torch.empty(len(logits), count, dtype=torch.int32, device=logits.device)
+    log_probs = torch.empty(len(logits), count, dtype=torch.float32, device=logits.device)
+    for rows in _chunks(logits):
+        maximum = _maximum(logits[rows, :real], settings)
+        shifted = _shifted(logits[rows, :real], maximum, settings)
+        total = settings.all_reduce(shifted.exp().sum(-1))
+        values, columns = shifted[:, :considered].topk(min(count, considered))
+        missing = (0, count - values.shape[1])
+        values = settings.all_gather(torch.nn.functional.pad(values, missing, value=-torch.inf))
+        tokens = settings.all_gather(torch.nn.functional.pad(columns + first, missing))
+        best, order = values.topk(count)
+        ids[rows], log_probs[rows] = tokens.gather(1, order).int(), best - total.log()[:, None]
+    return TopTokens(ids, log_probs)
 
 
 class _Settings(NamedTuple):
@@ -108,11 +173,24 @@ class _Settings(NamedTuple):
         """Number of this rank's columns that are in the vocabulary, not padding; they come first."""
         return min(max(self.vocab_size - self.first_column(width), 0), width)
 
+    def local_columns(self, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """This rank's columns of token ids, clamped to valid ones, and whether this rank has the token."""
+        real, column = self.real_columns(width), ids - self.first_column(width)
+        return column.clamp(0, max(real - 1, 0)), (column >= 0) & (column < real)
+
     def all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a tensor in place over the group; communicates."""
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Join the columns ``[n, k]`` of all ranks of the group; communicates."""
+        if self.group is None or self.group.size() == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -120,12 +198,18 @@ class _TokenOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, hidden: Tensor | None, weight: Tensor | None, settings: _Settings
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        ids: Tensor | None,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        settings: _Settings,
     ) -> tuple[Tensor | None, ...]:
         real = settings.real_columns(logits.shape[1])
-        column = targets - settings.first_column(logits.shape[1])
-        is_local = (column >= 0) & (column < real)
-        column = column.clamp(0, max(real - 1, 0))
+        column, is_local = settings.local_columns(targets, logits.shape[1])
+        ids_column, ids_local = (None, None) if ids is None else settings.local_columns(ids, logits.shape[1])
+        ids_log_probs = None if ids is None else torch.zeros_like(ids, dtype=torch.float32)
         results = torch.empty(7, len(targets), dtype=torch.float32, device=logits.device)
         log_probs, entropy, kl, maximum, total, ref_maximum, ref_total = results
         leads = torch.empty_like(is_local)
@@ -136,6 +220,10 @@ class _TokenOutputs(torch.autograd.Function):
             log_probs[rows] = target - total[rows].log()
             entropy[rows] = total[rows].log() - moment / total[rows]
             leads[rows] = target == 0  # the distance to the largest logit
+            if ids_log_probs is not None and ids_column is not None and ids_local is not None:
+                if real:
+                    ids_log_probs[rows] = shifted.gather(1, ids_column[rows]) * ids_local[rows]
+                ids_log_probs[rows] = settings.all_reduce(ids_log_probs[rows]) - total[rows, None].log()
             if hidden is not None and weight is not None:
                 ref_maximum[rows], ref_total[rows], kl[rows] = _kl(
                     shifted, total[rows], _ref_logits(hidden[rows], weight, real), settings
@@ -144,21 +232,22 @@ class _TokenOutputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings = settings
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, column, is_local, hidden, weight, results)
+            ctx.save_for_backward(logits, column, is_local, ids_column, ids_local, hidden, weight, results)
         return (
             log_probs.clone(),
             entropy.clone() if settings.with_entropy else None,
             leads,
             kl.clone() if hidden is not None else None,
+            ids_log_probs,
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         settings: _Settings = ctx.settings
-        logits, column, is_local, hidden, weight, results = ctx.saved_tensors
+        logits, column, is_local, ids_column, ids_local, hidden, weight, results = ctx.saved_tensors
         _, entropy, kl, maximum, total, ref_maximum, ref_total = results
         real = settings.real_columns(logits.shape[1])
-        to_log_probs, to_entropy, _, to_kl = (None if g is None else g / settings.temperature for g in grads)
+        to_log_probs, to_entropy, _, to_kl, to_ids = (None if g is None else g / settings.temperature for g in grads)
         result = logits.detach() if settings.overwrite_logits else torch.empty_like(logits)
         for rows in _chunks(logits):
             shifted = _shifted(logits[rows, :real], maximum[rows], settings)
@@ -173,6 +262,9 @@ class _TokenOutputs(torch.autograd.Function):
                     grad.addcmul_(slope, to_entropy[rows, None], value=-1)
                     del slope
                 del probs
+            if to_ids is not None and real:
+                grad.addcmul_(shifted.exp().div_(total[rows, None]), to_ids[rows].sum(-1, keepdim=True), value=-1)
+                grad.scatter_add_(1, ids_column[rows], to_ids[rows] * ids_local[rows])
             if to_kl is not None:
                 ref_shifted = _shifted(_ref_logits(hidden[rows], weight, real), ref_maximum[rows], settings)
                 probs, log_ratio = _probs_and_log_ratio(shifted, total[rows], ref_shifted, ref_total[rows])
@@ -181,7 +273,7 @@ class _TokenOutputs(torch.autograd.Function):
             result[rows, :real] = grad
             del shifted, grad  # before the next chunk's
         result[:, real:] = 0
-        return result, None, None, None, None
+        return result, None, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

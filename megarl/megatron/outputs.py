@@ -10,7 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.megatron.context_parallel import MicroBatchPart, gather_outputs
-from megarl.megatron.logprobs import REF_HIDDEN, ReferenceHead, vocab_parallel_outputs
+from megarl.megatron.logprobs import (
+    REF_HIDDEN,
+    TEACHER_IDS,
+    ReferenceHead,
+    TopTokens,
+    vocab_parallel_outputs,
+    vocab_parallel_top_tokens,
+)
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.megatron.runtime import Runtime
 
@@ -29,6 +36,8 @@ class PolicyOutputs:
         ref_kl: exact KL to the reference's distribution, in nats, ``[response tokens]``; None if not requested.
         routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, per token]`` int16;
             None if not requested.
+        teacher_ids_log_probs: log-probs of the teacher's tokens, ``[response tokens, k]``; None if not requested.
+        top: the most probable tokens, ``[response tokens, k]``; None if not requested.
     """
 
     log_probs: Tensor
@@ -36,6 +45,8 @@ class PolicyOutputs:
     leads: Tensor
     ref_kl: Tensor | None = None
     routes: tuple[Tensor, ...] | None = None
+    teacher_ids_log_probs: Tensor | None = None
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,18 @@ class ValueOutputs:
 Outputs = PolicyOutputs | ValueOutputs
 
 
+class TopOptions(NamedTuple):
+    """A request for the most probable tokens.
+
+    Attributes:
+        count: tokens per position.
+        candidates: only tokens with smaller ids than this count: the vocabulary of the student.
+    """
+
+    count: int
+    candidates: int
+
+
 class OutputOptions(NamedTuple):
     """Requested outputs of a language model; a critic has no options.
 
@@ -61,12 +84,17 @@ class OutputOptions(NamedTuple):
         ref_head: the reference's output layer, to compute the exact KL to it. The micro-batches must then have a column
             :data:`~megarl.megatron.logprobs.REF_HIDDEN`. Used on the last stage.
         record_routes: also return the experts of every token; by a pass without gradients.
+        at_teacher_ids: also compute the log-probs of the tokens in the column
+            :data:`~megarl.megatron.logprobs.TEACHER_IDS`.
+        top: also find the most probable tokens, without gradients.
     """
 
     temperature: float = 1.0
     with_entropy: bool = False
     ref_head: Tensor | None = None
     record_routes: bool = False
+    at_teacher_ids: bool = False
+    top: TopOptions | None = None
 
 
 DEFAULT_OUTPUTS = OutputOptions()
@@ -98,6 +126,17 @@ def policy_outputs(
     reference = None
     if options.ref_head is not None:
         reference = ReferenceHead(micro_batch.columns[REF_HIDDEN][part.local_indices], options.ref_head)
+    top = None
+    if options.top is not None:
+        top = vocab_parallel_top_tokens(
+            logits,
+            options.top.count,
+            vocab_size=vocab_size,
+            candidates=options.top.candidates,
+            temperature=options.temperature,
+            group=runtime.tp_group,
+        )
+    ids = micro_batch.columns[TEACHER_IDS][part.local_indices].long() if options.at_teacher_ids else None
     local = vocab_parallel_outputs(
         logits,
         part.targets,
@@ -105,6 +144,7 @@ def policy_outputs(
         temperature=options.temperature,
         with_entropy=options.with_entropy,
         reference=reference,
+        ids=ids,
         group=runtime.tp_group,
         overwrite_logits=True,  # the schedule keeps no logits, and nothing else reads them
     )
@@ -117,6 +157,8 @@ def policy_outputs(
         whole(local.entropy),
         gather_outputs(local.leads.float(), part, runtime.cp_group) > 0,
         whole(local.ref_kl),
+        teacher_ids_log_probs=whole(local.ids_log_probs),
+        top=None if top is None else TopTokens(*(gather_outputs(values, part, runtime.cp_group) for values in top)),
     )
 
 

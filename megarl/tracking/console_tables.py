@@ -105,6 +105,7 @@ RL_COLUMNS = (
     _phase("rew", "reward", "reward"),
     _phase("old", "old_log_prob", "old log-probs"),
     _phase("ref", "ref", "reference"),
+    _phase("teach", "teacher", "teachers"),
     _phase("repr", "repr_align", "alignment"),
     _phase("val", "values", "values"),
     _phase("adv", "adv", "advantages"),

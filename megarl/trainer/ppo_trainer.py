@@ -33,7 +33,7 @@ class StepPhases:
     Attributes:
         samples: source of scored samples: rounds within the step, or the rollout service across steps.
         old_log_probs: log-probs before the update: by the actor, or the engine's in bypass mode.
-        reference: passes over the reference; empty without a reference.
+        reference: passes over the reference and the teachers; empty without them.
         shaping: from scores to shaped rewards.
         advantage: from rewards to advantages.
         correction: change the rows, weights and mask that the updates train on.
@@ -96,7 +96,7 @@ class PPOTrainer:
                     # 3. Actor workers: log-probs before the update.
                     with self.phase("old_log_prob"):
                         batch = batch.union(phases.old_log_probs(batch))
-                    # 4. Reference workers: log-probs and representations (ref, ...).
+                    # 4. Reference and teacher workers: log-probs and representations (ref, teacher, ...).
                     for optional in phases.reference:
                         if optional.is_active(batch, step):
                             with self.phase(optional.name):

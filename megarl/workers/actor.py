@@ -26,6 +26,7 @@ from megarl.algorithms import (
 from megarl.base.algorithm_names import FULL_KL
 from megarl.base.rendezvous import host_store
 from megarl.config import ActorConfig
+from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
 from megarl.megatron.checkpoint_state import RESUMABLE
@@ -37,8 +38,9 @@ from megarl.sharding.plan import RankPlan, TransferUsage
 from megarl.sharding.sender import BucketSender, Message, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 from megarl.sharding.verification import PartialChecksum, partial_checksums
-from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
+from megarl.workers.base import MegatronWorker, TokenLosses, TokenLossFunction, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.distillation import TEACHER_COLUMNS, distilled_loss
 from megarl.workers.held_policy import HeldPolicy
 from megarl.workers.memory import FORWARD
 from megarl.workers.rows import ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
@@ -108,6 +110,7 @@ class ActorWorker(PolicyWorker):
         reference: settings of the reference whose weights this worker keeps in host memory; None if the reference has
             separate workers or there is none.
         correction: bounds of the importance weights of a log-linear proximal policy, which are computed with the loss.
+        distillation: the loss towards teachers; None without distillation.
     """
 
     prefix = "actor"
@@ -122,6 +125,7 @@ class ActorWorker(PolicyWorker):
         log_prob: LogProbSettings,
         reference: LogProbSettings | None,
         correction: Truncation | None = None,
+        distillation: DistillationLossConfig | None = None,
     ) -> None:
         super().__init__(place, settings=settings)
         self.correction = correction
@@ -130,6 +134,7 @@ class ActorWorker(PolicyWorker):
         self.plan = plan
         self.log_prob = log_prob
         self.reference = reference
+        self.distillation = distillation
         self._sender: BucketSender
 
     @verb(Dispatch.ALL)
@@ -243,17 +248,21 @@ class ActorWorker(PolicyWorker):
         Dispatch.SPLIT,
         mini_batches="actor_mini_batch_rows",
         phase="update_actor",
-        columns=(*SEQUENCES, ROUTES, "response_mask", *POLICY_COLUMNS, *SAMPLE_IDS),
+        columns=(*SEQUENCES, ROUTES, "response_mask", *POLICY_COLUMNS, *TEACHER_COLUMNS, *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """PPO update: ``ppo_epochs`` passes over the mini-batches."""
         self._held.mark_changed()
         unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
-        columns = [name for name in POLICY_COLUMNS if name in batch.tensors and name not in unread]
+        columns = [name for name in (*POLICY_COLUMNS, *TEACHER_COLUMNS) if name in batch.tensors and name not in unread]
         outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
         loss = load_policy_loss(self.config.policy_loss.loss_mode)
         if self._learns_full_kl:
             outputs = outputs._replace(ref_head=self._reference_head)
+        token_loss: TokenLossFunction = partial(policy_loss, self.config, loss, correction=self.correction)
+        if self.distillation is not None:
+            token_loss = partial(distilled_loss, self.distillation, loss_options(self.config), token_loss)
+            outputs = outputs._replace(at_teacher_ids=self.distillation.teacher_topk > 0)
 
         def extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
             extra = self._chosen_tokens(loss.choose, rows, mini_batch, groups) if loss.choose else {}
@@ -261,8 +270,7 @@ class ActorWorker(PolicyWorker):
                 extra[REF_HIDDEN] = rows.repack(groups, self._reference_states(rows, groups), mini_batch)
             return extra
 
-        token_losses = partial(policy_loss, self.config, loss, correction=self.correction)
-        metrics = self.update(batch, self.plan, columns, token_losses, outputs, extra_columns)
+        metrics = self.update(batch, self.plan, columns, token_loss, outputs, extra_columns)
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics

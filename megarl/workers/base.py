@@ -246,7 +246,7 @@ class MegatronWorker(SavingWorker):
         counts = self._global_counts(loss_counts(mask, lengths))
         weigh = partial(token_weights, mask, global_tokens=counts.tokens, global_sequences=counts.sequences)
         # Values at tool tokens are arbitrary: a non-finite number would survive a weight of zero.
-        columns = {name: rows.column(name, mini_batch).where(mask.bool(), 0) for name in names}
+        columns = {name: _zero_untrained(rows.column(name, mini_batch), mask) for name in names}
         columns |= extra_columns(rows, mini_batch, groups)
         columns["response_mask"] = mask
         columns[LOSS_WEIGHT] = weigh(plan.loss_agg_mode, lengths=lengths, horizon=plan.horizon)
@@ -367,6 +367,11 @@ class MegatronWorker(SavingWorker):
             transformer=megatron.override_transformer_config,
             repeat_out_of_memory=self.settings.repeat_out_of_memory,
         )
+
+
+def _zero_untrained(column: Tensor, mask: Tensor) -> Tensor:
+    """Zero the entries of untrained tokens in a column ``[n, ...]``."""
+    return column.where(mask.bool().view(-1, *[1] * (column.dim() - 1)), 0)
 
 
 def weighted_sums(

@@ -166,11 +166,11 @@ class PackedRows:
         return pack_whole(self.samples(rows), pad, share_prompts=self._shared is not None)
 
     def column(self, name: str, rows: Sequence[int]) -> Tensor:
-        """A response-aligned column of the rows, packed: ``[sum of response lengths]``."""
+        """A response-aligned column of the rows, packed: ``[sum of response lengths, ...]``."""
         return self.take(self.batch.tensors[name], rows)
 
     def take(self, values: Tensor, rows: Sequence[int]) -> Tensor:
-        """Pack ``values [batch, R]`` of the rows: ``[sum of response lengths]``."""
+        """Pack ``values [batch, R, ...]`` of the rows: ``[sum of response lengths, ...]``."""
         return torch.cat([values[row, : self.response_lengths[row]] for row in rows])
 
     def describe(self, row: int) -> str:
@@ -193,16 +193,21 @@ class PackedRows:
         return numbers
 
     def unpack(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
-        """Unpack values over response tokens, one packed tensor per micro-batch, into ``[batch, R]`` float32.
+        """Unpack values over response tokens, ``[n, ...]`` per micro-batch, into ``[batch, R, ...]``.
+
+        Integers stay integers; other values become float32.
 
         Args:
             groups: rows of each micro-batch, from :meth:`micro_batches`.
             packed: per micro-batch, the values of its rows in order.
         """
-        rectangle = torch.zeros(len(self), self.batch.tensors["responses"].shape[1])
+        first = packed[0]
+        dtype = torch.float32 if first.is_floating_point() or first.dtype == torch.bool else first.dtype
+        width = self.batch.tensors["responses"].shape[1]
+        rectangle = torch.zeros(len(self), width, *first.shape[1:], dtype=dtype)
         for rows, values in zip(groups, packed, strict=True):
             lengths = [self.response_lengths[row] for row in rows]
-            for row, part in zip(rows, values.float().cpu().split(lengths), strict=True):
+            for row, part in zip(rows, values.to(dtype).cpu().split(lengths), strict=True):
                 rectangle[row, : len(part)] = part
         return rectangle
 

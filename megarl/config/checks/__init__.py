@@ -13,6 +13,7 @@ from megarl.config.batch import batch_problems
 from megarl.config.checks import (
     adapters,
     asynchronous,
+    distillation,
     generation,
     layout,
     learning,
@@ -61,6 +62,7 @@ _TRAIN: tuple[Check, ...] = (
     adapters.adapters,
     learning.estimator,
     learning.losses,
+    distillation.distillation,
     run.validation,
     generation.validation_sampling,
     generation.token_filters,

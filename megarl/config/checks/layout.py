@@ -22,6 +22,9 @@ def train_layouts(config: TrainConfig) -> Iterator[Problem]:
     yield from _layout(policy.actor.megatron, config.trainer, "actor_rollout_ref.actor.megatron")
     if config.uses_reference and policy.ref.megatron is not None:
         yield from _layout(policy.ref.megatron, config.trainer, "actor_rollout_ref.ref.megatron")
+    if config.distillation.enabled:
+        for name, teacher in config.distillation.teacher_models.items():
+            yield from _layout(teacher.megatron, config.trainer, f"distillation.teacher_models.{name}.megatron")
     if config.uses_critic:
         yield from _layout(config.critic.megatron, config.trainer, "critic.megatron")
 

@@ -18,7 +18,7 @@ def estimator(config: TrainConfig) -> Iterator[Problem]:
     """Check that the job has the inputs of the advantage estimator: groups, critic, baselines."""
     name, enabled, n = config.algorithm.adv_estimator, config.critic.enable, config.actor_rollout_ref.rollout.n
     label = f"algorithm.adv_estimator={name}"
-    if estimator_needs(name, "group_ids") and n == 1:
+    if estimator_needs(name, "group_ids") and n == 1 and config.uses_task_rewards:
         text = f"{label} compares the responses of a group; set at least 2"
         yield Problem("actor_rollout_ref.rollout.n", n, text)
     if enabled is False and estimator_needs(name, "values"):

@@ -15,7 +15,8 @@ _WATCHDOG = "trainer.watchdog"
 _HEALTH = "actor_rollout_ref.rollout.health.timeout_s"
 _GENERATING = ("gen", "testing")
 _COLLECTIVE = (
-    *("old_log_prob", "ref", "repr_align", "values", "update_critic", "update_actor", "update"),
+    *("old_log_prob", "ref", "teacher", "repr_align", "values"),
+    *("update_critic", "update_actor", "update"),
     "save_checkpoint",
 )
 """Phases whose ranks wait for each other, for at most ``trainer.nccl_timeout``."""

@@ -19,6 +19,7 @@ from megarl.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
+from megarl.config.schema.distillation import DistillationConfig
 from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig, ValRewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
@@ -126,6 +127,7 @@ class TrainConfig(ScoredJobConfig):
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
     val_reward_fn: ValRewardConfig = section(ValRewardConfig)
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     sync: SyncConfig = section(SyncConfig)
@@ -153,6 +155,11 @@ class TrainConfig(ScoredJobConfig):
         """Whether the actor holds the weights of the last sync through several updates, for old log-probs."""
         keys, correction = self.async_training, self.algorithm.rollout_correction
         return keys.sync_interval > 1 and keys.proximal == RECOMPUTE and not correction.bypass_mode
+
+    @property
+    def uses_task_rewards(self) -> bool:
+        """Whether the actor learns from rewards; false in distillation alone."""
+        return not self.distillation.enabled or self.distillation.distillation_loss.use_task_rewards
 
     @property
     def uses_baselines(self) -> bool:

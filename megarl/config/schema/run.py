@@ -10,7 +10,7 @@ from megarl.config.keys import REQUIRED, key, section
 from megarl.config.schema.model import CheckpointConfig
 
 PHASES = (
-    *("start_workers", "step", "gen", "reward", "old_log_prob", "ref", "repr_align", "values", "adv"),
+    *("start_workers", "step", "gen", "reward", "old_log_prob", "ref", "teacher", "repr_align", "values", "adv"),
     *("update_critic", "update_actor", "update_weights", "update", "testing", "save_checkpoint"),
 )
 """Phases of a run with a watchdog limit; ``step`` is the time of a step outside its other phases."""

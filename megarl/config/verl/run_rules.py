@@ -107,6 +107,29 @@ _ALGORITHM: dict[str, Rule] = {
     ),
 }
 
+_TEACHER = "distillation.teacher_models.<name>"
+_TEACHER_ENGINE = "a teacher is a frozen model on Megatron; its layout is teacher_models.<name>.megatron"
+_TEACHER_POOL = "teachers share the devices of the run; megarl's megatron.param_offload frees them between phases"
+
+_DISTILLATION: dict[str, Rule] = {
+    "distillation.n_gpus_per_node": NoEffect(_TEACHER_POOL),
+    "distillation.nnodes": NoEffect(_TEACHER_POOL),
+    f"{_TEACHER}.num_replicas": NoEffect("replicas fill the devices; megatron.data_parallel_size limits them"),
+    f"{_TEACHER}.inference.tensor_model_parallel_size": Renamed(f"{_TEACHER}.megatron.tensor_model_parallel_size"),
+    f"{_TEACHER}.inference.pipeline_model_parallel_size": Renamed(f"{_TEACHER}.megatron.pipeline_model_parallel_size"),
+    f"{_TEACHER}.inference.expert_parallel_size": Renamed(f"{_TEACHER}.megatron.expert_model_parallel_size"),
+    f"{_TEACHER}.inference.dtype": Renamed(f"{_TEACHER}.megatron.dtype"),
+    f"{_TEACHER}.inference.temperature": Refused(
+        "teacher and student have the temperature of actor_rollout_ref.rollout"
+    ),
+    f"{_TEACHER}.inference.quantization": Refused("teacher_models.<name>.megatron.dtype is the format of its weights"),
+    f"{_TEACHER}.inference.quantization_config_file": Refused("megatron.dtype is the format of the teacher's weights"),
+    f"{_TEACHER}.inference.*": NoEffect(_TEACHER_ENGINE),
+    "distillation.distillation_loss.policy_loss_mode": Only(("vanilla",), "the policy gradient has PPO's clipped loss"),
+    "distillation.distillation_loss.use_chunked_topk": NoEffect("log-probs are always computed in chunks"),
+    "distillation.distillation_loss.chunked_topk_chunk_size": NoEffect("the memory of a chunk is constant"),
+}
+
 _RUN: dict[str, Rule] = {
     "model_engine": Only(("megatron",), "megarl trains with Megatron; set model_engine=megatron"),
     "actor_rollout_ref.hybrid_engine": Only(
@@ -146,7 +169,7 @@ _RUN: dict[str, Rule] = {
     "ray_init.*": Refused("workers run in the driver's environment; RAY_ADDRESS names a running cluster"),
     "transfer_queue.enable": NoEffect("batches travel through Ray's object store"),
     "transfer_queue.*": NoEffect("batches travel through Ray's object store"),
-    "distillation.*": Feature("distillation.enabled", (False,), "nearest: use_kl_loss, with one reference policy"),
+    **_DISTILLATION,
     "async_training.staleness_threshold": Renamed("async_training.max_staleness", why=_ADMISSION),
     "async_training.trigger_parameter_sync_step": Renamed("async_training.sync_interval"),
     "async_training.require_batches": Only((1,), "set actor_rollout_ref.actor.ppo_mini_batch_size"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megarl.config.schema.jobs import SFTConfig, TrainConfig
@@ -18,12 +18,13 @@ class VerlTable:
     """The keys of one of verl's programs.
 
     Attributes:
-        rules: by path; ``*`` at the end of a path matches any rest.
+        rules: by path; ``*`` at the end of a path matches any rest, ``<name>`` the name of a section in :attr:`named`.
         values: keys of both with different values.
         same: sections with the keys of the same name and meaning, separated by spaces.
         groups: Hydra groups of verl, with the choice that megarl corresponds to.
         selector: key whose presence selects verl's defaults.
         preset: configuration with verl's defaults.
+        named: sections whose entries have free names.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class VerlTable:
     groups: Mapping[str, str] = field(default_factory=dict)
     selector: str = ""
     preset: str = ""
+    named: tuple[str, ...] = ()
 
     @cached_property
     def patterns(self) -> list[str]:
@@ -43,6 +45,11 @@ class VerlTable:
 
         The rule of a translated key names the full key of megarl.
         """
+        for section in self.named:
+            name, dot, rest = path.removeprefix(f"{section}.").partition(".")
+            if path.startswith(f"{section}.") and dot and name != "<name>":
+                rule = self.rule_for(f"{section}.<name>.{rest}")
+                return replace(rule, to=rule.to.replace("<name>", name)) if isinstance(rule, Renamed) else rule
         exact = self.rules.get(path)
         if exact is not None:
             return exact
@@ -140,6 +147,11 @@ _SAME = {
     "reward_model.model": "input_tokenizer path",
     "reward_model.sandbox_fusion": "max_concurrent memory_limit_mb url",
     "data.custom_cls": "name path",
+    "distillation": "enabled teacher_key",
+    "distillation.distillation_loss": (
+        "clip_ratio clip_ratio_high clip_ratio_low distillation_loss_coef log_prob_min_clamp loss_max_clamp loss_mode "
+        "topk use_policy_gradient use_task_rewards"
+    ),
     "data.sampler": "class_name class_path",
     "trainer": (
         "balance_batch critic_warmup default_local_dir device esi_redundant_time experiment_name "
@@ -164,7 +176,12 @@ _SFT_SAME = {
 
 _TABLES: dict[type, VerlTable] = {
     TrainConfig: VerlTable(
-        run_rules() | role_rules(), VALUES, _SAME, selector="model_engine", preset="ppo_megatron_trainer"
+        run_rules() | role_rules(),
+        VALUES,
+        _SAME,
+        selector="model_engine",
+        preset="ppo_megatron_trainer",
+        named=("distillation.teacher_models",),
     ),
     SFTConfig: VerlTable(
         sft_rules() | supervised_role_rules(),

@@ -22,7 +22,7 @@ from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
 from megarl.trainer.jobs.early_checks import check_learners, check_reward_model, check_rows
-from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine
+from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine, check_teacher_tokenizers
 from megarl.trainer.jobs.roles import ELEMENT_BYTES
 from megarl.trainer.jobs.supervised import SupervisedJob
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
@@ -66,6 +66,8 @@ class TrainDryRun(DryRun):
             roles["reference"] = (policy.model.path, layout)
         if config.uses_critic:
             roles["critic"] = (str(config.critic.model.path), layout_of(config.critic.megatron).describe())
+        for name, teacher in config.distillation.teacher_models.items() if config.distillation.enabled else ():
+            roles[f"teacher {name}"] = (teacher.model_path, layout_of(teacher.megatron).describe())
         if config.reward_model.enable:
             check_reward_model(config, weights=False)
             model = str(config.reward_model.model.path)
@@ -98,6 +100,7 @@ class TrainDryRun(DryRun):
         """Check estimator, loss and schedules."""
         config = self.config
         check_algorithm(config)
+        check_teacher_tokenizers(config)
         loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
         yield f"advantage estimator {config.algorithm.adv_estimator}, policy loss {loss}"
         yield from super().algorithm()

@@ -170,12 +170,14 @@ def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
             "critic.megatron": config.critic.megatron,
             "reward_model.megatron": config.reward_model.megatron,
         }
+        teachers = {f"distillation.teacher_models.{n}": t for n, t in config.distillation.teacher_models.items()}
+        layouts |= {f"{section}.megatron": teacher.megatron for section, teacher in teachers.items()}
         rollout = policy.rollout
         if rollout.replicas is not None and rollout.replicas * rollout.devices_per_replica == devices:
             derived.append(f"{path}.rollout.replicas")
-        for name, keys in (("rollout", rollout), ("ref", policy.ref)):
+        for section, keys in ((f"{path}.rollout", rollout), (f"{path}.ref", policy.ref), *teachers.items()):
             if keys.log_prob_max_token_len_per_gpu == policy.actor.ppo_max_token_len_per_gpu:
-                derived.append(f"{path}.{name}.log_prob_max_token_len_per_gpu")
+                derived.append(f"{section}.log_prob_max_token_len_per_gpu")
     for section, megatron in layouts.items():
         if megatron and (megatron.data_parallel_size or 0) * megatron.devices_per_replica == devices:
             derived.append(f"{section}.data_parallel_size")

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megarl.base.algorithm_names import FULL_KL
 from megarl.config import AdapterKeys, MegatronConfig, TrainConfig
-from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches
+from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches, teacher_phase
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import ModelConfig, ParallelLayout, read_model_config
@@ -19,6 +19,7 @@ PHASES = (
     "reward",
     "old_log_prob",
     "ref",
+    "teacher",
     "values",
     "update_critic",
     "update_actor",
@@ -63,7 +64,8 @@ class PlannedRole:
     """A model and its Megatron layout.
 
     Attributes:
-        name: ``actor``, ``critic``, ``reference``, ``reward_model``, or the role of a supervised job.
+        name: ``actor``, ``critic``, ``reference``, ``reward_model``, ``teacher_<name>``, or the role of a supervised
+            job.
         path: config key of the layout's section, such as ``critic.megatron``.
         model: shape of the model.
         layout: parallel sizes; rank ``r`` runs on device ``r`` modulo the number of devices.
@@ -229,6 +231,8 @@ def _train_job(config: TrainConfig, device: str) -> PlannedJob:
         roles.append(_role("reference", "actor_rollout_ref.ref.megatron", model, policy.ref.megatron, (ref,)))
     if config.reward_model.enable:
         roles.append(_reward_model(config, batches))
+    if config.distillation.enabled:
+        roles += [_teacher(config, batches, name) for name in config.distillation.teacher_models]
     engine = PlannedRollout(
         model=model,
         config=rollout,
@@ -316,6 +320,16 @@ def _reward_model(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
     )
     model = read_model_config(str(keys.model.path))
     return _role("reward_model", "reward_model.megatron", model, keys.megatron, (planned,), value_head=True)
+
+
+def _teacher(config: TrainConfig, batches: BatchPlan, name: str) -> PlannedRole:
+    """Plan a teacher; several have equal parts of the samples."""
+    teachers = config.distillation.teacher_models
+    teacher, phase = teachers[name], batches.phase(teacher_phase(name))
+    phase = replace(phase, samples_per_mini_batch=-(-phase.samples_per_mini_batch // len(teachers)))
+    path = f"distillation.teacher_models.{name}.megatron"
+    model = read_model_config(teacher.model_path)
+    return _role(phase.name, path, model, teacher.megatron, (_pass(config, phase, "teacher"),))
 
 
 def _supervised_job(config: SupervisedConfig, device: str) -> PlannedJob:

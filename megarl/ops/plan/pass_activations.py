@@ -115,7 +115,7 @@ def saved_bytes(role: PlannedRole, planned: PlannedPass, stage: int, *, fused: b
 def shared_extra(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> int:
     """Return the additional tokens in attention if samples share their prompt and all have maximum length."""
     names = {"update_actor": "actor", "update_critic": "critic", "values": "critic", "ref": "ref_log_prob"}
-    phase = names.get(planned.phase, planned.phase)
+    phase = role.name if planned.phase == "teacher" else names.get(planned.phase, planned.phase)
     plans = {plan.name: plan for plan in job.batches.phases}
     if phase not in plans or not plans[phase].micro.share_prompts:
         return 0

@@ -95,6 +95,11 @@ class PassTime(NamedTuple):
     cost: TimeBreakdown
     flops: FlopCount
 
+    def plus(self, other: PassTime) -> PassTime:
+        """Return the time of two passes, one after the other, of this pass's phase and role."""
+        cost = TimeBreakdown(*(a + b for a, b in zip(self.cost, other.cost, strict=True)))
+        return self._replace(cost=cost, flops=self.flops.plus(other.flops))
+
 
 class PassTimer:
     """Times the passes of a role.

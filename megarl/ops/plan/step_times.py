@@ -96,7 +96,10 @@ def time_step(
     timed = {"gen": generated.time} if generated else {}
     for role in job.roles:
         model = PassTimer(role, hardware, lengths, job.devices_per_node)
-        timed |= {p.phase: model.time(p, micro_batches_of(job, role, p)) for p in role.passes}
+        for planned in role.passes:
+            time = model.time(planned, micro_batches_of(job, role, planned))
+            several = planned.phase == "teacher" and planned.phase in timed
+            timed[planned.phase] = timed[planned.phase].plus(time) if several else time
     if job.rollout is not None:
         timed["update_weights"] = _sync(job, hardware, sync_s)
     samples = job.batches.samples_per_step

@@ -222,6 +222,8 @@ def _smaller_budgets(job: PlannedJob, role_path: str, phase: str) -> Iterator[Ch
         prefix, path = "log_prob_", _ROLLOUT
     elif phase == "ref":
         prefix, path = "log_prob_", "actor_rollout_ref.ref"
+    elif phase == "teacher":
+        prefix = "log_prob_"
     elif phase == "reward":
         return
     tokens, samples = f"{path}.{prefix}max_token_len_per_gpu", f"{path}.{prefix}micro_batch_size_per_gpu"

@@ -20,8 +20,8 @@ Rows = Sequence[Mapping[str, float]]
 VALIDATION_PREFIX = "val-core/"
 TIMING_PREFIX = "timing_s/"
 PHASE_ORDER = (
-    "gen", "reward", "old_log_prob", "ref", "repr_align", "values", "adv", "update_critic", "update_actor", "update",
-    "update_weights", "testing", "save_checkpoint",
+    "gen", "reward", "old_log_prob", "ref", "teacher", "repr_align", "values", "adv", "update_critic", "update_actor",
+    "update", "update_weights", "testing", "save_checkpoint",
 )  # fmt: skip
 
 

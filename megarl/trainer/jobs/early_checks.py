@@ -23,6 +23,7 @@ from megarl.config import (
 )
 from megarl.config.outputs import output_files, output_folders
 from megarl.config.schema.data import DataSourceConfig, RewardPairDataConfig
+from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.jobs import JobConfig, SupervisedConfig
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
@@ -105,7 +106,39 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         _check_model(str(critic.model.path), critic.megatron, "critic.megatron", weights=weights)
         _check_adapters(str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True)
     others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
+    others += [teacher.model_path for teacher in check_teachers(config, weights=weights)]
     check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
+
+
+def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[TeacherConfig]:
+    """Check that the teachers of a distillation are language models, fit their layouts, and have enough tokens.
+
+    Args:
+        config: complete.
+        weights: require weights; if False, a ``config.json`` is enough.
+
+    Returns:
+        The teachers; empty without distillation.
+
+    Raises:
+        ModelError, ConfigError: names the key, its value, and the remedy.
+    """
+    if not config.distillation.enabled:
+        return []
+    topk, student = config.distillation.distillation_loss.teacher_topk, config.actor_rollout_ref.model.path
+    for name, teacher in config.distillation.teacher_models.items():
+        path, field = teacher.model_path, f"distillation.teacher_models.{name}"
+        model = read_model_config(path)
+        if model.is_value_model:
+            raise ModelError(f"{field}.model_path={path} has a scalar head; a teacher is a language model")
+        tokens = min(model.vocab_size, read_model_config(student).vocab_size)
+        if topk > tokens:
+            raise ConfigError(
+                f"distillation.distillation_loss.topk={topk}: teacher and student share {tokens} tokens; set at most "
+                "that many"
+            )
+        _check_model(path, teacher.megatron, f"{field}.megatron", weights=weights)
+    return list(config.distillation.teacher_models.values())
 
 
 def check_export(folder: str | None, models: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from megarl.config.keys import value_at, walk, with_values
 from megarl.config.schema.jobs import JobT
 from megarl.config.schema.run import HubConfig
 
-_MODELS = ("model.path", "model.tokenizer_path", "model.input_tokenizer")
+_MODELS = ("model.path", "model.tokenizer_path", "model.input_tokenizer", ".model_path")
 """Ends of the keys that name a model or a tokenizer."""
 _DATA = ("data.train_files", "data.val_files")
 

@@ -23,7 +23,7 @@ from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.early_checks import check_prompt_rows
 from megarl.trainer.jobs.roles import run_updates
 from megarl.trainer.phases.data_classes import collate_function, reads_its_files, user_sampler
-from megarl.trainer.phases.data_loading import mixture_weights
+from megarl.trainer.phases.data_loading import load_tokenizer, mixture_weights
 from megarl.trainer.phases.reward_functions import check_rewards
 from megarl.workers.settings import schedule_steps
 
@@ -40,6 +40,7 @@ def check_train(config: TrainConfig) -> None:
     load_callbacks(config.trainer.callbacks)
     check_data_classes(config)
     check_algorithm(config)
+    check_teacher_tokenizers(config)
     check_answers(config, read_model_config(config.actor_rollout_ref.model.path))
 
 
@@ -75,6 +76,27 @@ def check_algorithm(config: TrainConfig) -> None:
             raise ConfigError(
                 f"algorithm.{name}={format_value(value)}: generation_config.json and config.json of {model} name no "
                 "eos_token_id"
+            )
+
+
+def check_teacher_tokenizers(config: TrainConfig) -> None:
+    """Check that the teachers of a distillation have the policy's vocabulary.
+
+    Raises:
+        ModelError, ConfigError: a tokenizer cannot be loaded or differs; names the key and a differing token.
+    """
+    if not config.distillation.enabled:
+        return
+    student = str(config.actor_rollout_ref.model.tokenizer_path)
+    vocabulary = load_tokenizer(student).get_vocab()
+    for name, teacher in config.distillation.teacher_models.items():
+        other = load_tokenizer(teacher.model_path).get_vocab()
+        if differing := sorted(dict(vocabulary.items() ^ other.items())):
+            token = differing[0]
+            raise ConfigError(
+                f"distillation.teacher_models.{name}.model_path={teacher.model_path}: its tokenizer differs from that "
+                f"of the policy ({student}) in {len(differing)} tokens; {token!r} has id {other.get(token)} there and "
+                f"{vocabulary.get(token)} here. A teacher needs the policy's vocabulary"
             )
 
 

@@ -19,9 +19,10 @@ from megarl.cluster.role_groups import (
     ReferenceGroup,
     RewardModelGroup,
     RolloutGroup,
+    TeacherGroup,
 )
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
-from megarl.config.batch import BatchPlan
+from megarl.config.batch import BatchPlan, teacher_phase
 from megarl.config.correction_bounds import weight_bounds
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
@@ -72,6 +73,7 @@ class Roles:
         critic: trains the value model.
         reference: computes log-probs and representations; the actor's group if the actor holds the reference's weights.
         reward_model: scores samples.
+        teachers: grade tokens in distillation, by the value that selects them; empty without distillation.
         rollout: rollout replicas.
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
@@ -82,6 +84,7 @@ class Roles:
     critic: CriticGroup | None
     reference: ReferenceGroup | None
     reward_model: RewardModelGroup | None
+    teachers: dict[str, TeacherGroup]
     rollout: RolloutGroup
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
@@ -146,7 +149,8 @@ class Roles:
 
     def _frozen(self) -> dict[str, MegatronGroup | None]:
         reference = None if self.reference is self.actor else self.reference
-        return {"reference": reference, "reward_model": self.reward_model}
+        teachers = {teacher.role: teacher for teacher in self.teachers.values()}
+        return {"reference": reference, "reward_model": self.reward_model, **teachers}
 
     def frozen(self) -> list[MegatronGroup]:
         """Return the groups of Megatron workers that do not train."""
@@ -226,7 +230,8 @@ class RoleBuilder:
         critic = self._critic() if self._has_critic() else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = reward_model_group(self.config, self.pool) if self.config.reward_model.enable else None
-        groups = [group for group in (actor, critic, reference_group, reward_model) if group]
+        teachers = {} if self.config.trainer.val_only else self._teachers()
+        groups = [group for group in (actor, critic, reference_group, reward_model, *teachers.values()) if group]
         wait_ready([*groups, rollout], progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
         shared = self.engine_pool is self.pool
@@ -234,7 +239,7 @@ class RoleBuilder:
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()
-        return Roles(actor, critic, reference, reward_model, rollout, sync, self._connect, shared)
+        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, shared)
 
     def _actor(self) -> ActorGroup:
         reference = None
@@ -251,6 +256,7 @@ class RoleBuilder:
             "log_prob": self._log_prob("old_log_prob"),
             "reference": reference,
             "correction": self._proximal_bounds(),
+            "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,
         }
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
@@ -286,6 +292,26 @@ class RoleBuilder:
         budgets = dict.fromkeys(REFERENCE_VERBS, kwargs["log_prob"].budget)
         worker = "megarl.workers.reference:ReferenceWorker"
         return self._group(ReferenceGroup, "reference", worker, kwargs, layout_of(megatron), budgets)
+
+    def _teachers(self) -> dict[str, TeacherGroup]:
+        """One worker group per teacher, by the value that selects it."""
+        distillation = self.config.distillation
+        names = distillation.teachers_by_key if distillation.enabled else {}
+        return {key: self._teacher(name) for key, name in names.items()}
+
+    def _teacher(self, name: str) -> TeacherGroup:
+        teacher = self.config.distillation.teacher_models[name]
+        cost = sequence_cost(read_model_config(teacher.model_path))
+        micro = budget(self.batches.phase(teacher_phase(name)).micro, cost)
+        kwargs: dict[str, Any] = {
+            "settings": self._settings(teacher.model_path, teacher.megatron, None, None),
+            "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),
+            "topk": self.config.distillation.distillation_loss.teacher_topk,
+            "candidates": read_model_config(self.policy.model.path).vocab_size,
+        }
+        worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
+        role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}
+        return self._group(TeacherGroup, role, worker, kwargs, layout, budgets)
 
     def _has_critic(self) -> bool:
         """Whether the job has a critic; ``val_only`` needs neither critic nor reference."""

@@ -31,6 +31,7 @@ from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase, Re
 from megarl.trainer.phases.reward_functions import val_reward_config
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.phases.teacher_phase import TeacherPhase
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.ppo_trainer import PPOTrainer, StepPhases
 from megarl.trainer.records.recorders import build_recorders
@@ -191,6 +192,8 @@ class TrainerBuilder:
             threshold = algorithm.repr_align.ref_alignment.entropy_high_threshold
             length = config.data.max_response_length
             reference.append(AlignmentPhase(roles.reference, shaping.alignment, threshold, self.tokenizer, length))
+        if roles.teachers:
+            reference.append(TeacherPhase(roles.teachers, config.distillation.teacher_key))
         correction = RolloutCorrectionPhase(
             algorithm.rollout_correction, loglinear=config.estimates_proximal_policy, version=roles.weight_version
         )

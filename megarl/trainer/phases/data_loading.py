@@ -27,6 +27,7 @@ from megarl.trainer.phases.data_classes import (
     verls_section,
 )
 from megarl.trainer.phases.rollout_phase import AGENT_NAME
+from megarl.trainer.phases.teacher_phase import check_teacher_keys
 
 Prompts: TypeAlias = RLHFDataset | CustomPrompts
 
@@ -65,6 +66,8 @@ def prompt_loader(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> St
     """
     data = config.data
     dataset = _prompts(config, training_files(data), tokenizer, **subset_options(data))
+    if config.distillation.enabled and isinstance(dataset, RLHFDataset):
+        _check_teachers(config, dataset)
     sampler = user_sampler(data.sampler)
     order = training_order(data, dataset) if sampler is None else _sampler_order(sampler, config, dataset)
     return StatefulLoader(dataset, data.train_batch_size, _collate(config, dataset), order=order)
@@ -158,6 +161,18 @@ def mixture_weights(data: DataSourceConfig) -> dict[str, MixtureSchedule]:
         except DataError as error:
             raise DataError(f"data.mixture.{name}.weight: {error}") from error
     return weights
+
+
+def _check_teachers(config: TrainConfig, dataset: RLHFDataset) -> None:
+    """Check that each row selects a teacher, if there are several.
+
+    Raises:
+        DataError: names the values without a teacher.
+    """
+    key, known = config.distillation.teacher_key, list(config.distillation.teachers_by_key)
+    if len(known) > 1:
+        column = config.data.reward_fn_key if key == "data_source" else key
+        check_teacher_keys(list(dataset.source.first_rows(column)) or None, known, key)
 
 
 def _sampler_order(sampler: Any, config: TrainConfig, dataset: Prompts) -> SamplerOrder:

@@ -1,0 +1,60 @@
+"""Checks of on-policy distillation: teachers, loss, and keys without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.base.algorithm_names import FORWARD_KL_TOPK
+from megarl.config.problems import Problem
+from megarl.config.schema.jobs import TrainConfig
+
+_TEACHERS, _LOSS = "distillation.teacher_models", "distillation.distillation_loss"
+
+
+def distillation(config: TrainConfig) -> Iterator[Problem]:
+    """Check the teachers and the loss of a run with distillation."""
+    if config.distillation.enabled:
+        yield from _teachers(config)
+        yield from _loss(config)
+        if not config.uses_task_rewards:
+            yield from _without_rewards(config)
+
+
+def _teachers(config: TrainConfig) -> Iterator[Problem]:
+    teachers = config.distillation.teacher_models
+    if not teachers:
+        yield Problem(_TEACHERS, {}, f"names no teacher; set {_TEACHERS}.teacher_model.model_path")
+    names: dict[str, str] = {}
+    for name, teacher in teachers.items():
+        selector = teacher.key or name
+        if selector in names:
+            text = f"is the key of {_TEACHERS}.{names[selector]} too; each value selects one teacher"
+            yield Problem(f"{_TEACHERS}.{name}.key", teacher.key, text)
+        names.setdefault(selector, name)
+
+
+def _loss(config: TrainConfig) -> Iterator[Problem]:
+    loss = config.distillation.distillation_loss
+    if loss.loss_mode in ("kl", "k1") and not loss.use_policy_gradient:
+        text = f"has a gradient that does not depend on the teacher; set {_LOSS}.use_policy_gradient=true, or k2 or k3"
+        yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text)
+    if loss.loss_mode == FORWARD_KL_TOPK and loss.use_policy_gradient:
+        text = f"moves the sampled token only, and {_LOSS}.loss_mode={FORWARD_KL_TOPK} compares {loss.topk}; set false"
+        yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
+
+
+def _without_rewards(config: TrainConfig) -> Iterator[Problem]:
+    """Check that no other part of the loss is set: the policy learns from its teachers alone."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    text = f"has no effect with {_LOSS}.use_task_rewards=false, which trains on the distillation loss alone"
+    for path, value, off in (
+        ("actor_rollout_ref.actor.use_kl_loss", actor.use_kl_loss, False),
+        ("actor_rollout_ref.actor.entropy_coeff", actor.entropy_coeff, 0.0),
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward, False),
+        (f"{_LOSS}.distillation_loss_coef", config.distillation.distillation_loss.distillation_loss_coef, 1.0),
+    ):
+        if value != off:
+            yield Problem(path, value, text)
+    if config.uses_critic:
+        name = algorithm.adv_estimator
+        yield Problem("algorithm.adv_estimator", name, f"its critic would train for nothing: {text}; set grpo")

@@ -1,0 +1,73 @@
+"""The `distillation` section: teachers, their layouts, and the loss between teacher and student."""
+
+# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK
+from megarl.config.keys import REQUIRED, key, section
+from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
+
+
+@dataclass(frozen=True)
+class TeacherConfig(LogProbBatchConfig):
+    """A teacher: a frozen model of any size with the policy's tokenizer, and its Megatron layout."""
+
+    model_path: str = key(REQUIRED, "Folder of the teacher's Hugging Face model.")
+    megatron: MegatronConfig = section(
+        MegatronConfig, "Layout of the teacher, on the devices of the run; `param_offload` frees them between phases."
+    )
+    # the last field: it hides the function of the same name
+    key: str | None = key(None, "Value of `teacher_key` in this teacher's rows; null = its name.")
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig:
+    """Loss between the distributions of teacher and student; formulas in docs/distillation.md."""
+
+    loss_mode: str = key(
+        "k3",
+        "Divergence per token: an estimate of the KL from student to teacher at the sampled token (kl and k1, abs, mse "
+        "and k2, low_var_kl and k3), or forward_kl_topk, the KL from teacher to student over the teacher's `topk` "
+        "most probable tokens.",
+        choices=DISTILLATION_MODES,
+    )
+    topk: int = key(32, "Tokens per position of forward_kl_topk; at most the vocabulary.", at_least=1)
+    use_task_rewards: bool = key(
+        True, "Add the policy loss of the rewards; false = distillation only, and rewards are just metrics."
+    )
+    distillation_loss_coef: float = key(1.0, "Weight of the distillation loss beside the policy loss.", at_least=0)
+    loss_max_clamp: float | None = key(
+        None, "Clamp each token's divergence to [-value, value]; null = no clamp.", above=0
+    )
+    log_prob_min_clamp: float | None = key(
+        None, "Lower bound of the log-probs that forward_kl_topk compares; null = none.", at_most=0
+    )
+    use_policy_gradient: bool = key(
+        False,
+        "Use the negative divergence as advantage of PPO's clipped loss instead of its gradient; k1 requires it.",
+    )
+    clip_ratio: float = key(0.2, "Clip range of that loss; read if low or high is null.", above=0)
+    clip_ratio_low: float | None = key(None, "Clip range below 1; null = `clip_ratio`.", above=0, at_most=1)
+    clip_ratio_high: float | None = key(None, "Clip range above 1; null = `clip_ratio`.", above=0)
+
+    @property
+    def teacher_topk(self) -> int:
+        """Tokens per position that the teacher returns; 0 = the log-prob of the sampled token."""
+        return self.topk if self.loss_mode == FORWARD_KL_TOPK else 0
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """On-policy distillation: teachers grade every token that the policy generates."""
+
+    enabled: bool = key(False, "Train the policy towards its teachers.")
+    teacher_key: str = key("data_source", "Column of the data that selects a row's teacher, if there are several.")
+    teacher_models: dict[str, TeacherConfig] = key({}, "Teachers by name; a name is free.")
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig)
+
+    @property
+    def teachers_by_key(self) -> dict[str, str]:
+        """Name of each teacher by the value that selects it; without one, the name itself."""
+        return {teacher.key or name: name for name, teacher in self.teacher_models.items()}

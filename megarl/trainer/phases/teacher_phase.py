@@ -1,0 +1,94 @@
+"""The teachers' pass in on-policy distillation: routes the rows of a step to their teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from megarl.base.errors import DataError
+from megarl.data import DataProto
+from megarl.models import ParallelLayout
+from megarl.trainer.records.metrics import Metrics
+
+
+class TeacherWorkers(Protocol):
+    """The part of a teacher's worker group that the phase uses."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Parallel sizes."""
+
+    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
+        """Compute the teacher's columns of all rows."""
+
+
+class TeacherPhase:
+    """Adds the log-probs of each row's teacher.
+
+    Args:
+        teachers: worker groups by the value that selects them.
+        teacher_key: column with that value; not read with one teacher.
+    """
+
+    name = "teacher"
+
+    def __init__(self, teachers: Mapping[str, TeacherWorkers], teacher_key: str) -> None:
+        self.teachers = teachers
+        self.teacher_key = teacher_key
+
+    def is_active(self, batch: DataProto, step: int) -> bool:
+        """Return True: every step needs the log-probs."""
+        return True
+
+    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Add the columns of the teachers, in the order of the rows.
+
+        Raises:
+            DataError: no teacher has the value of a row.
+        """
+        if len(self.teachers) == 1:
+            (teacher,) = self.teachers.values()
+            return batch.union(_graded(teacher, batch))
+        rows_of = self._routes(batch)
+        parts = []
+        for key, rows in rows_of.items():
+            metrics[f"distillation/rows/{key}"] = float(len(rows))
+            if len(rows):
+                parts.append(_graded(self.teachers[key], batch[rows]))
+        order = np.concatenate(list(rows_of.values())).argsort()
+        return batch.union(DataProto.concat(parts).reorder(order.tolist()))
+
+    def _routes(self, batch: DataProto) -> dict[str, np.ndarray]:
+        """Rows of each teacher."""
+        values = batch.non_tensor_batch.get(self.teacher_key)
+        check_teacher_keys(None if values is None else values.tolist(), list(self.teachers), self.teacher_key)
+        assert values is not None
+        return {key: np.flatnonzero(values == key) for key in self.teachers}
+
+
+def check_teacher_keys(values: list[object] | None, known: list[str], teacher_key: str) -> None:
+    """Check that each row selects a teacher.
+
+    Args:
+        values: of the rows' column; None = the data have no such column.
+        known: values that select a teacher.
+        teacher_key: name of the column.
+
+    Raises:
+        DataError: names the values without a teacher.
+    """
+    field, text = f"distillation.teacher_key={teacher_key}", f"teachers have the keys {', '.join(known)}"
+    if values is None:
+        raise DataError(f"{field}: the data have no such column; {text}")
+    unknown = sorted({repr(value) for value in values if value not in known})
+    if unknown:
+        raise DataError(f"{field}: no teacher for the rows with {', '.join(unknown[:5])}; {text}")
+
+
+def _graded(teacher: TeacherWorkers, rows: DataProto) -> DataProto:
+    """The teacher's columns; rows are padded to a multiple of its data-parallel ranks."""
+    layout = teacher.layout
+    padded, added = rows.pad_to_divisor(layout.dp * (layout.pp if layout.vpp > 1 else 1))
+    return teacher.compute_teacher_log_prob(padded).unpad(added)

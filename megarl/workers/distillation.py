@@ -1,0 +1,95 @@
+"""The loss of on-policy distillation, beside or instead of the policy loss of the rewards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from megarl.algorithms import PolicyLossInputs, PolicyLossOptions, clipped_policy_loss, kl_penalty
+from megarl.algorithms.distillation import forward_kl_topk
+from megarl.config.schema.distillation import DistillationLossConfig
+from megarl.megatron import PackedMicroBatch, PolicyOutputs
+from megarl.megatron.logprobs import TEACHER_IDS
+from megarl.workers.base import TokenLosses, TokenLossFunction
+
+TEACHER_LOG_PROB, TEACHER_TOPK = "teacher_log_prob", "teacher_topk_log_probs"
+TEACHER_COLUMNS = (TEACHER_LOG_PROB, TEACHER_IDS, TEACHER_TOPK)
+"""Columns that the teacher adds: the first, or the other two with forward_kl_topk."""
+
+
+def distilled_loss(
+    config: DistillationLossConfig,
+    options: PolicyLossOptions,
+    task_loss: TokenLossFunction,
+    outputs: PolicyOutputs,
+    micro_batch: PackedMicroBatch,
+) -> TokenLosses:
+    """Add the distillation loss to the policy loss, or replace it without task rewards.
+
+    ``loss = task loss + distillation_loss_coef * distillation loss``; all tensors are packed ``[n]``.
+    """
+    distillation = distillation_loss(config, options, outputs, micro_batch)
+    if not config.use_task_rewards:
+        return distillation
+    task = task_loss(outputs, micro_batch)
+    return TokenLosses(
+        task.loss + config.distillation_loss_coef * distillation.loss,
+        {**task.loss_metrics, **distillation.loss_metrics},
+        {**task.token_means, **distillation.token_means},
+        task.sequence_means,
+    )
+
+
+def distillation_loss(
+    config: DistillationLossConfig, options: PolicyLossOptions, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
+) -> TokenLosses:
+    """Loss per token between teacher and student (docs/distillation.md), and its metrics.
+
+    Args:
+        config: the loss.
+        options: of the policy loss; the policy gradient replaces its clip range by that of ``config``.
+        outputs: of the student.
+        micro_batch: has the teacher's columns, and ``old_log_probs`` for the policy gradient.
+    """
+    divergence, means = _divergence(config, outputs, micro_batch)
+    if config.loss_max_clamp is not None:
+        divergence = divergence.clamp(-config.loss_max_clamp, config.loss_max_clamp)
+    if not config.use_policy_gradient:
+        return TokenLosses(divergence, {"distillation/loss": divergence}, means)
+    columns, clip = micro_batch.columns, config.clip_ratio
+    policy = clipped_policy_loss(
+        PolicyLossInputs(
+            log_prob=outputs.log_probs,
+            old_log_prob=columns["old_log_probs"],
+            advantages=-divergence.detach(),
+            response_mask=columns["response_mask"],
+            lengths=micro_batch.row_lengths,
+            options=replace(
+                options,
+                clip_ratio_low=config.clip_ratio_low or clip,
+                clip_ratio_high=config.clip_ratio_high or clip,
+            ),
+        )
+    )
+    loss = policy.loss
+    if "rollout_is_weights" in columns:
+        loss = loss * columns["rollout_is_weights"]
+    clipping = {f"distillation/{name}": values for name, values in policy.diagnostics.items()}
+    return TokenLosses(loss, {"distillation/loss": loss}, {**means, **clipping})
+
+
+def _divergence(
+    config: DistillationLossConfig, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Divergence per token ``[n]``, and metrics averaged over the trained tokens."""
+    columns = micro_batch.columns
+    if config.teacher_topk:
+        assert outputs.teacher_ids_log_probs is not None, "requested by the options of the outputs"
+        compared = forward_kl_topk(outputs.teacher_ids_log_probs, columns[TEACHER_TOPK], config.log_prob_min_clamp)
+        return compared.kl, {
+            "distillation/student_mass": compared.student_mass,
+            "distillation/teacher_mass": compared.teacher_mass,
+        }
+    divergence = kl_penalty(outputs.log_probs, columns[TEACHER_LOG_PROB], config.loss_mode)
+    return divergence, {"distillation/abs_loss": divergence.abs()}

@@ -1,0 +1,65 @@
+"""A teacher in on-policy distillation: a frozen model of any size that grades the policy's responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megarl.data import DataProto
+from megarl.megatron import OutputOptions
+from megarl.megatron.logprobs import TEACHER_IDS
+from megarl.megatron.outputs import TopOptions
+from megarl.workers.actor import PolicyWorker
+from megarl.workers.base import offload_after
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.distillation import TEACHER_LOG_PROB, TEACHER_TOPK
+from megarl.workers.memory import FORWARD
+from megarl.workers.rows import SEQUENCES
+from megarl.workers.settings import LogProbSettings, RoleSettings
+
+
+class TeacherWorker(PolicyWorker):
+    """Computes the teacher's log-probs of the responses, or of its most probable tokens at each position.
+
+    Args:
+        place: rank and rendezvous address of this process.
+        settings: model and layout; without optimizer.
+        log_prob: settings of the log-prob computation.
+        topk: most probable tokens to return per position; 0 = the log-prob of the response token.
+        candidates: the student's vocabulary size; tokens beyond it are not returned.
+    """
+
+    prefix = "teacher"
+
+    def __init__(
+        self, place: WorkerPlace, *, settings: RoleSettings, log_prob: LogProbSettings, topk: int, candidates: int
+    ) -> None:
+        super().__init__(place, settings=settings)
+        self.log_prob = log_prob
+        self.top = TopOptions(topk, candidates) if topk else None
+
+    @verb(Dispatch.SPLIT, phase="teacher", columns=SEQUENCES)
+    @offload_after
+    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto | None:
+        """Compute ``teacher_log_prob [b, R]``, or ``teacher_topk_ids`` and ``teacher_topk_log_probs [b, R, k]``."""
+        if self.top is not None:
+            columns = self._top_tokens(batch, self.top)
+            return None if columns is None else DataProto.from_dict(columns)
+        result = self.log_probs(batch, self.log_prob, with_entropy=False)
+        return None if result is None else DataProto.from_dict({TEACHER_LOG_PROB: result["log_probs"]})
+
+    def _top_tokens(self, batch: DataProto, top: TopOptions) -> dict[str, Tensor] | None:
+        rows = self.packed_rows(batch, self.log_prob.budget)
+        options = OutputOptions(self.log_prob.temperature, top=top)
+
+        def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
+            outputs = self.engine.forward([rows.pack(group) for group in groups], options)
+            if outputs is None:
+                return None
+            return {
+                TEACHER_IDS: rows.unpack(groups, [output.top.ids for output in outputs]),
+                TEACHER_TOPK: rows.unpack(groups, [output.top.log_probs for output in outputs]),
+            }
+
+        return self.memory.run_pass(FORWARD, self.log_prob.budget, rows, compute)

@@ -1,0 +1,118 @@
+"""Keys of on-policy distillation: bad values are rejected by name, verl's are translated, plans know the teachers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.base.errors import ConfigError, ModelError
+from megarl.config import TrainConfig, plan_batches, render_plan
+from megarl.config.build import build
+from megarl.config.problems import InvalidConfigError
+from megarl.ops.plan.job import planned_job
+from megarl.trainer.jobs.early_checks import check_teachers
+from megarl.workers.settings import layout_of
+
+POLICY = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def model(folder: Path, **changes: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(POLICY | changes))
+    return str(folder)
+
+
+def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = None, **keys: Any) -> TrainConfig:
+    values = {
+        "data": {"train_files": "x.parquet", "train_batch_size": 8, "max_prompt_length": 8, "max_response_length": 8},
+        "actor_rollout_ref": {
+            "model": {"path": policy},
+            "actor": {"ppo_mini_batch_size": 4, **keys.pop("actor", {})},
+            "rollout": {"n": keys.pop("n", 2), "name": "embedded"},
+        },
+        "algorithm": {"adv_estimator": "grpo", **keys.pop("algorithm", {})},
+        "distillation": {"enabled": True, "teacher_models": teachers, "distillation_loss": loss or {}},
+        "reward_model": {"name": "arithmetic"},
+        "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": 2, "nnodes": 1},
+    }
+    return build(TrainConfig, values)
+
+
+@pytest.mark.parametrize(
+    ("teachers", "loss", "keys", "path", "text"),
+    [
+        ({}, {}, {}, "distillation.teacher_models", "names no teacher"),
+        ({"t": {}}, {}, {}, "distillation.teacher_models.t.model_path", "must be set"),
+        ({"t": {"model_pth": "x"}}, {}, {}, "distillation.teacher_models.t.model_pth", "did you mean"),
+        ({"t": "x"}, {}, {}, "distillation.teacher_models.t", "is a section"),
+        ({"a": {"model_path": "x", "key": "b"}, "b": {"model_path": "y"}}, {}, {}, None, "selects one teacher"),
+        (None, {"topk": 0}, {}, "distillation.distillation_loss.topk", ">= 1"),
+        (None, {"loss_mode": "k1"}, {}, "distillation.distillation_loss.loss_mode", "use_policy_gradient=true"),
+        (None, {"loss_mode": "full"}, {}, "distillation.distillation_loss.loss_mode", "forward_kl_topk"),
+        (
+            None,
+            {"loss_mode": "forward_kl_topk", "use_policy_gradient": True},
+            {},
+            "distillation.distillation_loss.use_policy_gradient",
+            "moves the sampled token only",
+        ),
+        (None, {"use_task_rewards": False}, {"actor": {"use_kl_loss": True}}, None, "use_task_rewards=false"),
+        (None, {"use_task_rewards": False}, {"algorithm": {"adv_estimator": "gae"}}, None, "critic would train"),
+        (None, {}, {"n": 1}, "actor_rollout_ref.rollout.n", "at least 2"),
+        (
+            {"t": {"model_path": "x", "megatron": {"tensor_model_parallel_size": 3}}},
+            {},
+            {},
+            "distillation.teacher_models.t.megatron.tensor_model_parallel_size",
+            "do not divide",
+        ),
+        ({"t": {"model_path": "x", "inference": {"quantization": "fp8"}}}, {}, {}, None, "format of its weights"),
+    ],
+)
+def test_bad_values_are_rejected(
+    teachers: dict[str, Any] | None, loss: dict[str, Any], keys: dict[str, Any], path: str | None, text: str
+) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        config("policy", {"t": {"model_path": "x"}} if teachers is None else teachers, loss, **keys)
+    assert any(problem.path == (path or problem.path) and text in problem.text for problem in caught.value.problems)
+
+
+def test_one_response_per_prompt_is_enough_without_rewards() -> None:
+    assert config("policy", {"t": {"model_path": "x"}}, {"use_task_rewards": False}, n=1).samples_per_prompt == 1
+
+
+def test_verls_engine_keys_become_the_teachers_layout(tmp_path: Path) -> None:
+    inference = {"name": "vllm", "tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.4, "dtype": "float32"}
+    path = model(tmp_path / "teacher", hidden_size=64, num_hidden_layers=4)
+    teachers = {"big": {"model_path": path, "num_replicas": 1, "inference": inference}}
+    built = config(model(tmp_path / "policy"), teachers)
+    assert layout_of(built.distillation.teacher_models["big"].megatron).tp == 2
+    phase = plan_batches(built).phase("teacher_big")
+    assert (phase.data_parallel_size, phase.samples_per_mini_batch) == (1, 16)
+    assert "teacher big" in render_plan(plan_batches(built))
+    role = planned_job(built, device="cpu").role("teacher_big")
+    assert role.model.num_layers == 4 and not role.trains and [p.phase for p in role.passes] == ["teacher"]
+
+
+def test_teachers_are_checked_against_the_policy(tmp_path: Path) -> None:
+    policy = model(tmp_path / "policy")
+    small = {"t": {"model_path": model(tmp_path / "small", vocab_size=16)}}
+    with pytest.raises(ConfigError, match=r"topk=32: teacher and student share 16 tokens"):
+        check_teachers(config(policy, small, {"loss_mode": "forward_kl_topk"}), weights=False)
+    assert len(check_teachers(config(policy, small), weights=False)) == 1
+    scalar = {"t": {"model_path": model(tmp_path / "rm", architectures=["Qwen2ForSequenceClassification"])}}
+    with pytest.raises(ModelError, match="scalar head"):
+        check_teachers(config(policy, scalar), weights=False)

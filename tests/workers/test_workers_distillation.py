@@ -1,0 +1,188 @@
+"""On-policy distillation equals a plain loop over transformers in every layout: the teacher's columns and each loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import ProcessPool
+from role_processes import LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, log_prob_settings, role_settings
+from safetensors.torch import load_file
+from tiny_policies import (
+    TEMPERATURE,
+    VOCAB,
+    Models,
+    Row,
+    Token,
+    Trained,
+    actor_tokens,
+    load_model,
+    policy_tokens,
+    rows_of,
+    save_model,
+    train,
+)
+from torch import Tensor
+
+from megarl.algorithms.distillation import forward_kl_topk
+from megarl.config.schema.distillation import DistillationLossConfig
+from megarl.data import DataProto
+from megarl.megatron.outputs import TopOptions
+from megarl.models import ParallelLayout
+from megarl.workers.actor import ActorWorker
+from megarl.workers.teacher import TeacherWorker
+
+TOPK, COEF, MIN, MAX = 5, 0.5, -4.0, 2.0
+LOSSES = {
+    "topk": DistillationLossConfig(
+        loss_mode="forward_kl_topk", topk=TOPK, use_task_rewards=False, log_prob_min_clamp=MIN, loss_max_clamp=MAX
+    ),
+    "k3 beside rewards": DistillationLossConfig(loss_mode="k3", distillation_loss_coef=COEF),
+    "k1 as advantage": DistillationLossConfig(
+        loss_mode="k1",
+        use_policy_gradient=True,
+        use_task_rewards=False,
+        loss_max_clamp=MAX,
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.3,
+    ),
+}
+
+
+def distribution(model: Any, row: Row) -> Tensor:
+    """Log-probs of the whole vocabulary at each response token."""
+    logits = model(torch.cat([row.prompt, row.response])[None]).logits[0, len(row.prompt) - 1 : -1]
+    return (logits / TEMPERATURE).log_softmax(-1)
+
+
+def topk_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+    with torch.no_grad():
+        theirs = distribution(teacher, row)
+    ours, tokens = distribution(model, row), []
+    for log_q, log_p in zip(theirs, ours, strict=True):
+        best = log_q[:VOCAB].argsort(descending=True)[:TOPK]
+        masses = {name: x[best].exp().sum().item() for name, x in (("student", log_p), ("teacher", log_q))}
+        kl = torch.zeros(())
+        for token in best.tolist():
+            q = max(log_q[token].item(), MIN)
+            p = log_p[token] if log_p[token].item() > MIN else torch.tensor(MIN)
+            kl = kl + torch.tensor(q).exp() * (q - p)
+        loss = kl if 0 < kl.item() < MAX else torch.tensor(min(max(kl.item(), 0.0), MAX))
+        tokens.append((loss, {"distillation/loss": loss}, {f"distillation/{n}_mass": m for n, m in masses.items()}))
+    return tokens
+
+
+def k3_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+    with torch.no_grad():
+        theirs = policy_tokens(teacher, row)[0]
+    ours, tokens = policy_tokens(model, row)[0], []
+    for (task, losses, means), log_q, log_p in zip(actor_tokens(model, row), theirs, ours, strict=True):
+        kl = ((log_q - log_p).exp() - (log_q - log_p) - 1).clamp(max=10)
+        means = {**means, "distillation/abs_loss": kl.item()}
+        tokens.append((task + COEF * kl, {**losses, "distillation/loss": kl}, means))
+    return tokens
+
+
+def k1_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+    with torch.no_grad():
+        theirs = policy_tokens(teacher, row)[0]
+    ours, tokens = policy_tokens(model, row)[0], []
+    for index, (log_q, log_p) in enumerate(zip(theirs, ours, strict=True)):
+        distance = log_p.item() - log_q.item()
+        advantage = -min(max(distance, -MAX), MAX)
+        old = row.columns["old_log_probs"][index].item()
+        ratio = (log_p - old).exp()
+        near = min(max(ratio.item(), 0.9), 1.3)
+        clipped = -advantage * near > -advantage * ratio.item()
+        loss = torch.tensor(-advantage * near) if clipped else -advantage * ratio
+        dual = advantage < 0 and ratio.item() > 1.5
+        loss = torch.tensor(-advantage * 1.5) if dual else loss
+        means = {"abs_loss": abs(distance), "ppo_kl": old - log_p.item()}
+        means |= {"pg_clipfrac": float(clipped), "pg_clipfrac_lower": float(dual)}
+        means = {f"distillation/{name}": value for name, value in means.items()}
+        tokens.append((loss, {"distillation/loss": loss}, means))
+    return tokens
+
+
+FORMULAS: dict[str, Callable[[Any, Any, Row], list[Token]]] = {
+    "topk": topk_tokens,
+    "k3 beside rewards": k3_tokens,
+    "k1 as advantage": k1_tokens,
+}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A larger model with more, unused tokens, as members of a family have."""
+    path = tmp_path_factory.mktemp("teacher")
+    shape = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "vocab_size": VOCAB + 6}
+    return path, save_model(path, **shape)
+
+
+@pytest.fixture(scope="module")
+def expected(models: Models, teacher: tuple[Path, Any]) -> dict[str, Trained]:
+    def trained(case: Callable[[Any, Any, Row], list[Token]]) -> Trained:
+        model = load_model(models.policy_path)
+        return train(model, models.batch, lambda m, row: case(teacher[1], m, row), "token-mean", MINI_BATCH_ROWS)
+
+    return {name: trained(case) for name, case in FORMULAS.items()}
+
+
+def graded(pool: ProcessPool, path: Path, layout: ParallelLayout, batch: DataProto) -> DataProto:
+    """The batch with all columns of a teacher in a layout."""
+    arguments = {
+        "settings": role_settings(path, layout, learns=False),
+        "log_prob": log_prob_settings(),
+        "topk": 0,
+        "candidates": VOCAB,
+    }
+    with Role(pool, TeacherWorker, layout, arguments) as worker:
+        batch = batch.union(worker.map("compute_teacher_log_prob", batch))
+        worker.rebuild(top=TopOptions(TOPK, VOCAB))
+        return batch.union(worker.map("compute_teacher_log_prob", batch))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_teacher_and_losses(
+    role_pool: ProcessPool,
+    models: Models,
+    teacher: tuple[Path, Any],
+    expected: dict[str, Trained],
+    tmp_path: Path,
+    layout: str,
+) -> None:
+    shape = LAYOUTS[layout]
+    batch = graded(role_pool, teacher[0], shape, models.batch)
+    for row in rows_of(batch):
+        with torch.no_grad():
+            log_q = distribution(teacher[1], row)
+        at_tokens = log_q.gather(1, row.response[:, None])[:, 0]
+        torch.testing.assert_close(row.columns["teacher_log_prob"], at_tokens, rtol=0, atol=1e-5)
+        best = log_q[:, :VOCAB].topk(TOPK)
+        assert (row.columns["teacher_topk_ids"] == best.indices).all()
+        torch.testing.assert_close(row.columns["teacher_topk_log_probs"], best.values, rtol=0, atol=1e-5)
+    with Role(role_pool, ActorWorker, shape, actor_arguments(models.policy_path, shape)) as actor:
+        for name, loss in LOSSES.items():
+            actor.rebuild(distillation=loss, config=actor_arguments(models.policy_path, shape)["config"])
+            metrics = actor.update("update_actor", batch)
+            folder = tmp_path / name.replace(" ", "_")
+            actor.call("export_hf", str(folder))
+            ours = {f"actor/{key}": value for key, value in expected[name].metrics.items()}
+            extra = {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}
+            assert metrics == pytest.approx(ours | extra, rel=1e-5, abs=1e-6), name
+            (file,) = folder.glob("*.safetensors")
+            weights = load_file(file)
+            for key, theirs in expected[name].weights.items():
+                torch.testing.assert_close(weights[key], theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_topk_over_the_whole_vocabulary_is_the_exact_kl() -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_p, log_q = (torch.randn(6, 9, generator=generator).log_softmax(-1) for _ in range(2))
+    compared = forward_kl_topk(log_p, log_q)
+    exact = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (log_q, log_p)))
+    torch.testing.assert_close(compared.kl, exact)
+    torch.testing.assert_close(compared.student_mass, torch.ones(6))
