@@ -84,6 +84,11 @@ _declare(
     },
 )
 _declare(
+    "response",
+    torch.int32,
+    {"weight_versions": "Version of the weights that sampled each token; absent in synchronous training."},
+)
+_declare(
     "row",
     torch.int64,
     {
@@ -106,12 +111,15 @@ _declare(
         "rollout_log_probs": "Log-probability of each token, returned by the rollout engine while sampling.",
         "old_log_probs": "Log-probability of each token under the actor before the step's updates.",
         "ref_log_prob": "Log-probability of each token under the reference policy.",
+        "entropys": "Entropy of the policy at each token, in nats.",
         "ref_kl": "KL from the policy to the reference at each token, over the whole vocabulary.",
         "values": "Value estimate before each token.",
         "token_level_scores": "Score of the reward functions; a row's score is at its last response token.",
         "token_level_rewards": "Reward for the advantages: the scores after reward shaping and KL penalty.",
         "advantages": "Advantage of each token.",
         "returns": "Target of the value function at each token.",
+        "proximal_fractions": "Place of the proximal policy between behaviour (0) and current policy (1), by weight "
+        "versions; old log-probs are then the behaviour policy's.",
         "rollout_is_weights": "Importance weight of each token's policy loss; absent without rollout correction.",
     },
 )

@@ -247,10 +247,14 @@ class MegatronEngine:
         """Copy this rank's weights to host memory, by their names in the weight map; may communicate."""
         return self.weights.to_host()
 
-    def copy_weights(self) -> HostCopy:
-        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate."""
+    def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
+        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate.
+
+        Args:
+            reuse: an earlier copy, whose memory the new one takes; None = new memory.
+        """
         self.weights.settle()
-        return self.offload_manager.copy_weights()
+        return self.offload_manager.copy_weights(reuse)
 
     def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
         """Scope in which the model computes with the weights of ``copy``; the optimizer must not step in it.

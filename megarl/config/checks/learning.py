@@ -148,11 +148,14 @@ def optimizers(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
 
 
 def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
-    """Check that the preference loss reads the label smoothing."""
+    """Check that the preference loss reads the label smoothing and the target margin."""
     loss, smoothed = config.loss, ("dpo", "simpo")
     if loss.label_smoothing and loss.type not in smoothed:
         text = f"has no effect with loss.type={loss.type}; leave it 0, or use {' or '.join(smoothed)}"
         yield Problem("loss.label_smoothing", loss.label_smoothing, text)
+    if loss.simpo_gamma is not None and loss.type != "simpo":
+        text = f"has no effect with loss.type={loss.type}; leave it null, or use simpo"
+        yield Problem("loss.simpo_gamma", loss.simpo_gamma, text)
 
 
 def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:

@@ -99,7 +99,8 @@ _SAME = {
     "actor_rollout_ref.rollout.agent": "agent_loop_config_path default_agent_loop num_workers",
     "actor_rollout_ref.rollout": (
         "calculate_log_probs dtype free_cache_engine log_prob_max_token_len_per_gpu "
-        "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n name seed temperature "
+        "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n n_gpus_per_node name nnodes seed "
+        "temperature "
         "tensor_model_parallel_size top_k top_p"
     ),
     "actor_rollout_ref.rollout.multi_turn": (

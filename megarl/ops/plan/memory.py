@@ -24,7 +24,7 @@ class Component(NamedTuple):
         owner: a role, ``rollout`` or ``sync``.
         name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (saved for the backward), ``logits`` or
             ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``reference head``; in host
-            memory also ``reference copy`` and ``swapped weights``.
+            memory also ``reference copy``, ``proximal copy`` and ``swapped weights``.
         nbytes: size in bytes.
     """
 
@@ -274,8 +274,10 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, 
                     totals[role.name, "optimizer"] += _in_chunks(states.optimizer)
                 if role.holds_reference:
                     totals[role.name, "reference copy"] += _in_chunks(states.weights)
-                    if not role.megatron.param_offload:
-                        totals[role.name, "swapped weights"] += _in_chunks(states.weights)
+                if role.holds_proximal:
+                    totals[role.name, "proximal copy"] += _in_chunks(states.weights)
+                if (role.holds_reference or role.holds_proximal) and not role.megatron.param_offload:
+                    totals[role.name, "swapped weights"] += _in_chunks(states.weights)
                 if role.saves_in_background and (copied := _copied_for_save(role, states)):
                     totals[role.name, "checkpoint copy"] += _in_chunks(copied)
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]

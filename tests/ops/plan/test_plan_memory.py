@@ -53,6 +53,26 @@ def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor()
     assert ("reference", "weights") in names(plan, "gen") and not plan.host
 
 
+def test_the_proximal_policy_of_a_sync_interval_is_in_host_memory() -> None:
+    interval = {
+        "async_training__mode": "disaggregated",
+        "async_training__sync_interval": 2,
+        "actor_rollout_ref__rollout__nnodes": 1,
+        "actor_rollout_ref__rollout__calculate_log_probs": True,
+        "algorithm__rollout_correction__rollout_is": "token",
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 64,
+        "data__train_batch_size": 128,
+    }
+    plan = plan_memory(train_job("Qwen2.5-7B", megatron(4), **interval), 80 * GIB)
+    copies = {c.name: c.nbytes for c in plan.host}
+    assert copies.keys() == {"proximal copy", "swapped weights"}
+    assert copies["proximal copy"] >= 8 * 2 * 7615616512 / 4
+    estimated = train_job("Qwen2.5-7B", megatron(4), **interval, async_training__proximal="loglinear")
+    assert not plan_memory(estimated, 80 * GIB).host
+    adapters = train_job("Qwen2.5-7B", megatron(4), **interval, actor_rollout_ref__model__lora_rank=8)
+    assert not plan_memory(adapters, 80 * GIB).host
+
+
 def test_background_save_copies_states_that_are_not_offloaded() -> None:
     saves = {"trainer__save_freq": 10, "actor_rollout_ref__actor__checkpoint__async_save": True}
 
