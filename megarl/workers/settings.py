@@ -234,7 +234,8 @@ def _check_balance(model: ModelConfig, fields: Mapping[str, Any], field: str) ->
                 f"{field}.override_transformer_config.{name}={value}, but {model.architecture} is a dense model; "
                 "remove the key"
             )
-        if value and name == "moe_router_bias_update_rate" and not model.experts.correction_bias:
+        is_bias = name == "moe_router_bias_update_rate"
+        if value and is_bias and model.experts is not None and not model.experts.correction_bias:
             raise ConfigError(
                 f"{field}.override_transformer_config.{name}={value}, but the routers of {model.architecture} have no "
                 "correction bias; remove the key, or set moe_router_load_balancing_type=seq_aux_loss"
