@@ -1,0 +1,293 @@
+"""Discrete-event simulation of asynchronous training: step time, idle ratios and staleness of each mode.
+
+Requests enter by the admission rule of the rollout service, and batches are composed by its ledger
+(:class:`~megarl.trainer.rollout_service.ledger.GroupLedger`), so simulated and real runs order their work alike.
+Engines decode with continuous batching: a step of a replica with ``c`` sequences takes ``decode_s + sequence_s * c``.
+Replicas are equally loaded, as the router keeps them. Events are ends of responses, ends of updates, and weight syncs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megarl.ops.plan.lengths import Quantiles
+from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
+
+
+@dataclass(frozen=True)
+class SimulatedRates:
+    """Speeds of engines and trainer.
+
+    Attributes:
+        decode_s: seconds of a decode step of a replica, without its sequences.
+        sequence_s: additional seconds of a decode step per running sequence.
+        slots: most sequences of a replica at a time.
+        token_s: device-seconds of training per response token, log-probs included.
+        update_s: seconds of a mini-batch that do not shrink with more devices.
+        sync_s: seconds of a weight sync, in which engines pause.
+    """
+
+    decode_s: float
+    sequence_s: float
+    slots: int
+    token_s: float
+    update_s: float = 0.0
+    sync_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SimulatedMode:
+    """A mode of training and its devices.
+
+    Attributes:
+        name: for display.
+        replicas: engine replicas.
+        trainers: devices of the trainer.
+        max_staleness: bound in weight versions; 0 = synchronous.
+        sync_interval: mini-batches between weight syncs.
+        shares_devices: engines and trainer have the same devices, so that engines pause during updates.
+        drains: a sync waits for the end of all responses, instead of pausing them.
+    """
+
+    name: str
+    replicas: int
+    trainers: int
+    max_staleness: float = 0.0
+    sync_interval: int = 1
+    shares_devices: bool = False
+    drains: bool = False
+
+
+@dataclass(frozen=True)
+class SimulatedBatch:
+    """Responses of a training step.
+
+    Attributes:
+        prompts: prompts of a step.
+        samples: responses per prompt.
+        lengths: distribution of the response lengths, in tokens; the same responses in every mode.
+    """
+
+    prompts: int
+    samples: int
+    lengths: Quantiles
+
+    def of_step(self, step: int) -> Sequence[Sequence[int]]:
+        """Return the response lengths of a step, by prompt."""
+        drawn = self.lengths.sample(self.prompts * self.samples, step)
+        rows: list[list[int]] = drawn.reshape(self.prompts, self.samples).tolist()
+        return rows
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """Means over the simulated steps after warm-up.
+
+    Attributes:
+        mode: the simulated mode.
+        step_s: seconds per step.
+        engine_idle: share of the engines' time without a running sequence.
+        trainer_idle: share of the trainer's time without an update.
+        mean_staleness: weight versions from the first token of a response to its training, over responses.
+        max_staleness: the largest.
+    """
+
+    mode: SimulatedMode
+    step_s: float
+    engine_idle: float
+    trainer_idle: float
+    mean_staleness: float
+    max_staleness: int
+
+
+class _Engines:
+    """Replicas with equal load; all running sequences advance by a token per decode step."""
+
+    def __init__(self, replicas: int, rates: SimulatedRates) -> None:
+        self.replicas, self.rates = replicas, rates
+        self.now = self.busy_s = 0.0
+        self.is_paused = False
+        self._tokens = 0.0  # decode steps since the start
+        self._running: list[tuple[float, int, int]] = []  # last decode step, group and sample
+        self._queue: deque[tuple[int, int, int]] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._running and not self._queue
+
+    def submit(self, requests: Iterable[tuple[int, int, int]]) -> None:
+        """Queue requests: group, sample and tokens."""
+        self._queue.extend(requests)
+        self._fill()
+
+    def next_end(self) -> float:
+        """Time at which the next response ends; infinite while nothing runs."""
+        if self.is_paused or not self._running:
+            return math.inf
+        return self.now + (self._running[0][0] - self._tokens) * self._step_s()
+
+    def advance(self, now: float) -> None:
+        """Decode until a time, at most that of the next end."""
+        elapsed, self.now = now - self.now, now
+        if not self.is_paused and self._running:
+            self._tokens += elapsed / self._step_s()
+            self.busy_s += elapsed * min(1.0, len(self._running) / self.replicas)
+
+    def pop(self) -> tuple[int, int]:
+        """Remove the response that ends now; returns its group and sample."""
+        last, group, sample = heapq.heappop(self._running)
+        self._tokens = last  # without rounding errors
+        self._fill()
+        return group, sample
+
+    def _step_s(self) -> float:
+        load = max(1.0, len(self._running) / self.replicas)
+        return self.rates.decode_s + self.rates.sequence_s * load
+
+    def _fill(self) -> None:
+        free = self.replicas * self.rates.slots - len(self._running)
+        for _ in range(min(free, len(self._queue))):
+            group, sample, tokens = self._queue.popleft()
+            heapq.heappush(self._running, (self._tokens + tokens, group, sample))
+
+
+@dataclass
+class _Simulation:
+    mode: SimulatedMode
+    rates: SimulatedRates
+    batch: SimulatedBatch
+    engines: _Engines = field(init=False)
+    ledger: GroupLedger = field(init=False)
+    train_busy_s: float = 0.0
+    staleness: list[int] = field(default_factory=list)
+    _lengths: dict[int, Sequence[int]] = field(default_factory=dict)
+    _update: tuple[float, list[int]] | None = None
+    _finished: int = 0  # groups that wait for their update
+    _is_due: bool = False
+
+    def __post_init__(self) -> None:
+        self.engines = _Engines(self.mode.replicas, self.rates)
+        self.ledger = GroupLedger(AdmissionRule(self.batch.prompts, self.mode.max_staleness), self.batch.samples)
+        self._admit()
+
+    def run_until(self, version: int) -> None:
+        """Simulate until a weight version is synced."""
+        while self.ledger.version < version or self._is_due:
+            end = self._update[0] if self._update else math.inf
+            now = min(end, self.engines.next_end())
+            assert now < math.inf, "the admission rule keeps a batch under way"
+            self.engines.advance(now)
+            changed = now == end
+            if now == end:
+                self._end_update()
+            elif self.ledger.end_sample(*self.engines.pop()):
+                self._finished, changed = self._finished + 1, True
+            if self._is_due and (self.engines.is_empty or not self.mode.drains):
+                self._sync()
+            if changed:
+                self._start_update()
+
+    def _start_update(self) -> None:
+        size = self.batch.prompts // self.mode.sync_interval
+        if self._update is not None or self._is_due or self._finished < size:
+            return
+        numbers = self.ledger.next_batch(size)
+        if numbers is None:
+            return
+        self._finished -= size
+        tokens = sum(sum(self._lengths.pop(number)) for number in numbers)
+        self.staleness += [self.ledger.staleness(number) for number in numbers]
+        seconds = self.rates.update_s + tokens * self.rates.token_s / self.mode.trainers
+        self.engines.is_paused = self.mode.shares_devices
+        self.train_busy_s += seconds
+        self._update = self.engines.now + seconds, numbers
+
+    def _end_update(self) -> None:
+        assert self._update is not None
+        self.ledger.train(self._update[1])
+        self._update = None
+        self._is_due = self.ledger.trained % self.batch.prompts == 0
+
+    def _sync(self) -> None:
+        self.engines.is_paused = True
+        self.engines.advance(self.engines.now + self.rates.sync_s)
+        self.engines.is_paused = self._is_due = False
+        self._admit()
+
+    def _admit(self) -> None:
+        for number in self.ledger.admit(self.ledger.capacity):
+            step, place = divmod(number, self.batch.prompts)
+            if place == 0 or number not in self._lengths:
+                self._lengths |= {step * self.batch.prompts + i: row for i, row in enumerate(self.batch.of_step(step))}
+            lengths = self._lengths[number]
+            self.engines.submit((number, sample, tokens) for sample, tokens in enumerate(lengths))
+
+
+def simulate(
+    mode: SimulatedMode, rates: SimulatedRates, batch: SimulatedBatch, steps: int = 8, warmup: int = 3
+) -> SimulatedRun:
+    """Simulate some steps of a mode.
+
+    Args:
+        mode: mode and devices.
+        rates: speeds.
+        batch: responses.
+        steps: measured steps.
+        warmup: steps before.
+    """
+    simulation = _Simulation(mode, rates, batch)
+    simulation.run_until(warmup)
+    engines = simulation.engines
+    start, engine_busy, train_busy = engines.now, engines.busy_s, simulation.train_busy_s
+    trained = len(simulation.staleness)
+    simulation.run_until(warmup + steps)
+    seconds = engines.now - start
+    staleness = simulation.staleness[trained:]
+    return SimulatedRun(
+        mode=mode,
+        step_s=seconds / steps,
+        engine_idle=1 - (engines.busy_s - engine_busy) / seconds,
+        trainer_idle=1 - (simulation.train_busy_s - train_busy) / seconds,
+        mean_staleness=float(np.mean(staleness)),
+        max_staleness=max(staleness),
+    )
+
+
+def best_split(
+    mode: SimulatedMode, devices: int, replica_devices: int, rates: SimulatedRates, batch: SimulatedBatch
+) -> SimulatedRun:
+    """Simulate splits of the devices between engines and trainer, and return the fastest run.
+
+    Args:
+        mode: its numbers of replicas and trainer devices are not read.
+        devices: devices of both.
+        replica_devices: devices of a replica.
+        rates: speeds.
+        batch: responses.
+    """
+    units = devices // replica_devices
+    shares = sorted({round(units * share) for share in np.arange(1, 16) / 16} & set(range(1, units)))
+    runs = [
+        simulate(replace(mode, replicas=share, trainers=devices - share * replica_devices), rates, batch)
+        for share in shares
+    ]
+    return min(runs, key=lambda run: run.step_s)
+
+
+def modes_of(devices: int, replica_devices: int, max_staleness: float, sync_interval: int) -> list[SimulatedMode]:
+    """Return the modes to compare; those with separate devices get half of them for each side."""
+    replicas = devices // replica_devices
+    half = max(1, replicas // 2)
+    apart = devices - half * replica_devices
+    return [
+        SimulatedMode("sync", replicas, devices, shares_devices=True),
+        SimulatedMode("one step off", half, apart, max_staleness=1, drains=True),
+        SimulatedMode("colocated", replicas, devices, max_staleness, shares_devices=True),
+        SimulatedMode("disaggregated", half, apart, max_staleness, sync_interval),
+    ]

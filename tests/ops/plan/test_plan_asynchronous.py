@@ -1,0 +1,126 @@
+"""The simulation of asynchronous training against closed forms, bounds and limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.ops.plan.asynchronous import (
+    SimulatedBatch,
+    SimulatedMode,
+    SimulatedRates,
+    best_split,
+    modes_of,
+    simulate,
+)
+from megarl.ops.plan.lengths import Quantiles
+
+RATES = SimulatedRates(decode_s=0.01, sequence_s=0.002, slots=1000, token_s=0.004, update_s=0.5, sync_s=2.0)
+BATCH = SimulatedBatch(prompts=8, samples=4, lengths=Quantiles.log_normal(300, 1.0, 2400))
+
+
+@st.composite
+def cases(draw):
+    """Rates and a batch."""
+    rates = SimulatedRates(
+        decode_s=draw(st.floats(0.001, 0.1)),
+        sequence_s=draw(st.sampled_from([0.0, 0.001, 0.01])),
+        slots=1000,
+        token_s=draw(st.floats(1e-4, 0.02)),
+        update_s=draw(st.floats(0, 1)),
+        sync_s=draw(st.floats(0, 3)),
+    )
+    lengths = Quantiles.log_normal(draw(st.integers(50, 400)), draw(st.floats(0.0, 1.2)), 2000)
+    return rates, SimulatedBatch(draw(st.sampled_from([4, 8])), draw(st.sampled_from([1, 4])), lengths)
+
+
+def generation_s(lengths, rates, replicas):
+    """All at once: between two ends the step time follows the number that still runs."""
+    seconds, done = 0.0, 0
+    for ended, length in enumerate(sorted(lengths)):
+        load = max(1.0, (len(lengths) - ended) / replicas)
+        seconds += (length - done) * (rates.decode_s + rates.sequence_s * load)
+        done = length
+    return seconds
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases(), st.integers(1, 4))
+def test_sync_equals_the_closed_form(case, replicas):
+    rates, batch = case
+    run = simulate(SimulatedMode("sync", replicas, 4, shares_devices=True), rates, batch, steps=3, warmup=1)
+    expected = train = 0.0
+    for step in (1, 2, 3):
+        lengths = [length for row in batch.of_step(step) for length in row]
+        update = rates.update_s + sum(lengths) * rates.token_s / 4
+        train += update
+        expected += generation_s(lengths, rates, replicas) + update + rates.sync_s
+    assert run.step_s == pytest.approx(expected / 3, rel=1e-9)
+    assert run.trainer_idle == pytest.approx(1 - train / expected, rel=1e-6, abs=1e-9)
+    assert run.mean_staleness == run.max_staleness == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases(), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([1, 2, 4]))
+def test_bound_of_staleness_and_idle_ratios_of_all_modes(case, staleness, interval):
+    rates, batch = case
+    for mode in modes_of(4, 1, staleness, interval):
+        run = simulate(mode, rates, batch, steps=3, warmup=2)
+        assert run.max_staleness <= math.ceil(mode.max_staleness)
+        assert 0 <= run.mean_staleness <= run.max_staleness
+        assert -1e-9 <= run.engine_idle < 1 and -1e-9 <= run.trainer_idle < 1
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(cases(), st.sampled_from(["colocated", "disaggregated"]))
+def test_more_staleness_is_never_slower(case, name):
+    """With a step time that does not depend on the load, so that earlier admission delays no other response."""
+    rates, batch = replace(case[0], sequence_s=0.0), case[1]
+    times = []
+    for staleness in (0.0, 1.0, 2.0, 4.0):
+        (mode,) = [mode for mode in modes_of(4, 1, staleness, 1) if mode.name == name]
+        times.append(simulate(mode, rates, batch, steps=24, warmup=6).step_s)
+    for slow, fast in pairwise(times):
+        assert fast <= slow * 1.01  # the window of measured steps cuts differently
+
+
+def test_one_step_off_takes_the_longer_side():
+    """Generation of a step beside the update of the one before."""
+    mode = SimulatedMode("one step off", 2, 2, max_staleness=1, drains=True)
+    run = simulate(mode, RATES, BATCH, steps=3, warmup=2)
+    expected = 0.0
+    for step in (3, 4, 5):  # the update of step k runs beside the generation of step k + 1
+        lengths = [length for row in BATCH.of_step(step) for length in row]
+        before = [length for row in BATCH.of_step(step - 1) for length in row]
+        update = RATES.update_s + sum(before) * RATES.token_s / 2
+        expected += max(generation_s(lengths, RATES, 2), update) + RATES.sync_s
+    assert run.step_s == pytest.approx(expected / 3, rel=1e-9)
+    assert run.mean_staleness == run.max_staleness == 1
+
+
+def test_staleness_0_is_synchronous_in_every_mode():
+    sync = simulate(SimulatedMode("sync", 4, 4, shares_devices=True), RATES, BATCH)
+    apart = simulate(SimulatedMode("disaggregated", 4, 4), RATES, BATCH)
+    assert apart.step_s == pytest.approx(sync.step_s) and apart.max_staleness == 0
+
+
+def test_slots_limit_the_running_sequences():
+    """One slot: the responses run one after the other."""
+    rates = replace(RATES, slots=1)
+    run = simulate(SimulatedMode("sync", 1, 1, shares_devices=True), rates, BATCH, steps=1, warmup=0)
+    tokens = sum(map(sum, BATCH.of_step(0)))
+    assert run.step_s == pytest.approx(tokens * 0.012 + 0.5 + tokens * 0.004 + 2.0)
+
+
+def test_best_split_balances_both_sides():
+    """Without tails and load: the split at which the update takes as long as the generation."""
+    rates = SimulatedRates(decode_s=0.0, sequence_s=0.001, slots=1000, token_s=0.001)
+    batch = SimulatedBatch(16, 4, Quantiles.constant(100))
+    run = best_split(SimulatedMode("disaggregated", 1, 1, max_staleness=2), 16, 1, rates, batch)
+    assert run.mode.replicas == run.mode.trainers == 8
+    assert run.trainer_idle == pytest.approx(0, abs=0.01) and run.engine_idle == pytest.approx(0, abs=0.01)
