@@ -67,11 +67,11 @@ class TopOptions(NamedTuple):
     """A request for the most probable tokens.
 
     Attributes:
-        count: tokens per position.
+        size: tokens per position.
         candidates: only tokens with smaller ids than this count: the vocabulary of the student.
     """
 
-    count: int
+    size: int
     candidates: int
 
 
@@ -130,7 +130,7 @@ def policy_outputs(
     if options.top is not None:
         top = vocab_parallel_top_tokens(
             logits,
-            options.top.count,
+            options.top.size,
             vocab_size=vocab_size,
             candidates=options.top.candidates,
             temperature=options.temperature,

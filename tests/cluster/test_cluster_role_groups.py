@@ -24,6 +24,7 @@ WORKERS = {
     "RewardTrainingGroup": "reward_model.RewardTrainingWorker",
     "RolloutGroup": "rollout.RolloutWorker",
     "SFTGroup": "sft.SFTWorker",
+    "TeacherGroup": "teacher.TeacherWorker",
 }
 ONE_RANK = {"accept", "completions", "forget"}
 """Verbs of ``Dispatch.RANK``, which are called on handles only."""

