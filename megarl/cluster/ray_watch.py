@@ -31,6 +31,7 @@ class RayWatch:
         self.finished = False
         self._watched = [(name, process) for process in processes if (name := _NAMES.get(_name(process)))]
         self._closed = threading.Event()
+        self._lock = threading.Lock()  # no interrupt is requested once the watch is finished or closed
         if self._watched and threading.current_thread() is threading.main_thread():
             threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
 
@@ -43,18 +44,21 @@ class RayWatch:
 
     def finish(self) -> None:
         """Mark the work as complete: a death interrupts nothing any more."""
-        self.finished = True
+        with self._lock:
+            self.finished = True
         withdraw_interrupt()
 
     def close(self) -> None:
         """End the watch, before Ray is shut down."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
 
     def _watch(self) -> None:
         while not self._closed.wait(_TICK_S):
             if self.lost() is not None:
-                if not self.finished:
-                    request_interrupt()
+                with self._lock:
+                    if not self.finished and not self._closed.is_set():
+                        request_interrupt()
                 return
 
 
