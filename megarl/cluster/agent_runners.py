@@ -182,7 +182,8 @@ class AgentRunners:
     the others repeat its unfinished conversations; if it was the only one, it is replaced at once. A repeated
     conversation has the same seeds, so its sample is the same.
 
-    The constructor returns at once; :meth:`wait_ready` waits for the start.
+    The constructor returns at once; :meth:`wait_ready` waits for the start. At the end of the context the chat endpoint
+    is closed; the processes live as long as Ray's session, since the timeline fetches their last events.
 
     Args:
         config: complete configuration of the job.
@@ -211,7 +212,6 @@ class AgentRunners:
             with contextlib.suppress(Exception):
                 calls = [self._group.handle(rank).submit("end") for rank in range(self._group.world_size)]
                 gather(calls, SHUTDOWN_S)
-        self._group.shutdown()
 
     def wait_ready(self) -> str:
         """Wait until the runners have started; return a line about the chat endpoint, empty without one.

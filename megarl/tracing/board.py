@@ -20,7 +20,8 @@ BOARD, STACKS = "megarl-board", "megarl-stacks"
 """Names of the anonymous files of a process."""
 _SLOT = struct.Struct("<qH118s")
 _COUNT = struct.Struct("<qH118s")
-_DEPTH = struct.Struct("<H")
+_DEPTH, _THREAD = struct.Struct("<H"), struct.Struct("<Q")
+_THREAD_AT = 8
 SPANS, GROUPS = 30, 31
 _SPANS_AT = 128
 _GROUPS_AT = _SPANS_AT + SPANS * _SLOT.size
@@ -53,10 +54,17 @@ class GroupCount:
 
 @dataclass(frozen=True)
 class BoardContent:
-    """Content of a board: open spans, outermost first, and collective counts by group."""
+    """Content of a board.
+
+    Attributes:
+        spans: open spans, outermost first.
+        groups: collective counts by group.
+        thread: identifier of the thread whose spans these are; 0 = unknown.
+    """
 
     spans: Sequence[OpenSpan] = ()
     groups: Mapping[str, GroupCount] | None = None
+    thread: int = 0
 
     @property
     def counts(self) -> Mapping[str, GroupCount]:
@@ -65,14 +73,23 @@ class BoardContent:
 
 
 class Board:
-    """The board of this process; Linux only."""
+    """The board of this process; Linux only.
 
-    def __init__(self) -> None:
+    Args:
+        thread: identifier of the thread whose spans it shows.
+    """
+
+    def __init__(self, thread: int | None) -> None:
         self._fd = os.memfd_create(BOARD)
         os.ftruncate(self._fd, SIZE)
         self._memory = mmap.mmap(self._fd, SIZE)
         self._depth = 0
         self._groups: dict[str, int] = {}
+        self.follow(thread)
+
+    def follow(self, thread: int | None) -> None:
+        """Record the thread whose spans the board shows."""
+        _THREAD.pack_into(self._memory, _THREAD_AT, thread or 0)
 
     def push(self, name: str, since_ns: int) -> None:
         """Add a span inside the open spans."""
@@ -121,7 +138,7 @@ def read_board(pid: int) -> BoardContent | None:
         memory = file.read_bytes()
     except OSError:
         return None
-    (depth,) = _DEPTH.unpack_from(memory, 0)
+    (depth,), (thread,) = _DEPTH.unpack_from(memory, 0), _THREAD.unpack_from(memory, _THREAD_AT)
     spans = []
     for slot in range(min(depth, SPANS)):
         since, length, text = _SLOT.unpack_from(memory, _SPANS_AT + slot * _SLOT.size)
@@ -132,7 +149,7 @@ def read_board(pid: int) -> BoardContent | None:
         group, _, last = text[:length].decode(errors="replace").rpartition("|")
         if issued:
             groups[group] = GroupCount(group, issued, last)
-    return BoardContent(spans, groups)
+    return BoardContent(spans, groups, thread)
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

@@ -171,9 +171,9 @@ def process_state(pid: int) -> str:
     return _STATES.get(text.rpartition(")")[2].split()[0], "sleeping")
 
 
-def main_frames(stacks: str) -> tuple[Frame, ...]:
-    """Parse the frames of the main thread, innermost first."""
-    _, _, rest = stacks.partition("Current thread ")
+def thread_frames(stacks: str, thread: int) -> tuple[Frame, ...]:
+    """Parse the frames of a thread, innermost first; 0 = the main thread."""
+    _, _, rest = stacks.partition(f"hread 0x{thread:016x} " if thread else "Current thread ")
     frames = []
     for line in rest.splitlines()[1:]:
         match = _FRAME.match(line)
@@ -187,7 +187,7 @@ def _report(pid: int, stacks: str, with_children: bool) -> ProcessReport:
     children = [_child(child) for child in child_pids(pid)] if with_children else []
     board = read_board(pid)
     command = _command(pid) if board is None else ""
-    frames = main_frames(stacks)
+    frames = thread_frames(stacks, board.thread if board is not None else 0)
     return ProcessReport(pid, process_state(pid), board, stacks, frames, time.monotonic_ns(), command, tuple(children))
 
 

@@ -124,6 +124,8 @@ class Tracer:
         """
         if not self.stack:
             self.thread = threading.get_ident()
+            if self.board is not None:
+                self.board.follow(self.thread)
 
     def progress(self) -> None:
         """Record progress within a span, such as a finished request: the watchdog's time starts again."""

@@ -38,7 +38,7 @@ class TracingOptions:
 def watch_process(options: TracingOptions) -> None:
     """Create the board of this process and serve its stacks, if the options say so (Linux)."""
     if options.watched and sys.platform.startswith("linux") and TRACER.board is None:
-        TRACER.board = Board()
+        TRACER.board = Board(TRACER.thread)
         serve_stacks()
 
 

@@ -11,7 +11,7 @@ from megarl.tracing.board import BOARD, GROUPS, SPANS, Board, find_file, read_bo
 
 @pytest.fixture
 def board() -> Iterator[Board]:
-    board = Board()
+    board = Board(7)
     yield board
     board.close()
 
@@ -26,6 +26,13 @@ def test_board_shows_open_spans(board: Board) -> None:
     board.pop()
     content = read_board(os.getpid())
     assert content is not None and [one.name for one in content.spans] == ["update_actor"]
+
+
+def test_board_names_the_thread_of_its_spans(board: Board) -> None:
+    before = read_board(os.getpid())
+    board.follow(2**47 + 1)
+    after = read_board(os.getpid())
+    assert before is not None and after is not None and (before.thread, after.thread) == (7, 2**47 + 1)
 
 
 def test_board_shows_latest_group_counts(board: Board) -> None:

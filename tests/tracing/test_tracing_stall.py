@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.tracing.board import BoardContent, GroupCount, OpenSpan, describe_ranks, parse_ranks
-from megarl.tracing.stacks import Frame, ProcessReport, main_frames
+from megarl.tracing.stacks import Frame, ProcessReport, thread_frames
 from megarl.tracing.stall import ObservedProcess, describe_frames, explain_stall, unreachable_process
 
 DP, TP = "data-parallel [0, 1, 2, 3]", "tensor-model-parallel [0, 1]"
@@ -83,13 +83,16 @@ def test_known_frames_are_described() -> None:
     assert describe_frames(verb) == "at hang (/x/mine.py:7)"
 
 
-def test_frames_are_those_of_the_main_thread() -> None:
+def test_frames_are_those_of_the_followed_thread() -> None:
     dump = (
-        'Thread 0x00007f1 (most recent call first):\n  File "/a/other.py", line 1 in idle\n\n'
-        'Current thread 0x00007f2 (most recent call first):\n  File "/a/mine.py", line 5 in inner\n'
-        '  File "/a/mine.py", line 9 in outer\n'
+        'Thread 0x0000000000007f01 [serving] (most recent call first):\n  File "/a/mine.py", line 5 in inner\n'
+        '  File "/a/mine.py", line 9 in outer\n\n'
+        'Current thread 0x0000000000007f02 (most recent call first):\n  File "/a/other.py", line 1 in idle\n'
     )
-    assert main_frames(dump) == (Frame("/a/mine.py", 5, "inner"), Frame("/a/mine.py", 9, "outer"))
+    assert thread_frames(dump, 0x7F01) == (Frame("/a/mine.py", 5, "inner"), Frame("/a/mine.py", 9, "outer"))
+    assert thread_frames(dump, 0x7F02) == (Frame("/a/other.py", 1, "idle"),)
+    assert thread_frames(dump, 0) == thread_frames(dump, 0x7F02)
+    assert thread_frames(dump, 0x7F03) == ()
 
 
 @given(

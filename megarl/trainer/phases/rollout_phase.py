@@ -233,7 +233,7 @@ class RolloutPhase:
         return seeds
 
     def _with_columns_of(
-        self, columns: Mapping[str, Sequence[Any]], uids: Sequence[str], trajectories: Sequence[Trajectory]
+        self, columns: Mapping[str, Sequence[Any] | np.ndarray], uids: Sequence[str], trajectories: Sequence[Trajectory]
     ) -> DataProto:
         """Build a batch of trajectories with the columns of their prompts."""
         batch = trajectories_to_batch(

@@ -48,6 +48,7 @@ def token_versions(trajectory: Trajectory) -> np.ndarray:
     if trajectory.error is not None or trajectory.weight_version == NO_VERSION:
         return np.empty(0, np.int64)
     if len(trajectory.weight_versions):
-        versions = np.asarray(trajectory.weight_versions, np.int64)[mask]
-        return versions[versions != NO_VERSION]
+        versions: np.ndarray = np.asarray(trajectory.weight_versions, np.int64)[mask]
+        known: np.ndarray = versions[versions != NO_VERSION]
+        return known
     return np.full(int(mask.sum()), trajectory.weight_version, np.int64)
