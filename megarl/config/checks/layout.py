@@ -105,7 +105,8 @@ def _layout(megatron: MegatronConfig, trainer: RunConfig, path: str) -> Iterator
     """Check the layout of one role, as far as possible without its model; ``path`` is the key of its section."""
     for key, text in (*_devices(megatron, trainer), *_pipeline(megatron), *_memory(megatron)):
         yield Problem(f"{path}.{key}", getattr(megatron, key), text)
-    problems = dict(override_problems(megatron.override_transformer_config))
+    trains = not path.endswith(".ref.megatron")  # which has the actor's fields
+    problems = dict(override_problems(megatron.override_transformer_config, trains=trains))
     if megatron.override_transformer_config.get("overlap_p2p_comm") is True and not _is_interleaved(megatron):
         problems["overlap_p2p_comm"] = "needs virtual_pipeline_model_parallel_size of at least 2"
     for name, text in problems.items():

@@ -45,13 +45,13 @@ class TransformerField(NamedTuple):
     default: ast.expr | None
 
 
-def override_problems(overrides: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Fields that cannot be set, each with the reason."""
+def override_problems(overrides: Mapping[str, Any], *, trains: bool = True) -> Iterator[tuple[str, str]]:
+    """Fields that cannot be set, each with the reason; a role that does not train ignores losses."""
     fields = transformer_fields() if overrides else {}
     for name, value in overrides.items():
         if problem := _problem(name, value, fields):
             yield name, problem
-        elif name == "moe_aux_loss_coeff" and value and overrides.get(_BALANCING) != "seq_aux_loss":
+        elif name == "moe_aux_loss_coeff" and trains and value and overrides.get(_BALANCING) != "seq_aux_loss":
             yield name, f"needs {_BALANCING}=seq_aux_loss"
 
 
