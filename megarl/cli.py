@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import megarl
@@ -40,12 +39,16 @@ from megarl.config import (
 )
 from megarl.config.build import build, verl_notes
 from megarl.config.compose import (
+    ComposedRun,
     ConfigRequest,
     changed_keys,
     check_run_folder,
+    check_sweep_folder,
     compose,
+    compose_run,
     compose_sweep,
-    run_with_hydra,
+    run_once,
+    run_sweep,
     to_yaml,
 )
 from megarl.config.problems import nearest_keys
@@ -193,11 +196,12 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     options = _parser(name, job).parse_intermixed_args(argv)
     request = _request(job, options)
     try:
-        configs = compose_sweep(request) if options.multirun else [compose(request)]
+        run = None if options.multirun else compose_run(request, name)
+        configs = compose_sweep(request) if run is None else [run.config]
         for config in configs:
             check_models(config)
         if not options.cfg:
-            check_run_folder(request)
+            check_sweep_folder(request) if run is None else check_run_folder(run)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -207,7 +211,7 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     try:
         private = private_files(all(config.trainer.private_files for config in configs))
         with steady_output(), signals_exit_in_order(), private:
-            return _run(name, job, request, minimize=any(map(_is_loss, configs)))
+            return _run(name, job, request, run, minimize=any(map(_is_loss, configs)))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -300,20 +304,21 @@ def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, Me
     return [(str(keys.model.path), keys.megatron, "reward_model.megatron")] if keys.enable else []
 
 
-def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) -> int:
+def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any] | None, *, minimize: bool) -> int:
+    """Run a job, or without a composed run the jobs of a sweep; returns the exit code."""
     codes: list[int] = []
 
     def task(values: DictConfig) -> float | None:
         """Run one job; Hydra's launchers may call it in another process."""
         start_run_clock()
         hydra = HydraConfig.get()
-        folder, sweeps = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
+        folder, sweeps = Path(hydra.runtime.output_dir), run is None
         metric, problem = None, None
         if sweeps:
             _store_sweep(folder, values)
         try:
             # runs of a sweep share a name, so files without an explicit path go to the folder of each run
-            config = build(job.schema, values, str(folder) if sweeps else None)
+            config = build(job.schema, values, str(folder)) if run is None else run.config
             metric = config.trainer.sweep_metric
             remember_references(config, values)
             print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
@@ -333,7 +338,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], *, minimize: bool) ->
 
     SweepFolder.noted = None
     try:
-        run_with_hydra(request, name, task, minimize)
+        run_sweep(request, name, task, minimize) if run is None else run_once(request, run, name, task)
     finally:
         if SweepFolder.noted is not None:
             codes += [EXIT_RUN_FAILED for _ in _close_sweep(SweepFolder.noted, minimize)]

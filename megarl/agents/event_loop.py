@@ -9,6 +9,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from megarl.base.signals import wait_for
+
 _T = TypeVar("_T")
 _STOP_S = 10.0
 
@@ -33,7 +35,7 @@ class EventLoopThread:
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
-            return future.result(timeout_s)
+            return wait_for(future, timeout_s)
         except BaseException:
             future.cancel()  # after an interrupted wait; no effect if the work itself failed
             raise

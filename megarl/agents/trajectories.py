@@ -73,7 +73,7 @@ def _ragged(rows: Sequence[Integers | Sequence[float]], dtype: type) -> tuple[np
 
 
 def trajectories_to_batch(
-    trajectories: Sequence[Trajectory], pad_token_id: int, *, state_masking: bool = True
+    trajectories: Sequence[Trajectory], pad_token_id: int, *, state_masking: bool = True, with_versions: bool = False
 ) -> DataProto:
     """Convert trajectories into a batch, one row per trajectory, in their order.
 
@@ -86,10 +86,12 @@ def trajectories_to_batch(
         pad_token_id: padding token.
         state_masking: exclude the environment's tokens from losses, KL, advantages and entropy; False trains on them as
             on the policy's tokens.
+        with_versions: add the column ``weight_versions``, for asynchronous training.
 
     Returns:
         ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
-        environment's tokens) ``[b, R]`` and ``attention_mask [b, P+R]``; the columns ``num_turns``, ``weight_version``,
+        environment's tokens) ``[b, R]`` and ``attention_mask [b, P+R]``; ``weight_versions [b, R]`` if asked for; the
+        columns ``num_turns``, ``weight_version``,
         ``agent_error`` (None: no failure) and one column per name in ``fields``.
     """
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
@@ -104,6 +106,9 @@ def trajectories_to_batch(
             [_nonempty(trajectory.log_probs, 0.0) for trajectory in trajectories], dtype=torch.float32
         ),
     }
+    if with_versions:
+        versions = [_versions(trajectory) for trajectory in trajectories]
+        tensors["weight_versions"] = pad_right(versions).to(torch.int32)
     tensors["attention_mask"] = attention_mask_of(
         list(map(len, prompts)),
         list(map(len, responses)),
@@ -120,6 +125,13 @@ def trajectories_to_batch(
 
 def _nonempty(values: Sequence[float] | np.ndarray, default: float) -> Sequence[float] | np.ndarray:
     return values if len(values) else [default]
+
+
+def _versions(trajectory: Trajectory) -> Integers:
+    """Weight version of each response token."""
+    if len(trajectory.weight_versions):
+        return trajectory.weight_versions
+    return [trajectory.weight_version] * max(len(trajectory.response_ids), 1)
 
 
 def _train_mask(trajectory: Trajectory, state_masking: bool) -> Integers:

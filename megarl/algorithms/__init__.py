@@ -63,6 +63,7 @@ from megarl.algorithms.preference_loss import (
     simpo,
     slic_hinge,
 )
+from megarl.algorithms.proximal import loglinear_log_probs, proximal_fractions, proximal_weights
 from megarl.algorithms.reward_shaping import (
     add_at_last,
     blend_quality,
@@ -90,6 +91,7 @@ from megarl.algorithms.schedules import (
     load_schedule,
     warmup_steps,
 )
+from megarl.algorithms.stale_data_loss import dppo_kl, dppo_tv, m2po, topr
 from megarl.algorithms.value_loss import bradley_terry_loss, clipped_value_loss
 
 __all__ = [
@@ -130,6 +132,8 @@ __all__ = [
     "covariances",
     "discounted_returns",
     "dpo",
+    "dppo_kl",
+    "dppo_tv",
     "entropy_loss",
     "explained_variance",
     "gae",
@@ -149,7 +153,9 @@ __all__ = [
     "load_schedule",
     "log_prob_differences",
     "log_ratios",
+    "loglinear_log_probs",
     "loss_counts",
+    "m2po",
     "make_kl_controller",
     "masked_mean",
     "masked_sum",
@@ -159,6 +165,8 @@ __all__ = [
     "off_policy_statistics",
     "on_trained_tokens",
     "opo",
+    "proximal_fractions",
+    "proximal_weights",
     "register_advantage",
     "register_policy_loss",
     "reinforce",
@@ -174,6 +182,7 @@ __all__ = [
     "slic_hinge",
     "token_keys",
     "token_weights",
+    "topr",
     "warmup_steps",
     "whiten_rewards",
 ]

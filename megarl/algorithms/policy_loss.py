@@ -36,6 +36,7 @@ class PolicyLossOptions:
         clip_cov_ub: and below this.
         kl_cov_ratio: share of the tokens that kl_cov penalises.
         ppo_kl_coef: coefficient of that KL penalty.
+        m2_threshold: m2po, bound on the mean of ``(log r)^2``.
     """
 
     clip_ratio_low: float
@@ -48,6 +49,7 @@ class PolicyLossOptions:
     clip_cov_ub: float
     kl_cov_ratio: float
     ppo_kl_coef: float
+    m2_threshold: float
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def importance_weights(
     by_row = level == "sequence"
     raw = log_ratio.sum(-1) if by_row else log_ratio
     counted = kept.any(-1) if by_row else kept
-    weights = _truncated(raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), truncation)
+    weights = truncated(raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), truncation)
     if normalize:
         mean = masked_mean(weights, counted)
         weights = torch.where(mean > 0, weights / mean, weights)
@@ -93,7 +93,8 @@ def importance_weights(
     return torch.where(trained.bool(), per_token, 0.0).float(), statistics
 
 
-def _truncated(weights: Tensor, bounds: Truncation) -> Tensor:
+def truncated(weights: Tensor, bounds: Truncation) -> Tensor:
+    """Clamp weights to the upper bound, or set those outside of two bounds to 0."""
     if bounds.lower is None:
         return weights.clamp(max=bounds.upper)
     return torch.where((weights >= bounds.lower) & (weights <= bounds.upper), weights, 0.0)

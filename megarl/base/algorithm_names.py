@@ -35,8 +35,17 @@ LOSS_MODES: Mapping[str, str] = {
     "sapo": "seq-mean-token-mean",
     "clip_cov": "token-mean",
     "kl_cov": "token-mean",
+    "dppo_tv": "token-mean",
+    "dppo_kl": "token-mean",
+    "m2po": "token-mean",
+    "topr": "seq-mean-token-sum",
 }
 """Policy losses and their default ``loss_agg_mode``."""
+
+LOSSES_WITHOUT_RATIO = ("reinforce", "gpg")
+"""Policy losses that read no importance ratio, so that they cannot correct for stale samples."""
+STALE_DATA_LOSSES = ("dppo_tv", "dppo_kl", "m2po", "topr")
+"""Policy losses for stale samples, whose ratio may be about the sampling policy."""
 
 DEFAULT_AGGREGATION = "token-mean"
 """``loss_agg_mode`` of a custom policy loss, as of PPO's."""

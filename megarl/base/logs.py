@@ -104,7 +104,9 @@ class WrappedStream(io.TextIOBase):
 
 
 class SteadyStream(WrappedStream):
-    """Never raises: text that a full disk refuses waits in the stream's buffer, and is lost beyond it.
+    """Never raises: text that a full disk refuses waits in the stream's buffer, and beyond it is lost and counted.
+
+    The count is :attr:`megarl.base.run_writer.RunWriter.refused_output`.
 
     Args:
         stream: the wrapped stream, such as standard output in a file.
@@ -112,8 +114,10 @@ class SteadyStream(WrappedStream):
 
     def write(self, text: str) -> int:
         """Write as much as the disk takes."""
-        with contextlib.suppress(OSError):
+        try:
             self._stream.write(text)
+        except OSError:
+            RUN_WRITER.refused_output += len(text)
         return len(text)
 
     def flush(self) -> None:

@@ -43,12 +43,14 @@ class RunWriter:
     Attributes:
         failures: failed writes, repetitions included.
         dropped: files with content that was dropped.
+        refused_output: characters for standard output or error that a full disk refused.
     """
 
     def __init__(self, limit_bytes: int = WAITING_BYTES, report: Callable[[str], None] | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.failures = 0
         self.dropped = 0
+        self.refused_output = 0
         self._report = report or logger.warning
         self._waiting: dict[Path, _Waiting] = {}
         self._is_failing = False
@@ -87,7 +89,7 @@ class RunWriter:
 
     def reset(self) -> None:
         """Begin to count anew, for a new run in this process."""
-        self.failures = self.dropped = 0
+        self.failures = self.dropped = self.refused_output = 0
 
     def metrics(self) -> dict[str, float]:
         """Return ``run_files/{failed_writes,waiting,dropped}``; empty as long as no write failed."""

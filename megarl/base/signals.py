@@ -1,20 +1,135 @@
-"""Signals that end a job before its processes run: no traceback, exit code 128 plus the signal's number."""
+"""Signals and interrupts: noted at any moment, raised where the main thread waits, with the exit code 128 plus number.
+
+An exception that a signal handler raises at a random point can be lost: Python ignores exceptions of finalizers and
+weakref callbacks. So handlers and watches only note a request, and every wait of the driver raises it, see
+:func:`wait_slices`. Work that does not wait for :data:`PATIENCE_S` seconds is interrupted where it is, until the
+exception is seen to unwind the stack.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, a scheduler's request to end, and a closed terminal."""
 
+PATIENCE_S = 1.0
+"""Seconds in which the main thread should reach a wait; then it is interrupted where it is, again and again."""
+POLL_S = 0.2
+"""Longest part of a wait that sees no interrupt."""
+
 Handler = Callable[[int, FrameType | None], object]
+_T = TypeVar("_T")
+
+
+class _Interrupt:
+    """The interrupt of the main thread: requested by a signal's handler or a watch, raised by a wait.
+
+    Attributes:
+        number: first signal that arrived in the outermost scope; 0 = none.
+        is_pending: not yet seen to unwind the stack.
+        requested: time of the request, or of the last attempt to raise, of ``time.monotonic``.
+        error: the exception of the last attempt.
+        depth: number of open scopes.
+        held: number of open scopes of :func:`signals_ignored`.
+    """
+
+    def __init__(self) -> None:
+        self.depth = self.held = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.number, self.is_pending, self.requested = 0, False, 0.0
+        self.error: BaseException | None = None
+
+    def request(self, number: int = 0) -> None:
+        self.number = self.number or number
+        self.requested, self.error = time.monotonic(), None
+        self.is_pending = True
+
+    def raise_(self) -> None:
+        """Raise a pending interrupt, unless an earlier attempt unwinds the stack."""
+        if not self.is_pending or self.held:
+            return
+        if self.error is not None and _is_handled(self.error):
+            self.is_pending = False
+            return
+        ends = self.number in (signal.SIGTERM, signal.SIGHUP)
+        self.error = SystemExit(128 + self.number) if ends else KeyboardInterrupt()
+        raise self.error
+
+
+_INTERRUPT = _Interrupt()
+
+
+def request_interrupt() -> None:
+    """Interrupt the main thread with :class:`KeyboardInterrupt` at its next wait; called by the threads of watches.
+
+    Needs an open scope of :func:`interruptible` in the main thread.
+    """
+    _INTERRUPT.request()
+
+
+def withdraw_interrupt() -> None:
+    """Withdraw an interrupt of :func:`request_interrupt` that was not raised; those of signals stay."""
+    if not _INTERRUPT.number:
+        _INTERRUPT.is_pending = False
+
+
+def ending_signal() -> int:
+    """Return the first signal that asked for the end in this scope; 0 = none."""
+    return _INTERRUPT.number
+
+
+def check_interrupt() -> None:
+    """Raise a pending interrupt: :class:`SystemExit` after SIGTERM and SIGHUP, else :class:`KeyboardInterrupt`.
+
+    Has no effect outside the main thread.
+    """
+    if _INTERRUPT.is_pending and _in_main_thread():
+        _INTERRUPT.raise_()
+
+
+def wait_slices(timeout_s: float | None = None) -> Iterator[float]:
+    """Yield short waiting times up to a total, at least one; raise a pending interrupt before each.
+
+    Args:
+        timeout_s: total in seconds; None = no limit.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    left = POLL_S
+    while left > 0:
+        check_interrupt()
+        if deadline is not None:
+            left = min(POLL_S, deadline - time.monotonic())
+        yield max(0.0, left)
+
+
+def wait_for(future: concurrent.futures.Future[_T], timeout_s: float | None = None) -> _T:
+    """Return the result of a future; an interrupt ends the wait.
+
+    Raises:
+        TimeoutError: ``timeout_s`` seconds have passed.
+    """
+    for slice_s in wait_slices(timeout_s):
+        if concurrent.futures.wait([future], slice_s).done:
+            return future.result()
+    raise TimeoutError(f"no result within {timeout_s:g} s")
+
+
+def sleep(seconds: float) -> None:
+    """Sleep; an interrupt ends it."""
+    for slice_s in wait_slices(seconds):
+        time.sleep(slice_s)
 
 
 def exit_at_once_on_signals() -> None:
@@ -33,10 +148,60 @@ def signals_exit_at_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_exit_in_order() -> Iterator[None]:
-    """Scope in which SIGTERM and SIGHUP raise :class:`SystemExit`, and Ctrl-C raises :class:`KeyboardInterrupt`."""
-    with _handled(_raise_exit, (signal.SIGTERM, signal.SIGHUP)), _handled(_raise_interrupt, (signal.SIGINT,)):
+def interruptible() -> Iterator[None]:
+    """Scope in which :func:`request_interrupt` ends the work of the main thread, also where it does not wait.
+
+    Scopes may be nested. An interrupt that was never raised is raised at the normal end of the outermost one.
+    """
+    if not _in_main_thread():
         yield
+        return
+    previous = signal.getsignal(signal.SIGUSR1)
+
+    def insist(number: int, frame: FrameType | None) -> None:
+        if _INTERRUPT.is_pending:
+            _INTERRUPT.raise_()
+        elif callable(previous):
+            previous(number, frame)
+        elif previous is signal.SIG_DFL:
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)
+
+    closed = threading.Event()
+    with _handled(insist, (signal.SIGUSR1,)):
+        if not _INTERRUPT.depth:
+            threading.Thread(target=_insist, args=(closed,), name="interrupts", daemon=True).start()
+        _INTERRUPT.depth += 1
+        try:
+            yield
+            if _INTERRUPT.depth == 1 and _INTERRUPT.error is None:
+                check_interrupt()
+        finally:
+            closed.set()
+            _INTERRUPT.depth -= 1
+            if not _INTERRUPT.depth:
+                _INTERRUPT.reset()
+
+
+@contextlib.contextmanager
+def signals_exit_in_order() -> Iterator[None]:
+    """Scope in which SIGTERM, SIGHUP and Ctrl-C end the work at its next wait; a second one does not wait for it.
+
+    SIGTERM and SIGHUP raise :class:`SystemExit`, Ctrl-C raises :class:`KeyboardInterrupt`.
+    """
+    with interruptible(), _handled(_note, ENDING_SIGNALS):
+        yield
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Scope of a shutdown, which no signal and no pending interrupt disturbs."""
+    with _handled(signal.SIG_IGN, ENDING_SIGNALS):
+        _INTERRUPT.held += _in_main_thread()
+        try:
+            yield
+        finally:
+            _INTERRUPT.held -= _in_main_thread()
 
 
 @contextlib.contextmanager
@@ -76,15 +241,37 @@ def _exit_at_once(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(128 + number)
 
 
-def _raise_exit(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+def _note(number: int, frame: FrameType | None) -> None:
+    again = _INTERRUPT.number
+    _INTERRUPT.request(number)
+    if again:
+        _INTERRUPT.raise_()
 
 
-def _raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+def _insist(closed: threading.Event) -> None:
+    """Interrupt the main thread where it is, if it has not reached a wait for :data:`PATIENCE_S` seconds."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)  # the main thread may hold them back
+    main = threading.main_thread().ident or 0
+    while not closed.wait(POLL_S):
+        if _INTERRUPT.is_pending and time.monotonic() - _INTERRUPT.requested > PATIENCE_S:
+            _INTERRUPT.requested = time.monotonic()
+            signal.pthread_kill(main, signal.SIGUSR1)
 
 
-def _install(handler: Handler, numbers: Sequence[int]) -> dict[int, object]:
+def _is_handled(error: BaseException) -> bool:
+    """Whether an exception unwinds the stack: the main thread handles it, or an exception that followed from it."""
+    seen, rest = set(), [sys.exc_info()[1]]
+    while rest:
+        handled = rest.pop()
+        if handled is error:
+            return True
+        if handled is not None and id(handled) not in seen:
+            seen.add(id(handled))
+            rest += [handled.__context__, handled.__cause__]
+    return False
+
+
+def _install(handler: Handler | signal.Handlers, numbers: Sequence[int]) -> dict[int, object]:
     """Replace the handlers of signals that are not ignored (``nohup``); returns the previous ones."""
     if not _in_main_thread():
         return {}
@@ -93,7 +280,7 @@ def _install(handler: Handler, numbers: Sequence[int]) -> dict[int, object]:
 
 
 @contextlib.contextmanager
-def _handled(handler: Handler, numbers: Sequence[int]) -> Iterator[None]:
+def _handled(handler: Handler | signal.Handlers, numbers: Sequence[int]) -> Iterator[None]:
     previous = _install(handler, numbers)
     try:
         yield

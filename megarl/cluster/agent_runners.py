@@ -20,7 +20,7 @@ from megarl.agents.types import ConversationGroup, FinishedSample, SampleId
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.base.user_code import import_user_modules
 from megarl.cluster.adapters import ReplicaProcess
-from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, gather
+from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, first_ready, gather
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_group import RankHandle, WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
@@ -245,7 +245,7 @@ class AgentRunners:
                 runner.report = runner.report or (runner.handle.submit("finished", REPORT_S), time.monotonic())
             refs = [ref for runner in self._runners.values() for ref in runner.refs()]
             left = deadline - time.monotonic()
-            ready, _ = ray.wait(refs, num_returns=1, timeout=max(0.0, min(left, REPORT_S)))
+            ready = first_ready(refs, max(0.0, min(left, REPORT_S)))
             for rank, runner in list(self._runners.items()):
                 try:
                     samples += self._read_report(runner, ready)

@@ -7,6 +7,7 @@ import socket
 import time
 
 from megarl.base.errors import ResourceError
+from megarl.base.signals import sleep
 
 PROBE_S = 3.0
 """Seconds in which a cluster must answer."""
@@ -66,7 +67,7 @@ def check_cluster_answers(address: str, timeout_s: float = PROBE_S) -> None:
             problem = "no answer"
         except OSError as error:
             problem = error.strerror or str(error)
-        time.sleep(max(0.0, min(_RETRY_S, deadline - time.monotonic())))
+        sleep(min(_RETRY_S, deadline - time.monotonic()))
 
 
 def unreachable(address: str, problem: str) -> ResourceError:

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.base.errors import WorkerError
 from megarl.base.logs import tail
+from megarl.base.signals import wait_slices
 from megarl.cluster.worker_process import RemoteFailure, WorkerInfo
 
 # When one process fails, its peers often fail a moment later because of it ("connection reset"). gather() waits this
@@ -97,7 +98,7 @@ def gather(
     failures: list[WorkerFailed] = []
     while waiting:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+        ready = first_ready(list(waiting), left)
         if not ready:
             break
         for ref in ready:
@@ -118,6 +119,15 @@ def gather(
         names = ", ".join(f"{role} rank {rank}" for role, rank in late)
         raise WorkerSilent(f"no answer within {timeout_s:g} s in {calls[0].verb} from: {names}", late)
     return [results[call.ref] for call in calls]
+
+
+def first_ready(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
+    """Wait for one of several Ray results; empty after ``timeout_s`` seconds (None = no limit)."""
+    for slice_s in wait_slices(timeout_s):
+        ready: list[ray.ObjectRef] = ray.wait(list(refs), num_returns=1, timeout=slice_s)[0]
+        if ready:
+            return ready
+    return []
 
 
 def worker_failure(call: WorkerCall, error: RayError) -> WorkerFailed:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 from collections.abc import Sequence
-from types import FrameType
-from typing import Any
 
 import psutil
+
+from megarl.base.signals import request_interrupt, withdraw_interrupt
 
 GCS, RAYLET = "Ray's control process (GCS)", "Ray's node process (raylet)"
 _NAMES = {"gcs_server": GCS, "raylet": RAYLET}
@@ -25,16 +24,14 @@ class RayWatch:
         processes: of a local Ray.
 
     Attributes:
-        finished: the work is complete: a death interrupts nothing any more.
+        finished: the work is complete.
     """
 
     def __init__(self, processes: Sequence[psutil.Process]) -> None:
         self.finished = False
         self._watched = [(name, process) for process in processes if (name := _NAMES.get(_name(process)))]
         self._closed = threading.Event()
-        self._previous: Any = None
         if self._watched and threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGUSR1, self._interrupt)
             threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
 
     def lost(self) -> str | None:
@@ -44,26 +41,21 @@ class RayWatch:
                 return name
         return None
 
+    def finish(self) -> None:
+        """Mark the work as complete: a death interrupts nothing any more."""
+        self.finished = True
+        withdraw_interrupt()
+
     def close(self) -> None:
         """End the watch, before Ray is shut down."""
         self._closed.set()
-        if self._previous is not None:
-            signal.signal(signal.SIGUSR1, self._previous)
-            self._previous = None
 
     def _watch(self) -> None:
         while not self._closed.wait(_TICK_S):
             if self.lost() is not None:
                 if not self.finished:
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                    request_interrupt()
                 return
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raise in the main thread; Ray's calls propagate this exception only."""
-        if self.lost() is not None and not self.finished and not self._closed.is_set():
-            raise KeyboardInterrupt
-        if callable(self._previous):
-            self._previous(number, frame)
 
 
 def _name(process: psutil.Process) -> str:

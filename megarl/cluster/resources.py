@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megarl.base.errors import ResourceError
 from megarl.base.logs import ProcessLogs
+from megarl.base.signals import sleep
 from megarl.cluster.processes import RunProcesses
 
 RESOURCE_NAMES = {"cpu": "CPU", "cuda": "GPU"}
@@ -252,7 +253,7 @@ def wait_for_nodes(
             break
         if time.monotonic() > deadline:
             raise ResourceError(_missing(names, list(nodes), timeout_s))
-        time.sleep(_POLL_S)
+        sleep(_POLL_S)
     if device != "auto":
         _check_devices({name: nodes[name] for name in names}, device, devices)
     return {name: str(nodes[name]["NodeManagerAddress"]) for name in names}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from megarl.data import DataProto
     from megarl.rollout.interface import Tag
+    from megarl.rollout.serving import HeldRequests
     from megarl.sharding.placement import ProcessLocation, Routes
     from megarl.sharding.plan import RankPlan, TransferUsage
     from megarl.sharding.sender import Message
@@ -71,6 +72,10 @@ class ActorGroup(ReferenceGroup):
     if TYPE_CHECKING:
 
         def compute_log_prob(self, batch: DataProto) -> DataProto: ...
+
+        def hold_weights(self) -> list[None]: ...
+
+        def release_weights(self) -> list[None]: ...
 
         def update_actor(self, batch: DataProto) -> dict[str, float]: ...
 
@@ -164,6 +169,10 @@ class RolloutGroup(WorkerGroup):
         def describe(self) -> str: ...
 
         def load_hf(self) -> list[None]: ...
+
+        def pause(self) -> list[HeldRequests]: ...
+
+        def resume(self) -> list[None]: ...
 
         def sync_places(self) -> list[list[ProcessLocation]]: ...
 

@@ -9,10 +9,9 @@ import os
 import shutil
 import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -23,7 +22,14 @@ from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import RayLost, ResourceError
 from megarl.base.logs import ProcessLogs
-from megarl.base.signals import ENDING_SIGNALS, signals_held
+from megarl.base.signals import (
+    ENDING_SIGNALS,
+    check_interrupt,
+    ending_signal,
+    signals_exit_in_order,
+    signals_held,
+    signals_ignored,
+)
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
@@ -45,7 +51,7 @@ class RaySession:
 
     On every exit (normal, exception, Ctrl-C, SIGTERM or SIGHUP) the devices are released and worker processes are
     killed. If Ray was started here, all its processes have ended when the block is left, and its session folder is
-    deleted. SIGTERM and SIGHUP raise :class:`SystemExit` inside the block. If this process is killed outright, a
+    deleted. SIGTERM and SIGHUP raise :class:`SystemExit` at its next wait. If this process is killed outright, a
     :class:`~megarl.cluster.reaper.Reaper` ends the Ray that was started here; a joined cluster stays.
 
     Args:
@@ -100,22 +106,23 @@ class RaySession:
         self._watch = RayWatch([])
         self._pools: list[PlacedPool] = []
         self._daemons: list[psutil.Process] = []
-        self._handlers: dict[int, Any] = {}
-        self._signal = 0
+        self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> RaySession:
         if ray.is_initialized():
             raise ResourceError("a Ray session is already open in this process; close it before opening another")
         before = set(psutil.Process().children())
-        self._catch_signals()
+        self._signals.enter_context(signals_exit_in_order())
         try:
             # Until Ray is complete: half a Ray cannot be shut down, and Ray installs handlers that abort this process.
             # A connection may take long, so Ctrl-C interrupts it.
             with signals_held((signal.SIGTERM, signal.SIGHUP) if self.address else ENDING_SIGNALS):
                 self._connect() if self.address else self._start()
+            check_interrupt()
         except BaseException:
             self._daemons = self._children_since(before)
             self.close(keep_logs=True)
+            self._signals.close()
             raise
         self._daemons = self._children_since(before)
         self._watch = RayWatch(self._daemons)
@@ -127,13 +134,17 @@ class RaySession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        lost, finished = self.lost(), error is None or self._watch.finished
+        with self._signals:
+            return self._end(error)
+
+    def _end(self, error: BaseException | None) -> bool:
+        """Shut down after the block; return whether its exception is only an effect of a loss after all work."""
+        lost, finished, number = self.lost(), error is None or self._watch.finished, ending_signal()
         self.close(keep_logs=lost is not None or isinstance(error, Exception))
         if lost is not None and ray.is_initialized():  # the GCS
-            failure = 128 + self._signal if self._signal else 1
-            atexit.register(_exit_without_ray, 0 if finished else failure)
-        if self._signal and isinstance(error, SystemExit):
-            raise SystemExit(128 + self._signal)  # Ray turns the code of an exit during its calls into 1
+            atexit.register(_exit_without_ray, 0 if finished else 128 + number if number else 1)
+        if error is not None and number in (signal.SIGTERM, signal.SIGHUP):
+            raise SystemExit(128 + number)  # Ray turns the code of an exit during its calls into 1
         if lost is not None and finished:
             logger.warning("%s died when the work was complete; nothing is lost", lost)
             return True
@@ -147,7 +158,7 @@ class RaySession:
 
     def finish(self) -> None:
         """Mark the work as complete: the death of the GCS or the raylet is only a warning from now on."""
-        self._watch.finished = True
+        self._watch.finish()
 
     def place(self, pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
         """Check and reserve pools, by name; the session releases them when it ends.
@@ -167,7 +178,7 @@ class RaySession:
         """
         lost = self.lost()
         self._watch.close()
-        with _signals_ignored():
+        with signals_ignored():
             children = self._daemons + [child for daemon in self._daemons for child in _descendants(daemon)]
             if lost == GCS:
                 # They would wait for the lost process, and abort this one after a minute.
@@ -179,7 +190,7 @@ class RaySession:
                     with contextlib.suppress(Exception):
                         pool.close()
                 ray.shutdown()
-            _end(children, 0.0 if lost == GCS else _EXIT_GRACE_S)
+            _end_processes(children, 0.0 if lost == GCS else _EXIT_GRACE_S)
             if self._token is not None:
                 # Processes that have left the tree above, or that started meanwhile.
                 end_ray(self._token.file, self._reaper.pid if self._reaper else None)
@@ -190,9 +201,6 @@ class RaySession:
             if self._reaper is not None:
                 self._reaper.close()
             self._pools, self._daemons, self._token, self._reaper = [], [], None, None
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
 
     def _start(self) -> None:
         """Start Ray; a start that fails, as on a machine under load, is repeated once."""
@@ -215,7 +223,7 @@ class RaySession:
                 return
             except Exception as error:  # Ray raises many types, and for its time limit ``Exception`` itself
                 ray.shutdown()
-                _end(
+                _end_processes(
                     [child for child in psutil.Process().children(recursive=True) if child not in before], _EXIT_GRACE_S
                 )
                 if is_last:
@@ -243,35 +251,6 @@ class RaySession:
         """List new children of this process, without the reaper, which ends last."""
         reaper = self._reaper.pid if self._reaper else None
         return [child for child in psutil.Process().children() if child not in before and child.pid != reaper]
-
-    def _catch_signals(self) -> None:
-        """Turn SIGTERM and SIGHUP into an exception, so that the block exits in order."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:  # nohup
-                continue
-            previous = signal.signal(number, self._exit_on_signal)
-            self._handlers.setdefault(number, signal.SIG_DFL if previous is None else previous)
-
-    def _exit_on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
-        raise SystemExit(128 + number)
-
-
-@contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Ignore the signals that would interrupt a shutdown."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _exit_without_ray(code: int) -> None:
@@ -309,7 +288,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _end(processes: list[psutil.Process], grace_s: float) -> None:
+def _end_processes(processes: list[psutil.Process], grace_s: float) -> None:
     """Wait for processes to end, then kill the remaining ones (``psutil`` detects a reused pid)."""
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:

@@ -6,10 +6,11 @@ values that differ, and needs no mention of the schema. Overrides of unknown key
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,17 @@ from typing import Any, Generic, NamedTuple
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.utils import run_and_report
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import configure_log, run_job
 from hydra.errors import HydraException
 from hydra.main import main as hydra_main
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -79,27 +84,56 @@ def compose(request: ConfigRequest[JobT]) -> JobT:
         ConfigError: the YAML file is missing or malformed, an override is malformed, or the values are wrong (then an
             ``InvalidConfigError`` with every problem).
     """
+    return compose_run(request).config
+
+
+class ComposedRun(NamedTuple, Generic[JobT]):
+    """A single run before its start.
+
+    Attributes:
+        config: typed, complete and checked.
+        values: the values it was built from, with Hydra's section.
+    """
+
+    config: JobT
+    values: DictConfig
+
+
+def compose_run(request: ConfigRequest[JobT], name: str = "megarl") -> ComposedRun[JobT]:
+    """Compose as :func:`compose`, and keep the values for :func:`run_once`.
+
+    Args:
+        request: of a single run.
+        name: the job's name in Hydra's files.
+    """
     check_plugins(_parse(request.overrides), multirun=False)
-    return _compose(request, build)
+    run = _compose(request, build, name)
+    if run.values.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError("hydra.mode=MULTIRUN: a command runs a sweep with --multirun; add it")
+    run.values.hydra.mode = RunMode.RUN
+    return run
 
 
 def compose_draft(request: ConfigRequest[JobT]) -> JobT:
     """Compose as :func:`compose`, without the checks across sections: layouts and batches may not divide."""
     check_plugins(_parse(request.overrides), multirun=False)
-    return _compose(request, build_draft)
+    return _compose(request, build_draft).config
 
 
-def _compose(request: ConfigRequest[JobT], builder: Callable[[type[JobT], DictConfig], JobT]) -> JobT:
+def _compose(
+    request: ConfigRequest[JobT], builder: Callable[[type[JobT], DictConfig], JobT], name: str = "megarl"
+) -> ComposedRun[JobT]:
     keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
     problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong = {problem.path for problem in problems}
+    values = _load(request, [o for o in parsed if o.key_or_group not in wrong], keys, name)
     try:
-        config = builder(request.schema, _load(request, [o for o in parsed if o.key_or_group not in wrong], keys))
+        config = builder(request.schema, _without_hydra(values))
     except InvalidConfigError as error:
         raise InvalidConfigError([*problems, *error.problems]) from error
     if problems:
         raise InvalidConfigError(problems)
-    return config
+    return ComposedRun(config, values)
 
 
 def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
@@ -118,25 +152,37 @@ def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
         try:
             run = ConfigRequest(request.schema, request.config_name, overrides, request.config_dir)
             # as when it starts: files without an explicit path go to the folder of each run
-            configs.append(_compose(run, partial(build, files_root=f"<folder of the sweep>/{number}")))
+            configs.append(_compose(run, partial(build, files_root=f"<folder of the sweep>/{number}")).config)
         except ConfigError as error:
             raise ConfigError(f"In the run of the sweep with {' '.join(overrides)}:\n{error}") from error
     check_sweep_outputs(configs)
     return configs[: len(runs)]
 
 
-def check_run_folder(request: ConfigRequest[Any]) -> None:
-    """Check that Hydra can create the folder of the run, or of the runs of a sweep.
+def check_run_folder(run: ComposedRun[Any]) -> None:
+    """Check that Hydra can create the folder of a run.
+
+    Raises:
+        ConfigError: this user may not write there.
+    """
+    _check_folder("hydra.run.dir", run.values.hydra.run.dir)
+
+
+def check_sweep_folder(request: ConfigRequest[Any]) -> None:
+    """Check that Hydra can create the folder of a sweep.
 
     Args:
-        request: already checked by :func:`compose` or :func:`compose_sweep`.
+        request: already checked by :func:`compose_sweep`.
 
     Raises:
         ConfigError: this user may not write there.
     """
     keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
-    hydra = _load(request, [o for o in parsed if not o.is_sweep_override()], keys, with_hydra=True).hydra
-    key, folder = ("hydra.sweep.dir", hydra.sweep.dir) if request.multirun else ("hydra.run.dir", hydra.run.dir)
+    values = _load(request, [o for o in parsed if not o.is_sweep_override()], keys)
+    _check_folder("hydra.sweep.dir", values.hydra.sweep.dir)
+
+
+def _check_folder(key: str, folder: str) -> None:
     if problem := write_error(Path(folder)):
         raise ConfigError(
             f"the folder of the run, {folder}, cannot be created ({problem}); start the command in another folder, or "
@@ -144,22 +190,44 @@ def check_run_folder(request: ConfigRequest[Any]) -> None:
         )
 
 
-def run_with_hydra(
-    request: ConfigRequest[Any], name: str, task: Callable[[DictConfig], float | None], minimize: bool = False
+def run_once(
+    request: ConfigRequest[Any], run: ComposedRun[Any], name: str, task: Callable[[DictConfig], object]
 ) -> None:
-    """Run a task under Hydra, which creates the run's folder and calls the task once per run of a sweep.
+    """Run a task as Hydra's entry point does, which would compose the configuration twice more.
 
     Args:
-        request: already checked by :func:`compose` or :func:`compose_sweep`.
-        name: the job's name in Hydra's log files.
-        task: takes the composed, untyped configuration; returns the objective of a sweep.
+        request: of the run.
+        run: its folder is created; Hydra's callbacks are called.
+        name: the job's name in Hydra's files.
+        task: takes the composed, untyped configuration.
+    """
+    values = run.values
+    with _initialized(request, name):
+        callbacks = Callbacks(values)
+        context = HydraContext(GlobalHydra.instance().config_loader(), callbacks)
+        configure_log(values.hydra.hydra_logging, values.hydra.verbose)
+        callbacks.on_run_start(config=values, config_name=_JOB)
+        result = run_job(task, values, "hydra.run.dir", None, context)
+        callbacks.on_run_end(config=values, config_name=_JOB, job_return=result)
+        run_and_report(lambda: result.return_value)  # raises, or prints and exits, if the task failed
+
+
+def run_sweep(
+    request: ConfigRequest[Any], name: str, task: Callable[[DictConfig], float | None], minimize: bool = False
+) -> None:
+    """Run a task under Hydra once per run of a sweep.
+
+    Args:
+        request: already checked by :func:`compose_sweep`.
+        name: the job's name in Hydra's files.
+        task: takes the composed, untyped configuration; returns the objective.
         minimize: whether the smallest objective is the best.
     """
     keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
     arguments = [f"hydra.job.name={name}", *(_reachable(override, keys, request) for override in parsed)]
-    arguments += sweep_overrides(parsed, minimize) if request.multirun else []
+    arguments += sweep_overrides(parsed, minimize)
     _register(request)
-    with _arguments(arguments, request.multirun):
+    with _arguments([*arguments, "--multirun"]):
         hydra_main(version_base="1.3", config_path=str(_folders(request)[0]), config_name=_JOB)(task)()
 
 
@@ -222,17 +290,33 @@ def _parents(path: str) -> list[str]:
 
 
 def _load(
-    request: ConfigRequest[Any], overrides: Sequence[Override], keys: dict[str, Key], *, with_hydra: bool = False
+    request: ConfigRequest[Any], overrides: Sequence[Override], keys: dict[str, Key], name: str = "megarl"
 ) -> DictConfig:
-    arguments = [_reachable(override, keys, request) for override in overrides]
+    """Compose the values of all keys, and Hydra's section."""
+    arguments = [f"hydra.job.name={name}"]
+    arguments += [_reachable(override, keys, request) for override in overrides]
     _register(request)
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(_folders(request)[0]), job_name="megarl", version_base="1.3"):
-            composed: DictConfig = hydra_compose(_JOB, overrides=arguments, return_hydra_config=with_hydra)
+        with _initialized(request, name):
+            composed: DictConfig = hydra_compose(_JOB, overrides=arguments, return_hydra_config=True)
             return composed
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"Config '{request.config_name}' cannot be composed. {error}") from error
+
+
+def _initialized(request: ConfigRequest[Any], name: str) -> AbstractContextManager[None]:
+    GlobalHydra.instance().clear()
+    context: AbstractContextManager[None] = initialize_config_dir(
+        str(_folders(request)[0]), job_name=name, version_base="1.3"
+    )
+    return context
+
+
+def _without_hydra(values: DictConfig) -> DictConfig:
+    plain = copy.deepcopy(values)
+    with open_dict(plain):
+        del plain["hydra"]
+    return plain
 
 
 def _register(request: ConfigRequest[Any]) -> None:
@@ -276,10 +360,10 @@ def _find(config_name: str, folders: list[Path]) -> None:
 
 
 @contextmanager
-def _arguments(arguments: Sequence[str], multirun: bool) -> Iterator[None]:
+def _arguments(arguments: Sequence[str]) -> Iterator[None]:
     """Set ``sys.argv``, which Hydra's entry point reads."""
     before = sys.argv
-    sys.argv = [before[0], *arguments, *(["--multirun"] if multirun else [])]
+    sys.argv = [before[0], *arguments]
     try:
         yield
     finally:

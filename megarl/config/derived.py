@@ -12,6 +12,7 @@ from megarl.config.schema.jobs import (
     GenerateConfig,
     GenerationJobConfig,
     JobT,
+    PreferenceConfig,
     ScoredJobConfig,
     SupervisedConfig,
     TrainConfig,
@@ -19,7 +20,7 @@ from megarl.config.schema.jobs import (
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig, ModelPathConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import RunConfig
 
 _Value = TypeVar("_Value")
@@ -27,6 +28,9 @@ _GenerationJob = TypeVar("_GenerationJob", bound=GenerationJobConfig)
 _Supervised = TypeVar("_Supervised", bound=SupervisedConfig)
 _ModelPath = TypeVar("_ModelPath", bound=ModelPathConfig)
 _LogProbKeys = TypeVar("_LogProbKeys", bound=LogProbBatchConfig)
+
+SIMPO_GAMMA = 0.5
+"""Target margin of SimPO unless configured."""
 
 
 def with_derived(config: JobT, files_root: str | None = None) -> JobT:
@@ -43,7 +47,8 @@ def with_derived(config: JobT, files_root: str | None = None) -> JobT:
         return cast(JobT, _train(_generation_job(config, config.trainer, root), root))
     if isinstance(config, EvaluateConfig | GenerateConfig):
         return cast(JobT, _generation_job(config, config.trainer, root))
-    return cast(JobT, _supervised(config, root))
+    config = _supervised(config, root)
+    return cast(JobT, _preference(config) if isinstance(config, PreferenceConfig) else config)
 
 
 def _train(config: TrainConfig, root: str) -> TrainConfig:
@@ -101,6 +106,12 @@ def _supervised(config: _Supervised, root: str) -> _Supervised:
     )
 
 
+def _preference(config: PreferenceConfig) -> PreferenceConfig:
+    loss = config.loss
+    gamma = _first(loss.simpo_gamma, SIMPO_GAMMA) if loss.type == "simpo" else loss.simpo_gamma
+    return replace(config, loss=replace(loss, simpo_gamma=gamma))
+
+
 def _first(value: _Value | None, default: _Value) -> _Value:
     return default if value is None else value
 
@@ -117,7 +128,15 @@ def _layout(megatron: MegatronConfig, devices: int) -> MegatronConfig:
 
 
 def _rollout(rollout: RolloutConfig, trainer: RunConfig, root: str) -> RolloutConfig:
-    devices, per_replica, replicas = trainer.num_devices, rollout.devices_per_replica, rollout.replicas
+    if isinstance(rollout, TrainingRolloutConfig):
+        own = rollout.nnodes > 0
+        rollout = replace(
+            rollout,
+            n_gpus_per_node=_first(rollout.n_gpus_per_node, trainer.n_gpus_per_node),
+            free_cache_engine=rollout.free_cache_engine and not own,
+        )
+    devices = rollout.own_devices or trainer.num_devices
+    per_replica, replicas = rollout.devices_per_replica, rollout.replicas
     if replicas is None and devices % per_replica == 0:
         replicas = len(rollout.server_urls) or devices // per_replica
     access_file = _first(rollout.endpoint.access_file, f"{root}/endpoint.json")

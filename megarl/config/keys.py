@@ -10,7 +10,8 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
 from omegaconf import MISSING
@@ -154,15 +155,20 @@ def keys_of(schema: Any) -> Sequence[Key]:
     Args:
         schema: a dataclass, or an instance of one.
     """
-    cls = schema if isinstance(schema, type) else type(schema)
-    instance = schema() if isinstance(schema, type) else schema
-    hints = typing.get_type_hints(cls)
+    cls: Hashable = schema if isinstance(schema, type) else type(schema)
+    keys = _keys_of_class(cls)
+    return keys if cls is schema else [item._replace(default=getattr(schema, item.name)) for item in keys]
+
+
+@cache
+def _keys_of_class(cls: Any) -> tuple[Key, ...]:
+    instance, hints = cls(), typing.get_type_hints(cls)
     keys = []
     for item in dataclasses.fields(cls):
         annotation, optional = _without_none(hints[item.name])
         doc, limits = item.metadata.get(_META, ("", KeyLimits()))
         keys.append(Key(item.name, annotation, optional, getattr(instance, item.name), doc, limits))
-    return keys
+    return tuple(keys)
 
 
 def walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:

@@ -85,6 +85,11 @@ _declare(
     },
 )
 _declare(
+    "response",
+    torch.int32,
+    {"weight_versions": "Version of the weights that sampled each token; absent in synchronous training."},
+)
+_declare(
     "row",
     torch.int64,
     {
@@ -107,6 +112,7 @@ _declare(
         "rollout_log_probs": "Log-probability of each token, returned by the rollout engine while sampling.",
         "old_log_probs": "Log-probability of each token under the actor before the step's updates.",
         "ref_log_prob": "Log-probability of each token under the reference policy.",
+        "entropys": "Entropy of the policy at each token, in nats.",
         "ref_kl": "KL from the policy to the reference at each token, over the whole vocabulary.",
         "teacher_log_prob": "Log-probability of each token under the row's teacher.",
         "teacher_topk_log_probs": "Log-probabilities of `teacher_topk_ids` under the row's teacher, `[b, R, k]`.",
@@ -115,6 +121,8 @@ _declare(
         "token_level_rewards": "Reward for the advantages: the scores after reward shaping and KL penalty.",
         "advantages": "Advantage of each token.",
         "returns": "Target of the value function at each token.",
+        "proximal_fractions": "Place of the proximal policy between behaviour (0) and current policy (1), by weight "
+        "versions; old log-probs are then the behaviour policy's.",
         "rollout_is_weights": "Importance weight of each token's policy loss; absent without rollout correction.",
     },
 )
@@ -127,6 +135,16 @@ _declare(
         "representations": "Mean final hidden state of the reference over the trained tokens, `[b, hidden]`.",
         "ref_similarity": "Cosine similarity of the representations of response and ground truth; 0 without them.",
     },
+)
+
+declare_column(
+    Column(
+        "routed_experts",
+        "sequence",
+        torch.int16,
+        -1,
+        "Experts of each token, `[b, P+R, expert layers, experts per token]`; with routing replay.",
+    )
 )
 
 NON_TENSOR_COLUMNS: dict[str, str] = {

@@ -233,6 +233,20 @@ def context_parallel_part(
     )
 
 
+def stored_indices(micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: int = 1) -> Tensor:
+    """Index among the micro-batch's tokens of each token of one rank's part; -1 for padding.
+
+    The arguments are those of :func:`context_parallel_part`.
+    """
+    count = micro_batch.num_tokens
+    if micro_batch.shared is not None:
+        return torch.cat([torch.arange(count), torch.full((-count % multiple,), -1)])
+    lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
+    indices = torch.full((sum(lengths),), -1)
+    indices[ranges([0, *accumulate(lengths)][: len(micro_batch.lengths)], micro_batch.lengths)] = torch.arange(count)
+    return indices[rank_indices(lengths, ranks, rank)]
+
+
 def _ends(lengths: Sequence[int]) -> Tensor:
     return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
 

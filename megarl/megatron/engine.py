@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, Outputs, mea
 from megarl.megatron.packed import PackedMicroBatch, begin_copy_to_host
 from megarl.megatron.pass_guard import PassGuard
 from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
+from megarl.megatron.routing import INFERENCE, Routing, RoutingPass
 from megarl.megatron.runtime import Runtime
 from megarl.megatron.weights import RankWeights
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
@@ -96,6 +98,10 @@ class MegatronEngine:
             self._config = self._stage.chunks[0].config
             # Sequence parallelism divides every rank's tokens.
             self._multiple = layout.tp if self._config.sequence_parallel else 1
+            self._routing: Routing | None = None
+            if model.experts is not None:
+                self._routing = Routing(self._stage.chunks, model.experts, model.num_layers, runtime)
+            self._expert_load: Tensor | None = None
             self._guard = PassGuard(runtime, enabled=options.repeat_out_of_memory)
             self._exchange = StageExchange(runtime.pp_group, self._config) if layout.pp > 1 else None
             if self._exchange is not None and layout.vpp > 1:
@@ -241,10 +247,14 @@ class MegatronEngine:
         """Copy this rank's weights to host memory, by their names in the weight map; may communicate."""
         return self.weights.to_host()
 
-    def copy_weights(self) -> HostCopy:
-        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate."""
+    def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
+        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate.
+
+        Args:
+            reuse: an earlier copy, whose memory the new one takes; None = new memory.
+        """
         self.weights.settle()
-        return self.offload_manager.copy_weights()
+        return self.offload_manager.copy_weights(reuse)
 
     def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
         """Scope in which the model computes with the weights of ``copy``; the optimizer must not step in it.
@@ -295,7 +305,15 @@ class MegatronEngine:
             def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Outputs:
                 return self._outputs(output, part, micro_batch, options)
 
-            outputs = self._run(micro_batches, read, forward_only=True)
+            run = RoutingPass(records=options.record_routes)
+            outputs = self._run(micro_batches, read, forward_only=True, routing=run)
+            if options.record_routes:
+                assert self._routing is not None, "a dense model has no routes"
+                routes = self._routing.recorded(micro_batches)
+                outputs = [
+                    replace(output, routes=micro_batch.per_row(each))
+                    for output, micro_batch, each in zip(outputs, micro_batches, routes, strict=False)
+                ]
             return outputs if self.runtime.is_last_stage else None
 
     @torch.no_grad()
@@ -380,10 +398,27 @@ class MegatronEngine:
             def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Any:
                 return self._contribute(loss, self._outputs(output, part, micro_batch, options), micro_batch)
 
-            metrics = self._run(micro_batches, read, forward_only=False)
+            run = self._training_pass(micro_batches)
+            metrics = self._run(micro_batches, read, forward_only=False, routing=run)
             for chunk in self.chunks:
                 drop_autograd_graphs(chunk)
-            return self._sum_metrics(metrics)
+            return self._sum_metrics(metrics) | self._expert_metrics()
+
+    def _training_pass(self, micro_batches: Sequence[PackedMicroBatch]) -> RoutingPass:
+        """The routers' part of a pass with gradients; communicates if there are losses that balance experts."""
+        if self._routing is None or not self._routing.balance:
+            return RoutingPass(trains=True)
+        lengths = [length for micro_batch in micro_batches for length in micro_batch.lengths]
+        sequences, tokens = self.all_reduce_dp(torch.tensor([len(lengths), sum(lengths)])).tolist()
+        return RoutingPass(trains=True, sequences=sequences, tokens=tokens)
+
+    def _expert_metrics(self) -> dict[str, float]:
+        """Loads and losses of the experts in the last pass; communicates for a model with experts."""
+        if self._routing is None:
+            return {}
+        sums = self._routing.sums()
+        self._expert_load = sums.load
+        return sums.metrics(self._routing.balance)
 
     def optimizer_step(self) -> StepResult:
         """Clip the gradient and step; skips on every rank if a loss or gradient is not finite. Communicates."""
@@ -394,6 +429,8 @@ class MegatronEngine:
             with span("optimizer step", "compute"):
                 result = self._need_optimizer().step(self._loss)
             self._weights_unsettled = self.options.overlap.param_gather
+            if self._routing is not None and self._expert_load is not None and not result.skipped:
+                self._routing.update_biases(self._expert_load)
             return result
 
     def explain_skip(self, describe: Callable[[int, int], str]) -> SkipReport:
@@ -439,6 +476,7 @@ class MegatronEngine:
         *,
         forward_only: bool,
         hidden_only: bool = False,
+        routing: RoutingPass = INFERENCE,
     ) -> list[Any]:
         """Run Megatron's pipeline schedule; ``read`` converts the output of the last stage's model.
 
@@ -452,6 +490,8 @@ class MegatronEngine:
             if next(numbers) == last and reduces_early:
                 self._guard.agree()  # from here on peers wait for this rank's gradients
             loaded = next(batches)
+            if self._routing is not None:
+                self._routing.current = loaded.routed
             output = module(loaded.part, loaded.sequences, hidden_only=hidden_only)
             if loaded.whole is None:
                 batches.load_next()
@@ -474,6 +514,8 @@ class MegatronEngine:
         ]
 
         def run_schedule() -> list[Any]:
+            if self._routing is not None:
+                self._routing.begin(routing)
             with self._stage_exchange(micro_batches, forward_only) as exchange:
                 results: list[Any] = get_forward_backward_func()(
                     forward_step_func=step,
@@ -495,6 +537,8 @@ class MegatronEngine:
     def _drop_graphs(self) -> None:
         """Drop what keeps the activations of an interrupted pass."""
         self._faults = FaultWatch()
+        if self._routing is not None:
+            self._routing.begin(INFERENCE)
         for chunk in self.chunks:
             drop_autograd_graphs(chunk)
 
@@ -524,7 +568,9 @@ class MegatronEngine:
         """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
         cp, device = self.runtime.layout.cp, self.runtime.device
         part = context_parallel_part(micro_batch, cp, self.runtime.coordinate.cp, self._multiple).to(device)
-        return LoadedMicroBatch(part, self._stage.sequences(part), micro_batch.to(device) if has_outputs else None)
+        whole = micro_batch.to(device) if has_outputs else None
+        routed = None if self._routing is None else self._routing.load(micro_batch)
+        return LoadedMicroBatch(part, self._stage.sequences(part), whole, routed)
 
     def _outputs(
         self, output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megarl.megatron.context_parallel import MicroBatchPart
 from megarl.megatron.layers import PackedSequences
 from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.routing import RoutedTokens
 
 
 class LoadedMicroBatch(NamedTuple):
@@ -18,11 +19,13 @@ class LoadedMicroBatch(NamedTuple):
         part: this rank's part.
         sequences: its sequence boundaries and rotations, computed once for all layers.
         whole: the whole micro-batch, to compute its outputs and loss; None for a chunk of layers without outputs.
+        routed: this rank's tokens as its routers see them; None for a dense model.
     """
 
     part: MicroBatchPart
     sequences: PackedSequences
     whole: PackedMicroBatch | None
+    routed: RoutedTokens | None = None
 
 
 class MicroBatchLoader:

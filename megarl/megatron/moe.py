@@ -1,8 +1,9 @@
 """Mixture-of-experts layers: Megatron's, with a router that selects and weights experts like Hugging Face's models.
 
-Experts have no capacity limit: every token reaches all its experts. There is no load-balancing loss, and DeepSeek-V3's
-correction bias is not updated: reinforcement learning trains on the policy's outputs, and both would change them. The
-router computes in float32 in every number format.
+Experts have no capacity limit: every token reaches all its experts, and none is dropped. By default there is no
+load-balancing loss, and DeepSeek-V3's correction bias is not updated: both would pull the policy away from its rewards.
+:mod:`megarl.megatron.routing` has both, and the replay of routes. The router computes in float32 in every number
+format.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from megarl.megatron.layers import SwiGLU
 from megarl.megatron.lora import LowRankAdapter
+from megarl.megatron.routing import RouterState
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, ParallelLayout
 from megarl.models.model_config import Experts
@@ -49,6 +51,7 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
         "moe_expert_capacity_factor": None,
         "moe_grouped_gemm": grouped,
         "moe_token_dispatcher_type": "alltoall",
@@ -108,18 +111,14 @@ def drop_autograd_graphs(module: nn.Module) -> None:
                     setattr(holder, name, value.detach())
 
 
-def choose_experts(logits: Tensor, experts: Experts, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Select the experts of each token.
+def choose_experts(scores: Tensor, experts: Experts, correction: Tensor | None = None) -> Tensor:
+    """Select the experts of each token: ``[tokens, per token]`` indices.
 
     Args:
-        logits: ``[tokens, experts]`` float32.
+        scores: ``[tokens, experts]`` float32.
         experts: the selection rule.
         correction: ``[experts]``, added to the scores for the selection only.
-
-    Returns:
-        Weights ``[tokens, per token]``, differentiable, and the experts' indices ``[tokens, per token]``.
     """
-    scores = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
     with torch.no_grad():
         ranking = scores if correction is None else scores + correction
         if experts.groups_per_token < experts.groups:
@@ -127,13 +126,17 @@ def choose_experts(logits: Tensor, experts: Experts, correction: Tensor | None =
             best = (
                 grouped.topk(experts.group_best, dim=-1).values.sum(-1).topk(experts.groups_per_token, dim=-1).indices
             )
-            excluded = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter(1, best, False)
+            excluded = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter(1, best, False)
             ranking = grouped.masked_fill(excluded[..., None], -torch.inf).flatten(1)
-        chosen = ranking.topk(experts.per_token, dim=-1).indices
+        return ranking.topk(experts.per_token, dim=-1).indices
+
+
+def weigh_experts(scores: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+    """Weights of the selected experts, ``[tokens, per token]``, differentiable in the scores."""
     weights = scores.gather(1, chosen)
     if experts.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * experts.scaling, chosen
+    return weights * experts.scaling
 
 
 class ExpertRouter(nn.Module):
@@ -143,6 +146,7 @@ class ExpertRouter(nn.Module):
         weight: ``[experts, hidden]``, on every rank.
         expert_bias: ``[experts]`` float32 if the family has a correction bias; never trained.
         lora: low-rank adapter of the logits; None without one.
+        state: loads, losses and routes of the current pass; None outside of an engine.
     """
 
     adds_own_adapter = True
@@ -153,6 +157,7 @@ class ExpertRouter(nn.Module):
         self.experts = experts
         self.layer_number: int | None = None
         self.lora: LowRankAdapter | None = None
+        self.state: RouterState | None = None
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(
             torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype, device=device)
@@ -177,10 +182,20 @@ class ExpertRouter(nn.Module):
             Weights ``[tokens, experts]`` float32, 0 for experts that were not selected, and a bool mask of the selected
             ones.
         """
-        tokens = hidden.flatten(0, -2).float()
-        logits = F.linear(tokens, self.weight.float())
+        inputs = hidden.flatten(0, -2).float()
+        logits = F.linear(inputs, self.weight.float())
         if self.lora is not None and self.lora.enabled:
-            logits = logits + self.lora.in_float32(tokens)
-        weights, chosen = choose_experts(logits, self.experts, self.expert_bias)
-        routing = torch.zeros_like(logits).scatter(1, chosen, weights)
-        return routing, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+            logits = logits + self.lora.in_float32(inputs)
+        scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
+        chosen = choose_experts(scores, self.experts, self.expert_bias)
+        tokens, recomputes = (None, False) if self.state is None else self.state.next_tokens()
+        if self.state is not None:
+            chosen = self.state.replayed(tokens, chosen)
+        routing = torch.zeros_like(logits).scatter(1, chosen, weigh_experts(scores, chosen, self.experts))
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        if self.state is not None and tokens is not None:
+            if not recomputes:
+                self.state.count(tokens, routing_map, chosen)
+            if self.state.shared.run.trains and self.state.shared.balance:
+                routing = self.state.balanced(routing, logits, tokens, first=not recomputes)
+        return routing, routing_map

@@ -113,9 +113,10 @@ class Offloader:
         storage.resize_(0)
         return new
 
-    def copy(self) -> HostCopy:
-        """Copy the contents from the device to new host memory, for :meth:`swapped`."""
-        copy = _copied(_storages(self._tensors(), self._device), HostBuffer(self._device, self._chunk_bytes))
+    def copy(self, reuse: HostCopy | None = None) -> HostCopy:
+        """Copy the contents from the device to new host memory, or to that of an earlier copy, for :meth:`swapped`."""
+        buffer = HostBuffer(self._device, self._chunk_bytes) if reuse is None else reuse.buffer
+        copy = _copied(_storages(self._tensors(), self._device), buffer)
         _wait(self._device)
         return copy
 
@@ -289,9 +290,13 @@ class OffloadManager:
             if offloader.is_offloaded:
                 offloader.lend(is_read)
 
-    def copy_weights(self) -> HostCopy:
-        """Copy the weights from the device to new host memory, for :meth:`swapped_weights`."""
-        return self._weights.copy()
+    def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
+        """Copy the weights from the device to host memory, for :meth:`swapped_weights`.
+
+        Args:
+            reuse: an earlier copy, whose memory the new one takes; None = new memory.
+        """
+        return self._weights.copy(reuse)
 
     def swapped_weights(self, other: HostCopy) -> contextlib.AbstractContextManager[None]:
         """Scope in which the device has the weights of ``other``; restores the previous weights bit for bit.

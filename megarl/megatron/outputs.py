@@ -36,6 +36,8 @@ class PolicyOutputs:
         ref_kl: exact KL to the reference's distribution, in nats, ``[response tokens]``; None if not requested.
         teacher_ids_log_probs: log-probs of the teacher's tokens, ``[response tokens, k]``; None if not requested.
         top: the most probable tokens, ``[response tokens, k]``; None if not requested.
+        routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, per token]`` int16;
+            None if not requested.
     """
 
     log_probs: Tensor
@@ -44,6 +46,7 @@ class PolicyOutputs:
     ref_kl: Tensor | None = None
     teacher_ids_log_probs: Tensor | None = None
     top: TopTokens | None = None
+    routes: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class OutputOptions(NamedTuple):
         at_teacher_ids: also compute the log-probs of the tokens in the column
             :data:`~megarl.megatron.logprobs.TEACHER_IDS`.
         top: also find the most probable tokens, without gradients.
+        record_routes: also return the experts of every token; by a pass without gradients.
     """
 
     temperature: float = 1.0
@@ -90,6 +94,7 @@ class OutputOptions(NamedTuple):
     ref_head: Tensor | None = None
     at_teacher_ids: bool = False
     top: TopOptions | None = None
+    record_routes: bool = False
 
 
 DEFAULT_OUTPUTS = OutputOptions()

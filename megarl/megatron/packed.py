@@ -74,6 +74,9 @@ class PackedMicroBatch:
         row_lengths: ``[rows]`` int64, the same numbers as a tensor on the device of the others.
         columns: further inputs of the loss: ``[response tokens, ...]`` tensors by name.
         shared: mapping between ``tokens`` and whole sequences; None if ``tokens`` has whole sequences end to end.
+        order: row of each whole sequence, in stored order.
+        routes: ``[tokens, expert layers, experts per token]``, experts that the model must use, in host memory; None =
+            the routers select them.
     """
 
     tokens: Tensor
@@ -84,6 +87,8 @@ class PackedMicroBatch:
     row_lengths: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     shared: SharedPrompts | None = None
+    order: tuple[int, ...] = ()
+    routes: Tensor | None = None
 
     @classmethod
     def from_rows(
@@ -94,6 +99,7 @@ class PackedMicroBatch:
         share_prompts: bool = False,
         at_tokens: bool = False,
         at_end: bool = False,
+        routes: Sequence[Tensor] | None = None,
     ) -> PackedMicroBatch:
         """Pack rows.
 
@@ -104,6 +110,8 @@ class PackedMicroBatch:
                 them; only attention distinguishes the rows.
             at_tokens: read outputs at the response tokens instead of one position before them.
             at_end: one output per row, at its last token, in place of those of the response tokens.
+            routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, experts per
+                token]``.
 
         Raises:
             DataError: there is no row, a prompt is empty, or a column's length differs from the number of outputs.
@@ -119,8 +127,10 @@ class PackedMicroBatch:
         for name, column in (columns or {}).items():
             if len(column) != len(read_at):
                 raise DataError(f"column '{name}' has {len(column)} entries for {len(read_at)} response tokens")
-        parts = [part for family in store.families for part in (rows[family[0]][0], *(rows[row][1] for row in family))]
-        tokens = torch.cat(parts).to(torch.int64)
+        tokens = store.stored([prompt for prompt, _ in rows], [response for _, response in rows]).to(torch.int64)
+        if routes is not None:
+            halves = [each.tensor_split([length]) for each, length in zip(routes, prompt_lengths, strict=True)]
+            stored_routes = store.stored([half[0] for half in halves], [half[1] for half in halves])
         outputs = (1,) * len(rows) if at_end else response_lengths
         return cls(
             tokens=tokens,
@@ -131,6 +141,8 @@ class PackedMicroBatch:
             row_lengths=torch.tensor(outputs, dtype=torch.int64),
             columns=dict(columns or {}),
             shared=store.shared() if len(store.families) < len(rows) else None,
+            order=tuple(store.order),
+            routes=None if routes is None else stored_routes,
         )
 
     @property
@@ -142,6 +154,12 @@ class PackedMicroBatch:
     def num_response_tokens(self) -> int:
         """Number of predicted tokens."""
         return len(self.targets)
+
+    def per_row(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Split ``values [tokens, ...]`` into one tensor per row, over the tokens of prompt and response."""
+        whole = values if self.shared is None else values[self.shared.spread]
+        parts = dict(zip(self.order, whole.split(self.lengths), strict=True))
+        return tuple(parts[row] for row in range(len(parts)))
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
         """Split ``values [response tokens, ...]`` into one tensor per row."""
@@ -204,6 +222,12 @@ class _Store:
                 prompt_at[row], response_at[row] = begin, offset
                 offset += responses[row]
         return cls(lengths, responses, order, list(families.values()), prompt_at, response_at)
+
+    def stored(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
+        """Concatenate values of the tokens of each row's prompt and response in the order of storage."""
+        return torch.cat(
+            [part for rows in self.families for part in (prompts[rows[0]], *(responses[row] for row in rows))]
+        )
 
     def length(self, row: int) -> int:
         """Tokens of a whole sequence."""

@@ -115,10 +115,8 @@ class LoadedFunction:
     def _call(self, task: RewardTask) -> Outcome:
         try:
             return read_result(self.fn(**self._arguments(task)))
-        except MemoryError:
-            raise
         except (Exception, SystemExit) as error:  # exit() in a function must not end the run silently
-            return exception_outcome(error)
+            return _survived(error)
 
     def _call_batch(self, tasks: Sequence[RewardTask]) -> Iterator[Outcome]:
         columns = dict(zip(BATCH_ARGUMENTS, map(list, zip(*(task[:4] for task in tasks), strict=True)), strict=True))
@@ -128,10 +126,8 @@ class LoadedFunction:
             results = list(self.fn(**columns, **self.spec.kwargs))
             if len(results) != len(tasks):
                 raise RewardError(f"the function returned {len(results)} results for a batch of {len(tasks)}")
-        except MemoryError:
-            raise
         except (Exception, SystemExit) as error:
-            yield from [exception_outcome(error)] * len(tasks)
+            yield from [_survived(error)] * len(tasks)
             return
         for result in results:
             try:
@@ -153,16 +149,22 @@ class LoadedFunction:
         try:
             async with limit:
                 return read_result(await self.fn(**self._arguments(task)))
-        except MemoryError:
-            raise
         except (Exception, SystemExit) as error:
-            return timeout_outcome(self.spec) if limit.expired() else exception_outcome(error)
+            outcome = _survived(error)
+            return timeout_outcome(self.spec) if limit.expired() else outcome
 
     def _arguments(self, task: RewardTask) -> dict[str, Any]:
         arguments = dict(zip(ARGUMENTS, task[:4], strict=True))
         if self.traits.wants_prompt:
             arguments[PROMPT] = task.prompt_str
         return {**arguments, **self.spec.kwargs}
+
+
+def _survived(error: BaseException) -> Outcome:
+    """Return the outcome of a call that raised; a process without memory raises on."""
+    if isinstance(error, MemoryError):
+        raise error
+    return exception_outcome(error)
 
 
 def timeout_outcome(spec: FunctionSpec) -> Outcome:

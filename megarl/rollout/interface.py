@@ -8,15 +8,17 @@ from ``begin_update`` on. It serves again if ``end_update`` finds every element 
 After a failure the update starts again. A rank holds the parameters of ``WeightMap.rollout_params``.
 
 Life of a request: :meth:`RolloutEngine.submit` adds it, and :meth:`RolloutEngine.poll` returns its completion once,
-when it has ended. Requests may be added at any time. :meth:`RolloutEngine.generate` does both for a list, and
-:class:`megarl.rollout.serving.EngineServer` does both continuously in a thread.
+when it has ended. Requests may be added at any time. An interrupted request may continue with other weights, or in
+another engine: it is submitted again with its completion as :attr:`Request.prior` (partial rollout).
+:meth:`RolloutEngine.generate` submits and polls for a list, and :class:`megarl.rollout.serving.EngineServer` does so
+continuously in a thread.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
@@ -118,12 +120,28 @@ class Request:
         params: sampling parameters.
         seed: seed of the request's random numbers. The same prompt, parameters, seed and weights give the same tokens
             in any batch, up to floating-point rounding of the logits.
+        prior: completion of the same request before an interruption; None = a new request. Generation continues after
+            its tokens: limits, stop rules, penalties and random numbers are those of the whole response, which is the
+            new completion.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     params: SamplingParams
     seed: int
+    prior: Completion | None = None
+
+    @property
+    def prior_ids(self) -> Sequence[int]:
+        """Tokens of the response that exist already."""
+        return () if self.prior is None else self.prior.token_ids
+
+    @property
+    def remainder(self) -> Request:
+        """The request for the rest of the response, after a prompt with its prior tokens."""
+        left = self.params.max_new_tokens - len(self.prior_ids)
+        prompt, params = [*self.prompt_ids, *self.prior_ids], replace(self.params, max_new_tokens=left)
+        return replace(self, prompt_ids=prompt, params=params, prior=None)
 
 
 @dataclass(frozen=True)
@@ -147,6 +165,24 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     weight_versions: tuple[int, ...] = ()
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Weight version of each token."""
+        return self.weight_versions or (self.weight_version,) * len(self.token_ids)
+
+    def after(self, prior: Completion | None) -> Completion:
+        """Return the completion of the whole response; this one is of the part after ``prior``."""
+        if prior is None or not prior.token_ids:
+            return self
+        versions = (*prior.versions, *self.versions)
+        return replace(
+            self,
+            token_ids=[*prior.token_ids, *self.token_ids],
+            log_probs=[*prior.log_probs, *self.log_probs],
+            weight_version=min(versions),
+            weight_versions=versions if len(set(versions)) > 1 else (),
+        )
 
 
 @dataclass(frozen=True)
@@ -236,6 +272,10 @@ class RolloutEngine(abc.ABC):
         """Abort requests: :meth:`poll` returns their tokens so far with ``finish_reason="abort"``. Unknown ids are
         ignored.
         """
+
+    def can_continue(self, params: SamplingParams) -> bool:
+        """Whether requests with these parameters may have a :attr:`Request.prior`."""
+        return True
 
     def _names_with(self, requests: Sequence[Request], running: Iterable[str]) -> set[str]:
         """Return the ids of running and new requests, for :meth:`submit`.
@@ -401,8 +441,8 @@ def check_request(request: Request, max_model_len: int, vocab_size: int) -> None
     """Check length and token ids of a request.
 
     Raises:
-        RolloutError: the prompt is empty, prompt and response exceed ``max_model_len``, or a token id is outside the
-            vocabulary.
+        RolloutError: the prompt is empty, the prior leaves nothing to generate, prompt and response exceed
+            ``max_model_len``, or a token id is outside the vocabulary.
     """
     name, prompt, limit = f"request '{request.request_id}'", request.prompt_ids, request.params.max_new_tokens
     if not len(prompt):
@@ -412,5 +452,8 @@ def check_request(request: Request, max_model_len: int, vocab_size: int) -> None
             f"{name}: a prompt of {len(prompt)} and max_new_tokens={limit} exceed the engine's "
             f"max_model_len={max_model_len}"
         )
+    if len(request.prior_ids) >= limit:
+        raise RolloutError(f"{name}: prior has {len(request.prior_ids)} tokens, expected fewer than {limit}")
     check_token_ids(f"{name}: prompt_ids", prompt, vocab_size)
+    check_token_ids(f"{name}: prior", request.prior_ids, vocab_size)
     check_token_ids(f"{name}: stop_token_ids", request.params.stop_token_ids, vocab_size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megarl.rollout.interface import Completion, Request, RolloutEngine
 from megarl.tracing import TRACER, span
@@ -36,11 +37,23 @@ class _Client:
         return bool(self.ended) or self.failure is not None
 
 
+class HeldRequests(NamedTuple):
+    """Requests that a pause has interrupted.
+
+    Attributes:
+        requests: number of begun requests.
+        tokens: tokens of their prompts and responses, which the next weights compute again.
+    """
+
+    requests: int
+    tokens: int
+
+
 class EngineServer:
     """Serves requests of several clients with one engine, in its own thread.
 
-    All methods may be called from any thread. While no request is running, the engine belongs to the caller, who may
-    update its weights or put it to sleep.
+    All methods may be called from any thread. While no request is running, or between :meth:`pause` and :meth:`resume`,
+    the engine belongs to the caller, who may update its weights or put it to sleep.
 
     Args:
         engine: the engine.
@@ -51,6 +64,9 @@ class EngineServer:
         self._changed = threading.Condition()
         self._inbox: list[tuple[str, Sequence[Request]]] = []
         self._aborted: list[str] = []
+        self._cancelled: set[str] = set()
+        self._sent: dict[str, Request] = {}
+        self._paused = False
         self._clients: dict[str, _Client] = {}
         self._owners: dict[str, str] = {}
         self._gone: set[str] = set()
@@ -73,16 +89,35 @@ class EngineServer:
                 self._owners.update((request.request_id, client) for request in requests)
                 self._inbox.append((client, requests))
             self._aborted += aborted
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._wake()
         self._engine.interrupt_poll()
+
+    def pause(self) -> HeldRequests:
+        """Interrupt all requests and hold them with their tokens, and also new ones; returns when the engine is idle.
+
+        A held request continues after :meth:`resume`, with the weights that the engine has then. If the engine cannot
+        continue it (:meth:`RolloutEngine.can_continue`), it begins again.
+        """
+        with self._changed:
+            self._paused = True
+            self._wake()
+        self._engine.interrupt_poll()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._sent)
+            begun = [request for _, requests in self._inbox for request in requests if request.prior is not None]
+        return HeldRequests(len(begun), sum(len(request.prompt_ids) + len(request.prior_ids) for request in begun))
+
+    def resume(self) -> None:
+        """Continue the held requests."""
+        with self._changed:
+            self._paused = False
+            self._wake()
 
     def completions(self, client: str, wait_s: float) -> list[Completion]:
         """Wait for completions of a client's requests, and return all that have ended.
 
-        An empty list proves that the engine works: it is returned after the engine has finished a poll within the call.
+        An empty list proves that the engine works or is paused: it is returned after the engine has finished a poll
+        within the call.
 
         Args:
             client: name of the caller.
@@ -96,7 +131,7 @@ class EngineServer:
             state, polls = self._clients.get(client, _Client()), self._polls
             while state.running and not state.has_news:
                 left = deadline - time.monotonic()
-                if left <= 0 and self._polls > polls:
+                if left <= 0 and (self._paused or self._polls > polls):
                     break
                 self._changed.wait(left if left > 0 else None)
             if not state.running:
@@ -119,27 +154,46 @@ class EngineServer:
             self._changed.wait_for(lambda: not state.running)
             self._clients.pop(client, None)
 
+    def _wake(self) -> None:
+        """Tell all threads of a change; start the engine's thread if there is work."""
+        if self._thread is None and self._owners:
+            self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether the engine has requests, or may get some."""
+        return bool(self._sent or (self._owners and not self._paused))
+
     def _serve(self) -> None:
         """Body of the thread."""
         while True:
             with self._changed:
                 if not self._owners:
                     self._aborted = []
-                if not self._changed.wait_for(lambda: bool(self._owners), IDLE_S):
+                if not self._changed.wait_for(lambda: self._has_work, IDLE_S):
                     self._thread = None
                     return
             TRACER.follow_thread()
             count_memory()
             with span("generate", "verb"):
-                while self._owners:
+                while self._has_work:
                     self._poll_once()
             count_memory()
 
     def _poll_once(self) -> None:
         """Pass new requests to the engine, let it work, and hand out the completions."""
         with self._changed:
-            inbox, self._inbox = self._inbox, []
-            aborted, self._aborted = self._aborted, []
+            inbox: list[tuple[str, Sequence[Request]]] = []
+            if not self._paused:
+                inbox, self._inbox = self._inbox, []
+            self._sent |= {request.request_id: request for _, requests in inbox for request in requests}
+            if self._paused:
+                aborted = list(self._sent)
+            else:
+                aborted, self._aborted = self._aborted, []
+                self._cancelled.update(self._sent.keys() & aborted)
         refused = []
         for client, requests in inbox:
             try:
@@ -157,16 +211,27 @@ class EngineServer:
             for client, requests, refusal in refused:
                 self._fail(client, [request.request_id for request in requests], refusal)
             for completion in ended:
-                client = self._owners.pop(completion.request_id, "")
-                if not client:  # the engine was used by someone else before
-                    continue
-                self._clients[client].running.discard(completion.request_id)
-                self._clients[client].ended.append(completion)
+                self._hand_out(completion)
             if failure is not None:  # the engine has lost all requests that it had
                 waiting = {request.request_id for _, requests in self._inbox for request in requests}
                 for client, state in self._clients.items():
                     self._fail(client, state.running - waiting, failure)
             self._changed.notify_all()
+
+    def _hand_out(self, completion: Completion) -> None:
+        """Give a completion to its client, or hold the request if a pause has interrupted it."""
+        name = completion.request_id
+        request, client = self._sent.pop(name, None), self._owners.get(name, "")
+        if request is None or not client:  # the engine was used by someone else before
+            return
+        if completion.finish_reason == "abort" and name not in self._cancelled:
+            begun = bool(completion.token_ids) and self._engine.can_continue(request.params)
+            self._inbox.append((client, [replace(request, prior=completion if begun else None)]))
+            return
+        self._cancelled.discard(name)
+        del self._owners[name]
+        self._clients[client].running.discard(name)
+        self._clients[client].ended.append(completion)
 
     def _fail(self, client: str, names: Iterable[str], error: Exception) -> None:
         """End requests of a client with an error."""
@@ -176,3 +241,5 @@ class EngineServer:
             self._clients[client].failure = error
             for name in lost:
                 self._owners.pop(name, None)
+                self._sent.pop(name, None)
+                self._cancelled.discard(name)

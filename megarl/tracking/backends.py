@@ -6,6 +6,7 @@ finish block the calling process, and may hang or raise. So they run in a subpro
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -14,13 +15,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import ConfigError
 from megarl.base.files import write_error
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl_files import METRICS_FILE, MetricsFile
 from megarl.tracking.tracker import RunInfo, Tracker, register_tracker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 WANDB_STEP_METRIC = "training/global_step"
 MLFLOW_RUN_TAG = "megarl.run_id"
@@ -65,31 +69,49 @@ class JsonlTracker(Tracker):
 
 @register_tracker("tensorboard")
 class TensorboardTracker(Tracker):
-    """Writes event files in ``<run folder>/tensorboard``."""
+    """Writes event files in ``<run folder>/tensorboard``; after a failed write it begins another file."""
 
     package = "tensorboard"
 
     def __init__(self, run: RunInfo) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = None if run.resumed_step is None else run.resumed_step + 1
-        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+        self._folder = str(run.folder / "tensorboard")
+        self._purge = None if run.resumed_step is None else run.resumed_step + 1
+        self._writer: SummaryWriter | None = None
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Write one scalar per metric."""
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+        with self._open() as writer:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """Write each sample as text."""
-        for number, sample in enumerate(samples):
-            lines = (f"**{name}**\n\n    " + str(value).replace("\n", "\n    ") for name, value in sample.items())
-            self.writer.add_text(f"samples/{number}", "\n\n".join(lines), step)
+        with self._open() as writer:
+            for number, sample in enumerate(samples):
+                lines = (f"**{name}**\n\n    " + str(value).replace("\n", "\n    ") for name, value in sample.items())
+                writer.add_text(f"samples/{number}", "\n\n".join(lines), step)
 
     def finish(self) -> None:
         """Flush and close the event file."""
-        self.writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[SummaryWriter]:
+        """Yield the writer; a writer that a full disk stopped once refuses everything, and is replaced."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._writer is None:
+            self._writer = SummaryWriter(self._folder, purge_step=self._purge)
+            self._purge = None
+        try:
+            yield self._writer
+        except OSError:
+            stopped, self._writer = self._writer, None
+            with contextlib.suppress(OSError):
+                stopped.close()
+            raise
 
 
 @register_tracker("wandb")

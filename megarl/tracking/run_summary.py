@@ -62,6 +62,9 @@ def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("rollout", f"{summary['rollout_tokens_per_s']:,.0f} tokens/s generated"))
     if present("update_tokens_per_s"):
         facts.append(("update", f"{summary['update_tokens_per_s']:,.0f} tokens/s trained on"))
+    if present("refused_output"):
+        lost = f"{summary['refused_output']:,} characters refused by a full disk; metrics and logs have the rest"
+        facts.append(("console output", lost))
     for label, name in (("policy", "hf_dir"), ("report", "report")):
         if present(name):
             facts.append((label, str(summary[name])))

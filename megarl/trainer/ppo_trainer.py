@@ -14,13 +14,11 @@ from megarl.data.order import permutation
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
-from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reference_phase import BatchPhase
-from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.phases.rollout_phase import RolloutPhase, check_weight_versions
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
+from megarl.trainer.rollout_service.source import SampleSource, TrainedBatches
 from megarl.trainer.state.run_identity import ID_FILE
 from megarl.trainer.state.run_state import RunState
 
@@ -33,8 +31,7 @@ class StepPhases:
     """Phases of a training step, selected from the configuration when the trainer is built.
 
     Attributes:
-        rollout: generates samples on the rollout replicas.
-        rewards: scores samples.
+        samples: source of scored samples: rounds within the step, or the rollout service across steps.
         old_log_probs: log-probs before the update: by the actor, or the engine's in bypass mode.
         reference: passes over the reference and the teachers; empty without them.
         shaping: from scores to shaped rewards.
@@ -42,8 +39,7 @@ class StepPhases:
         correction: change the rows, weights and mask that the updates train on.
     """
 
-    rollout: RolloutPhase
-    rewards: RewardPhase
+    samples: SampleSource
     old_log_probs: Callable[[DataProto], DataProto]
     reference: Sequence[BatchPhase]
     shaping: RewardShaping
@@ -82,7 +78,7 @@ class PPOTrainer:
         self.reporter = reporter
         self.tracing = tracing
         self.phase = reporter.phase
-        self.collector = SampleCollector(config)
+        self.samples = phases.samples
 
     def fit(self) -> RunSummary:
         """Train until the last step; resume, validate, save and report on the way.
@@ -90,94 +86,83 @@ class PPOTrainer:
         Each phase is timed as ``timing_s/<name>``. The comments name the processes that do its work.
         """
         roles, phases = self.roles, self.phases
-        for prompts in self.start():
-            step, metrics = self.state.step, dict[str, float]()
+        for step in self.start():
+            trained_on = TrainedBatches()
             with self.phase("step"):
                 # 1. Rollout replicas generate (gen); reward processes and the reward model score (reward).
-                batch = self.collect(prompts, metrics)
-                # 2. Driver: order the rows so that all mini-batches have equal work.
-                batch = self.balance(batch)
-                # 3. Actor workers: log-probs before the update.
-                with self.phase("old_log_prob"):
-                    batch = batch.union(phases.old_log_probs(batch))
-                # 4. Reference and teacher workers: log-probs and representations (ref, teacher, ...).
-                for optional in phases.reference:
-                    if optional.is_active(batch, step):
-                        with self.phase(optional.name):
-                            batch = optional.run(batch, step, metrics)
-                # 5. Critic workers: values.
-                if roles.critic:
-                    with self.phase("values"):
-                        batch = batch.union(roles.critic.compute_values(batch))
-                # 6. Driver: shaped rewards, advantages, then the rows and weights to train on.
-                with self.phase("adv"):
-                    batch = phases.advantage.compute(phases.shaping.shape(batch, step, metrics), metrics)
-                    trained = batch
-                    for optional in phases.correction:
-                        if optional.is_active(trained, step):
-                            trained = optional.run(trained, step, metrics)
-                # 7. Critic workers: optimizer steps over the mini-batches.
-                if roles.critic:
-                    with self.phase("update_critic"):
-                        metrics |= roles.critic.update_critic(trained)
-                # 8. Actor workers: optimizer steps over the mini-batches, after the critic's warm-up.
-                if step > self.config.trainer.critic_warmup:
-                    with self.phase("update_actor"):
-                        metrics |= roles.actor.update_actor(trained)
+                for batch, metrics in self.batches(step):
+                    # 2. Driver: order the rows so that all mini-batches have equal work.
+                    batch = self.balance(batch)
+                    # 3. Actor workers: log-probs before the update.
+                    with self.phase("old_log_prob"):
+                        batch = batch.union(phases.old_log_probs(batch))
+                    # 4. Reference and teacher workers: log-probs and representations (ref, teacher, ...).
+                    for optional in phases.reference:
+                        if optional.is_active(batch, step):
+                            with self.phase(optional.name):
+                                batch = optional.run(batch, step, metrics)
+                    # 5. Critic workers: values.
+                    if roles.critic:
+                        with self.phase("values"):
+                            batch = batch.union(roles.critic.compute_values(batch))
+                    # 6. Driver: shaped rewards, advantages, then the rows and weights to train on.
+                    with self.phase("adv"):
+                        batch = phases.advantage.compute(phases.shaping.shape(batch, step, metrics), metrics)
+                        trained = batch
+                        for optional in phases.correction:
+                            if optional.is_active(trained, step):
+                                trained = optional.run(trained, step, metrics)
+                    # 7. Critic workers: optimizer steps over the mini-batches.
+                    if roles.critic:
+                        with self.phase("update_critic"):
+                            metrics |= roles.critic.update_critic(trained)
+                    # 8. Actor workers: optimizer steps over the mini-batches, after the critic's warm-up.
+                    if step > self.config.trainer.critic_warmup:
+                        with self.phase("update_actor"):
+                            metrics |= roles.actor.update_actor(trained)
+                    trained_on.add(batch, metrics)
+                batch, metrics = trained_on.joined()
                 # 9. Actor workers send their weights to the rollout replicas.
                 with self.phase("update_weights"):
-                    metrics |= roles.sync_weights()
+                    metrics |= self.samples.sync_weights()
             # 10. Driver: metrics, samples, validation (testing), callbacks, checkpoint (save_checkpoint).
             self.finish_step(batch, metrics)
         return self.close()
 
-    def start(self) -> Iterator[DataProto]:
-        """Resume, send the weights to the rollout replicas, and yield the prompts of each step."""
+    def start(self) -> Iterator[int]:
+        """Resume, send the weights to the rollout replicas, and yield the number of each step."""
         self.tracing.begin_step(0)
         self.state.restore(self.roles.learners())
+        self.samples.restore(self.state.resume.state.rollout if self.state.resume else {}, self.state.step)
         self.roles.sync_weights()
         for recorder in self.recorders:
             recorder.on_train_start(self.view())
         if self.config.trainer.val_only:
             return
-        for prompts in self.state.remaining_prompts(self.collector.round_size):
-            self.tracing.begin_step(self.state.step)
-            yield prompts
+        for step in self.state.remaining_steps():
+            self.tracing.begin_step(step)
+            yield step
 
-    def collect(self, prompts: DataProto, metrics: Metrics) -> DataProto:
-        """Generate and score samples, in as many rounds as dynamic sampling needs.
+    def batches(self, step: int) -> Iterator[tuple[DataProto, Metrics]]:
+        """Yield the scored batches of a step with their metrics: one, or mini-batches in disaggregated mode.
 
         Raises:
             StepImpossible: there is no batch to train on, for example because all rollout replicas are lost. The
-                finished steps are saved.
-            WeightSyncError: a sample was generated by another weight version than the last sync's.
+                finished steps are saved, unless the step has trained already.
         """
-        collector, missing = self.collector, len(prompts)
-        try:
-            while missing:
-                round_metrics: Metrics = {}
-                with self.phases.rewards.early() as early:  # scores samples while others are generated
-                    with self.phase("gen"):
-                        self.roles.ready_engines()
-                        batch = self.phases.rollout.generate_sequences(
-                            prompts,
-                            self.state.step,
-                            round_metrics,
-                            collector.rounds,
-                            with_baseline=self.config.uses_baselines,
-                            early=early,
-                        )
-                        check_weight_versions(batch, self.roles.sharding_manager.version)
-                        self.roles.free_engines()
-                    with self.phase("reward"):
-                        scored = self.phases.rewards.score(batch, early)
-                        missing = collector.add(scored.batch, round_metrics | scored.metrics)
-                if missing:
-                    prompts = self.state.prompts.take(missing)
-            return collector.finish(metrics)
-        except StepImpossible as error:
-            self.state.undo_step()
-            raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
+        source, trained = self.samples.batches(step, self.phase), False
+        while True:
+            try:
+                item = next(source, None)
+            except StepImpossible as error:
+                if trained:
+                    raise
+                self.state.undo_step()
+                raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
+            if item is None:
+                return
+            yield item
+            trained = True
 
     def balance(self, batch: DataProto) -> DataProto:
         """Order the batch so that its mini-batches have similar lengths; samples of a prompt stay together.
@@ -215,6 +200,7 @@ class PPOTrainer:
 
     def close(self) -> RunSummary:
         """Complete the last save, export the policy if configured, and write the summary."""
+        self.samples.close()
         stop_message = self.state.finish()
         trainer = self.config.trainer
         folder = None if trainer.val_only else trainer.hf_export_dir

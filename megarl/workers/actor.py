@@ -14,10 +14,13 @@ from megarl.algorithms import (
     PolicyLoss,
     PolicyLossInputs,
     PolicyLossOptions,
+    Truncation,
     WholeMiniBatch,
     entropy_loss,
     kl_penalty,
     load_policy_loss,
+    loglinear_log_probs,
+    proximal_weights,
     token_keys,
 )
 from megarl.base.algorithm_names import FULL_KL
@@ -26,6 +29,7 @@ from megarl.config import ActorConfig
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
+from megarl.megatron.checkpoint_state import RESUMABLE
 from megarl.megatron.logprobs import REF_HIDDEN
 from megarl.megatron.outputs import POOLED
 from megarl.sharding.delta import DeltaEncoder
@@ -37,21 +41,29 @@ from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, TokenLossFunction, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.distillation import TEACHER_COLUMNS, distilled_loss
+from megarl.workers.held_policy import HeldPolicy
 from megarl.workers.memory import FORWARD
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
+from megarl.workers.rows import ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
 
-POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
-"""Token columns that the policy loss reads; the last two only with a reference and with rollout correction."""
+POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "proximal_fractions")
+"""Token columns that the policy loss reads; the last three only with a reference, with rollout correction, and with
+a log-linear proximal policy.
+"""
 
 
 class PolicyWorker(MegatronWorker):
     """A role whose model is a language model: computes log-probs, and representations of responses."""
 
-    def log_probs(self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool) -> dict[str, Tensor] | None:
-        """Log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks."""
+    def log_probs(
+        self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool, with_routes: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks.
+
+        ``with_routes`` adds the experts of every token, ``[b, P + R, expert layers, per token]``.
+        """
         rows = self.packed_rows(batch, settings.budget)
-        options = OutputOptions(settings.temperature, with_entropy)
+        options = OutputOptions(settings.temperature, with_entropy, record_routes=with_routes)
 
         def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
             outputs = self.engine.forward([rows.pack(group) for group in groups], options)
@@ -60,7 +72,10 @@ class PolicyWorker(MegatronWorker):
             columns = {"log_probs": [output.log_probs for output in outputs]}
             if with_entropy:
                 columns["entropy"] = [output.entropy for output in outputs]
-            return {name: rows.unpack(groups, packed) for name, packed in columns.items()}
+            results = {name: rows.unpack(groups, packed) for name, packed in columns.items()}
+            if with_routes:
+                results[ROUTES] = rows.unpack_routes(groups, [output.routes for output in outputs])
+            return results
 
         return self.memory.run_pass(FORWARD, settings.budget, rows, compute)
 
@@ -95,6 +110,7 @@ class ActorWorker(PolicyWorker):
         reference: settings of the reference whose weights this worker keeps in host memory; None if the reference has
             separate workers or there is none.
         distillation: the loss towards teachers; None without distillation.
+        correction: bounds of the importance weights of a log-linear proximal policy, which are computed with the loss.
     """
 
     prefix = "actor"
@@ -108,9 +124,11 @@ class ActorWorker(PolicyWorker):
         plan: UpdatePlan,
         log_prob: LogProbSettings,
         reference: LogProbSettings | None,
+        correction: Truncation | None = None,
         distillation: DistillationLossConfig | None = None,
     ) -> None:
         super().__init__(place, settings=settings)
+        self.correction = correction
         self.rank, self.host = place.rank, place.master_addr
         self.config = config
         self.plan = plan
@@ -124,6 +142,7 @@ class ActorWorker(PolicyWorker):
     def init_model(self) -> None:
         """Build the model; keep the weights of a reference that shares it, unless they are the base of adapters."""
         super().init_model()
+        self._held = HeldPolicy(self.engine, self.settings.lora is not None)
         self._as_reference = self.reference_scope() if self.reference else None
         self._reference_head = None
         if self.reference and self._needs_full_kl:
@@ -147,14 +166,37 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.SPLIT, phase="old_log_prob", columns=SEQUENCES)
     @offload_after
     def compute_log_prob(self, batch: DataProto) -> DataProto | None:
-        """Compute ``old_log_probs`` of the response tokens under the current weights, and their ``entropys``; ``[b,
-        R]``.
+        """Compute ``old_log_probs`` of the response tokens and their ``entropys``, ``[b, R]``, before the updates.
 
+        The weights are the current ones, unless :meth:`hold_weights` keeps others (the proximal policy). Routing replay
+        R2 adds ``routed_experts``, the experts of every token, for the update.
         """
-        result = self.log_probs(batch, self.log_prob, with_entropy=True)
+        replay = self.config.router_replay.mode == "R2"
+        with self._held.in_model():
+            result = self.log_probs(batch, self.log_prob, with_entropy=True, with_routes=replay)
         if result is None:
             return None
-        return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"]})
+        routes = {ROUTES: result[ROUTES]} if replay else {}
+        return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"], **routes})
+
+    @verb(Dispatch.ALL, phase="old_log_prob")
+    @offload_after
+    def hold_weights(self) -> None:
+        """Keep the current weights for :meth:`compute_log_prob`, through all updates of a sync interval.
+
+        They stay in host memory until the next call replaces them, or until they are released.
+        """
+        self._held.hold()
+
+    @verb(Dispatch.ALL, phase="old_log_prob")
+    def release_weights(self) -> None:
+        """Free the held weights; log-probs are those of the current weights again."""
+        self._held.release()
+
+    def load_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE) -> None:
+        """Restore a saved state, and release held weights; see :meth:`SavingWorker.load_checkpoint`."""
+        super().load_checkpoint(path, contents)
+        self._held.release()
 
     @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
     @offload_after
@@ -189,7 +231,7 @@ class ActorWorker(PolicyWorker):
         """Final hidden states of the reference for micro-batches, ``[response tokens, hidden]``; empty before the last
         stage.
         """
-        micro_batches = [rows.pack(group) for group in groups]
+        micro_batches = [rows.pack(group, replay=False) for group in groups]
         with self._reference_model():
             states = self.engine.hidden(micro_batches)
         return states or [torch.zeros(len(micro_batch.targets), 0) for micro_batch in micro_batches]
@@ -206,17 +248,18 @@ class ActorWorker(PolicyWorker):
         Dispatch.SPLIT,
         mini_batches="actor_mini_batch_rows",
         phase="update_actor",
-        columns=(*SEQUENCES, "response_mask", *POLICY_COLUMNS, *TEACHER_COLUMNS, *SAMPLE_IDS),
+        columns=(*SEQUENCES, ROUTES, "response_mask", *POLICY_COLUMNS, *TEACHER_COLUMNS, *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """PPO update: ``ppo_epochs`` passes over the mini-batches."""
+        self._held.mark_changed()
         unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
         columns = [name for name in (*POLICY_COLUMNS, *TEACHER_COLUMNS) if name in batch.tensors and name not in unread]
         outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
         loss = load_policy_loss(self.config.policy_loss.loss_mode)
         if self._learns_full_kl:
             outputs = outputs._replace(ref_head=self._reference_head)
-        token_loss: TokenLossFunction = partial(policy_loss, self.config, loss)
+        token_loss: TokenLossFunction = partial(policy_loss, self.config, loss, correction=self.correction)
         if self.distillation is not None:
             token_loss = partial(distilled_loss, self.distillation, loss_options(self.config), token_loss)
             outputs = outputs._replace(at_teacher_ids=self.distillation.teacher_topk > 0)
@@ -246,10 +289,10 @@ class ActorWorker(PolicyWorker):
         if outputs is None:
             return {"chosen": torch.zeros_like(mask)}  # the loss is computed on the last stage
         log_probs = rows.unpack(groups, [output.log_probs for output in outputs])
-        packed_columns = [
-            rows.take(log_probs, mini_batch),
-            *(rows.column(n, mini_batch) for n in ("old_log_probs", "advantages")),
-        ]
+        log_prob, old = rows.take(log_probs, mini_batch), rows.column("old_log_probs", mini_batch)
+        if "proximal_fractions" in rows.batch.tensors:
+            old = loglinear_log_probs(log_prob, old, rows.column("proximal_fractions", mini_batch))
+        packed_columns = [log_prob, old, rows.column("advantages", mini_batch)]
         keys = token_keys(rows.samples(mini_batch), self.settings.seed, self.engine.optimizer.steps)
         local = [column.where(mask.bool(), 0) for column in packed_columns]
         gathered, local_slice = self.gather_over_dp([*local, mask, keys])
@@ -343,22 +386,36 @@ def loss_options(config: ActorConfig) -> PolicyLossOptions:
         clip_cov_ub=loss.clip_cov_ub,
         kl_cov_ratio=loss.kl_cov_ratio,
         ppo_kl_coef=loss.ppo_kl_coef,
+        m2_threshold=loss.m2_threshold,
     )
 
 
 def policy_loss(
-    config: ActorConfig, loss_of: PolicyLoss, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
+    config: ActorConfig,
+    loss_of: PolicyLoss,
+    outputs: PolicyOutputs,
+    micro_batch: PackedMicroBatch,
+    correction: Truncation | None = None,
 ) -> TokenLosses:
     """Per-token loss of the policy with entropy bonus and KL to the reference, and its metrics.
 
     ``loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl``; all tensors are packed ``[n]``. With rollout
     correction, ``pg_loss`` is the policy loss times the token's importance weight.
+
+    With ``proximal_fractions`` the old log-probs are the behaviour policy's. The ratio is then about a log-linear
+    estimate of the proximal policy, and the weight is that of the estimate, within the bounds of ``correction``.
     """
-    columns = micro_batch.columns
+    columns, estimate = micro_batch.columns, {}
+    old, weights = columns["old_log_probs"], columns.get("rollout_is_weights")
+    if "proximal_fractions" in columns:
+        assert correction is not None and weights is None, "checked in the configuration"
+        behaviour, old = old, loglinear_log_probs(outputs.log_probs, old, columns["proximal_fractions"])
+        weights = proximal_weights(old, behaviour, correction)
+        estimate = {"rollout_is_mean": weights}
     policy = loss_of(
         PolicyLossInputs(
             log_prob=outputs.log_probs,
-            old_log_prob=columns["old_log_probs"],
+            old_log_prob=old,
             advantages=columns["advantages"],
             response_mask=columns["response_mask"],
             lengths=micro_batch.row_lengths,
@@ -367,8 +424,8 @@ def policy_loss(
         )
     )
     loss = policy.loss
-    if "rollout_is_weights" in columns:
-        loss = loss * columns["rollout_is_weights"]
+    if weights is not None:
+        loss = loss * weights
     loss_metrics = {"pg_loss": loss}
     if outputs.entropy is not None:
         loss = loss + entropy_loss(outputs.entropy, config.entropy_coeff)
@@ -377,4 +434,4 @@ def policy_loss(
         if kl is None:
             kl = kl_penalty(outputs.log_probs, columns["ref_log_prob"], config.kl_loss_type)
         loss, loss_metrics["kl_loss"] = loss + config.kl_loss_coef * kl, kl
-    return TokenLosses(loss, loss_metrics, policy.diagnostics)
+    return TokenLosses(loss, loss_metrics, {**policy.diagnostics, **estimate})

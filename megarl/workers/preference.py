@@ -156,7 +156,7 @@ def compute_preference_loss(loss: PreferenceLossConfig, columns: Mapping[str, Te
             ref_rejected=columns.get("ref_rejected_log_prob"),
             chosen_tokens=columns["chosen_tokens"],
             rejected_tokens=columns["rejected_tokens"],
-            options=PreferenceLossOptions(loss.beta, loss.label_smoothing, loss.simpo_gamma),
+            options=PreferenceLossOptions(loss.beta, loss.label_smoothing, loss.simpo_gamma or 0.0),
         )
     )
 

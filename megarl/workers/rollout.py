@@ -10,7 +10,7 @@ from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, Request, create_engine
 from megarl.rollout.interface import Tag
 from megarl.rollout.registry import engine_vocab_multiple
-from megarl.rollout.serving import EngineServer
+from megarl.rollout.serving import EngineServer, HeldRequests
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.memory import FRACTION
 from megarl.rollout.sglang.options import SGLangOptions
@@ -88,6 +88,16 @@ class RolloutWorker:
     def forget(self, client: str) -> None:
         """Abort all requests of a client that is gone; see :meth:`megarl.rollout.serving.EngineServer.forget`."""
         self._server.forget(client)
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def pause(self) -> HeldRequests:
+        """Hold all requests for a weight sync; see :meth:`megarl.rollout.serving.EngineServer.pause`."""
+        return self._server.pause()
+
+    @verb(Dispatch.ALL, phase="update_weights")
+    def resume(self) -> None:
+        """Continue the held requests with the new weights."""
+        self._server.resume()
 
     @verb(Dispatch.ALL)
     def sync_places(self) -> list[ProcessLocation]:

@@ -21,6 +21,8 @@ from megarl.workers.settings import MicroBatchBudget
 
 SEQUENCES = ("prompts", "responses", "attention_mask")
 """Columns required to pack rows."""
+ROUTES = "routed_experts"
+"""Column of the experts of each token, for routing replay."""
 SAMPLE_IDS = ("uid", "index")
 """Non-tensor columns that identify a sample to the user."""
 
@@ -106,7 +108,12 @@ class PackedRows:
         return [sorted(row for index in group for row in units[index]) for group in plan]
 
     def pack(
-        self, rows: Sequence[int], columns: Mapping[str, Tensor] | None = None, *, at_tokens: bool = False
+        self,
+        rows: Sequence[int],
+        columns: Mapping[str, Tensor] | None = None,
+        *,
+        at_tokens: bool = False,
+        replay: bool = True,
     ) -> PackedMicroBatch:
         """Pack rows into one micro-batch, without padding.
 
@@ -114,10 +121,36 @@ class PackedRows:
             rows: indices of the rows, in order.
             columns: further inputs of the loss, packed over the rows' response tokens.
             at_tokens: read outputs at the response tokens instead of one position before them.
+            replay: use the experts of the column :data:`ROUTES`, if the batch has it.
         """
         return PackedMicroBatch.from_rows(
-            self.samples(rows), columns, share_prompts=self._shared is not None, at_tokens=at_tokens
+            self.samples(rows),
+            columns,
+            share_prompts=self._shared is not None,
+            at_tokens=at_tokens,
+            routes=self._routes(rows) if replay and ROUTES in self.batch.tensors else None,
         )
+
+    def _routes(self, rows: Sequence[int]) -> list[Tensor]:
+        """Experts of each token of each row, without padding."""
+        routes, width = self.batch.tensors[ROUTES], self.batch.tensors["prompts"].shape[1]
+        return [routes[row, width - self.prompt_lengths[row] : width + self.response_lengths[row]] for row in rows]
+
+    def unpack_routes(self, groups: Sequence[Sequence[int]], routes: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Unpack the experts of each token into the column :data:`ROUTES`.
+
+        Args:
+            groups: rows of each micro-batch.
+            routes: per micro-batch and row ``[tokens, expert layers, per token]``.
+        """
+        width = self.batch.tensors["prompts"].shape[1]
+        shape = (len(self), width + self.batch.tensors["responses"].shape[1], *routes[0][0].shape[1:])
+        rectangle = torch.full(shape, -1, dtype=torch.int16)
+        for rows, parts in zip(groups, routes, strict=True):
+            for row, part in zip(rows, parts, strict=True):
+                start = width - self.prompt_lengths[row]
+                rectangle[row, start : start + len(part)] = part
+        return rectangle
 
     def samples(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Prompt and response token ids of each row, without padding."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
 from megarl.base.units import count_noun
@@ -186,6 +187,7 @@ def check_adapters(
     options = lora_options(keys, seed=0)
     if options is None:
         return
+    _check_frozen_routers(megatron, keys)
     try:
         adapters = AdapterMap(WeightMap(model, value_head), options)
         adapters.check_layout(layout_of(megatron))
@@ -208,10 +210,48 @@ def check_role(model: ModelConfig, megatron: MegatronConfig, field: str) -> None
     """
     layout = layout_of(megatron)
     check_layout(model, layout, field)
+    _check_balance(model, megatron.override_transformer_config, field)
     if megatron.recompute_granularity == "full":
         _check_groups(model.num_layers, layout, megatron, field)
     elif megatron.recompute_granularity == "selective":
         _check_modules(model, megatron, field)
+
+
+def _check_frozen_routers(megatron: MegatronConfig, keys: AdapterKeys) -> None:
+    rate = megatron.override_transformer_config.get("moe_router_bias_update_rate")
+    if rate:
+        raise ConfigError(
+            f"megatron.override_transformer_config.moe_router_bias_update_rate={rate} changes weights that "
+            f"lora_rank={keys.lora_rank} freezes; remove the key"
+        )
+
+
+def _check_balance(model: ModelConfig, fields: Mapping[str, Any], field: str) -> None:
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
+        value = fields.get(name)
+        if value and model.experts is None:
+            raise ConfigError(
+                f"{field}.override_transformer_config.{name}={value}, but {model.architecture} is a dense model; "
+                "remove the key"
+            )
+        if value and name == "moe_router_bias_update_rate" and not model.experts.correction_bias:
+            raise ConfigError(
+                f"{field}.override_transformer_config.{name}={value}, but the routers of {model.architecture} have no "
+                "correction bias; remove the key, or set moe_router_load_balancing_type=seq_aux_loss"
+            )
+
+
+def check_router_replay(model: ModelConfig, mode: str) -> None:
+    """Check that a model whose routes are replayed has routers.
+
+    Raises:
+        ConfigError: it is a dense model.
+    """
+    if mode != "disabled" and model.experts is None:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.router_replay.mode={mode}, but {model.architecture} is a dense model without "
+            "routers; set disabled"
+        )
 
 
 def _check_groups(num_layers: int, layout: ParallelLayout, megatron: MegatronConfig, field: str) -> None:

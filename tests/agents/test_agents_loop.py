@@ -10,6 +10,7 @@ from megarl.agents import (
     AgentLoop,
     Conversation,
     ConversationLimits,
+    Trajectory,
     Transcript,
     find_agent_loop,
     trajectories_to_batch,
@@ -216,3 +217,11 @@ def test_find_loop_by_name_and_file(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             find_agent_loop(name)
+
+
+def test_versions_of_tokens_are_a_column_on_demand():
+    one = Trajectory([1], [2, 3], [1, 1], [-0.1, -0.2], "stop", 2, 4)
+    two = Trajectory([1], [2, 3, 4], [1, 0, 1], [-0.1, 0.0, -0.3], "stop", 2, 4, [4, 4, 5])
+    assert "weight_versions" not in trajectories_to_batch([one, two], 0).tensors
+    versions = trajectories_to_batch([one, two], 0, with_versions=True).tensors["weight_versions"]
+    assert versions.tolist() == [[4, 4, 0], [4, 4, 5]]

@@ -20,5 +20,6 @@ def loss_options(**changes: Any) -> PolicyLossOptions:
         "clip_cov_ub": 5.0,
         "kl_cov_ratio": 0.0002,
         "ppo_kl_coef": 0.1,
+        "m2_threshold": 0.04,
     }
     return PolicyLossOptions(**{**values, **changes})

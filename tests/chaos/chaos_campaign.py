@@ -6,6 +6,7 @@ the weights of the exported policy, must equal those of the undisturbed run, bit
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -25,8 +26,8 @@ from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 NAME = "chaos"
-END_S = 240.0
-"""Seconds within which a run ends after a fault, including the watchdog's time for a frozen process, under load."""
+END_S = 90.0
+"""Seconds within which a run ends after a fault, including the watchdog's time for a frozen process."""
 GONE_S = 30.0
 """Seconds within which the processes of an ended run are gone. Without the reaper, Ray's agents take up to 90."""
 WATCHDOG_S = 15
@@ -100,15 +101,14 @@ class Campaign:
             moment = self._wait_for_moment(run, fault)
             has_struck = fault.strike(run, self.random)
             begin = time.monotonic()
-            code = run.wait(END_S + (self.steps if 0 in fault.codes else 0) * 10.0)
+            code = run.wait(_slowness() * (END_S + (self.steps if 0 in fault.codes else 0) * 10.0))
             seconds = time.monotonic() - begin
             self.struck[fault.name] += has_struck
             end = f"exit {code:>4}  {seconds:5.1f} s" if has_struck else "no victim"
             self._note(f"{fault.name:<36} {moment:<18} {end}")
-            if code < 0 and not run.output:
+            if code < 0 and code not in fault.codes and not run.output:
                 code = 128 - code  # as in a shell: the interpreter had not started megarl yet
-            codes = fault.codes | {128 - killed for killed in fault.codes if killed < 0} | {0}
-            self._require(code in codes, run, f"{fault.name}: exit code {code}")
+            self._require(code in fault.codes | {0}, run, f"{fault.name}: exit code {code}")
             self._require("Traceback (most recent call last)" not in run.output, run, f"{fault.name}: a traceback")
             self._require("[state-dump]" not in run.output, run, f"{fault.name}: the log of Ray on the console")
             self._require_gone(run)
@@ -185,6 +185,11 @@ class Campaign:
     def _note(self, line: str) -> None:
         self.log.append(line)
         print(line, flush=True)
+
+
+def _slowness() -> float:
+    """Factor for limits of time on a machine whose cores other processes use, too; 1 on an idle one."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def comparable(row: dict[str, float]) -> dict[str, float]:

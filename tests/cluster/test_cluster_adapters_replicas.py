@@ -11,7 +11,7 @@ from megarl.rollout.interface import SamplingParams
 from megarl.rollout.router import NoReplicaLeft, ReplicaLost, Router
 
 
-def test_dead_replica_is_reported_and_replaced():
+def test_dead_replica_is_reported_and_replaced(forked_workers):
     """The other replica keeps serving; the new process has no state of the old one."""
     with RaySession(num_cpus=1) as session:
         pool = session.place([ResourcePool("main", "cpu", [1])])["main"]

@@ -15,7 +15,7 @@ PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12)
 
 
 @pytest.fixture(scope="module")
-def peers():
+def peers(forked_workers):
     with RaySession(num_cpus=1) as session:
         pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
 

@@ -29,7 +29,7 @@ LOOPS = Path(__file__).with_name("runner_loops.py")
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[PlacedPool]:
+def pool(forked_workers: None) -> Iterator[PlacedPool]:
     with RaySession(num_cpus=1) as session:
         yield session.place([ResourcePool("main", "cpu", [1])])["main"]
 

@@ -20,9 +20,11 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import ResourceError
+from megarl.base.signals import signals_ignored
 from megarl.cluster import RaySession
 from megarl.cluster import session as session_module
 from megarl.cluster.local_ray import start_local_ray
+from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -86,16 +88,16 @@ def wait_until_busy(process, line="busy"):
 
 
 @pytest.mark.parametrize(
-    ("number", "returncodes"), [(signal.SIGINT, {130, -signal.SIGINT}), (signal.SIGTERM, {128 + signal.SIGTERM})]
+    ("number", "returncode"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
 )
-def test_signal_during_a_verb_leaves_no_process(script, number, returncodes):
+def test_signal_during_a_verb_leaves_no_process(script, number, returncode):
     process, mark = script("busy")
     wait_until_busy(process)
     assert len(marked_processes(mark)) > 3, "the check itself must see Ray's processes"
     time.sleep(1.0)
     process.send_signal(number)
     process.communicate(timeout=30)
-    assert process.returncode in returncodes
+    assert process.returncode == returncode
     assert marked_processes(mark) == []
 
 
@@ -108,7 +110,8 @@ def test_signal_to_the_group_while_ray_starts_ends_soon_and_in_order(script, num
     time.sleep(delay)
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=40)  # a driver whose Ray is gone waits for a minute
-    assert process.returncode in {128 + number, -signal.SIGINT}
+    # Python ends itself by SIGINT after a KeyboardInterrupt.
+    assert process.returncode == (-number if number == signal.SIGINT else 128 + number), output
     assert "GCS" not in output and "SIGTERM received" not in output
     assert marked_processes(mark) == []
 
@@ -136,6 +139,28 @@ def test_killed_driver_leaves_no_process(script):
     _, alive = psutil.wait_procs(started, timeout=15)  # without the reaper, Ray's agents live for up to a minute
     assert alive == [] and marked_processes(mark) == []
     assert sessions(process.pid) == before, "only its own session folder is deleted"
+
+
+def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path):
+    """If its reaper was killed as well, nothing else deletes the token and Ray's session folder."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        token = ClusterToken(str(tmp_path))
+        (tmp_path / f"session_today_{os.getpid()}" / "logs").mkdir(parents=True)
+        os.write(write, str(token.file).encode())
+        signal.pause()
+    token_file, session = Path(os.read(read, 1000).decode()), tmp_path / f"session_today_{pid}"
+    foreign = tmp_path / "session_today_1"
+    foreign.mkdir()
+    try:
+        delete_stale_tokens()
+        assert token_file.is_file() and session.is_dir(), "its driver lives"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    delete_stale_tokens()
+    assert not token_file.parent.exists() and not session.exists() and foreign.is_dir()
 
 
 LOSS = """
@@ -182,7 +207,7 @@ def test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_wo
 
 
 JOINING = """
-import contextlib, sys
+import contextlib, os, sys
 from megarl.base.errors import ResourceError
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup
 from megarl.models.layout import ParallelLayout
@@ -195,11 +220,14 @@ except ResourceError as error:
 with contextlib.ExitStack() as stack:
     stack.push(session)
     pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
-    print("pid", *WorkerGroup("guest", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool).pid())
+    group = WorkerGroup("guest", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
+    print("pid", *group.pid(), flush=True)
+    if "killed" in sys.argv:
+        os.kill(os.getpid(), 9)
 """
 
 
-def join(gcs_address, **authentication):
+def join(gcs_address, *arguments, **authentication):
     """Join the local cluster from another process, with the authentication of a user's shell."""
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")},
@@ -209,7 +237,7 @@ def join(gcs_address, **authentication):
         **authentication,
     }
     return subprocess.run(
-        [sys.executable, "-c", JOINING], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", JOINING, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
     )
 
 
@@ -224,14 +252,15 @@ def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_a
         stranger = join(address, RAY_AUTH_MODE="disabled")
         assert stranger.returncode == 1 and "refused: cannot join the Ray cluster" in stranger.stderr, stranger.stderr
         assert "RAY_AUTH_MODE is 'disabled' here: set RAY_AUTH_MODE=token" in stranger.stderr
-        guest = join(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-        assert guest.returncode == 0, guest.stderr
-        pid = int(guest.stdout.split("pid")[1])
-        deadline = time.monotonic() + 20
-        while (psutil.pid_exists(pid) or ray.available_resources().get("CPU") != 1) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert not psutil.pid_exists(pid)
-        assert ray.available_resources()["CPU"] == 1, "the guest's device is free again"
+        for arguments, code in (((), 0), (("killed",), -signal.SIGKILL)):  # and a joined cluster survives its driver
+            guest = join(address, *arguments, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+            assert guest.returncode == code, guest.stderr
+            pid = int(guest.stdout.split("pid")[1])
+            deadline = time.monotonic() + 30
+            while (psutil.pid_exists(pid) or ray.available_resources().get("CPU") != 1) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            assert not psutil.pid_exists(pid)
+            assert ray.available_resources()["CPU"] == 1, "the guest's device is free again"
     assert not token.parent.exists()
     assert get_authentication_mode() == AuthenticationMode.DISABLED, "the user's setting holds again"
 
@@ -243,7 +272,7 @@ def test_signal_during_the_shutdown_does_not_interrupt_it(number):
 
     previous = signal.signal(number, interrupt)
     try:
-        with session_module._signals_ignored():
+        with signals_ignored():
             os.kill(os.getpid(), number)
         assert signal.getsignal(number) is interrupt
     finally:

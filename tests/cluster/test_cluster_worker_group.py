@@ -25,7 +25,7 @@ def logs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pool(logs):
+def pool(logs, forked_workers):
     with RaySession(num_cpus=2, logs=logs) as session:
         yield session.place([ResourcePool("main", "cpu", [2])])["main"]
 

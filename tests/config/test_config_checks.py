@@ -353,6 +353,7 @@ def test_impossible_training_of_reward_models(values: dict[str, Any], path: str,
         ({"loss.type": "dop"}, "loss.type", "must be one of dpo, ipo"),
         ({"loss.beta": 0}, "loss.beta", "> 0"),
         ({"loss.type": "ipo", "loss.label_smoothing": 0.1}, "loss.label_smoothing", "no effect with loss.type=ipo"),
+        ({"loss.simpo_gamma": 0.5}, "loss.simpo_gamma", "no effect with loss.type=dpo"),
         ({"data.margin_key": "gap"}, "data.margin_key", "unknown key"),
     ],
 )

@@ -206,3 +206,8 @@ def test_values_of_a_file_have_its_origin(tmp_path: Path) -> None:
     changed = {item.key: item.origin for item in changed_keys(config, file, ["trainer.note"])}
     assert changed["algorithm.use_kl_in_reward"] == changed["trainer.seed"] == "file"
     assert changed["data.seed"] == "derived"
+
+
+def test_sweep_without_multirun_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"hydra\.mode=MULTIRUN: a command runs a sweep with --multirun"):
+        composed("hydra.mode=MULTIRUN")

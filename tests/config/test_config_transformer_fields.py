@@ -25,6 +25,12 @@ OVERLAP = {"overlap_p2p_comm": True}
         {"attention_backend": "unfused"},
         {"apply_rope_fusion": False, "moe_permute_fusion": True},
         {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False},
+        {
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_z_loss_coeff": 0.001,
+            "moe_router_bias_update_rate": 0,
+        },
         {"fp8": None, "fp8_margin": 0, "moe_enable_routing_replay": False},  # Megatron's defaults
     ],
 )
@@ -44,7 +50,13 @@ def test_valid_fields(overrides: dict[str, Any]) -> None:
         ({"fp8": "hybrid"}, "is not supported: megarl trains in float32 or bfloat16"),
         ({"fp8_recipe": "blockwise"}, "as FP8 and FP4 need"),
         ({"fp8_margin": False}, "as FP8 and FP4 need"),
-        ({"moe_enable_routing_replay": True}, "does not replay the engine's routing"),
+        ({"moe_enable_routing_replay": True}, "set router_replay.mode"),
+        ({"moe_aux_loss_coeff": 0.01}, "needs moe_router_load_balancing_type=seq_aux_loss"),
+        ({"moe_aux_loss_coeff": -1}, "a number of at least 0, not -1"),
+        ({"moe_z_loss_coeff": True}, "a number of at least 0, not"),
+        ({"moe_router_load_balancing_type": "aux_loss"}, "depends on the division into micro-batches"),
+        ({"moe_router_load_balancing_type": "seq"}, "one of none, seq_aux_loss"),
+        ({"moe_input_jitter_eps": 0.1}, "highest scores"),
         ({"deterministic_mode": True}, "no deterministic mode"),
         ({"tp_comm_overlap": True}, "no setup or test of this overlap"),
         ({"window_size": [128, 0]}, "config.json"),

@@ -96,7 +96,7 @@ def test_values_reach_megarls_keys() -> None:
     [
         ("engine.use_megatron_fsdp", True, "use_distributed_optimizer"),
         ("engine.use_dist_checkpointing", True, "megarl convert"),
-        ("engine.router_replay.mode", "R2", "does not replay"),
+        ("engine.router_replay.mode", "R2", "only the actor's update"),
         ("engine.strategy", "fsdp", "accepted as megatron only"),
         ("engine.fsdp_size", 8, "concerns FSDP"),
         ("engine.tensor_parallel_size", 8, "unknown key; did you mean megatron.tensor_model_parallel_size"),

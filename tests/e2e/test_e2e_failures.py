@@ -24,8 +24,8 @@ WORKER = "WorkerProcess"  # and ServingWorkerProcess
 
 
 @pytest.fixture
-def start(start: Callable[..., CliRun]) -> Callable[..., CliRun]:
-    """Runs with a fork server of their own, which must end with them."""
+def start_alone(start: Callable[..., CliRun]) -> Callable[..., CliRun]:
+    """Runs as from a shell, with a fork server of their own, which must end with them."""
     return functools.partial(start, env={ENVIRONMENT: "1"})
 
 
@@ -56,8 +56,8 @@ def in_third_step(run: CliRun) -> bool:
     return "step 2/" in run.output
 
 
-def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Callable[..., CliRun]) -> None:
-    run = start(*endless)
+def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start_alone: Callable[..., CliRun]) -> None:
+    run = start_alone(*endless)
     run.wait_until(lambda: in_third_step(run))
     run.signal_group(signal.SIGINT)
     output = assert_ends(run, 130)
@@ -96,8 +96,8 @@ def test_a_second_ctrl_c_ends_at_once_without_a_save(
     endless: list[str], one_device: list[str], dense_reward: list[str], start: Callable[..., CliRun], tmp_path: Path
 ) -> None:
     paused = tmp_path / "paused"  # in the middle of the first step
-    env = {ENVIRONMENT: "1", PAUSE_AT: "5", PAUSED: str(paused)}
-    run = start(*endless, *one_device, *dense_reward, "trainer.save_freq=1000", env=env)
+    env = {PAUSE_AT: "5", PAUSED: str(paused)}
+    run = start(*endless, *one_device, *dense_reward, "trainer.save_freq=1000", env=env, warm=True)
     run.wait_until(paused.exists)
     run.signal_group(signal.SIGINT)
     run.wait_until(lambda: "Ctrl-C: the run ends after the current step" in run.output)
@@ -107,8 +107,8 @@ def test_a_second_ctrl_c_ends_at_once_without_a_save(
     assert not CheckpointStore(run.folder / "outputs" / "endless" / "checkpoints").steps()
 
 
-def test_ctrl_c_during_worker_start_ends_all_processes(endless: list[str], start: Callable[..., CliRun]) -> None:
-    run = start(*endless)
+def test_ctrl_c_during_worker_start_ends_all_processes(endless: list[str], start_alone: Callable[..., CliRun]) -> None:
+    run = start_alone(*endless)
     run.wait_until(lambda: bool(run.running(WORKER)))
     run.signal_group(signal.SIGINT)
     output = assert_ends(run, 130)
@@ -162,10 +162,10 @@ def wait_for_end_or(run: CliRun, condition: Callable[[], bool]) -> None:
 
 
 def test_dead_replicas_are_replaced_and_the_run_is_saved_if_all_die(
-    endless: list[str], start: Callable[..., CliRun]
+    endless: list[str], start_alone: Callable[..., CliRun]
 ) -> None:
     deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}"
-    run = start(
+    run = start_alone(
         *endless, deadly, "custom_reward_function.name=score", "reward_model.num_workers=0", "trainer.save_freq=1000"
     )
     assert run.wait() == 1, run.output

@@ -1,13 +1,14 @@
 """Contract of requests that are added and aborted while others run; the reference is the same request alone."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout import Request, RolloutError, SamplingParams
+from megarl.rollout import Completion, Request, RolloutError, SamplingParams
 
 VOCAB = 50
 
@@ -159,3 +160,42 @@ def test_a_stop_string_ends_a_response_that_ignores_stop_tokens(engine_for, fold
     (request,) = requests_of([60])
     (completion,) = engine.generate([Request("r", request.prompt_ids, params, request.seed)])
     assert (completion.token_ids, completion.finish_reason) == (ids[: end + 1], "stop")
+
+
+def test_a_request_with_a_prior_continues_its_response(engine_for, make_folder):
+    """The same tokens as without the interruption, since random numbers and limit are those of the whole response."""
+    engine = engine_for(make_folder())
+    requests = [
+        Request("greedy", [1, 2, 3], SamplingParams(20, 0.0, ignore_eos=True), 5),
+        Request("drawn", [4, 5], SamplingParams(24, top_p=0.9, ignore_eos=True), 6),
+    ]
+    whole = {completion.request_id: completion for completion in engine.generate(requests)}
+    engine.submit(requests)
+    continued = []
+    for request in requests:
+        done = whole[request.request_id]
+        prior = Completion(request.request_id, done.token_ids[:9], done.log_probs[:9], "abort", 70)
+        continued.append(replace(request, request_id=f"{request.request_id} again", prior=prior))
+    engine.submit(continued)
+    ended = poll_until(engine, 4)
+    for request in requests:
+        expected, done = whole[request.request_id], ended[f"{request.request_id} again"]
+        assert done.token_ids == expected.token_ids and done.finish_reason == "length"
+        assert done.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+        version = engine.weight_version
+        assert done.versions == (70,) * 9 + (version,) * (len(expected.token_ids) - 9)
+        assert done.weight_version == min(70, version)
+    with pytest.raises(RolloutError, match="prior has 9 tokens, expected fewer than 9"):
+        engine.submit([replace(continued[0], params=SamplingParams(9))])
+    with pytest.raises(RolloutError, match="prior: 50 is no token id"):
+        engine.submit([replace(continued[0], prior=Completion("r", [50], [0.0], "abort", 0))])
+
+
+def test_an_aborted_request_with_a_prior_returns_both_parts(engine_for, make_folder):
+    engine = engine_for(make_folder())
+    prior = Completion("r", [8, 9], [-1.0, -2.0], "abort", 3)
+    engine.submit([Request("r", [1, 2, 3], SamplingParams(100, ignore_eos=True), 5, prior)])
+    engine.abort(["r"])
+    done = poll_until(engine, 1)["r"]
+    assert done.finish_reason == "abort" and done.token_ids[:2] == [8, 9] and done.log_probs[:2] == [-1.0, -2.0]
+    assert done.versions[:2] == (3, 3) and len(done.versions) == len(done.token_ids) == len(done.log_probs)

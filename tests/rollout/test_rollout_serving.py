@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -120,3 +121,60 @@ def test_a_hanging_engine_reports_nothing():
     engine.released.set()
     thread.join(10)
     assert reports == [[]]
+
+
+def test_paused_requests_continue_with_the_next_weights(make_folder):
+    """Each part of a response is that of its weights; a request that came during the pause has the new ones only."""
+    old, new = (make_folder(seed=seed, max_position_embeddings=4096) for seed in (0, 1))
+    engine = create_engine("embedded", str(old), EngineOptions(max_num_seqs=4))
+    engine.load_hf(str(old), 3)
+    whole = {seed: engine.generate([request("r", 200, seed)])[0].token_ids for seed in range(6)}
+    server = EngineServer(engine)
+    server.accept("a", [request(f"a{seed}", 200, seed) for seed in range(6)])  # two of them wait for a slot
+    server.accept("b", [request("b", LONG, 9)])
+    while not (held := server.pause()).requests:  # none has begun
+        server.resume()
+        time.sleep(0.005)
+    assert held.requests <= 4 and held.tokens > 3 * held.requests
+    assert server.completions("b", 0.0) == [], "a pause is no hang"
+    server.accept("b", [], ["b"])
+    server.accept("a", [request("late", 10)])
+    engine.load_hf(str(new), 4)
+    alone = engine.generate([request("late", 10)])[0].token_ids
+    server.resume()
+    done = fetch(server, "a", 7)
+    assert done["late"].token_ids == alone and done["late"].versions == (4,) * 10
+    aborted = fetch(server, "b", 1)["b"]
+    parts = [done[f"a{seed}"].versions.count(3) for seed in range(6)]
+    assert aborted.finish_reason == "abort"
+    assert sum(count > 0 for count in [*parts, len(aborted.token_ids)]) == held.requests
+    for seed, count in enumerate(parts):
+        ended = done[f"a{seed}"]
+        assert ended.versions == (3,) * count + (4,) * (200 - count) and ended.finish_reason == "length"
+        assert ended.token_ids[:count] == whole[seed][:count]
+        prior = replace(ended, token_ids=ended.token_ids[:count], log_probs=ended.log_probs[:count], weight_versions=())
+        rest = engine.generate([replace(request("r", 200, seed), prior=prior if count else None)])[0]
+        assert ended.token_ids == rest.token_ids
+
+
+def test_pauses_change_no_response_of_the_same_weights(engine):
+    """Stop strings, penalties, random numbers and limits do not see the interruptions."""
+    params = [
+        SamplingParams(300, ignore_eos=True),
+        SamplingParams(300, 0.0, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(300, 0.8, top_k=5, ignore_eos=True, stop_token_ids=(9,)),
+    ]
+    requests = [Request(str(n), [3, 11, n], one, n) for n, one in enumerate(params)]
+    whole = {done.request_id: done for done in engine.generate(requests)}
+    server = EngineServer(engine)
+    server.accept("a", requests)
+    interrupted = 0
+    for _ in range(20):
+        time.sleep(0.01)
+        interrupted += server.pause().requests
+        server.resume()
+    done = fetch(server, "a", 3)
+    assert interrupted > 3
+    for name, expected in whole.items():
+        assert done[name].token_ids == expected.token_ids and done[name].finish_reason == expected.finish_reason
+        assert done[name].log_probs == pytest.approx(expected.log_probs, abs=1e-5)

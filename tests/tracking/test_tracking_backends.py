@@ -60,6 +60,28 @@ def test_tensorboard_events_are_read_back(run):
     assert events.Tags()["tensors"] == ["samples/0/text_summary"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread ends
+def test_tensorboard_goes_on_after_a_full_disk(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = []
+    trackers = open_trackers(["tensorboard"], run, report=lines.append)
+    trackers.log({"a": 1.0}, 1)
+    (first,) = (run.folder / "tensorboard").iterdir()
+    content = first.read_bytes()
+    first.unlink()
+    first.symlink_to("/dev/full")  # the writer opens its file again for each write
+    trackers.log({"a": 2.0}, 2)
+    first.unlink()
+    first.write_bytes(content)  # there is space again
+    trackers.log({"a": 3.0}, 3)
+    trackers.finish()
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a")] == [(1, 1.0), (3, 3.0)]
+    assert len(lines) == 2 and "No space left on device" in lines[0]
+    assert lines[1] == "tracker tensorboard: 1 of 3 records were not written"
+
+
 @pytest.mark.parametrize(
     "uri, message",
     [

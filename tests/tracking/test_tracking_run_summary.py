@@ -25,6 +25,13 @@ def test_an_early_end_is_named():
     assert plain_summary({"stopped": "Ctrl-C"}, "run") == ["run: ended early (Ctrl-C)"]
 
 
+def test_output_that_a_full_disk_refused_is_counted():
+    assert plain_summary({"refused_output": 12345}, "run") == [
+        "run: finished",
+        "  console output: 12,345 characters refused by a full disk; metrics and logs have the rest",
+    ]
+
+
 @pytest.mark.parametrize(("before", "after", "text"), [(0.3, 0.9, "(+0.600)"), (0.9, 0.3, "(-0.600)")])
 def test_accuracy_change_is_formatted(before, after, text):
     ((label, fact),) = summary_facts({"val_accuracy_before": before, "val_accuracy_after": after})

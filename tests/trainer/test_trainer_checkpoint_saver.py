@@ -26,7 +26,7 @@ from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[PlacedPool]:
+def pool(forked_workers: None) -> Iterator[PlacedPool]:
     with RaySession(num_cpus=2) as session:
         yield session.place([ResourcePool("main", "cpu", [2])])["main"]
 

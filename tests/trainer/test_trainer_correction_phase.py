@@ -41,7 +41,7 @@ def scored_batch() -> DataProto:
 
 def test_correction_is_inactive_by_default() -> None:
     phase = RolloutCorrectionPhase(RolloutCorrectionConfig())
-    assert not phase.is_active(batch(), 1) and not phase.bypass
+    assert not phase.is_active(batch(), 1) and not phase.reads_rollout
 
 
 def test_weights_and_rejections_change_only_the_update() -> None:
@@ -84,8 +84,20 @@ def test_tool_tokens_have_weight_one_and_no_ratio() -> None:
 def test_bypass_uses_the_log_probs_of_the_engine() -> None:
     phase = RolloutCorrectionPhase(RolloutCorrectionConfig(bypass_mode=True))
     result = phase.rollout_log_probs(batch())
-    assert phase.bypass and torch.equal(result.tensors["old_log_probs"], batch().tensors["rollout_log_probs"])
+    assert phase.reads_rollout and torch.equal(result.tensors["old_log_probs"], batch().tensors["rollout_log_probs"])
     assert "entropys" not in result.tensors
+
+
+def test_loglinear_marks_the_place_of_the_proximal_policy() -> None:
+    """Versions 0 to 3, the proximal one is 3; weights are the actor's business."""
+    config = RolloutCorrectionConfig(rollout_is="token")
+    phase = RolloutCorrectionPhase(config, loglinear=True, version=lambda: 3)
+    versions = torch.tensor([[0, 1, 2], [3, 3, 3], [2, -1, 0]], dtype=torch.int32)
+    columns = phase.rollout_log_probs(batch(weight_versions=versions)).tensors
+    expected = torch.tensor([[3 / 4, 2 / 3, 1 / 2], [0, 0, 0], [1 / 2, 0, 0]])  # the last token is masked
+    torch.testing.assert_close(columns["proximal_fractions"], expected)
+    assert torch.equal(columns["old_log_probs"], batch().tensors["rollout_log_probs"])
+    assert not phase.is_active(batch(), 1)
 
 
 def test_non_finite_log_probs_name_row_and_token() -> None:

@@ -22,6 +22,7 @@ from megarl.trainer.phases.reward_functions import function_manager
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import LengthPredictor, RolloutPhase, check_weight_versions
 from megarl.trainer.phases.validation import Validator
+from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
@@ -52,7 +53,8 @@ def phase(
         config = train_config({**changes, "data.max_response_length": 6})
         tokenizer = load_tokenizer(str(arithmetic / "model"))
         runners.append(AgentRunner(config, tokenizer))
-        return RolloutPhase(runners[-1], lambda: [EngineReplica(worker.engine)], config, tokenizer, FACTS)
+        traffic = RolloutTraffic(runners[-1], lambda: [EngineReplica(worker.engine)])
+        return RolloutPhase(traffic, config, tokenizer, FACTS)
 
     yield make
     for runner in runners:

@@ -20,7 +20,7 @@ from megarl.trainer.records.tracing import Timeline
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[PlacedPool]:
+def pool(forked_workers: None) -> Iterator[PlacedPool]:
     with RaySession(num_cpus=2) as session:
         placed = session.place([ResourcePool("main", "cpu", [2])])["main"]
         placed.processes.options = TracingOptions(timeline=True)

@@ -35,7 +35,7 @@ HANGING = "tests.cluster.hanging_workers.Hanging"
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[PlacedPool]:
+def pool(forked_workers: None) -> Iterator[PlacedPool]:
     with RaySession(num_cpus=2) as session:
         placed = session.place([ResourcePool("main", "cpu", [2])])["main"]
         placed.processes.options = TracingOptions(watched=True)

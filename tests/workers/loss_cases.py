@@ -16,6 +16,8 @@ from megarl.data import DataProto
 
 LOW, HIGH, SEED = 0.2, 0.3, 1
 CLIP_SHARE, KL_SHARE, KL_COEF, BOUNDS = 0.3, 0.3, 0.7, (0.05, 3.0)
+CAP, M2_THRESHOLD = 2.5, 0.15
+DIVERGENCE_BOUNDS = 0.01, 0.02
 
 Case = Callable[[Any, Row], list[Token]]
 
@@ -25,7 +27,7 @@ def loss_tokens(name: str, batch: DataProto) -> Case:
 
     def tokens(model: Any, row: Row) -> list[Token]:
         log_probs, _ = policy_tokens(model, row)
-        chosen = choice(name, model, batch, row) if name in ("clip_cov", "kl_cov") else set()
+        chosen = choice(name, model, batch, row) if name in ("clip_cov", "kl_cov", "m2po") else set()
         own = [t for t, trained in enumerate(row.mask.tolist()) if trained]
         result: list[Token] = []
         for t in range(len(log_probs)):
@@ -54,7 +56,13 @@ def choice(name: str, model: Any, batch: DataProto, row: Row) -> set[int]:
                 token_means.append((number, t, keys[t], new[t], math.exp(new[t] - old[t]), advantages[t]))
     mean_new, mean_advantage = (sum(fact[i] for fact in token_means) / len(token_means) for i in (3, 5))
     cov = {fact[:2]: (fact[3] - mean_new) * (fact[5] - mean_advantage) for fact in token_means}
-    if name == "kl_cov":
+    if name == "m2po":
+        rest = [fact for fact in token_means if fact[5] * (fact[4] - 1) > 0]
+        rest.sort(key=lambda fact: (math.log(fact[4]) ** 2, fact[2]))
+        taken = []
+        while rest and sum(math.log(fact[4]) ** 2 for fact in rest) / len(rest) > M2_THRESHOLD:
+            taken.append(rest.pop())
+    elif name == "kl_cov":
         ranked = sorted(token_means, key=lambda fact: (-cov[fact[:2]], fact[2]))
         taken = ranked[: max(1, int(KL_SHARE * len(token_means)))]
     else:
@@ -132,6 +140,37 @@ def kl_cov(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, to
     return loss + KL_COEF * log_ratio.abs() if chosen else loss
 
 
+def dppo(kind: str) -> Callable[..., Tensor]:
+    def loss(
+        log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]
+    ) -> Tensor:
+        old, advantage = math.exp(row.columns["old_log_probs"][t].item()), row.columns["advantages"][t].item()
+        new = math.exp(log_probs[t].item())
+        distance = abs(new - old)
+        if kind == "kl":
+            distance = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+        low, high = DIVERGENCE_BOUNDS
+        outside = new > old and distance > high if advantage > 0 else new < old and distance > low
+        token_means["pg_clipfrac"] = float(outside)
+        token_means["pg_clipfrac_lower"] = float(not outside and new / old > CAP)
+        return torch.zeros(()) if outside else -advantage * min(new / old, CAP) * log_probs[t]
+
+    return loss
+
+
+def topr(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]) -> Tensor:
+    old, advantage = row.columns["old_log_probs"], row.columns["advantages"][t].item()
+    whole = math.exp(sum((log_probs[k] - old[k]).item() for k in own))
+    token_means["pg_clipfrac"] = float(advantage < 0 and whole > 1)
+    return -advantage * (min(whole, 1.0) if advantage < 0 else 1.0) * log_probs[t]
+
+
+def m2po(log_probs: Tensor, row: Row, own: list[int], t: int, chosen: bool, token_means: dict[str, float]) -> Tensor:
+    token_means["pg_clipfrac"] = float(chosen)
+    ratio = (log_probs[t] - row.columns["old_log_probs"][t].item()).exp()
+    return torch.zeros(()) if chosen else -row.columns["advantages"][t].item() * ratio
+
+
 FORMULAS = {
     "gspo": gspo,
     "geo_mean": gmpo,
@@ -140,4 +179,8 @@ FORMULAS = {
     "sapo": sapo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "dppo_tv": dppo("tv"),
+    "dppo_kl": dppo("kl"),
+    "topr": topr,
+    "m2po": m2po,
 }

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from distributed import ProcessPool
-from loss_cases import BOUNDS, CLIP_SHARE, FORMULAS, HIGH, KL_COEF, KL_SHARE, LOW, loss_tokens
+from loss_cases import (
+    BOUNDS,
+    CAP,
+    CLIP_SHARE,
+    DIVERGENCE_BOUNDS,
+    FORMULAS,
+    HIGH,
+    KL_COEF,
+    KL_SHARE,
+    LOW,
+    M2_THRESHOLD,
+    loss_tokens,
+)
 from role_processes import BUDGETS, LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, update_plan
 from safetensors.torch import load_file
 from tiny_policies import Models, Trained, load_model, train
@@ -19,15 +31,17 @@ from megarl.config import ActorConfig
 from megarl.config.schema.roles import PolicyLossConfig
 from megarl.workers.actor import ActorWorker
 
-WHOLE = ("gspo", "geo_mean", "clip_cov", "kl_cov")  # those that look beyond a token
+WHOLE = ("gspo", "geo_mean", "clip_cov", "kl_cov", "topr", "m2po")  # those that look beyond a token
 NAMES = {"tp1": list(FORMULAS), **{layout: WHOLE for layout in LAYOUTS if layout != "tp1"}}
 UNEVEN = [[0, 1, 2, 4], [3, 5, 6, 7]]  # three rows of the first mini-batch on one rank, one of the second
 
 
 def configured(name: str) -> ActorConfig:
+    low, high = DIVERGENCE_BOUNDS if name.startswith("dppo") else (LOW, HIGH)
     return ActorConfig(
-        clip_ratio_low=LOW,
-        clip_ratio_high=HIGH,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=CAP,
         policy_loss=PolicyLossConfig(
             loss_mode=name,
             clip_cov_ratio=CLIP_SHARE,
@@ -35,6 +49,7 @@ def configured(name: str) -> ActorConfig:
             clip_cov_ub=BOUNDS[1],
             kl_cov_ratio=KL_SHARE,
             ppo_kl_coef=KL_COEF,
+            m2_threshold=M2_THRESHOLD,
         ),
     )
 

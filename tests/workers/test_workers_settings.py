@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megarl.base.errors import ConfigError
-from megarl.config import MegatronConfig
+from megarl.config import AdapterKeys, MegatronConfig
 from megarl.models import ParallelLayout, parse_model_config
-from megarl.workers.settings import check_role, layout_of
+from megarl.models.model_config import Experts
+from megarl.workers.settings import check_adapters, check_role, check_router_replay, layout_of
 
 MODEL = parse_model_config(
     {
@@ -75,3 +77,41 @@ def test_layout_that_does_not_fit_the_model_raises(keys: dict[str, Any], wrong: 
     with pytest.raises(ConfigError) as error:
         check_role(MODEL, config, "megatron")
     assert f"megatron.{wrong}" in str(error.value) and str(error.value).endswith(f": {right}")
+
+
+@pytest.mark.parametrize(
+    ("field", "correction_bias", "words"),
+    [
+        ("moe_z_loss_coeff", None, "is a dense model"),
+        ("moe_router_bias_update_rate", None, "is a dense model"),
+        ("moe_router_bias_update_rate", False, "have no correction bias"),
+        ("moe_z_loss_coeff", False, ""),
+        ("moe_router_bias_update_rate", True, ""),
+    ],
+)
+def test_balance_of_a_model_without_the_routers_raises(field: str, correction_bias: bool | None, words: str) -> None:
+    model = MODEL
+    if correction_bias is not None:
+        experts = Experts(4, 2, 24, layers=(True,) * MODEL.num_layers, correction_bias=correction_bias)
+        model = replace(MODEL, experts=experts)
+        check_router_replay(model, "R2")
+    config = MegatronConfig(override_transformer_config={field: 0.01})
+    if not words:
+        check_role(model, config, "megatron")
+        return
+    with pytest.raises(ConfigError, match=f"megatron.override_transformer_config.{field}=0.01, but .*{words}"):
+        check_role(model, config, "megatron")
+
+
+def test_routing_replay_of_a_dense_model_raises() -> None:
+    check_router_replay(MODEL, "disabled")
+    with pytest.raises(ConfigError, match=r"router_replay.mode=R2, but Qwen2ForCausalLM is a dense model"):
+        check_router_replay(MODEL, "R2")
+
+
+def test_bias_updates_of_a_frozen_model_raise() -> None:
+    keys = AdapterKeys(lora_rank=4)
+    frozen = MegatronConfig(override_transformer_config={"moe_router_bias_update_rate": 0.01})
+    check_adapters(MODEL, keys, MegatronConfig(), "model")
+    with pytest.raises(ConfigError, match=r"bias_update_rate=0.01 changes weights that lora_rank=4 freezes"):
+        check_adapters(MODEL, keys, frozen, "model")

@@ -10,7 +10,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.config.batch import batch_problems
-from megarl.config.checks import adapters, distillation, generation, layout, learning, run, scoring, time_limits
+from megarl.config.checks import (
+    adapters,
+    asynchronous,
+    distillation,
+    generation,
+    layout,
+    learning,
+    run,
+    scoring,
+    stale_data,
+    time_limits,
+)
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import (
     EvaluateConfig,
@@ -60,8 +71,14 @@ _TRAIN: tuple[Check, ...] = (
     generation.agents,
     scoring.reward_functions,
     learning.rollout_correction,
+    learning.router_replay,
     learning.selection,
     learning.reference_shaping,
+    asynchronous.async_mode,
+    asynchronous.async_devices,
+    asynchronous.async_sizes,
+    asynchronous.async_algorithm,
+    stale_data.stale_data,
     scoring.reward_model,
     run.profilers,
     learning.optimizers,

@@ -9,6 +9,7 @@ from megarl.config.checks.transformer_fields import override_problems
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, ScoredJobConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import REPLICA_SIZES, MegatronConfig
+from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import RunConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -46,7 +47,7 @@ def replicas(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[
     if rollout.server_urls and sglang.api_key_env is None:
         text = "name the environment variable with the API key that the servers of urls demand (--api-key)"
         yield Problem(f"{_ROLLOUT}.engine_kwargs.sglang.api_key_env", sglang.api_key_env, text)
-    tp, size, pool = rollout.tensor_model_parallel_size, rollout.devices_per_replica, _pool(trainer)
+    tp, size, pool = rollout.tensor_model_parallel_size, rollout.devices_per_replica, _engine_pool(rollout, trainer)
     servers = len(rollout.server_urls)
     if rollout.replicas is None:
         text = f"replicas of {tp} devices do not divide {pool}"
@@ -54,16 +55,16 @@ def replicas(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[
     elif servers and servers != rollout.replicas:
         text = f"{_ROLLOUT}.engine_kwargs.sglang.urls has {servers}, one per replica"
         yield Problem(f"{_ROLLOUT}.replicas", rollout.replicas, text)
-    elif rollout.replicas * size > trainer.num_devices:
+    elif rollout.replicas * size > (rollout.own_devices or trainer.num_devices):
         total = f"{rollout.replicas} replicas x {size} = {rollout.replicas * size} devices"
         yield Problem(f"{_ROLLOUT}.replicas", rollout.replicas, f"{total} are more than {pool}")
     elif tp > 1 and rollout.name == "embedded":
         text = f"{_ROLLOUT}.name=embedded runs each replica on one device; set 1"
         yield Problem(f"{_ROLLOUT}.tensor_model_parallel_size", tp, text)
-    elif trainer.nnodes > 1 and trainer.n_gpus_per_node % size:
+    elif (split := _nodes_of_replicas(rollout, trainer)) and split[1] % size:
         text = (
-            f"must divide trainer.n_gpus_per_node={trainer.n_gpus_per_node}: a replica that the run starts does not "
-            f"span nodes; a server that you start can, see {_ROLLOUT}.engine_kwargs.sglang.urls"
+            f"must divide {split[0]}={split[1]}: a replica that the run starts does not span nodes; a server "
+            f"that you start can, see {_ROLLOUT}.engine_kwargs.sglang.urls"
         )
         yield Problem(f"{_ROLLOUT}.tensor_model_parallel_size", tp, text)
 
@@ -76,6 +77,21 @@ def weight_sync(config: TrainConfig) -> Iterator[Problem]:
     if trainer.nnodes > 1 and sync.transport in ("shared_memory", "cuda_ipc"):
         text = f"does not lead from one node to another and trainer.nnodes={trainer.nnodes}; set auto"
         yield Problem("sync.transport", sync.transport, text)
+
+
+def _nodes_of_replicas(rollout: RolloutConfig, trainer: RunConfig) -> tuple[str, int] | None:
+    """Key and value of the devices per node for engines on several nodes; None on one node."""
+    if isinstance(rollout, TrainingRolloutConfig) and rollout.own_devices:
+        per_node = f"{_ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node or 1
+        return per_node if rollout.nnodes > 1 else None
+    return ("trainer.n_gpus_per_node", trainer.n_gpus_per_node) if trainer.nnodes > 1 else None
+
+
+def _engine_pool(rollout: RolloutConfig, trainer: RunConfig) -> str:
+    if not isinstance(rollout, TrainingRolloutConfig) or not rollout.nnodes:
+        return _pool(trainer)
+    sizes = f"{_ROLLOUT}.nnodes={rollout.nnodes} x {_ROLLOUT}.n_gpus_per_node={rollout.n_gpus_per_node}"
+    return f"the engines' pool of {rollout.own_devices} ({sizes})"
 
 
 def _pool(trainer: RunConfig) -> str:

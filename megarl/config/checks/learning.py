@@ -85,6 +85,16 @@ def reference_shaping(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.enable", align.enable, text)
 
 
+def router_replay(config: TrainConfig) -> Iterator[Problem]:
+    """Check that something records the routes that the update replays."""
+    path, mode = "actor_rollout_ref.actor.router_replay.mode", config.actor_rollout_ref.actor.router_replay.mode
+    if mode == "R3":
+        text = f"needs routes of the engine, which rollout.name={config.actor_rollout_ref.rollout.name} does not return"
+        yield Problem(path, mode, f"{text}; set R2")
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        yield Problem(path, mode, f"needs the pass for old log-probs, which {_CORRECTION}.bypass_mode=true leaves out")
+
+
 def rollout_correction(config: TrainConfig) -> Iterator[Problem]:
     """Check the rollout correction, its bounds and its inputs."""
     correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
@@ -138,11 +148,14 @@ def optimizers(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
 
 
 def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
-    """Check that the preference loss reads the label smoothing."""
+    """Check that the preference loss reads the label smoothing and the target margin."""
     loss, smoothed = config.loss, ("dpo", "simpo")
     if loss.label_smoothing and loss.type not in smoothed:
         text = f"has no effect with loss.type={loss.type}; leave it 0, or use {' or '.join(smoothed)}"
         yield Problem("loss.label_smoothing", loss.label_smoothing, text)
+    if loss.simpo_gamma is not None and loss.type != "simpo":
+        text = f"has no effect with loss.type={loss.type}; leave it null, or use simpo"
+        yield Problem("loss.simpo_gamma", loss.simpo_gamma, text)
 
 
 def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:

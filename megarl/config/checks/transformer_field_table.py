@@ -15,11 +15,19 @@ SUPPORTED = frozenset(
         "deallocate_pipeline_outputs",
         "disable_bf16_reduced_precision_matmul",
         "gradient_accumulation_fusion",
+        "moe_aux_loss_coeff",
         "moe_permute_fusion",
+        "moe_router_bias_update_rate",
+        "moe_router_load_balancing_type",
+        "moe_z_loss_coeff",
         "overlap_p2p_comm",
     }
 )
 """Fields that the user may set, each with a test."""
+EXPERT_WEIGHTS = frozenset({"moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_z_loss_coeff"})
+"""Supported fields with a number of at least 0."""
+BALANCING_TYPES = ("none", "seq_aux_loss")
+"""Values of `moe_router_load_balancing_type`."""
 
 _MODEL = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels qk_layernorm add_qkv_bias
@@ -75,8 +83,7 @@ OWNED: dict[str, str] = {
             "dropout is off: log-probs must be equal in every pass": "hidden_dropout attention_dropout",
             "attention computes its softmax in float32": "attention_softmax_in_fp32",
             "the router computes in float32": "moe_router_dtype",
-            "there is no loss that balances experts: it would pull the policy away from its rewards": """
-                moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate
+            "the router selects the experts with the highest scores": """
                 moe_router_quantile_balancing_ema moe_router_force_load_balancing moe_router_force_biased
                 moe_input_jitter_eps
             """,
@@ -111,7 +118,7 @@ REJECTED: dict[str, str] = _by_name(
             fp4_recipe fp4_param fp4_quantizer_factory quant_recipe use_kitchen use_kitchen_attention
             kitchen_attention_backend disable_parameter_transpose_cache
         """,
-        "megarl does not replay the engine's routing": "moe_enable_routing_replay",
+        "set router_replay.mode of the actor": "moe_enable_routing_replay",
         "megarl's router replaces Megatron's": "moe_router_fusion moe_per_layer_logging",
         "megarl has no such model family": """
             apply_query_key_layer_scaling use_fused_weighted_squared_relu
@@ -179,5 +186,13 @@ REJECTED: dict[str, str] = _by_name(
 )
 """Fields that megarl does not support, by name, with the reason. Megatron's default is accepted."""
 
-REJECTED_VALUES = {"attention_backend": {"local": "is Megatron's own attention, which megarl does not use"}}
+_BATCH_LOSS = "loss depends on the division into micro-batches; set seq_aux_loss"
+REJECTED_VALUES = {
+    "attention_backend": {"local": "is Megatron's own attention, which megarl does not use"},
+    "moe_router_load_balancing_type": {
+        "aux_loss": _BATCH_LOSS,
+        "global_aux_loss": _BATCH_LOSS,
+        "sinkhorn": "selects other experts than the model's family",
+    },
+}
 """Values of supported fields that megarl does not support, with the reason."""

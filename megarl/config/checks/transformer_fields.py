@@ -15,13 +15,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.config.checks.transformer_field_table import OWNED, REJECTED, REJECTED_VALUES, SUPPORTED
+from megarl.config.checks.transformer_field_table import (
+    BALANCING_TYPES,
+    EXPERT_WEIGHTS,
+    OWNED,
+    REJECTED,
+    REJECTED_VALUES,
+    SUPPORTED,
+)
 from megarl.config.problems import format_value
 
 _SOURCES = (
     ("model_parallel_config.py", "ModelParallelConfig"),
     ("transformer/transformer_config.py", "TransformerConfig"),
 )
+_BALANCING = "moe_router_load_balancing_type"
 _ENUMS, _BACKENDS = "transformer/enums.py", "AttnBackend"
 
 
@@ -43,6 +51,8 @@ def override_problems(overrides: Mapping[str, Any]) -> Iterator[tuple[str, str]]
     for name, value in overrides.items():
         if problem := _problem(name, value, fields):
             yield name, problem
+        elif name == "moe_aux_loss_coeff" and value and overrides.get(_BALANCING) != "seq_aux_loss":
+            yield name, f"needs {_BALANCING}=seq_aux_loss"
 
 
 def _problem(name: str, value: Any, fields: Mapping[str, TransformerField]) -> str:
@@ -57,10 +67,10 @@ def _problem(name: str, value: Any, fields: Mapping[str, TransformerField]) -> s
         return f"the installed Megatron-Core's TransformerConfig has no such field{hint}"
     field = fields[name]
     if name in SUPPORTED:
-        if not _fits(field.annotation, value):
-            return f"must be {_describe(field.annotation)}, not {format_value(value)}"
-        reason = REJECTED_VALUES.get(name, {}).get(value)
-        return f"cannot be {format_value(value)}: that {reason}" if reason else ""
+        reason = REJECTED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+        if reason:
+            return f"cannot be {format_value(value)}: that {reason}"
+        return "" if _fits(name, field, value) else f"must be {_describe(name, field)}, not {format_value(value)}"
     if _is_default(field, value):
         return ""
     reason = REJECTED.get(name, "megarl does not know this field of the installed Megatron-Core; remove the key")
@@ -105,13 +115,21 @@ def _class_body(file: str, name: str) -> list[ast.stmt]:
     return []
 
 
-def _fits(annotation: ast.expr, value: Any) -> bool:
+def _fits(name: str, field: TransformerField, value: Any) -> bool:
     """Whether a value has the type of a supported field."""
-    return value in attention_backends() if ast.unparse(annotation) == _BACKENDS else isinstance(value, bool)
+    if name in EXPERT_WEIGHTS:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if name == _BALANCING:
+        return value in BALANCING_TYPES
+    return value in attention_backends() if ast.unparse(field.annotation) == _BACKENDS else isinstance(value, bool)
 
 
-def _describe(annotation: ast.expr) -> str:
-    text = ast.unparse(annotation)
+def _describe(name: str, field: TransformerField) -> str:
+    if name in EXPERT_WEIGHTS:
+        return "a number of at least 0"
+    if name == _BALANCING:
+        return f"one of {', '.join(BALANCING_TYPES)}"
+    text = ast.unparse(field.annotation)
     if text != _BACKENDS:
         return text
     refused = REJECTED_VALUES["attention_backend"]

@@ -9,6 +9,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 from megarl.base.algorithm_names import PREFERENCE_LOSS_TYPES, estimator_needs
 from megarl.config.keys import key, section
 from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema.async_training import LOGLINEAR, RECOMPUTE, AsyncTrainingConfig
 from megarl.config.schema.data import (
     DataConfig,
     GenerateDataConfig,
@@ -128,9 +129,15 @@ class TrainConfig(ScoredJobConfig):
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     distillation: DistillationConfig = section(DistillationConfig)
     val_reward_fn: ValRewardConfig = section(ValRewardConfig)
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     sync: SyncConfig = section(SyncConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     global_profiler: ProfilerConfig = section(ProfilerConfig)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all pools."""
+        return self.trainer.num_devices + self.actor_rollout_ref.rollout.own_devices
 
     @property
     def uses_critic(self) -> bool:
@@ -142,6 +149,17 @@ class TrainConfig(ScoredJobConfig):
     def uses_task_rewards(self) -> bool:
         """Whether the actor learns from rewards; false in distillation alone."""
         return not self.distillation.enabled or self.distillation.distillation_loss.use_task_rewards
+
+    @property
+    def estimates_proximal_policy(self) -> bool:
+        """Whether old log-probs are a log-linear estimate by weight versions, computed with the loss."""
+        return self.async_training.proximal == LOGLINEAR and not self.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def holds_proximal_policy(self) -> bool:
+        """Whether the actor holds the weights of the last sync through several updates, for old log-probs."""
+        keys, correction = self.async_training, self.algorithm.rollout_correction
+        return keys.sync_interval > 1 and keys.proximal == RECOMPUTE and not correction.bypass_mode
 
     @property
     def uses_baselines(self) -> bool:
@@ -251,7 +269,9 @@ class PreferenceLossConfig:
     label_smoothing: float = key(
         0.0, "Probability that a pair's label is wrong, for dpo and simpo.", at_least=0, at_most=0.5
     )
-    simpo_gamma: float = key(0.5, "Target margin between the rewards of simpo; other losses ignore it.", at_least=0)
+    simpo_gamma: float | None = key(
+        None, "Target margin between the rewards of simpo; null = 0.5. Other losses have none.", at_least=0
+    )
 
     @property
     def uses_reference(self) -> bool:

@@ -25,7 +25,8 @@ class PolicyLossConfig:
     loss_mode: str = key(
         "vanilla",
         "Policy loss; vanilla = PPO's clipped loss. gspo and geo_mean clip a different ratio: set the clip range with "
-        "them. clip_cov and kl_cov cost an additional forward pass.",
+        "them. clip_cov, kl_cov and m2po cost an additional forward pass. dppo_tv, dppo_kl, m2po and topr suit stale "
+        "data.",
         choices=tuple(LOSS_MODES),
         custom="function",
     )
@@ -34,6 +35,26 @@ class PolicyLossConfig:
     clip_cov_ub: float = key(5.0, "clip_cov selects tokens whose covariance is below this value.")
     kl_cov_ratio: float = key(0.0002, "Share of the tokens that kl_cov penalizes.", above=0, at_most=1)
     ppo_kl_coef: float = key(0.1, "Weight of the KL penalty of kl_cov.", at_least=0)
+    m2_threshold: float = key(
+        0.04, "m2po masks outliers until the mean of the squared log-ratios is at most this value.", above=0
+    )
+
+
+@dataclass(frozen=True)
+class RouterReplayConfig:
+    """Replay of the experts that each token was sent to, for models with a mixture of experts (docs/moe.md)."""
+
+    mode: str = key(
+        "disabled",
+        "R2 = the update uses the experts that the pass for old log-probs selected. R3 = those of the rollout engine, "
+        "which no engine of megarl returns yet.",
+        choices=("disabled", "R2", "R3"),
+    )
+
+    @property
+    def enable(self) -> bool:
+        """Whether the update replays routes."""
+        return self.mode != "disabled"
 
 
 @dataclass(frozen=True)
@@ -58,7 +79,7 @@ class ActorConfig(UpdateBatchConfig):
     loss_agg_mode: str | None = key(
         None,
         "Aggregation of per-token losses; null = the default of the policy loss: seq-mean-token-mean for gspo, "
-        "geo_mean and sapo, else token-mean.",
+        "geo_mean and sapo, seq-mean-token-sum for topr, else token-mean.",
         choices=LOSS_AGG_MODES,
     )
     loss_scale_factor: int | None = key(
@@ -79,6 +100,7 @@ class ActorConfig(UpdateBatchConfig):
         "false = train on them like on the policy's tokens.",
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
     optim: OptimConfig = section(OptimConfig)
     megatron: MegatronConfig = section(MegatronConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)

@@ -200,6 +200,11 @@ class RolloutConfig:
         return 1 if self.server_urls else self.tensor_model_parallel_size
 
     @property
+    def own_devices(self) -> int:
+        """Devices of the engines alone; 0 = the engines run on the trainer's devices."""
+        return 0
+
+    @property
     def serves_endpoint(self) -> bool:
         """Whether the run serves the policy over OpenAI's chat interface."""
         return self.endpoint.enable or self.agent.external_agent is not None
@@ -209,13 +214,29 @@ class RolloutConfig:
 class TrainingRolloutConfig(RolloutConfig, TokenFilterConfig, LogProbBatchConfig):
     """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
 
+    nnodes: int = key(
+        0,
+        "Nodes with devices of the engines alone, for `async_training.mode: disaggregated`; 0 = the engines run on the "
+        "trainer's devices.",
+        at_least=0,
+    )
+    n_gpus_per_node: int | None = key(
+        None, "Devices of the engines on each of `nnodes` nodes; null = `trainer.n_gpus_per_node`.", at_least=1
+    )
     n: int = key(1, "Responses per prompt.", at_least=1)
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
     free_cache_engine: bool = key(
-        True, "Engines release the memory of weights and KV cache to the trainer outside the generation phase."
+        True,
+        "Engines release the memory of weights and KV cache to the trainer outside the generation phase; never with "
+        "devices of their own (`nnodes`).",
     )
     calculate_log_probs: bool = key(
         False,
         "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and "
         "write them next to the responses in `trainer.rollout_data_dir` as `<step>.npz`, for `megarl doctor logprobs`.",
     )
+
+    @property
+    def own_devices(self) -> int:
+        """Devices of the engines alone; 0 = the engines run on the trainer's devices."""
+        return self.nnodes * (self.n_gpus_per_node or 0)

@@ -16,6 +16,8 @@ _SEEDS = "every rank draws from trainer.seed"
 _QAT = "megarl has no quantization-aware training; rollout.dtype is the engine's format"
 _MERGED = "weights are merged while they are sent to the engine"
 _NO_VISION = "megarl has no vision models"
+_ACTOR_REPLAYS = "only the actor's update replays routes: set actor_rollout_ref.actor.router_replay.mode"
+_NO_FILES = "routes travel with the samples, not through files"
 
 _MEGATRON: dict[str, Rule] = {
     "use_mbridge": NoEffect("megarl's weight maps always read the Hugging Face folder"),
@@ -56,7 +58,7 @@ _MEGATRON: dict[str, Rule] = {
         "the model comes from its family's declaration in megarl/models/families; override_transformer_config sets "
         "how it is computed"
     ),
-    "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), "megarl does not replay the engine's routing"),
+    "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), _ACTOR_REPLAYS),
     "qat.*": Feature(
         "{}.qat.enable", (False,), "megarl has no quantization-aware training; rollout.dtype is the engine's format"
     ),
@@ -163,7 +165,8 @@ _ACTOR_ONLY: dict[str, Rule] = {
     "qat.*": Feature(
         "{}.qat.enable", (False,), "megarl has no quantization-aware training; rollout.dtype is the engine's format"
     ),
-    "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), "megarl does not replay the engine's routing"),
+    "router_replay.record_file": Only((), _NO_FILES),
+    "router_replay.replay_file": Only((), _NO_FILES),
     "policy_loss.dro_beta": Refused("megarl has no DRO loss; see policy_loss.loss_mode"),
 }
 
@@ -174,7 +177,7 @@ _REF_ONLY: dict[str, Rule] = {
     "rollout_n": Refused("set actor_rollout_ref.rollout.n"),
     "entropy_from_logits_with_chunking": NoEffect(_EXACT),
     "entropy_from_logits_chunk_size": NoEffect(_EXACT),
-    "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), "megarl does not replay the engine's routing"),
+    "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), _ACTOR_REPLAYS),
     "fsdp_config.*": OtherBackend("FSDP", "the layout is in `megatron`"),
     "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
     "veomni.*": OtherBackend("VeOmni", "the layout is in `megatron`"),
@@ -225,7 +228,6 @@ _TYPED_FIELDS = (
 )
 """Fields that are keys of the section itself."""
 
-_BALANCE = "megarl has no loss that balances experts: it would pull the policy away from its rewards"
 _ROUTER = "the model family defines the router"
 _SPARSE = "megarl has no model families with sparse attention (DSA)"
 _KERNELS = "megarl uses fused kernels if Transformer Engine is installed"
@@ -234,12 +236,8 @@ _MINDSPEED = "concerns Ascend NPUs (MindSpeed) only; remove the key"
 _TRANSFORMER: dict[str, Rule] = {
     "normalization": Only(("RMSNorm",), "the model family sets it"),
     "swiglu": Only((True,), "the model family sets it"),
-    "moe_aux_loss_coeff": Only((0,), _BALANCE),
-    "moe_z_loss_coeff": Only((0,), _BALANCE),
-    "moe_router_load_balancing_type": Only(("none",), _BALANCE),
     "moe_router_dtype": Only(("fp32",), "the router computes in float32"),
     "moe_router_enable_expert_bias": Only((True,), "the router keeps the bias of the checkpoint, if there is one"),
-    "moe_router_bias_update_rate": Only((0,), f"{_ROUTER}, with the bias of the checkpoint"),
     "moe_router_topk_scaling_factor": Refused(_ROUTER),
     "moe_router_score_function": Refused(_ROUTER),
     "moe_router_num_groups": Refused(_ROUTER),
@@ -292,6 +290,10 @@ def role_rules() -> dict[str, Rule]:
     rules |= _below(_REWARD, _REWARD_ONLY)
     for role in (_ACTOR, _REF, _CRITIC, _REWARD):
         rules |= _below(f"{role}.megatron", _MEGATRON)
+    replay = f"{_ACTOR}.megatron.router_replay"
+    del rules[f"{replay}.*"]
+    rules |= {f"{replay}.mode": Renamed(f"{_ACTOR}.router_replay.mode")}
+    rules |= {f"{replay}.{name}": Only((), _NO_FILES) for name in ("record_file", "replay_file")}
     for role in (_ACTOR, _CRITIC):
         rules |= _below(f"{role}.optim", _OPTIM) | _below(role, _OFFLOAD)
     for model in ("actor_rollout_ref.model", "critic.model"):

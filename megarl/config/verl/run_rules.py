@@ -7,7 +7,11 @@ from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refu
 _CORRECTION = "algorithm.rollout_correction"
 _NEW_RESPONSES = "every step generates new responses; trainer.rollout_data_dir keeps them"
 _TEXTS = "megarl trains on text: it has no images, video or sound"
-_ASYNC = "a step generates and then trains, on the same devices; megarl has no asynchronous training"
+_MODE = "trainer.v1.trainer_mode"
+_ASYNC = "nearest: the section async_training"
+_ADMISSION = "async_training.max_staleness admits prompts ahead, so that no sample becomes too stale"
+_SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
+_SWITCHING = "the trainer's devices do not generate in disaggregated mode"
 _REWARD_ENGINE = "a reward model runs on Megatron; its layout is reward_model.megatron"
 _JUDGE = "the model has a scalar head; for a generative judge set reward_model.judge.base_url"
 
@@ -128,14 +132,28 @@ _DISTILLATION: dict[str, Rule] = {
 
 _RUN: dict[str, Rule] = {
     "model_engine": Only(("megatron",), "megarl trains with Megatron; set model_engine=megatron"),
-    "actor_rollout_ref.hybrid_engine": Only((True,), "trainer and engines share the devices"),
+    "actor_rollout_ref.hybrid_engine": Only(
+        (True,), "async_training.mode=disaggregated gives the engines their own devices"
+    ),
     "actor_rollout_ref.nccl_timeout": Renamed("trainer.nccl_timeout", why="for all roles"),
     "trainer.default_hdfs_dir": Refused("set trainer.default_local_dir to a folder on a mounted file system"),
     "trainer.del_local_ckpt_after_load": Only((False,), "see trainer.max_actor_ckpt_to_keep"),
     "trainer.ray_wait_register_center_timeout": NoEffect("Ray connects the workers"),
     "trainer.use_v1": NoEffect("megarl has one trainer"),
     "trainer.use_legacy_worker_impl": NoEffect("megarl has one implementation of each worker"),
-    "trainer.v1.*": Feature("trainer.v1.trainer_mode", ("sync",), _ASYNC),
+    _MODE: Renamed("async_training.mode", {"separate_async": "disaggregated"}),
+    "trainer.v1.separate_async.parameter_sync_step": Renamed(
+        "async_training.sync_interval", switch=_MODE, off=("sync", "colocate_async")
+    ),
+    "trainer.v1.sampler.max_off_policy_threshold": Renamed(
+        "async_training.max_staleness", why=_ADMISSION, switch=_MODE, off=("sync",)
+    ),
+    "trainer.v1.sampler.max_off_policy_strategy": NoEffect(_ADMISSION),
+    "trainer.v1.colocate_async.num_warmup_batches": NoEffect(_ADMISSION),
+    "trainer.v1.separate_async.num_warmup_batches": NoEffect(_ADMISSION),
+    _SWITCH: Only((False,), _SWITCHING),
+    "trainer.v1.separate_async.hybrid_rollout.*": Feature(_SWITCH, (False,), _SWITCHING),
+    "trainer.v1.*": Feature(_MODE, ("sync",), _ASYNC),
     "ray_kwargs.ray_init.num_cpus": Refused(
         "each worker counts as one CPU; limit cores with taskset or the scheduler, or join a cluster by RAY_ADDRESS"
     ),
@@ -152,8 +170,15 @@ _RUN: dict[str, Rule] = {
     "transfer_queue.enable": NoEffect("batches travel through Ray's object store"),
     "transfer_queue.*": NoEffect("batches travel through Ray's object store"),
     **_DISTILLATION,
+    "async_training.staleness_threshold": Renamed("async_training.max_staleness", why=_ADMISSION),
+    "async_training.trigger_parameter_sync_step": Renamed("async_training.sync_interval"),
+    "async_training.require_batches": Only((1,), "set actor_rollout_ref.actor.ppo_mini_batch_size"),
+    "async_training.partial_rollout": Only((False,), "a weight sync waits for the trajectories in flight"),
+    "async_training.use_trainer_do_validate": Only((False,), "the engines validate"),
     "async_training.*": Refused(_ASYNC),
-    "rollout.*": Refused(_ASYNC),
+    "rollout.nnodes": Renamed("actor_rollout_ref.rollout.nnodes"),
+    "rollout.n_gpus_per_node": Renamed("actor_rollout_ref.rollout.n_gpus_per_node"),
+    "rollout.*": Refused("trainer.total_training_steps and trainer.test_freq apply to every mode"),
     **{
         f"skip.{kind}.*": Feature(f"skip.{kind}.enable", (False,), _NEW_RESPONSES)
         for kind in ("rollout", "rollout_tq", "async_rollout")
@@ -181,10 +206,6 @@ _LENGTHS = "data.max_prompt_length + data.max_response_length"
 
 _GENERATION: dict[str, Rule] = {
     "mode": NoEffect("all requests of a step run concurrently"),
-    "nnodes": Only((0,), "engines and trainer share the devices of trainer.nnodes x trainer.n_gpus_per_node"),
-    "n_gpus_per_node": Feature(
-        f"{_ROLLOUT}.nnodes", (0,), "engines and trainer share the devices; set trainer.n_gpus_per_node"
-    ),
     "gpu_memory_utilization": Renamed(f"{_SERVER}.mem_fraction_static"),
     "enforce_eager": Renamed(f"{_SERVER}.disable_cuda_graph", left_out=(False,)),
     "cudagraph_capture_sizes": Renamed(f"{_SERVER}.cuda_graph_bs"),
@@ -218,8 +239,10 @@ _GENERATION: dict[str, Rule] = {
     "quantization_config_file": Refused("rollout.dtype is the format of the engine's weights"),
     "qat.*": Refused("megarl has no quantization-aware training"),
     "mtp.*": Feature(f"{_ROLLOUT}.mtp.enable", (False,), "the engine predicts one token at a time"),
-    "enable_rollout_routing_replay": Only((False,), "megarl does not replay the engine's routing in training"),
-    "moe_load_balance_metrics_interval": Only((0,), "megarl does not measure the load of experts"),
+    "enable_rollout_routing_replay": Only(
+        (False,), "the engines return no routes; set actor_rollout_ref.actor.router_replay.mode=R2"
+    ),
+    "moe_load_balance_metrics_interval": NoEffect("every update measures the load of experts (actor/expert_load/*)"),
     "disaggregation.*": Feature(f"{_ROLLOUT}.disaggregation.enabled", (False,), "each engine does prefill and decode"),
     "prometheus.*": Feature(f"{_ROLLOUT}.prometheus.enable", (False,), "set trainer.logger for metrics"),
     "trace.backend": Refused("set trainer.rollout_data_dir to write responses"),

@@ -95,6 +95,7 @@ _SAME = {
     "critic.profiler": _PROFILER,
     "global_profiler": "tool steps profile_continuous_steps save_path",
     "global_profiler.global_tool_config.nsys": "discrete",
+    "actor_rollout_ref.actor.router_replay": "mode",
     "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
     "actor_rollout_ref.model": f"external_lib path tokenizer_path {_ADAPTERS}",
     "actor_rollout_ref.model.lora": "lora_A_init_method",
@@ -105,7 +106,8 @@ _SAME = {
     "actor_rollout_ref.rollout.agent": "agent_loop_config_path default_agent_loop num_workers",
     "actor_rollout_ref.rollout": (
         "calculate_log_probs dtype free_cache_engine log_prob_max_token_len_per_gpu "
-        "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n name seed temperature "
+        "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n n_gpus_per_node name nnodes seed "
+        "temperature "
         "tensor_model_parallel_size top_k top_p"
     ),
     "actor_rollout_ref.rollout.multi_turn": (

@@ -145,10 +145,11 @@ class TrainDryRun(DryRun):
         self._needed(self._layouts_fit, "models and layouts")
         config, policy, rollout = self.config, self.config.actor_rollout_ref, self._rollout()
         train, devices = layout_of(policy.actor.megatron), self.config.trainer.num_devices
+        own = policy.rollout.own_devices
         weight_map = WeightMap(read_model_config(policy.model.path))
         placement = Placement.of_devices(
             [rank % devices for rank in range(train.world_size)],
-            [rank % devices for rank in range(rollout.world_size)],
+            [(devices if own else 0) + rank % (own or devices) for rank in range(rollout.world_size)],
             config.trainer.n_gpus_per_node,
         )
         element, bucket = ELEMENT_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20

@@ -31,7 +31,7 @@ from megarl.ops.doctor.node.storage import check_checkpoint_room
 from megarl.ops.plan.report import shortfall_lines
 from megarl.ops.plan.suggestion import plan_run
 from megarl.tracking import check_trackers
-from megarl.trainer.jobs.devices import check_devices
+from megarl.trainer.jobs.devices import check_devices, engine_devices
 from megarl.trainer.jobs.early_checks import check_packages
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
@@ -158,7 +158,7 @@ class DryRun(ABC):
             ConfigError: a package is missing, or the run has more devices than this machine.
         """
         config, trainer, problems = self.config, self.config.trainer, []
-        for check in (lambda: check_packages(config), lambda: check_devices(trainer)):
+        for check in (lambda: check_packages(config), lambda: check_devices(trainer, engine_devices(config))):
             try:
                 check()
             except MegarlError as error:
@@ -226,6 +226,9 @@ class DryRun(ABC):
             ConfigError: the run does not fit.
         """
         self._needed(self._layouts_fit, "models and layouts")
+        if engine_devices(self.config):
+            yield f"{WARNING}memory is not checked: the plan has the engines on the trainer's devices"
+            return
         plan, suggestion = plan_run(self.config)
         name, usable = plan.hardware.name, plan.usable_bytes
         if not plan.fits:

@@ -12,6 +12,7 @@ from rich.console import Console
 from megarl.base.errors import ConfigError, ModelError
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.config.compose import ConfigRequest, compose, compose_draft
+from megarl.config.schema.async_training import SYNC
 from megarl.ops.plan.estimate import Estimate, estimate
 from megarl.ops.plan.hardware import Hardware, hardware_of, known_hardware
 from megarl.ops.plan.lengths import Lengths, lengths_of
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--top needs --search")
     try:
         config = (compose_draft if options.search else compose)(_request(options))
+        if isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
+            mode = config.async_training.mode
+            raise ConfigError(f"async_training.mode={mode}: megarl plan plans synchronous training only; set sync")
         hardware = hardware_of(config, options.hardware)
         lengths = lengths_of(config, options.lengths)
         action = _search if options.search else _plan

@@ -75,6 +75,8 @@ class PlannedRole:
         passes: passes in the order of a training step.
         holds_reference: whether host memory keeps the reference weights, which are swapped into this role's model for
             phase ``ref``.
+        holds_proximal: whether host memory keeps the weights of the last sync, which are swapped in for phase
+            ``old_log_prob``.
         reference_head: whether the device keeps a copy of the reference's output layer, for the exact KL.
         saves_in_background: whether a save copies the state to host memory.
         lora: low-rank adapters, which alone are trained; None without adapters.
@@ -89,6 +91,7 @@ class PlannedRole:
     trains: bool
     passes: tuple[PlannedPass, ...]
     holds_reference: bool = False
+    holds_proximal: bool = False
     reference_head: bool = False
     saves_in_background: bool = False
     lora: LoraOptions | None = None
@@ -272,6 +275,7 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
         trains=True,
         # With adapters the reference is the model without them, or with other adapters, which are small.
         holds_reference=swaps_reference and not policy.model.lora_rank,
+        holds_proximal=config.holds_proximal_policy and not policy.model.lora_rank,
         reference_head=learns_kl or computes_kl,
         saves_in_background=config.trainer.save_freq > 0 and policy.actor.checkpoint.async_save,
         adapters=policy.model,

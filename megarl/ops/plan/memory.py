@@ -24,7 +24,7 @@ class Component(NamedTuple):
         owner: a role, ``rollout`` or ``sync``.
         name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (saved for the backward), ``logits`` or
             ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``reference head``; in host
-            memory also ``reference copy`` and ``swapped weights``.
+            memory also ``reference copy``, ``proximal copy`` and ``swapped weights``.
         nbytes: size in bytes.
     """
 
@@ -250,8 +250,8 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, ...]:
-    """Return the host memory of the fullest node: offloaded states, reference weights, copies of background saves, and
-    the last sent weights of delta syncs.
+    """Return the host memory of the fullest node: offloaded states, reference weights, copies of background saves,
+    replayed routes, and the last sent weights of delta syncs.
 
     While the reference computes, host memory also holds the actor's weights, as an offload does.
     """
@@ -266,19 +266,36 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, 
                 if rank is None:
                     continue
                 states = memory.stages[role.layout.coordinate(rank).pp].states
+                if role.name == "actor" and (routes := _routes(job, role)):
+                    totals[role.name, "routes"] += routes
                 if role.megatron.param_offload:
                     totals[role.name, "weights"] += _in_chunks(states.weights)
                 if role.megatron.optimizer_offload:
                     totals[role.name, "optimizer"] += _in_chunks(states.optimizer)
                 if role.holds_reference:
                     totals[role.name, "reference copy"] += _in_chunks(states.weights)
-                    if not role.megatron.param_offload:
-                        totals[role.name, "swapped weights"] += _in_chunks(states.weights)
+                if role.holds_proximal:
+                    totals[role.name, "proximal copy"] += _in_chunks(states.weights)
+                if (role.holds_reference or role.holds_proximal) and not role.megatron.param_offload:
+                    totals[role.name, "swapped weights"] += _in_chunks(states.weights)
                 if role.saves_in_background and (copied := _copied_for_save(role, states)):
                     totals[role.name, "checkpoint copy"] += _in_chunks(copied)
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
         nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
     return max(nodes, key=lambda parts: sum(part.nbytes for part in parts))
+
+
+def _routes(job: PlannedJob, role: PlannedRole) -> int:
+    """Return the bytes of the experts that a rank's update replays: two per token, expert layer and selected expert.
+
+    All ranks of a data-parallel rank have its samples, padded to the longest.
+    """
+    config, rollout, experts = job.config, job.rollout, role.model.experts
+    if not isinstance(config, TrainConfig) or rollout is None or experts is None:
+        return 0
+    if not config.actor_rollout_ref.actor.router_replay.enable:
+        return 0
+    return 2 * sum(experts.layers) * experts.per_token * rollout.longest * rollout.samples // role.layout.dp
 
 
 def _kept_for_deltas(job: PlannedJob) -> int:

@@ -287,12 +287,13 @@ class PassTimer:
         return layout.vpp * self.groups.pipeline.send_s(nbytes, self.hardware)
 
     def _host_copies(self, planned: PlannedPass) -> TimeBreakdown:
-        """Return the time to onload and offload states around the pass, and to swap in the reference weights."""
+        """Return the time to onload and offload states around the pass, and to swap in other weights."""
         megatron = self.role.megatron
         # Unchanged weights are offloaded without a copy.
         copies = int(megatron.param_offload) * (1 + planned.updates)
-        if planned.phase == "ref" and self.role.holds_reference:
-            # The reference weights in; weights that are not offloaded also out, and in again.
+        swapped = {"ref": self.role.holds_reference, "old_log_prob": self.role.holds_proximal}
+        if swapped.get(planned.phase):
+            # The other weights in; weights that are not offloaded also out, and in again.
             copies = 1 if megatron.param_offload else 3
         nbytes = 0.0
         if planned.updates and megatron.optimizer_offload:

@@ -130,6 +130,21 @@ BALANCE = (
     }),
 )  # fmt: skip
 
+EXPERTS = (
+    Chart("Busiest expert", "Tokens of the busiest expert over the mean, in the worst layer; 1 is even.", {
+        "actor/expert_load/max_over_mean": "actor", "critic/expert_load/max_over_mean": "critic",
+        "train/expert_load/max_over_mean": "model",
+    }),
+    Chart("Dead experts", "Experts without a token in an optimizer step, over all layers.", {
+        "actor/expert_load/dead": "actor", "critic/expert_load/dead": "critic", "train/expert_load/dead": "model",
+    }),
+    Chart("Busiest expert of each layer", "Of the actor: tokens over the mean.",
+          prefix="actor/expert_load/max_over_mean/", wide=True),
+    Chart("Losses of the routers", "Without their weights, mean over layers.", {
+        "actor/seq_load_balancing_loss": "balance", "actor/z_loss": "z-loss",
+    }),
+)  # fmt: skip
+
 SYNC = (
     Chart("Weight sync: time", "Seconds until the engine has the new weights.", {
         "weight_sync/seconds": "sync", "timing_s/update_weights": "phase",
@@ -179,6 +194,7 @@ GROUPS = (
     ("Optimisation", OPTIMISATION),
     ("Time", TIME),
     ("Balance", BALANCE),
+    ("Experts", EXPERTS),
     ("Weight sync", SYNC),
     ("Rollout against training", MISMATCH),
     ("Memory and checkpoints", MEMORY),

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from megarl.base.signals import wait_for
 from megarl.rewards.calling import RewardTask
 from megarl.rewards.outcome import Outcome
 
@@ -115,7 +116,7 @@ class RewardStream:
     def _end(self) -> Results:
         try:
             self._wake()
-            return self._results.result()
+            return wait_for(self._results)
         finally:
             os.close(self._waker)
             os.close(self.wake_handle)

@@ -20,7 +20,7 @@ from megarl.base.logs import ProcessLogs, tail
 from megarl.rewards.calling import FunctionSpec, RewardTask, timeout_outcome
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, Outcome, failed_outcome
 from megarl.rewards.pool.jobs import JobSource, RewardJob, RewardStream, RunCounts
-from megarl.rewards.pool.process import RewardProcess
+from megarl.rewards.pool.process import OUT_OF_MEMORY, RewardProcess
 from megarl.rewards.pool.runner import retry_delay_s
 from megarl.rewards.registry import FunctionTraits
 
@@ -287,6 +287,9 @@ class _Batch:
         for open_job in at_fault:
             if overdue:
                 self.outcomes[open_job.index] = timeout_outcome(spec)
+            elif manner == OUT_OF_MEMORY and worker.has_answered:  # earlier calls may have kept the memory
+                open_job.alone = not traits.batch
+                self.queues[number].appendleft(open_job)
             else:
                 open_job.alone = not traits.batch
                 self._retry(open_job, failed_outcome(INFRASTRUCTURE, f"the process that called {spec.spec} {manner}"))

@@ -25,7 +25,8 @@ from megarl.tracing import TRACER, TracingOptions, past_span, span, watch_proces
 START_TIMEOUT_S = 300.0
 """Seconds for a process to load its functions; a user's file may have many imports."""
 READY, REFUSED = "ready", "refused"
-_OUT_OF_MEMORY = 77
+_OUT_OF_MEMORY_STATUS = 77
+OUT_OF_MEMORY = "ran out of memory"
 """Exit status of a process whose function found no memory."""
 
 
@@ -42,6 +43,7 @@ class RewardProcess:
         pending: indices of the unanswered tasks, in the order of sending.
         spec: the function being called.
         deadline: monotonic time by which the next message must arrive; None = no deadline.
+        has_answered: a task was answered, so later ones may meet memory that it kept.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class RewardProcess:
         self.pending: list[int] = []
         self.spec: FunctionSpec | None = None
         self.deadline: float | None = None
+        self.has_answered = False
         self._sent: list[int] = []
         self._last_message_ns = 0
         with contextlib.suppress(OSError):  # the process has died; receive() reports it
@@ -113,6 +116,7 @@ class RewardProcess:
     def _outcome(self, message: list[Any]) -> tuple[int, Outcome]:
         index = self._sent[message[0]]
         self.pending.remove(index)
+        self.has_answered = True
         self._restart_deadline()
         self._record_span(index)
         return index, Outcome(*message[1:])
@@ -138,8 +142,8 @@ class RewardProcess:
             The way it ended, such as ``was killed``, ``ended with status 1`` or ``ran out of memory``.
         """
         manner = self._process.kill(grace_s)
-        if manner == describe_exit(_OUT_OF_MEMORY):
-            manner = "ran out of memory"
+        if manner == describe_exit(_OUT_OF_MEMORY_STATUS):
+            manner = OUT_OF_MEMORY
         os.close(self.exit_handle)
         return manner
 
@@ -164,7 +168,7 @@ def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
             while True:
                 server.serve()
         except MemoryError:
-            os._exit(_OUT_OF_MEMORY)  # a new process replaces this one
+            os._exit(_OUT_OF_MEMORY_STATUS)  # a new process replaces this one
         except RewardError as error:
             connection.send_bytes(json.dumps([REFUSED, str(error)]).encode())
 

@@ -274,7 +274,8 @@ class EmbeddedEngine(RolloutEngine):
                 f"'{request.request_id}'; {lost} running requests are lost"
             )
         self._running.discard(request.request_id)
-        return Completion(request.request_id, tokens, log_probs, reason, self.weight_version)
+        rest = Completion(request.request_id, tokens, log_probs, reason, self.weight_version)
+        return rest.after(request.prior)
 
     def _check_request(self, request: Request) -> None:
         check_request(request, self._max_length, self.config.vocab_size)

@@ -126,7 +126,7 @@ def within_budget(
 
 
 class FinishedRequest(NamedTuple):
-    """A finished or aborted request with its tokens."""
+    """A finished or aborted request with its new tokens, those after ``request.prior``."""
 
     request: Request
     token_ids: list[int]
@@ -184,7 +184,7 @@ class ContinuousBatcher:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests to the end of the queue."""
-        self._queue.add([(request.prompt_ids, request) for request in requests])
+        self._queue.add([((*request.prompt_ids, *request.prior_ids), request) for request in requests])
         self._prefix = None
 
     def advance(self) -> list[FinishedRequest]:
@@ -250,21 +250,27 @@ class ContinuousBatcher:
         self._size = first + len(owners)
         state = self._state[:, first : self._size]
         state[1] = attention.positions[attention.ends][owner] + 1
-        state[2] = 0
+        state[2] = torch.tensor([len(member.prior_ids) for member in members], device=self._device)
         state[3] = torch.tensor(self._assign(members), device=self._device)
         self._record(first, *self._sampler.draw(logits[owner], state[3], state[2]))
 
     def _assign(self, requests: Sequence[Request]) -> list[int]:
-        """Assign a lane to each request, whose next token has the position after its prompt."""
+        """Assign a lane to each request, whose next token has the position after its prompt and prior response."""
         lanes = [self._free_lanes.pop() for _ in requests]
         self._lanes.update(zip(lanes, requests, strict=True))
-        self._offsets.update((lane, len(r.prompt_ids) - self._steps) for lane, r in zip(lanes, requests, strict=True))
+        for lane, request in zip(lanes, requests, strict=True):
+            self._offsets[lane] = len(request.prompt_ids) + len(request.prior_ids) - self._steps
         params = [request.params for request in requests]
         self._sampler.assign(lanes, params, [request.seed for request in requests])
         self._rules.assign(lanes, params)
         wider = max(p.max_new_tokens for p in params) - self._tokens.shape[1]
         if wider > 0:
             self._tokens, self._log_probs = F.pad(self._tokens, (0, wider)), F.pad(self._log_probs, (0, wider))
+        for lane, request in zip(lanes, requests, strict=True):
+            if request.prior is not None:
+                tokens = torch.tensor(request.prior_ids, dtype=torch.int64, device=self._device)
+                self._tokens[lane, : len(tokens)] = tokens  # for stop strings
+                self._sampler.mark_drawn(lane, tokens)
         return lanes
 
     def _step(self) -> None:
@@ -297,8 +303,10 @@ class ContinuousBatcher:
             return
         counts, lanes = self._state[2:, first : self._size][:, rows].tolist()
         for lane, count, at_stop in zip(lanes, counts, stopped[rows].tolist(), strict=True):
-            tokens, log_probs = self._tokens[lane, :count].tolist(), self._log_probs[lane, :count].tolist()
-            self._ended.append(FinishedRequest(self._lanes.pop(lane), tokens, log_probs, at_stop))
+            request = self._lanes.pop(lane)
+            new = slice(len(request.prior_ids), count)
+            tokens, log_probs = self._tokens[lane, new].tolist(), self._log_probs[lane, new].tolist()
+            self._ended.append(FinishedRequest(request, tokens, log_probs, at_stop))
             del self._offsets[lane]
         self._sampler.release(lanes)
         self._free_lanes += lanes

@@ -67,6 +67,7 @@ class Sampler:
         self._drawn = torch.zeros(lanes, 0, dtype=torch.bool, device=device)
         self._uniforms = torch.zeros(lanes, 0, dtype=torch.float64, device=device)
         self._params: dict[int, SamplingParams] = {}
+        self._drawn_before: list[tuple[int, Tensor]] = []
         self._survey()
 
     def assign(self, lanes: Sequence[int], params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
@@ -89,6 +90,11 @@ class Sampler:
         if longest > self._uniforms.shape[1]:
             self._uniforms = F.pad(self._uniforms, (0, longest - self._uniforms.shape[1]))
         self._uniforms[at, :longest] = torch.from_numpy(uniform_table(seeds, longest)).to(at.device)
+
+    def mark_drawn(self, lane: int, tokens: Tensor) -> None:
+        """Count tokens ``[n]`` of a lane's response as drawn before, for the repetition penalty."""
+        if self._params[lane].repetition_penalty != 1:
+            self._drawn_before.append((lane, tokens))
 
     def release(self, lanes: Sequence[int]) -> None:
         """Free lanes."""
@@ -137,6 +143,9 @@ class Sampler:
         """Lower the logits of tokens that the requests have drawn; a request with penalty 1 keeps its logits."""
         if not self._drawn.shape[1]:  # the table exists once a request needs it
             self._drawn = torch.zeros(len(self._drawn), logits.shape[1], dtype=torch.bool, device=logits.device)
+        for lane, tokens in self._drawn_before:
+            self._drawn[lane, tokens] = True
+        self._drawn_before = []
         penalty = self._penalty[lanes, None]
         return torch.where(self._drawn[lanes], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 

@@ -29,6 +29,7 @@ from megarl.rollout.interface import (
     Request,
     RolloutEngine,
     RolloutError,
+    SamplingParams,
     Tag,
     check_request,
     check_tags,
@@ -181,6 +182,10 @@ class SGLangEngine(RolloutEngine):
             completions.append(result)
         return completions
 
+    def can_continue(self, params: SamplingParams) -> bool:
+        """See the contract. SGLang sees the tokens of this part only for stop strings and penalties."""
+        return not params.stop and params.repetition_penalty == 1
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """See the contract."""
         for name in request_ids:
@@ -301,13 +306,16 @@ class SGLangEngine(RolloutEngine):
             if entry.aborted:
                 raise RolloutError("aborted before it was sent")
             every_token = self.config.vocab_size if self.options.seeded else 0
-            payload = request_payload(entry.request, entry.rid, self._eos, every_token)
+            rest = entry.request.remainder
+            payload = request_payload(rest, entry.rid, self._eos, every_token)
             response = await self._backend.generate(payload)
-            result = parse_completion(entry.request, response, ResponseContext(self._eos, self._version))
+            completion = parse_completion(rest, response, ResponseContext(self._eos, self._version))
+            result = completion.after(entry.request.prior)
         except RolloutError as error:
             result = error
             if entry.aborted:
-                result = Completion(entry.request.request_id, [], [], "abort", self._version)
+                nothing = Completion(entry.request.request_id, [], [], "abort", self._version)
+                result = nothing.after(entry.request.prior)
         except Exception as error:
             result = RolloutError(f"request '{entry.request.request_id}': {type(error).__name__}: {error}")
         self._ended.put((entry, result))
@@ -367,6 +375,11 @@ class SGLangEngine(RolloutEngine):
 
     def _check_request(self, request: Request) -> None:
         check_request(request, self._max_length, self.config.vocab_size)
+        if request.prior is not None and not self.can_continue(request.params):
+            raise RolloutError(
+                f"request '{request.request_id}': SGLang cannot continue a response with stop strings or a "
+                "repetition penalty; submit it without prior"
+            )
         if request.params.stop and not self._decodes:
             raise RolloutError(
                 f"request '{request.request_id}': stop strings need a tokenizer in the model folder, and not "

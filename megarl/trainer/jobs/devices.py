@@ -12,15 +12,20 @@ from megarl.cluster import PlacedPool, RaySession, ResourcePool, check_resources
 from megarl.cluster.availability import NO_GPU_REMEDY, check_cluster_answers, local_node
 from megarl.cluster.local_ray import dashboard_error
 from megarl.cluster.resources import cluster_nodes
+from megarl.config.schema.jobs import TrainConfig
 from megarl.config.schema.run import RunConfig
 
-_POOL = "devices"
+_POOL, _ENGINE_POOL = "devices", "engines"
 
 
-def check_devices(run: RunConfig) -> None:
+def check_devices(run: RunConfig, engines: int = 0) -> None:
     """Check the devices before Ray starts: those of this machine, or with ``RAY_ADDRESS`` that its cluster answers.
 
     The devices of a cluster are counted by :func:`reserve_devices`, after the connection.
+
+    Args:
+        run: devices of the trainer.
+        engines: devices of the rollout engines alone.
 
     Raises:
         ConfigError: this machine has too few devices.
@@ -31,10 +36,19 @@ def check_devices(run: RunConfig) -> None:
         return
     node = local_node()
     pool = _pool(run, [node])
+    pools = [pool, *([ResourcePool(_ENGINE_POOL, pool.device, [engines])] if engines else [])]
     try:
-        check_resources([pool], [node])
+        check_resources(pools, [node])
     except ResourceError as error:
+        if engines:
+            keys = f"{_keys(run, pool.device)}, {count_noun(engines, 'device')} of actor_rollout_ref.rollout.nnodes"
+            raise ConfigError(f"{keys}: {error}") from error
         raise ConfigError(f"{_keys(run, pool.device)}: {_local_shortage(pool, node)}") from error
+
+
+def engine_devices(config: object) -> int:
+    """Count the devices of the rollout engines alone; 0 if they share the trainer's, or the job has none."""
+    return config.actor_rollout_ref.rollout.own_devices if isinstance(config, TrainConfig) else 0
 
 
 def reserve_devices(session: RaySession, run: RunConfig) -> PlacedPool:
@@ -49,6 +63,30 @@ def reserve_devices(session: RaySession, run: RunConfig) -> PlacedPool:
     except ResourceError as error:
         cluster = f" The cluster is that of RAY_ADDRESS={session.address}." if session.address else ""
         raise ResourceError(f"{_keys(run, pool.device)}: {error}{cluster}") from error
+
+
+def reserve_engine_devices(
+    session: RaySession, run: RunConfig, trainer: PlacedPool, per_node: Sequence[int]
+) -> PlacedPool:
+    """Reserve the devices of the rollout engines alone.
+
+    Args:
+        session: connected.
+        run: of the job, for errors.
+        trainer: devices of the trainer; the processes of both pools are traced together.
+        per_node: devices on each node.
+
+    Raises:
+        ResourceError: the cluster lacks the devices, or other jobs hold them.
+    """
+    pool = ResourcePool(_ENGINE_POOL, trainer.pool.device, per_node)
+    try:
+        placed = session.place([pool])[_ENGINE_POOL]
+        placed.processes = trainer.processes
+        return placed
+    except ResourceError as error:
+        keys = f"actor_rollout_ref.rollout.nnodes={len(per_node)}, {_keys(run, pool.device)}"
+        raise ResourceError(f"{keys}: {error}") from error
 
 
 def resolve_device(device: str, nodes: Sequence[Mapping[str, float]]) -> Literal["cpu", "cuda"]:

@@ -28,9 +28,9 @@ from megarl.config.schema.jobs import JobConfig, SupervisedConfig
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
 from megarl.tracking import check_trackers
-from megarl.trainer.jobs.devices import check_dashboard, check_devices
+from megarl.trainer.jobs.devices import check_dashboard, check_devices, engine_devices
 from megarl.trainer.jobs.output_folders import check_output_files
-from megarl.workers.settings import check_adapters, check_role
+from megarl.workers.settings import check_adapters, check_role, check_router_replay
 
 
 def check_early(config: JobConfig) -> None:
@@ -52,7 +52,7 @@ def check_early(config: JobConfig) -> None:
     if isinstance(config, TrainConfig | EvaluateConfig) and config.reward_model.enable:
         check_reward_model(config)
     check_rows(config)
-    check_devices(config.trainer)
+    check_devices(config.trainer, engine_devices(config))
     if not isinstance(config, GenerateConfig):  # it tracks nothing
         check_trackers(config.trainer.logger)
 
@@ -98,6 +98,7 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
     policy = config.actor_rollout_ref
     _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
     _check_adapters(policy.model.path, policy.model, policy.actor.megatron, "actor_rollout_ref.model")
+    check_router_replay(read_model_config(policy.model.path), policy.actor.router_replay.mode)
     if config.uses_reference and policy.ref.megatron is not None:
         _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
     if config.uses_critic:

@@ -28,6 +28,7 @@ from megarl.tracking import Console
 from megarl.trainer.jobs.worker_groups import Progress, restart_replicas, rollout_group
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
 from megarl.trainer.state.checkpoint_saver import HF_FOLDER
 from megarl.trainer.state.checkpoint_store import POINTER
@@ -219,9 +220,8 @@ class FrozenReplicas:
 
     def rollout_phase(self, tokenizer: PreTrainedTokenizerBase, runners: AgentRunners) -> RolloutPhase:
         """Build the rollout phase over the replicas; lost ones are replaced with the same weights."""
-        return RolloutPhase(
-            runners, lambda: replica_processes(self.group), self.config, tokenizer, on_lost=self.replace
-        )
+        traffic = RolloutTraffic(runners, lambda: replica_processes(self.group))
+        return RolloutPhase(traffic, self.config, tokenizer, on_lost=self.replace)
 
     def replace(self, lost: Collection[int]) -> None:
         """Replace lost replicas by new processes with the same weights.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from megarl.algorithms import Truncation
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerSilent, wait_all, wait_ready
 from megarl.cluster.adapters import GroupSource, GroupTarget, ReplicaProcess, replica_processes
@@ -22,6 +23,7 @@ from megarl.cluster.role_groups import (
 )
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, teacher_phase
+from megarl.config.correction_bounds import weight_bounds
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
@@ -75,6 +77,7 @@ class Roles:
         rollout: rollout replicas.
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
+        shared_devices: whether the replicas run on the trainer's devices.
     """
 
     actor: ActorGroup
@@ -85,10 +88,15 @@ class Roles:
     rollout: RolloutGroup
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
+    shared_devices: bool = True
 
     def replicas(self) -> list[ReplicaProcess]:
         """List the processes of the rollout replicas for the router."""
         return replica_processes(self.rollout)
+
+    def weight_version(self) -> int:
+        """Return the version of the last weight sync."""
+        return self.sharding_manager.version
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the rollout replicas; see :meth:`ShardingManager.sync_weights`."""
@@ -123,7 +131,8 @@ class Roles:
         Raises:
             WorkerError: a new process failed.
         """
-        restart_replicas(self.rollout, lost, pending_device_bytes(list(self._trainers().values())))
+        pending = pending_device_bytes(list(self._trainers().values())) if self.shared_devices else None
+        restart_replicas(self.rollout, lost, pending)
         version = self.sharding_manager.version
         self.sharding_manager = self.connect(self.actor, self.rollout)
         self.sharding_manager.version = version
@@ -187,6 +196,7 @@ class RoleBuilder:
         batches: batch plan of ``config``.
         total_steps: training steps of the whole run.
         pool: devices that all roles share.
+        engine_pool: devices of the rollout replicas: ``pool``, or others.
         progress: shows the start of the processes.
     """
 
@@ -196,6 +206,7 @@ class RoleBuilder:
         batches: BatchPlan,
         total_steps: int,
         pool: PlacedPool,
+        engine_pool: PlacedPool,
         progress: Progress | None = None,
     ) -> None:
         self.config = config
@@ -203,6 +214,7 @@ class RoleBuilder:
         self.batches = batches
         self.total_steps = total_steps
         self.pool = pool
+        self.engine_pool = engine_pool
         self.progress = progress
 
     def build(self) -> Roles:
@@ -214,7 +226,7 @@ class RoleBuilder:
         Raises:
             WorkerError: a process failed; names role and rank.
         """
-        actor, rollout = self._actor(), rollout_group(self.policy, self.pool)
+        actor, rollout = self._actor(), rollout_group(self.policy, self.engine_pool)
         critic = self._critic() if self._has_critic() else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = reward_model_group(self.config, self.pool) if self.config.reward_model.enable else None
@@ -222,11 +234,12 @@ class RoleBuilder:
         groups = [group for group in (actor, critic, reference_group, reward_model, *teachers.values()) if group]
         wait_ready([*groups, rollout], progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
-        rollout.init_model(pending_device_bytes(groups))
+        shared = self.engine_pool is self.pool
+        rollout.init_model(pending_device_bytes(groups) if shared else None)
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()
-        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect)
+        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, shared)
 
     def _actor(self) -> ActorGroup:
         reference = None
@@ -243,12 +256,20 @@ class RoleBuilder:
             "log_prob": self._log_prob("old_log_prob"),
             "reference": reference,
             "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,
+            "correction": self._proximal_bounds(),
         }
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
             budgets |= dict.fromkeys(REFERENCE_VERBS, reference.budget)
         worker = "megarl.workers.actor:ActorWorker"
         return self._group(ActorGroup, "actor", worker, kwargs, layout_of(actor.megatron), budgets)
+
+    def _proximal_bounds(self) -> Truncation | None:
+        """Bounds of the importance weights that the actor computes with the loss."""
+        if not self.config.estimates_proximal_policy:
+            return None
+        bounds = weight_bounds(self.config.algorithm.rollout_correction)
+        return Truncation(bounds.upper, bounds.lower)
 
     def _critic(self) -> CriticGroup:
         critic = self.config.critic

@@ -16,7 +16,7 @@ from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
-from megarl.trainer.jobs.devices import reserve_devices
+from megarl.trainer.jobs.devices import engine_devices, reserve_devices, reserve_engine_devices
 from megarl.trainer.jobs.worker_groups import Progress
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.tracing import RunTracing, role_profiles
@@ -63,9 +63,11 @@ class JobSession(Generic[JobT]):
         run_id: ID of the run; a resumed run keeps it.
         started: time at which the command was entered, of ``time.monotonic``.
         tracing: timeline, profilers and watchdog; set by :meth:`start`.
+        engine_pool: devices of the rollout engines: the job's, or others; set by :meth:`start`.
     """
 
     tracing: RunTracing
+    engine_pool: PlacedPool
     _ray: RaySession
 
     def __init__(self, config: JobT, output_dir: Path, console: Console, stack: ExitStack) -> None:
@@ -110,6 +112,11 @@ class JobSession(Generic[JobT]):
         self._ray = ray
         pool = reserve_devices(ray, run)
         self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
+        self.engine_pool = pool
+        if isinstance(config, TrainConfig) and engine_devices(config):
+            rollout = config.actor_rollout_ref.rollout
+            per_node = [rollout.n_gpus_per_node or 1] * rollout.nnodes
+            self.engine_pool = reserve_engine_devices(ray, run, pool, per_node)
         profiles, profiler = {}, None
         if isinstance(config, TrainConfig):
             profiles = role_profiles(config, self.output_dir, pool.pool.device)

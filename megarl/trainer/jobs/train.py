@@ -10,6 +10,7 @@ from megarl.agents.endpoint import check_endpoint
 from megarl.cluster import PlacedPool
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.batch import plan_batches, render_plan
+from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
 from megarl.models.hf_folder import all_eos_token_ids
@@ -35,6 +36,11 @@ from megarl.trainer.phases.validation import Validator
 from megarl.trainer.ppo_trainer import PPOTrainer, StepPhases
 from megarl.trainer.records.recorders import build_recorders
 from megarl.trainer.records.reporting import RunReporter, RunSummary
+from megarl.trainer.rollout_service.ledger import GroupLedger
+from megarl.trainer.rollout_service.replay_order import REPLAY_FILE, OrderFile, ReplayOrder
+from megarl.trainer.rollout_service.service import RolloutService, restored_ledger
+from megarl.trainer.rollout_service.source import SampleSource, StepRounds
+from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
 
 
@@ -87,6 +93,11 @@ class TrainerBuilder:
             self.prompts.load_state_dict(session.resume.state.dataloader)
         self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.prompts)
+        self.ledger: GroupLedger | None = None
+        self.replay: ReplayOrder | None = None
+        if config.async_training.mode != SYNC:
+            self.ledger = restored_ledger(config, self.total_steps, session.resume)
+            self.replay = ReplayOrder(config.trainer.replay_order) if config.trainer.replay_order else None
         check_schedules(config, self.batches, self.total_steps)
         check_endpoint(config)
 
@@ -125,15 +136,29 @@ class TrainerBuilder:
             started=session.started,
         )
         runners = session.enter(AgentRunners(config, self.tokenizer, pool))
-        roles = RoleBuilder(config, self.batches, self.total_steps, pool, progress).build()
+        roles = RoleBuilder(config, self.batches, self.total_steps, pool, session.engine_pool, progress).build()
         console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
-        phases = self._phases(roles, runners, advantage)
+        traffic = RolloutTraffic(runners, roles.replicas)
+        rollout = RolloutPhase(
+            traffic,
+            config,
+            self.tokenizer,
+            self._batch_info(),
+            on_lost=roles.replace_replicas,
+            state_masking=config.actor_rollout_ref.actor.state_masking,
+        )
+        scorer = None
+        if roles.reward_model and self.reader:
+            scorer = RewardModelScorer(roles.reward_model, self.reader)
+        rewards = RewardPhase(self.reward_functions, self.tokenizer, config.reward_model, scorer)
+        samples = self._samples(rollout, rewards, roles)
+        state.in_flight = samples.state_dict if self.ledger else None
+        phases = self._phases(roles, samples, advantage)
         validator = None
         if self.val_loader is not None:
-            rewards = phases.rewards
             if self.val_functions is not None:
                 rewards = RewardPhase(self.val_functions, self.tokenizer, config.reward_model)
-            validator = Validator(phases.rollout, rewards, self.val_loader, self.tokenizer)
+            validator = Validator(rollout, rewards, self.val_loader, self.tokenizer)
         recorders = build_recorders(
             config,
             roles.actor,
@@ -147,21 +172,18 @@ class TrainerBuilder:
         )
         return PPOTrainer(config, roles, phases, recorders, state, reporter, session.tracing)
 
-    def _phases(self, roles: Roles, runners: AgentRunners, advantage: AdvantagePhase) -> StepPhases:
+    def _samples(self, rollout: RolloutPhase, rewards: RewardPhase, roles: Roles) -> SampleSource:
+        """Select the source of samples by the mode."""
+        config, ledger = self.session.config, self.ledger
+        if ledger is None:
+            return StepRounds(config, self.prompts, rollout, rewards, roles)
+        first = ledger.trained * config.async_training.sync_interval // config.data.train_batch_size
+        order = OrderFile(self.session.output_dir / REPLAY_FILE, first)
+        return RolloutService(config, ledger, self.prompts, rollout, rewards, roles, order, self.replay)
+
+    def _phases(self, roles: Roles, samples: SampleSource, advantage: AdvantagePhase) -> StepPhases:
         config = self.session.config
         algorithm = config.algorithm
-        scorer = None
-        if roles.reward_model and self.reader:
-            scorer = RewardModelScorer(roles.reward_model, self.reader)
-        rollout = RolloutPhase(
-            runners,
-            roles.replicas,
-            config,
-            self.tokenizer,
-            self._batch_info(),
-            on_lost=roles.replace_replicas,
-            state_masking=config.actor_rollout_ref.actor.state_masking,
-        )
         shaping = RewardShaping(algorithm, self.total_steps)
         reference: list[BatchPhase] = []
         if roles.reference and config.uses_ref_log_prob:
@@ -172,16 +194,17 @@ class TrainerBuilder:
             reference.append(AlignmentPhase(roles.reference, shaping.alignment, threshold, self.tokenizer, length))
         if roles.teachers:
             reference.append(TeacherPhase(roles.teachers, config.distillation.teacher_key))
-        correction = RolloutCorrectionPhase(algorithm.rollout_correction)
+        correction = RolloutCorrectionPhase(
+            algorithm.rollout_correction, loglinear=config.estimates_proximal_policy, version=roles.weight_version
+        )
         update: list[BatchPhase] = [correction]
         if algorithm.mask_truncated_completions:
             update.append(TruncatedResponsesPhase(all_eos_token_ids(config.actor_rollout_ref.model.path)))
         if algorithm.use_pf_ppo:
             update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed))
         return StepPhases(
-            rollout=rollout,
-            rewards=RewardPhase(self.reward_functions, self.tokenizer, config.reward_model, scorer),
-            old_log_probs=correction.rollout_log_probs if correction.bypass else roles.actor.compute_log_prob,
+            samples=samples,
+            old_log_probs=correction.rollout_log_probs if correction.reads_rollout else roles.actor.compute_log_prob,
             reference=reference,
             shaping=shaping,
             advantage=advantage,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
-from megarl.algorithms import Rejection, Truncation, importance_weights, log_ratios, missing_eos, rejected_tokens
+from megarl.algorithms import (
+    Rejection,
+    Truncation,
+    importance_weights,
+    log_ratios,
+    missing_eos,
+    proximal_fractions,
+    rejected_tokens,
+)
 from megarl.algorithms.selection import policy_filtration_rows
 from megarl.base.errors import DataError
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
@@ -26,26 +34,40 @@ class RolloutCorrectionPhase:
 
     Args:
         config: complete section ``algorithm.rollout_correction``.
+        loglinear: the actor estimates the proximal policy, and with it the weights, when it computes the loss.
+        version: returns the version of the last weight sync, that of the proximal policy; read with ``loglinear``.
+
+    Attributes:
+        reads_rollout: whether ``old_log_probs`` are the engine's (bypass mode, and ``loglinear``).
     """
 
     name = "rollout_correction"
 
-    def __init__(self, config: RolloutCorrectionConfig) -> None:
-        self.bypass = config.bypass_mode
-        self.level = config.rollout_is
+    def __init__(
+        self, config: RolloutCorrectionConfig, *, loglinear: bool = False, version: Callable[[], int] | None = None
+    ) -> None:
+        self.reads_rollout = config.bypass_mode or loglinear
+        self.version = version if loglinear else None
+        self.level = None if loglinear else config.rollout_is
         self.normalize = config.rollout_is_batch_normalize
         bounds = weight_bounds(config)
         self.truncation = Truncation(bounds.upper, bounds.lower)
         self.rules = [Rejection(rule.option, rule.upper, rule.lower) for rule in rejection_rules(config)]
 
     def rollout_log_probs(self, batch: DataProto) -> DataProto:
-        """Use the engine's log-probs as ``old_log_probs`` (bypass mode), without a pass of the actor.
+        """Use the engine's log-probs as ``old_log_probs``, without a pass of the actor.
+
+        A log-linear proximal policy also needs ``proximal_fractions``, from the batch's ``weight_versions``.
 
         Raises:
             DataError: a log-prob of the engine is not finite.
         """
         _check_finite(batch)
-        return DataProto.from_dict({"old_log_probs": batch.tensors["rollout_log_probs"].clone()})
+        columns = {"old_log_probs": batch.tensors["rollout_log_probs"].clone()}
+        if self.version is not None:
+            fractions = proximal_fractions(batch.tensors["weight_versions"], self.version())
+            columns["proximal_fractions"] = fractions * compared_tokens(batch)
+        return DataProto.from_dict(columns)
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Whether importance weights or rejection rules are configured."""

@@ -15,15 +15,17 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.build import default_agent_loop
 from megarl.agents.runner import request_capacity
 from megarl.agents.trajectories import report_failures, trajectories_to_batch, trajectory_metrics
-from megarl.agents.types import ConversationGroup, ConversationService, Integers, PlannedSample, Trajectory
+from megarl.agents.types import ConversationGroup, Integers, PlannedSample, Trajectory
 from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
-from megarl.config.schema.jobs import GenerationJobConfig
+from megarl.config.schema.async_training import SYNC
+from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.rollout.interface import NO_VERSION, SamplingParams
-from megarl.rollout.router import Replica, RouterStats
+from megarl.rollout.router import RouterStats
 from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.rollout_service.traffic import WAIT_S, RolloutTraffic
 
 TRAINING, VALIDATION = 0, 1
 """Seed streams of training and validation."""
@@ -31,8 +33,6 @@ AGENT_NAME = "agent_name"
 """Column with the name of a row's agent loop."""
 ROLLOUT_METRICS = "rollout_metrics"
 """Key in the ``meta_info`` of a validation batch: metrics of its conversations."""
-WAIT_S = 1.0
-"""Seconds to wait for finished samples, after which the wait begins again."""
 
 
 class SampleSink(Protocol):
@@ -49,8 +49,7 @@ class RolloutPhase:
     of the sample. They do not depend on the replicas or on batching.
 
     Args:
-        runners: lead the conversations.
-        replicas: returns the current rollout replicas, since lost ones are replaced.
+        traffic: conversations on the rollout replicas, shared with the rollout service.
         config: complete.
         tokenizer: of the policy.
         batch_info: ``meta_info`` of training batches, such as the rows of a mini-batch.
@@ -60,22 +59,21 @@ class RolloutPhase:
 
     def __init__(
         self,
-        runners: ConversationService,
-        replicas: Callable[[], Sequence[Replica]],
+        traffic: RolloutTraffic,
         config: GenerationJobConfig,
         tokenizer: PreTrainedTokenizerBase,
         batch_info: Mapping[str, Any] = MappingProxyType({}),
         on_lost: Callable[[Collection[int]], None] = lambda lost: None,
         state_masking: bool = True,
     ) -> None:
-        self._runners = runners
-        self.replicas = replicas
+        self.traffic = traffic
         self.config = config
         self.rollout = config.actor_rollout_ref.rollout
         self.tokenizer = tokenizer
         self.batch_info = batch_info
         self.state_masking = state_masking
-        self._on_lost = on_lost
+        self.with_versions = isinstance(config, TrainConfig) and config.async_training.mode != SYNC
+        self.on_lost = on_lost
         self._default_loop = default_agent_loop(config)
         self._lengths = LengthPredictor()
 
@@ -106,7 +104,7 @@ class RolloutPhase:
         if with_baseline:
             rows = np.arange(len(batch)) % (sampling.n + 1)
             batch = batch.with_columns({}, {"is_baseline": (rows == sampling.n).tolist()})
-        metrics |= conversation_metrics | self._runners.endpoint_metrics()
+        metrics |= conversation_metrics | self.traffic.runners.endpoint_metrics()
         batch.meta_info |= self.batch_info
         return batch
 
@@ -139,58 +137,121 @@ class RolloutPhase:
         early: SampleSink | None = None,
     ) -> tuple[DataProto, Metrics]:
         params = SamplingParams.of(sampling, self.config.data.max_response_length)
-        seeds = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, len(prompts)).tolist()
         params_per_sample = [params] * samples + [dataclasses.replace(params, temperature=0.0)] * with_baseline
-        trajectories, traffic = self._lead(self._groups(prompts, params_per_sample, seeds), early)
+        seeds, rows = self._seeds(stream, len(prompts)), range(len(prompts))
+        # The rollout service numbers its groups from 0; these are in flight at the same time.
+        numbers, keys = [-1 - row for row in rows], [str(row) for row in rows]
+        trajectories, traffic = self._lead(self._groups(prompts, params_per_sample, seeds, numbers, keys), early)
         if traffic.lost:
-            self._on_lost(traffic.lost)
-        batch = trajectories_to_batch(trajectories, self.tokenizer.pad_token_id or 0, state_masking=self.state_masking)
-        columns = DataProto.from_dict(
-            {}, {**prompts.non_tensor_batch, "uid": [f"{'-'.join(map(str, stream))}-{i}" for i in range(len(prompts))]}
-        )
-        return batch.union(columns.repeat(len(params_per_sample))), trajectory_metrics(trajectories) | traffic.metrics()
+            self.on_lost(traffic.lost)
+        batch = self._with_columns_of(prompts.non_tensor_batch, [_uid(stream, row) for row in rows], trajectories)
+        return batch, trajectory_metrics(trajectories) | traffic.metrics()
 
     def _lead(
         self, groups: Sequence[ConversationGroup], early: SampleSink | None
     ) -> tuple[list[Trajectory], RouterStats]:
         """Lead all conversations to their end; trajectories have the order of the groups and their samples."""
-        replicas = self.replicas()
         names = [name for group in groups for name in group.ids]
         trajectories = dict.fromkeys(names)
         rows = {name: row for row, name in enumerate(names)}
-        self._runners.open(replicas)
+        facts = {group.number: group.facts for group in groups}
+        shared = self.traffic.is_open  # with conversations of the rollout service, which go on
         try:
-            self._runners.submit(self._with_expected_lengths(groups, len(replicas)))
+            self.traffic.submit(self._with_expected_lengths(groups))
             waiting = set(names)
             while waiting:
-                for name, trajectory in self._runners.finished(WAIT_S):
+                for name, trajectory in self.traffic.finished(WAIT_S, waiting):
                     waiting.remove(name)
                     trajectories[name] = trajectory
                     if early is not None and trajectory.error is None and len(trajectory.response_ids):
-                        columns = {**groups[name.group].facts, **trajectory.fields}
+                        columns = {**facts[name.group], **trajectory.fields}
                         early.add(rows[name], columns, trajectory.prompt_ids, trajectory.response_ids)
         except Exception:
-            with contextlib.suppress(Exception):  # the first error is the cause
-                self._runners.close()
+            if self.traffic.is_open and not shared:
+                with contextlib.suppress(Exception):  # the first error is the cause
+                    self.traffic.close()
             raise
-        stats = self._runners.close()
+        stats = RouterStats() if shared else self.traffic.close()
         ended = [trajectory for trajectory in trajectories.values() if trajectory is not None]
         report_failures(ended)
         self._lengths.update(ended)
         return ended, stats
 
-    def _with_expected_lengths(self, groups: Sequence[ConversationGroup], replicas: int) -> Sequence[ConversationGroup]:
+    def _with_expected_lengths(self, groups: Sequence[ConversationGroup]) -> Sequence[ConversationGroup]:
         """Add expected lengths if requests queue.
 
         If all requests start at once, their assignment depends on the batch alone, and a run repeats bit for bit.
         """
-        if sum(len(group.samples) for group in groups) <= request_capacity(self.rollout.max_num_seqs) * replicas:
+        slots = request_capacity(self.rollout.max_num_seqs) * len(self.traffic.replicas())
+        if sum(len(group.samples) for group in groups) <= slots:
             return groups
         lengths = self._lengths
         return [dataclasses.replace(group, expected_tokens=lengths.expected(group.prompt_ids)) for group in groups]
 
+    def training_params(self) -> SamplingParams:
+        """Return the sampling parameters of training."""
+        assert isinstance(self.rollout, TrainingRolloutConfig), "a job without training samples as in validation"
+        return SamplingParams.of(self.rollout, self.config.data.max_response_length)
+
+    def training_groups(
+        self, prompts: DataProto, origins: Sequence[tuple[int, int]], numbers: Sequence[int]
+    ) -> Sequence[ConversationGroup]:
+        """Build the groups of prompts that the rollout service admits.
+
+        Args:
+            prompts: one per group.
+            origins: step and place in its batch of each prompt in synchronous training, which seed its samples.
+            numbers: number of each group, from 0.
+        """
+        assert isinstance(self.rollout, TrainingRolloutConfig)
+        seeds = [self._seeds((TRAINING, step), place + 1)[place] for step, place in origins]
+        keys = [_uid((TRAINING, step), place) for step, place in origins]
+        params = [self.training_params()] * self.rollout.n
+        return self._with_expected_lengths(self._groups(prompts, params, seeds, numbers, keys))
+
+    def batch_of(
+        self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory], traffic: RouterStats
+    ) -> tuple[DataProto, Metrics]:
+        """Build a training batch of finished groups, and the metrics of its conversations.
+
+        Args:
+            groups: see :meth:`training_groups`.
+            trajectories: of their samples, in the order of the groups.
+            traffic: statistics of routers that were closed since the last batch.
+        """
+        report_failures(trajectories)
+        self._lengths.update(trajectories)
+        names = dict.fromkeys(name for group in groups for name in group.facts)
+        columns = {name: [group.facts.get(name) for group in groups] for name in names}
+        batch = self._with_columns_of(columns, [group.key for group in groups], trajectories)
+        batch.meta_info |= self.batch_info
+        return batch, trajectory_metrics(trajectories) | traffic.metrics()
+
+    def _seeds(self, stream: tuple[int, ...], count: int) -> list[int]:
+        """Return the seeds of the first prompts of a stream."""
+        seeds: list[int] = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, count).tolist()
+        return seeds
+
+    def _with_columns_of(
+        self, columns: Mapping[str, Sequence[Any]], uids: Sequence[str], trajectories: Sequence[Trajectory]
+    ) -> DataProto:
+        """Build a batch of trajectories with the columns of their prompts."""
+        batch = trajectories_to_batch(
+            trajectories,
+            self.tokenizer.pad_token_id or 0,
+            state_masking=self.state_masking,
+            with_versions=self.with_versions,
+        )
+        prompts = DataProto.from_dict({}, {**columns, "uid": uids})
+        return batch.union(prompts.repeat(len(trajectories) // len(uids)))
+
     def _groups(
-        self, prompts: DataProto, params: Sequence[SamplingParams], seeds: Sequence[int]
+        self,
+        prompts: DataProto,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        numbers: Sequence[int],
+        keys: Sequence[str],
     ) -> list[ConversationGroup]:
         """One group per prompt, with one conversation per entry of ``params``."""
         rectangle, (lengths, _) = prompts.tensors["prompts"], sequence_lengths(prompts)
@@ -198,19 +259,24 @@ class RolloutPhase:
         rows = [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]
         return [
             ConversationGroup(
-                number=row,
+                number=numbers[row],
                 messages=rows[row].get("raw_prompt", ()),
                 prompt_ids=ids[row].numpy().astype(np.int32),
                 samples=[
                     PlannedSample(sample, sampling, derive_seed(seeds[row], sample))
                     for sample, sampling in enumerate(params)
                 ],
-                key=str(row),
+                key=keys[row],
                 agent_name=str(rows[row].get(AGENT_NAME) or self._default_loop),
                 facts=rows[row],
             )
             for row in range(len(prompts))
         ]
+
+
+def _uid(stream: tuple[int, ...], row: int) -> str:
+    """Name of a prompt, unique in the run."""
+    return "-".join(map(str, (*stream, row)))
 
 
 def check_weight_versions(batch: DataProto, version: int) -> None:

@@ -63,7 +63,7 @@ class StepMetrics(Callback):
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()
         metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length)
-        metrics |= throughput_metrics(batch, view.seconds, view.config.trainer.num_devices)
+        metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices)
         lengths = batch.tensors["attention_mask"].sum(-1).tolist()
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
         rows = batch.meta_info["actor_mini_batch_rows"]
@@ -232,9 +232,9 @@ def build_recorders(
         reporter: of the run.
         callbacks: user callbacks.
     """
-    # In bypass mode the actor computes no log-probs to compare the engine's with.
-    bypass = config.algorithm.rollout_correction.bypass_mode
-    compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and not bypass
+    # In bypass mode, or with an estimate, the actor computes no log-probs to compare the engine's with.
+    computes = not (config.algorithm.rollout_correction.bypass_mode or config.estimates_proximal_policy)
+    compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and computes
     return [
         StepMetrics(actor, frozen, state, compare_log_probs=compare_log_probs),
         BalanceRecorder(learners, reporter),

@@ -23,10 +23,11 @@ from megarl.tracking.run_summary import REPORT_FILE
 from megarl.tracking.sample_files import SampleFiles, begin_samples
 from megarl.trainer.records.metrics import Metrics, memory_warnings
 from megarl.trainer.records.samples import Sample
+from megarl.trainer.rollout_service.replay_order import REPLAY_FILE
 from megarl.trainer.state.run_identity import ID_FILE, identify_run
 
 ACCURACY_PREFIX = "val-core/"
-RUN_FILES = (METRICS_FILE, BALANCE_FILE)
+RUN_FILES = (METRICS_FILE, BALANCE_FILE, REPLAY_FILE)
 UPDATE_PHASES = ("update_actor", "update_critic", "update")  # update: supervised jobs
 
 
@@ -217,6 +218,8 @@ class RunReporter:
         """
         self.trackers.finish()
         values = {**summary, "report": str(self.report)}
+        if RUN_WRITER.refused_output:
+            values["refused_output"] = RUN_WRITER.refused_output
         for folder in (self.folder, self.folder.parent):
             RUN_WRITER.replace(folder / "summary.json", json.dumps(values, indent=2) + "\n")
         RUN_WRITER.close()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from megarl.base.errors import StallError
+from megarl.base.signals import interruptible, request_interrupt, withdraw_interrupt
 from megarl.base.timeouts import REPORT_S
 from megarl.cluster.processes import RunProcesses, collect_stacks, kill_processes
 from megarl.config.schema.jobs import GenerationJobConfig, JobConfig, TrainConfig
@@ -156,13 +157,15 @@ class Watchdog:
         self._folder, self._processes, self._message = folder, processes, message
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._previous_handler: Any = None
+        self._scope = contextlib.ExitStack()
+        self._can_interrupt = False
 
     def __enter__(self) -> Self:
         TRACER.completed.clear()
         if self.limits.any:
             if self.keys.action == "end" and threading.current_thread() is threading.main_thread():
-                self._previous_handler = signal.signal(signal.SIGUSR1, self._interrupt)
+                self._scope.enter_context(interruptible())
+                self._can_interrupt = True
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -173,8 +176,9 @@ class Watchdog:
         self._closed.set()
         if self._thread is not None and self.stall is None:
             self._thread.join()
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGUSR1, self._previous_handler)
+        if self.stall is not None:
+            withdraw_interrupt()
+        self._scope.close()
         if self.stall is not None and error is not None:
             kill_processes(self._processes)
             raise self.stall from None
@@ -232,25 +236,13 @@ class Watchdog:
 
     def _end(self) -> None:
         """Interrupt the main thread; kill the process if it does not react."""
-        main = threading.main_thread().ident
-        assert main is not None
-        if self._previous_handler is not None:
-            signal.pthread_kill(main, signal.SIGUSR1)
+        if self._can_interrupt:
+            request_interrupt()
             if self._closed.wait(GRACE_S):
                 return
         kill_processes(self._processes)
         print(f"the run ends here: its main thread could not be interrupted\n{self.stall}", file=sys.stderr, flush=True)
         os._exit(1)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raise in the main thread; Ray's calls propagate this exception only."""
-        if self.stall is not None:
-            raise KeyboardInterrupt
-        if callable(self._previous_handler):
-            self._previous_handler(number, frame)
-        elif self._previous_handler is signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
 
 def _seconds(value: Any) -> float | None:

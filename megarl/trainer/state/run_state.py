@@ -15,6 +15,7 @@ from megarl.base.command_line import command_with
 from megarl.base.errors import CheckpointError, ConfigError, StepImpossible
 from megarl.cluster import WorkerGroup, wait_all
 from megarl.config.compose import to_yaml
+from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import SupervisedConfig, TrainConfig
 from megarl.config.schema.model import CheckpointConfig
 from megarl.data import DataProto
@@ -116,6 +117,11 @@ def find_resume(config: TrainConfig | SupervisedConfig) -> Resume | None:
     state.check_model(fingerprints(config))
     for role, checkpoint in contents.items():
         state.check_contents(role, checkpoint.load_contents, f"{CHECKPOINT_KEYS[role]}.load_contents")
+    if state.rollout and isinstance(config, TrainConfig) and config.async_training.mode == SYNC:
+        raise CheckpointError(
+            f"{path} has prompts in flight of asynchronous training, which async_training.mode=sync cannot continue; "
+            "resume with the mode of the run"
+        )
     if differing := state.differing_versions():
         logger.warning("%s was written by other software versions: %s", path, "; ".join(differing))
     return Resume(path, state)
@@ -137,6 +143,7 @@ class RunState:
     Attributes:
         step: the current step, or the last finished one; counted from 1.
         saver: saves the checkpoints.
+        in_flight: returns the work in flight of an asynchronous run, which its checkpoints have.
     """
 
     def __init__(
@@ -159,6 +166,7 @@ class RunState:
         self.step = 0
         self._position: tuple[int, dict[str, Any]] = (0, {})
         self._undone = False
+        self.in_flight: Callable[[], dict[str, Any]] | None = None
         self.saver = CheckpointSaver(checkpoint_store(config, run_id), role_contents(config), message)
         self._best_by = self.saver.store.retention.best
         self._score: Score | None = None
@@ -183,19 +191,25 @@ class RunState:
         Args:
             count: rows at the start of a step; the step may take more from ``prompts``.
         """
+        for _ in self.remaining_steps():
+            yield self.prompts.take(count)
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the number of each step until the run ends; ``step`` counts along, over all epochs."""
         self.stop.begin()
         while not self.ends:
             self._position = self._position_now()
             self.step += 1
-            yield self.prompts.take(count)
+            yield self.step
 
     def undo_step(self) -> None:
         """Return to the step before the current one, which failed before any update.
 
-        A later save has the data position before the prompts of the current step.
+        A later save has the data position before the prompts of the current step; with work in flight, which has all
+        prompts that were taken and not trained, the current position.
         """
         self.step -= 1
-        self._undone = True
+        self._undone = self.in_flight is None
 
     def _position_now(self) -> tuple[int, dict[str, Any]]:
         return self.prompts.epoch, self.prompts.state_dict()
@@ -265,6 +279,7 @@ class RunState:
             self._score = None
 
         epoch, position = self._position if self._undone else self._position_now()
+        rollout = self.in_flight() if self.in_flight else {}
 
         def write_driver_files(folder: Path) -> None:
             TrainerState(
@@ -272,6 +287,7 @@ class RunState:
                 epoch=epoch,
                 kl_controller=self.kl_controller.state_dict() if self.kl_controller else {},
                 dataloader=position,
+                rollout=rollout,
                 model=fingerprints(self.config),
                 contents={role: saved.save_contents for role, saved in role_contents(self.config).items()},
             ).write(folder)

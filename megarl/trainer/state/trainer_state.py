@@ -43,6 +43,8 @@ class TrainerState:
     """By role, the :func:`model_fingerprint` of the trained model."""
     contents: dict[str, Any] = field(default_factory=dict)
     """By role, the saved contents: some of model, optimizer, extra, hf_model; empty in old checkpoints."""
+    rollout: dict[str, Any] = field(default_factory=dict)
+    """Work in flight of asynchronous training: ledger, groups and finished samples; empty in synchronous runs."""
     megarl_version: str = field(default=megarl.__version__)
     """Version of megarl that wrote the state; informational."""
     versions: dict[str, Any] = field(default_factory=installed_versions)
@@ -141,10 +143,11 @@ _FIELDS: dict[str, type] = {
     "dataloader": dict,
     "model": dict,
     "contents": dict,
+    "rollout": dict,
     "megarl_version": str,
     "versions": dict,
 }
-_LATER_FIELDS = ("contents", "versions")
+_LATER_FIELDS = ("contents", "rollout", "versions")
 """Fields that old checkpoints lack."""
 
 

@@ -53,6 +53,26 @@ def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor()
     assert ("reference", "weights") in names(plan, "gen") and not plan.host
 
 
+def test_the_proximal_policy_of_a_sync_interval_is_in_host_memory() -> None:
+    interval = {
+        "async_training__mode": "disaggregated",
+        "async_training__sync_interval": 2,
+        "actor_rollout_ref__rollout__nnodes": 1,
+        "actor_rollout_ref__rollout__calculate_log_probs": True,
+        "algorithm__rollout_correction__rollout_is": "token",
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 64,
+        "data__train_batch_size": 128,
+    }
+    plan = plan_memory(train_job("Qwen2.5-7B", megatron(4), **interval), 80 * GIB)
+    copies = {c.name: c.nbytes for c in plan.host}
+    assert copies.keys() == {"proximal copy", "swapped weights"}
+    assert copies["proximal copy"] >= 8 * 2 * 7615616512 / 4
+    estimated = train_job("Qwen2.5-7B", megatron(4), **interval, async_training__proximal="loglinear")
+    assert not plan_memory(estimated, 80 * GIB).host
+    adapters = train_job("Qwen2.5-7B", megatron(4), **interval, actor_rollout_ref__model__lora_rank=8)
+    assert not plan_memory(adapters, 80 * GIB).host
+
+
 def test_background_save_copies_states_that_are_not_offloaded() -> None:
     saves = {"trainer__save_freq": 10, "actor_rollout_ref__actor__checkpoint__async_save": True}
 
@@ -74,6 +94,13 @@ def test_delta_syncs_keep_the_weights_of_both_sides_in_host_memory() -> None:
         job = train_job("Qwen2.5-7B", megatron(4), **layout | {"nodes": nodes}, sync__delta__enable=enable)
         sizes = {component.name: component.nbytes for component in plan_memory(job, 80 * GIB).host}
         assert sizes.get("last sent weights", 0) == pytest.approx(expected, rel=0.001)
+
+
+def test_replayed_routes_are_in_host_memory_of_every_rank() -> None:
+    """128 samples of 2048 tokens over two data-parallel ranks; 48 layers, 8 experts per token, two bytes each."""
+    for mode, expected in (("R2", 8 * 64 * 2048 * 48 * 8 * 2), ("disabled", 0)):
+        job = train_job("Qwen3-30B-A3B", megatron(4), actor_rollout_ref__actor__router_replay={"mode": mode})
+        assert {c.name: c.nbytes for c in plan_memory(job, 80 * GIB).host}.get("routes", 0) == expected
 
 
 def test_kv_cache_takes_the_static_fraction_without_weights() -> None:

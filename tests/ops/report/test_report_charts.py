@@ -60,11 +60,13 @@ def test_charts_of_the_present_metrics() -> None:
     names = [
         "actor/kl_loss", "critic/score/mean", "other/thing", "timing_s/adv", "timing_s/gen", "timing_s/save_checkpoint",
         "timing_s/step", "timing_s/zzz", "val-core/arithmetic/reward/mean@1", "reward/failed",
+        "actor/expert_load/dead", "actor/expert_load/max_over_mean/layer_0", "actor/expert_load/max_over_mean/layer_1",
     ]  # fmt: skip
     groups = {group["title"]: {chart["title"]: chart for chart in group["charts"]} for group in chart_groups(names)}
     assert {title: list(charts) for title, charts in groups.items()} == {
         "Learning": ["Reward", "Held-out accuracy", "KL"],
         "Time": ["Time per phase"],
+        "Experts": ["Dead experts", "Busiest expert of each layer"],
         "Failures": ["Failures"],
     }
     assert groups["Learning"]["Held-out accuracy"]["series"] == [

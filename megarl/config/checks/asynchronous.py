@@ -1,0 +1,82 @@
+"""Checks of asynchronous training: sizes that would deadlock, devices of the engines, inputs of the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.problems import Problem
+from megarl.config.schema.async_training import DISAGGREGATED, SYNC, AsyncTrainingConfig
+from megarl.config.schema.jobs import TrainConfig
+
+_ASYNC, _ROLLOUT = "async_training", "actor_rollout_ref.rollout"
+
+
+def async_mode(config: TrainConfig) -> Iterator[Problem]:
+    """Check that the keys of the section belong to its mode."""
+    keys = config.async_training
+    if keys.mode == SYNC:
+        for name in ("max_staleness", "sync_interval"):
+            value = getattr(keys, name)
+            if value != getattr(AsyncTrainingConfig, name):
+                text = f"has no effect with {_ASYNC}.mode=sync; set mode=disaggregated"
+                yield Problem(f"{_ASYNC}.{name}", value, text)
+    replay = config.trainer.replay_order
+    if replay is not None and keys.mode == SYNC:
+        yield Problem("trainer.replay_order", replay, f"{_ASYNC}.mode=sync always repeats its batches; leave it null")
+
+
+def async_devices(config: TrainConfig) -> Iterator[Problem]:
+    """Check that the engines have devices of their own in disaggregated mode, and only there."""
+    rollout, mode = config.actor_rollout_ref.rollout, config.async_training.mode
+    if mode == DISAGGREGATED and not rollout.nnodes:
+        text = f"{_ASYNC}.mode=disaggregated needs devices for the engines; set nnodes and n_gpus_per_node"
+        yield Problem(f"{_ROLLOUT}.nnodes", rollout.nnodes, text)
+    if mode != DISAGGREGATED and rollout.nnodes:
+        text = f"{_ASYNC}.mode={mode} runs the engines on the trainer's devices; set 0, or mode=disaggregated"
+        yield Problem(f"{_ROLLOUT}.nnodes", rollout.nnodes, text)
+
+
+def async_sizes(config: TrainConfig) -> Iterator[Problem]:
+    """Check that mini-batches fill the prompts between two syncs: otherwise the last would wait forever."""
+    keys, batch = config.async_training, config.data.train_batch_size
+    size = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if keys.mode == DISAGGREGATED and keys.sync_interval * size != batch:
+        product = f"{keys.sync_interval} x actor_rollout_ref.actor.ppo_mini_batch_size={size}"
+        prompts = keys.sync_interval * size
+        works = f"set {batch // size}" if batch % size == 0 else f"set data.train_batch_size={prompts}"
+        text = f"{product} = {prompts} prompts are not data.train_batch_size={batch}; {works}"
+        yield Problem(f"{_ASYNC}.sync_interval", keys.sync_interval, text)
+    critic = config.critic.ppo_mini_batch_size
+    if keys.sync_interval > 1 and config.uses_critic and critic is not None and size % critic:
+        text = f"must divide actor_rollout_ref.actor.ppo_mini_batch_size={size}, the prompts that arrive at a time"
+        yield Problem("critic.ppo_mini_batch_size", critic, text)
+    if keys.mode != SYNC and 0 < keys.max_staleness * batch < 1:
+        text = f"admits no prompt ahead with data.train_batch_size={batch}; set 0, or at least {1 / batch:.2g}"
+        yield Problem(f"{_ASYNC}.max_staleness", keys.max_staleness, text)
+
+
+def async_algorithm(config: TrainConfig) -> Iterator[Problem]:
+    """Check that the algorithm has its inputs."""
+    keys, algorithm, policy = config.async_training, config.algorithm, config.actor_rollout_ref
+    if keys.mode == SYNC:
+        return
+    label = f"{_ASYNC}.mode={keys.mode}"
+    if config.uses_baselines:
+        text = f"its greedy baseline must have the weights of the samples, and {label} mixes versions; set mode=sync"
+        yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, text)
+    if algorithm.filter_groups.enable:
+        text = f"replaces groups in rounds of one weight version; with {label} set false"
+        yield Problem("algorithm.filter_groups.enable", algorithm.filter_groups.enable, text)
+    if algorithm.repr_align.enable and keys.sync_interval > 1:
+        text = f"reads the entropy of a whole step; with {_ASYNC}.sync_interval={keys.sync_interval} set false"
+        yield Problem("algorithm.repr_align.enable", algorithm.repr_align.enable, text)
+    if config.data.sampler.class_path is not None:
+        text = f"its order follows the results of each step, and {label} admits prompts before; leave it null"
+        yield Problem("data.sampler.class_path", config.data.sampler.class_path, text)
+    for name, used in (
+        ("endpoint.enable", policy.rollout.endpoint.enable),
+        ("agent.external_agent", policy.rollout.agent.external_agent),
+    ):
+        if used:
+            text = f"the chat endpoint serves while a step generates, which {label} does not separate; set mode=sync"
+            yield Problem(f"{_ROLLOUT}.{name}", used, text)

@@ -1,0 +1,41 @@
+"""The `async_training` section: generation across training steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.keys import key
+
+SYNC, DISAGGREGATED = "sync", "disaggregated"
+RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
+
+
+@dataclass(frozen=True)
+class AsyncTrainingConfig:
+    """Generation and training at the same time; see docs/asynchronous.md."""
+
+    mode: str = key(
+        SYNC,
+        "sync = a step generates, then trains, on the same devices; disaggregated = the engines have devices of their "
+        "own (`rollout.nnodes`) and generate during training.",
+        choices=(SYNC, DISAGGREGATED),
+    )
+    max_staleness: float = key(
+        0.0,
+        "Largest staleness of a trained token, in weight versions; so many batches are admitted ahead. A fraction "
+        "admits that part of a batch. 0 = synchronous.",
+        at_least=0,
+    )
+    sync_interval: int = key(
+        1,
+        "Mini-batches between weight syncs in disaggregated mode, each trained as soon as its groups are complete; "
+        "`sync_interval` x `ppo_mini_batch_size` = `train_batch_size`.",
+        at_least=1,
+    )
+    proximal: str = key(
+        RECOMPUTE,
+        "Old log-probs of stale samples, about which the ratio is clipped: recompute = by a forward pass with the "
+        "weights of the last sync; loglinear = an estimate by weight versions, without a pass "
+        "(docs/rollout_correction.md). `algorithm.rollout_correction.bypass_mode` uses the engine's instead.",
+        choices=(RECOMPUTE, LOGLINEAR),
+    )

@@ -1,0 +1,1 @@
+"""The rollout service: generates across training steps, under an admission rule that bounds staleness."""

@@ -1,0 +1,252 @@
+"""Ledger of the groups between admission and training, and the admission rule that bounds their staleness.
+
+Versions count the batches of ``train_batch_size`` prompts that were trained, since a weight sync follows each. A group
+is admitted at a version, and its oldest token has at least that version. The ledger keeps two promises:
+
+- *Bound.* A group admitted at version ``a`` is trained at version ``a + ceil(max_staleness)`` or earlier. Until version
+  ``v`` is over, ``(max_staleness + v + 1) * batch`` groups are admitted at most (AReaL's rule). Hence there is a place
+  for every group in time, if batches keep it for those that can wait no longer. Training waits for them, and nothing is
+  dropped.
+- *Once.* Each admitted group is trained exactly once, also by a run that resumes from :meth:`GroupLedger.state_dict`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.base.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class AdmissionRule:
+    """Limits the prompts in work by the staleness that their samples may reach.
+
+    Attributes:
+        batch: prompts that are trained per weight version.
+        max_staleness: bound in weight versions; a fraction admits that part of a batch ahead. 0 = synchronous.
+        total: prompts of the whole run, beyond which none is admitted; None = no limit.
+    """
+
+    batch: int
+    max_staleness: float = 0.0
+    total: int | None = None
+
+    @property
+    def bound(self) -> int:
+        """Largest staleness of a token in whole weight versions."""
+        return math.ceil(self.max_staleness)
+
+    def capacity(self, version: int, accepted: int, running: int) -> int:
+        """Count the prompts to admit now: ``(max_staleness + version + 1) * batch - (accepted + running)``.
+
+        Args:
+            version: current weight version, from 0.
+            accepted: prompts whose samples have all ended, trained or not.
+            running: prompts with unfinished samples.
+        """
+        # The sum of a whole part and a rounded one: 0.1 * 30 is above 3 in floating point, and 0.7 * 10 below 7.
+        allowed = (version + 1) * self.batch + math.floor(round(self.max_staleness * self.batch, 6))
+        if self.total is not None:
+            allowed = min(allowed, self.total)
+        return max(0, allowed - accepted - running)
+
+
+@dataclass
+class LedgerEntry:
+    """An admitted and untrained group.
+
+    Attributes:
+        version: weight version at admission.
+        missing: numbers of its unfinished samples.
+        finished: its place in the order of completion; None while samples are missing.
+    """
+
+    version: int
+    missing: set[int] = field(default_factory=set)
+    finished: int | None = None
+
+
+class GroupLedger:
+    """Counts groups from admission to training, and composes batches in the order of completion.
+
+    Args:
+        rule: admits prompts.
+        samples: samples per group.
+    """
+
+    def __init__(self, rule: AdmissionRule, samples: int) -> None:
+        self.rule = rule
+        self.samples = samples
+        self.admitted = self.trained = self._completions = 0
+        self._entries: dict[int, LedgerEntry] = {}
+
+    @property
+    def version(self) -> int:
+        """Weight version: the number of batches that were trained in full."""
+        return self.trained // self.rule.batch
+
+    @property
+    def running(self) -> list[int]:
+        """Groups with unfinished samples, in the order of admission."""
+        return [number for number, entry in self._entries.items() if entry.missing]
+
+    @property
+    def finished(self) -> list[int]:
+        """Finished and untrained groups, in the order of completion."""
+        finished = {number: entry.finished for number, entry in self._entries.items() if entry.finished is not None}
+        return sorted(finished, key=finished.__getitem__)
+
+    @property
+    def untrained(self) -> list[int]:
+        """All admitted and untrained groups, in the order of admission."""
+        return list(self._entries)
+
+    @property
+    def capacity(self) -> int:
+        """Number of prompts to admit now."""
+        running = len(self.running)
+        return self.rule.capacity(self.version, self.admitted - running, running)
+
+    def admit(self, count: int) -> list[int]:
+        """Admit prompts; return the numbers of their groups, in sequence over the whole run.
+
+        Raises:
+            ValueError: ``count`` exceeds :attr:`capacity`.
+        """
+        if count > self.capacity:
+            raise ValueError(f"{count} prompts exceed the capacity of {self.capacity}")
+        numbers = list(range(self.admitted, self.admitted + count))
+        self.admitted += count
+        for number in numbers:
+            self._entries[number] = LedgerEntry(self.version, set(range(self.samples)))
+        return numbers
+
+    def missing(self, number: int) -> set[int]:
+        """Return the unfinished samples of a group."""
+        return set(self._entries[number].missing)
+
+    def end_sample(self, number: int, sample: int) -> bool:
+        """Record the end of a sample; return whether its group is finished.
+
+        Raises:
+            KeyError: the sample is unknown, or has ended before.
+        """
+        entry = self._entries[number]
+        entry.missing.remove(sample)
+        if entry.missing:
+            return False
+        entry.finished, self._completions = self._completions, self._completions + 1
+        return True
+
+    def next_batch(self, size: int) -> list[int] | None:
+        """Compose the next batch: finished groups in the order of completion, as far as the bound allows.
+
+        A batch takes no group that could wait if the place is needed for one that cannot, finished or not.
+
+        Args:
+            size: groups of the batch; divides ``rule.batch``.
+
+        Returns:
+            Groups in the order of admission; None while too few are finished.
+        """
+        spare = self._spare_places()
+        chosen: list[int] = []
+        for number in self.finished:
+            earlier = spare[: max(0, self._latest(number) - self.version)]
+            if all(places > 0 for places in earlier):
+                spare[: len(earlier)] = [places - 1 for places in earlier]
+                chosen.append(number)
+        return sorted(chosen[:size]) if len(chosen) >= size else None
+
+    def replayed_batch(self, numbers: Sequence[int]) -> list[int] | None:
+        """Return the groups of a batch of an earlier run; None while one is unfinished.
+
+        Raises:
+            ConfigError: a group is not admitted or already trained, so the earlier run had another configuration.
+        """
+        unknown = [number for number in numbers if number not in self._entries]
+        if unknown or not numbers:
+            raise ConfigError(
+                f"trainer.replay_order: batch {self.trained // len(numbers) if numbers else 0} has group "
+                f"{unknown[0] if unknown else None}, which is not in work here; replay with the data, batch sizes and "
+                "async_training keys of the recorded run"
+            )
+        return None if any(self._entries[number].missing for number in numbers) else list(numbers)
+
+    def _latest(self, number: int) -> int:
+        """Return the last version at which a group may be trained."""
+        return self._entries[number].version + self.rule.bound
+
+    def _spare_places(self) -> list[int]:
+        """Count the places that no group needs up to the end of the current version, of the next one, and so on."""
+        latest = Counter(max(0, self._latest(number) - self.version) for number in self._entries)
+        places = self.rule.batch - self.trained % self.rule.batch
+        needed = itertools.accumulate(latest[ahead] for ahead in range(self.rule.bound + 1))
+        return [places + ahead * self.rule.batch - count for ahead, count in enumerate(needed)]
+
+    def staleness(self, number: int) -> int:
+        """Weight versions since the admission of a group."""
+        return self.version - self._entries[number].version
+
+    def train(self, numbers: Sequence[int]) -> None:
+        """Record that a batch is trained.
+
+        Raises:
+            ValueError: a group is unknown or unfinished.
+        """
+        finished = set(self.finished)
+        for number in numbers:
+            if number not in finished:
+                raise ValueError(f"group {number} is not finished")
+        for number in numbers:
+            del self._entries[number]
+        self.trained += len(numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the untrained groups, for a checkpoint."""
+        return {
+            "batch": self.rule.batch,
+            "samples": self.samples,
+            "admitted": self.admitted,
+            "trained": self.trained,
+            "groups": [
+                [number, entry.version, sorted(entry.missing), entry.finished]
+                for number, entry in self._entries.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; unfinished samples are still missing, and have to be generated again.
+
+        Raises:
+            CheckpointError: the state belongs to other batch sizes.
+            ConfigError: groups are staler than the bound of this run allows.
+        """
+        for name, key, value in (
+            ("batch", "data.train_batch_size", self.rule.batch),
+            ("samples", "actor_rollout_ref.rollout.n", self.samples),
+        ):
+            if state[name] != value:
+                raise CheckpointError(f"the checkpoint has work in flight of {key}={state[name]}, this run has {value}")
+        self.admitted, self.trained = state["admitted"], state["trained"]
+        self._entries = {
+            number: LedgerEntry(version, set(missing), finished)
+            for number, version, missing, finished in state["groups"]
+        }
+        places = [entry.finished for entry in self._entries.values() if entry.finished is not None]
+        self._completions = max(places, default=-1) + 1
+        overdue = any(self._latest(number) < self.version for number in self._entries)
+        if overdue or min(self._spare_places()) < 0:
+            raise ConfigError(
+                f"async_training.max_staleness={self.rule.max_staleness:g}: the checkpoint has work in flight of a "
+                "larger bound; resume with that one"
+            )
+
+    def start_at(self, step: int) -> None:
+        """Continue a run without work in flight after this step, such as a synchronous one."""
+        self.admitted = self.trained = step * self.rule.batch

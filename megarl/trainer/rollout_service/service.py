@@ -1,0 +1,256 @@
+"""The rollout service: admits prompts, generates across steps, and yields batches as their groups are complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, Trajectory
+from megarl.base.errors import WeightSyncError
+from megarl.config.schema.jobs import TrainConfig
+from megarl.data import DataProto
+from megarl.data.loader import PromptQueue
+from megarl.rollout.interface import NO_VERSION
+from megarl.rollout.router import RouterStats
+from megarl.trainer.jobs.roles import Roles
+from megarl.trainer.phases.dynamic_sampling import SampleCollector
+from megarl.trainer.phases.reward_phase import RewardPhase
+from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
+from megarl.trainer.rollout_service.replay_order import OrderFile, ReplayOrder
+from megarl.trainer.rollout_service.source import TimedPhase
+from megarl.trainer.rollout_service.staleness import staleness_metrics
+from megarl.trainer.rollout_service.traffic import WAIT_S
+from megarl.trainer.state.run_state import Resume
+
+GROUPS, SAMPLES, LEDGER = "groups", "samples", "ledger"
+
+
+def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None) -> GroupLedger:
+    """Build the ledger of an asynchronous run, at the state of the checkpoint to resume from.
+
+    Raises:
+        CheckpointError, ConfigError: the work in flight does not fit the configuration.
+    """
+    batch = config.data.train_batch_size
+    rule = AdmissionRule(batch, config.async_training.max_staleness, total_steps * batch)
+    ledger = GroupLedger(rule, config.actor_rollout_ref.rollout.n)
+    if resume is not None and resume.state.rollout:
+        ledger.load_state_dict(resume.state.rollout[LEDGER])
+    elif resume is not None:
+        ledger.start_at(resume.state.step)
+    return ledger
+
+
+class RolloutService:
+    """Generates under the admission rule, on devices of its own, while the trainer trains (disaggregated mode).
+
+    Prompts are admitted after each weight sync, up to the capacity of the ledger. A batch leaves as soon as its groups
+    are complete. The next sync waits for the conversations in flight. With staleness 0 and one batch per sync, the
+    samples, their order and their seeds are those of synchronous training.
+
+    Args:
+        config: complete.
+        ledger: of the run, at the state of the checkpoint to resume from, if any.
+        prompts: queue of training prompts.
+        rollout: builds conversations and batches.
+        rewards: scores batches.
+        roles: worker groups.
+        order: records the groups of each batch.
+        replay: groups of each batch of an earlier run; None = by completion.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ledger: GroupLedger,
+        prompts: PromptQueue,
+        rollout: RolloutPhase,
+        rewards: RewardPhase,
+        roles: Roles,
+        order: OrderFile,
+        replay: ReplayOrder | None = None,
+    ) -> None:
+        self.config, self.keys = config, config.async_training
+        self.ledger, self.prompts = ledger, prompts
+        self.rollout, self.rewards, self.roles = rollout, rewards, roles
+        self.traffic = rollout.traffic
+        self.order, self.replay = order, replay
+        self.collector = SampleCollector(config)
+        self._groups: dict[int, ConversationGroup] = {}
+        self._ended: dict[SampleId, Trajectory] = {}
+        self._stats = RouterStats()
+        self._unsent: list[int] = []
+
+    @property
+    def batch_size(self) -> int:
+        """Groups of a batch: those of a step, or of a mini-batch in disaggregated mode."""
+        return self.config.data.train_batch_size // self.keys.sync_interval
+
+    def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
+        """Yield the batches of a step; see :meth:`SampleSource.batches`."""
+        held = self.config.holds_proximal_policy
+        if held:
+            with phase("old_log_prob"):
+                self.roles.actor.hold_weights()
+        for _ in range(self.keys.sync_interval):
+            with phase("gen"):
+                batch, metrics = self._collect()
+            with phase("reward"):
+                scored = self.rewards.score(batch)
+                self.collector.add(scored.batch, metrics | scored.metrics)
+                finished: Metrics = {}
+                batch = self.collector.finish(finished)
+            yield batch, finished
+        if held:
+            self.roles.actor.release_weights()
+
+    def sync_weights(self) -> Metrics:
+        """Send the actor's weights to the engines, when the conversations in flight have ended; then admit prompts."""
+        started = time.perf_counter()
+        self._finish_running()
+        metrics = {"rollout_service/sync_wait_s": time.perf_counter() - started} | self.roles.sync_weights()
+        self._admit()
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ledger, the prompts of untrained groups, and their finished samples."""
+        self._receive(0.0)
+        return {
+            LEDGER: self.ledger.state_dict(),
+            GROUPS: [_stored_group(self._groups[number]) for number in self.ledger.untrained],
+            SAMPLES: [[*name, _stored_trajectory(trajectory)] for name, trajectory in self._ended.items()],
+        }
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Restore the work in flight; unfinished samples are generated again, with the same seeds.
+
+        The ledger is restored before the workers start, see :func:`restored_ledger`.
+        """
+        self.roles.sharding_manager.version = step  # weight versions go on, and those of finished samples stay valid
+        if not state:
+            return
+        self._groups = {group["number"]: self._restored_group(group) for group in state[GROUPS]}
+        self._ended = {SampleId(group, sample): Trajectory(**fields) for group, sample, fields in state[SAMPLES]}
+        self._unsent = self.ledger.running
+
+    def close(self) -> None:
+        """Abandon the work in flight."""
+        if self.traffic.is_open:
+            self.traffic.close()
+
+    def _collect(self) -> tuple[DataProto, Metrics]:
+        """Wait until the groups of a batch are complete; return their samples in the order of admission."""
+        self._admit()
+        while (numbers := self._next_groups()) is None:
+            self._receive(WAIT_S)
+        batch_number = self.ledger.trained // self.batch_size
+        version, staleness = self.ledger.version, [self.ledger.staleness(number) for number in numbers]
+        groups = [self._groups[number] for number in numbers]
+        names = [name for group in groups for name in group.ids]
+        trajectories = [self._ended[name] for name in names]
+        batch, metrics = self.rollout.batch_of(groups, trajectories, self._take_stats())
+        check_staleness(trajectories, version + 1, self.ledger.rule.bound)
+        metrics |= staleness_metrics(trajectories, version + 1, staleness)
+        metrics["rollout_service/finished"] = float(len(self.ledger.finished) - len(numbers))
+        metrics["rollout_service/running"] = float(len(self.ledger.running))
+        self.ledger.train(numbers)
+        self.order.add(batch_number, numbers)
+        for number in numbers:
+            del self._groups[number]
+        for name in names:
+            del self._ended[name]
+        return batch, metrics
+
+    def _next_groups(self) -> list[int] | None:
+        if self.replay is None:
+            return self.ledger.next_batch(self.batch_size)
+        groups = self.replay.groups(self.ledger.trained // self.batch_size)
+        return self.ledger.replayed_batch(groups)
+
+    def _admit(self) -> None:
+        """Admit prompts up to the capacity, and start them with the unsent samples of a resumed run."""
+        count = self.ledger.capacity
+        if count:
+            prompts = self.prompts.take(count)
+            numbers = self.ledger.admit(count)
+            groups = self.rollout.training_groups(prompts, [self._origin(number) for number in numbers], numbers)
+            self._groups |= dict(zip(numbers, groups, strict=True))
+            self._unsent += numbers
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            self.traffic.submit([self._missing(number) for number in unsent])
+
+    def _origin(self, number: int) -> tuple[int, int]:
+        """Step and place in its batch that the group has in synchronous training, which seed its samples."""
+        step, place = divmod(number, self.config.data.train_batch_size)
+        return step + 1, place
+
+    def _missing(self, number: int) -> ConversationGroup:
+        missing = {SampleId(number, sample) for sample in self.ledger.missing(number)}
+        return self._groups[number].only(missing)
+
+    def _receive(self, wait_s: float) -> None:
+        """Record the samples that have ended."""
+        if not self.traffic.is_open:
+            return
+        for name, trajectory in self.traffic.finished(wait_s):
+            self._ended[name] = trajectory
+            self.ledger.end_sample(*name)
+
+    def _finish_running(self) -> None:
+        """Wait until no conversation is in flight, so that the weights can be replaced."""
+        while self.ledger.running:
+            self._receive(WAIT_S)
+        if self.traffic.is_open:
+            self._stats = self.traffic.close()
+            if self._stats.lost:
+                self.rollout.on_lost(self._stats.lost)
+
+    def _take_stats(self) -> RouterStats:
+        stats, self._stats = self._stats, RouterStats()
+        return stats
+
+    def _restored_group(self, stored: Mapping[str, Any]) -> ConversationGroup:
+        params = self.rollout.training_params()
+        samples = [PlannedSample(sample, params, seed) for sample, seed in enumerate(stored["seeds"])]
+        fields = {name: stored[name] for name in STORED}
+        return ConversationGroup(samples=samples, messages=stored["facts"].get("raw_prompt", ()), **fields)
+
+
+STORED = ("number", "prompt_ids", "key", "agent_name", "facts")
+"""Fields of a group that a checkpoint has; the others follow from them."""
+
+
+def _stored_group(group: ConversationGroup) -> dict[str, Any]:
+    return {name: getattr(group, name) for name in STORED} | {"seeds": [sample.seed for sample in group.samples]}
+
+
+def _stored_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, range | tuple) else value for name, value in vars(trajectory).items()
+    }
+
+
+def check_staleness(trajectories: Sequence[Trajectory], version: int, bound: int) -> None:
+    """Check the weight versions of all tokens against the bound.
+
+    Args:
+        trajectories: of a batch.
+        version: weight version that trains them.
+        bound: largest staleness.
+
+    Raises:
+        WeightSyncError: a token is newer than ``version``, or staler than the bound.
+    """
+    for trajectory in trajectories:
+        versions = trajectory.weight_versions if len(trajectory.weight_versions) else [trajectory.weight_version]
+        known = [int(number) for number in versions if number != NO_VERSION]
+        if known and not version - bound <= min(known) <= max(known) <= version:
+            raise WeightSyncError(
+                f"a sample was generated by the weight versions {min(known)} to {max(known)}; version {version} trains "
+                f"samples of {version - bound} or later (async_training.max_staleness={bound}). Resume the run from "
+                "its last checkpoint"
+            )

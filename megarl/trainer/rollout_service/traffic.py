@@ -1,0 +1,65 @@
+"""Conversations in flight on the rollout replicas: opened with the first, closed when none is left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+
+from megarl.agents.types import ConversationGroup, ConversationService, FinishedSample, SampleId
+from megarl.rollout.router import Replica, RouterStats
+
+WAIT_S = 1.0
+"""Seconds to wait for finished samples, after which the wait begins again."""
+
+
+class RolloutTraffic:
+    """Leads conversations of training and validation at the same time.
+
+    Groups are told apart by their numbers.
+
+    Args:
+        runners: lead the conversations.
+        replicas: returns the current rollout replicas, since lost ones are replaced.
+    """
+
+    def __init__(self, runners: ConversationService, replicas: Callable[[], Sequence[Replica]]) -> None:
+        self.runners = runners
+        self.replicas = replicas
+        self.is_open = False
+        self._aside: list[FinishedSample] = []
+
+    def submit(self, groups: Sequence[ConversationGroup]) -> None:
+        """Start conversations."""
+        if not self.is_open:
+            self.runners.open(self.replicas())
+            self.is_open = True
+        self.runners.submit(groups)
+
+    def finished(self, wait_s: float, names: Collection[SampleId] | None = None) -> list[FinishedSample]:
+        """Return samples that have ended; wait for the first one, at most ``wait_s`` seconds.
+
+        Args:
+            wait_s: see :meth:`ConversationService.finished`.
+            names: the samples of the caller; others are put aside for a call without names. None = all.
+
+        Raises:
+            MegarlError: no conversation can go on; none is in flight any more.
+        """
+        if names is None and self._aside:
+            wait_s = 0.0
+        try:
+            ended = self.runners.finished(wait_s)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error is the cause
+                self.close()
+            raise
+        if names is None:
+            ended, self._aside = [*self._aside, *ended], []
+            return ended
+        self._aside += [sample for sample in ended if sample.name not in names]
+        return [sample for sample in ended if sample.name in names]
+
+    def close(self) -> RouterStats:
+        """Abort the conversations in flight; when it returns, no replica has a request."""
+        self.is_open, self._aside = False, []
+        return self.runners.close()

@@ -1,0 +1,183 @@
+"""Interrupts of the main thread: raised by its waits, never lost, and never twice."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from megarl.base import signals
+from megarl.base.signals import (
+    check_interrupt,
+    ending_signal,
+    interruptible,
+    request_interrupt,
+    signals_exit_in_order,
+    signals_ignored,
+    sleep,
+    wait_for,
+    withdraw_interrupt,
+)
+
+LONG_S = 30.0
+PATIENCE_S, POLL_S = 0.4, 0.05
+
+
+@pytest.fixture(autouse=True)
+def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(signals, "POLL_S", POLL_S)
+
+
+class Target:
+    """Something with weak references."""
+
+
+def busy() -> None:
+    """Work of pure Python that never waits."""
+    end = time.monotonic() + LONG_S
+    while time.monotonic() < end:
+        pass
+
+
+def blocked() -> None:
+    """A C call that waits without slices."""
+    threading.Event().wait(LONG_S)
+
+
+def awaits_future() -> None:
+    wait_for(concurrent.futures.Future[None](), LONG_S)
+
+
+@pytest.mark.parametrize("work", [lambda: sleep(LONG_S), awaits_future, busy, blocked])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_weakref_callback_ends_the_work(
+    work: Callable[[], None], number: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Python prints an exception of a weakref callback, and ignores it."""
+    calls = []
+    target = Target()
+
+    def interrupt(_: object) -> None:
+        signal.raise_signal(number)
+        calls.append("the callback returns: nothing was raised in it")
+
+    watch = weakref.ref(target, interrupt)
+    begin = time.monotonic()
+    with pytest.raises(BaseException) as caught, signals_exit_in_order():
+        del target
+        gc.collect()
+        assert calls and watch() is None and ending_signal() == number
+        work()
+    assert caught.type is (SystemExit if number == signal.SIGTERM else KeyboardInterrupt)
+    assert caught.type is KeyboardInterrupt or caught.value.code == 143
+    assert time.monotonic() - begin < LONG_S / 2
+    assert ending_signal() == 0
+
+
+def test_an_exception_that_python_ignored_is_raised_again(recwarn: pytest.WarningsRecorder) -> None:
+    """The work runs in a weakref callback for longer than the patience, and the exception is lost there."""
+    target, lost = Target(), []
+
+    def long_callback(_: object) -> None:
+        request_interrupt()
+        try:
+            busy()
+        except KeyboardInterrupt:
+            lost.append(True)
+            raise
+
+    watch = weakref.ref(target, long_callback)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        del target
+        assert lost and watch() is None
+        sleep(LONG_S)
+
+
+def test_the_cleanup_after_an_interrupt_is_not_interrupted() -> None:
+    cleaned = False
+    with contextlib.suppress(KeyboardInterrupt), signals_exit_in_order():
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            sleep(LONG_S)
+        finally:
+            try:
+                raise ValueError("an error of the cleanup, which follows from the interrupt")
+            except ValueError:
+                sleep(PATIENCE_S + 3 * POLL_S)
+            cleaned = True
+    assert cleaned
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with pytest.raises(KeyboardInterrupt), signals_exit_in_order():
+        os.kill(os.getpid(), signal.SIGINT)
+        begin = time.monotonic()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            busy()
+        finally:
+            assert time.monotonic() - begin < PATIENCE_S
+
+
+def test_a_shutdown_is_not_disturbed_by_an_earlier_request() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        request_interrupt()
+        with signals_ignored():
+            sleep(PATIENCE_S + 3 * POLL_S)
+            done = True
+        check_interrupt()
+    assert done
+
+
+def test_requests_of_watches_can_be_withdrawn_and_signals_cannot() -> None:
+    with interruptible():
+        request_interrupt()
+        withdraw_interrupt()
+        check_interrupt()
+    with pytest.raises(KeyboardInterrupt), signals_exit_in_order():
+        signal.raise_signal(signal.SIGINT)
+        withdraw_interrupt()  # and no wait follows: the end of the scope raises
+
+
+def test_waits_of_other_threads_are_not_interrupted() -> None:
+    ended = threading.Event()
+
+    def wait() -> None:
+        sleep(2 * POLL_S)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        request_interrupt()
+        thread = threading.Thread(target=wait)
+        with signals_ignored():
+            thread.start()
+            thread.join()
+        check_interrupt()
+    assert ended.is_set()
+
+
+def test_a_wait_ends_with_its_time_and_a_result_with_its_error() -> None:
+    with pytest.raises(TimeoutError, match=r"no result within 0\.3 s"):
+        wait_for(concurrent.futures.Future[None](), 0.3)
+    failed: concurrent.futures.Future[None] = concurrent.futures.Future()
+    failed.set_exception(TimeoutError("of the work"))
+    with pytest.raises(TimeoutError, match="of the work"):
+        wait_for(failed, 0.0)
+
+
+def test_handlers_of_the_surroundings_return() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    with signals_exit_in_order(), signals_exit_in_order():
+        assert all(signal.getsignal(number) is not handler for number, handler in zip(numbers, before, strict=True))
+    assert [signal.getsignal(number) for number in numbers] == before

@@ -1,0 +1,90 @@
+"""Asynchronous training: modes, devices of the engines, sizes and inputs, and verl's keys for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from config_cases import problems_of, with_keys
+
+from megarl.config import TrainConfig
+from megarl.config.build import build
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SIZES = {"data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 16}
+STALE = {f"{ROLLOUT}.calculate_log_probs": True, "algorithm.rollout_correction.rollout_is": "token"}
+APART = {
+    **SIZES, **STALE, "async_training.mode": "disaggregated", "async_training.sync_interval": 4,
+    f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 4,
+}  # fmt: skip
+AHEAD = {**APART, "async_training.max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "expected"),
+    [
+        ({"async_training.max_staleness": 1}, "async_training.max_staleness", "has no effect with"),
+        ({"async_training.sync_interval": 4}, "async_training.sync_interval", "has no effect with"),
+        ({"trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "leave it null"),
+        ({**APART, f"{ROLLOUT}.nnodes": 0}, f"{ROLLOUT}.nnodes", "set nnodes and n_gpus_per_node"),
+        ({f"{ROLLOUT}.nnodes": 1}, f"{ROLLOUT}.nnodes", "set 0, or mode=disaggregated"),
+        ({**APART, f"{ROLLOUT}.tensor_model_parallel_size": 3, f"{ROLLOUT}.name": "sglang"},
+         f"{ROLLOUT}.tensor_model_parallel_size", "do not divide the engines' pool of 4"),
+        ({**APART, f"{ROLLOUT}.replicas": 5}, f"{ROLLOUT}.replicas", "more than the engines' pool of 4"),
+        ({**APART, f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 3, f"{ROLLOUT}.name": "sglang",
+          f"{ROLLOUT}.tensor_model_parallel_size": 2}, f"{ROLLOUT}.tensor_model_parallel_size",
+         f"must divide {ROLLOUT}.n_gpus_per_node=3"),
+        ({**APART, "async_training.sync_interval": 3}, "async_training.sync_interval",
+         "= 48 prompts are not data.train_batch_size=64; set 4"),
+        ({**APART, f"{ACTOR}.ppo_mini_batch_size": 24, "async_training.sync_interval": 2,
+          "data.train_batch_size": 72}, "async_training.sync_interval", "are not data.train_batch_size=72; set 3"),
+        ({**APART, "critic.ppo_mini_batch_size": 32}, "critic.ppo_mini_batch_size", "ppo_mini_batch_size=16"),
+        ({**AHEAD, "async_training.max_staleness": 0.01}, "async_training.max_staleness", "at least 0.016"),
+        ({**AHEAD, "algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "greedy baseline"),
+        ({**AHEAD, f"{ROLLOUT}.n": 4, "algorithm.filter_groups.enable": True}, "algorithm.filter_groups.enable",
+         "one weight version"),
+        ({**AHEAD, f"{ROLLOUT}.endpoint.enable": True}, f"{ROLLOUT}.endpoint.enable", "set mode=sync"),
+    ],
+)  # fmt: skip
+def test_refused(values: dict[str, Any], path: str, expected: str) -> None:
+    assert expected in problems_of(values)[path].text
+
+
+def test_engines_of_a_pool_have_its_devices_and_keep_their_memory() -> None:
+    config = build(TrainConfig, with_keys(APART))
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.replicas, rollout.own_devices, config.trainer.num_devices, config.num_devices) == (4, 4, 8, 12)
+    assert not rollout.free_cache_engine
+    shared = build(TrainConfig, with_keys(SIZES))
+    assert shared.actor_rollout_ref.rollout.replicas == shared.num_devices == 8
+    assert shared.actor_rollout_ref.rollout.free_cache_engine
+
+
+def test_staleness_0_needs_no_correction() -> None:
+    values = {**APART, "data.train_batch_size": 16, "async_training.sync_interval": 1}
+    values["algorithm.rollout_correction.rollout_is"] = None
+    assert build(TrainConfig, with_keys(values)).async_training.max_staleness == 0
+
+
+def test_the_modes_of_verl_are_translated() -> None:
+    fully_async = {
+        **SIZES, **STALE, "async_training.mode": "disaggregated", "async_training.staleness_threshold": 0.5,
+        "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 1,
+        "async_training.partial_rollout": False, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 2,
+    }  # fmt: skip
+    config = build(TrainConfig, with_keys(fully_async))
+    assert (config.async_training.max_staleness, config.async_training.sync_interval) == (0.5, 4)
+    assert config.actor_rollout_ref.rollout.own_devices == 2
+    trainer_v1 = {
+        **SIZES, **STALE, "trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
+        "trainer.v1.separate_async.num_warmup_batches": 1, "trainer.v1.sampler.max_off_policy_threshold": 8,
+        "trainer.v1.separate_async.parameter_sync_step": 4,
+    }  # fmt: skip
+    config = build(TrainConfig, with_keys(trainer_v1))
+    assert (config.async_training.mode, config.async_training.max_staleness) == ("disaggregated", 8)
+    assert config.async_training.sync_interval == 4
+    for key, value in (("trainer.v1.trainer_mode", "colocate_async"), ("async_training.partial_rollout", True)):
+        assert problems_of({key: value})
+    switching = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
+    assert "do not generate" in problems_of({**AHEAD, switching: True})[switching].text
+    assert "total_training_steps" in problems_of({"rollout.total_rollout_steps": 9})["rollout.total_rollout_steps"].text

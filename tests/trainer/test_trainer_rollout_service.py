@@ -1,0 +1,229 @@
+"""The rollout service with a real engine in this process: seeds and order, streaming, staleness, and resume."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.agents.runner import AgentRunner
+from megarl.agents.types import Trajectory
+from megarl.base.errors import WeightSyncError
+from megarl.config import RolloutConfig, TrainConfig
+from megarl.data import DataProto
+from megarl.data.loader import PromptQueue
+from megarl.rewards import RewardManager, in_driver
+from megarl.rollout.interface import NO_VERSION
+from megarl.rollout.router import EngineReplica
+from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader
+from megarl.trainer.phases.reward_phase import RewardPhase
+from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
+from megarl.trainer.rollout_service.replay_order import OrderFile, ReplayOrder
+from megarl.trainer.rollout_service.service import RolloutService, check_staleness
+from megarl.trainer.rollout_service.source import StepRounds
+from megarl.trainer.rollout_service.staleness import staleness_metrics
+from megarl.trainer.rollout_service.traffic import RolloutTraffic
+from megarl.trainer.state.trainer_state import _decode, _encode
+from megarl.workers.dispatch import WorkerPlace
+from megarl.workers.rollout import RolloutWorker
+from megarl.workers.settings import RolloutSettings
+
+STEPS = 3
+
+
+class OneEngine:
+    """Weight syncs of a single engine: each loads the same weights under the next version."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        settings = RolloutSettings(model, "cpu", RolloutConfig(dtype="float32"))
+        self.worker = RolloutWorker(WorkerPlace(0, 1, "127.0.0.1", 0), settings=settings)
+        self.worker.init_model()
+        self.sharding_manager = SimpleNamespace(version=0)
+        self.actor = SimpleNamespace(hold_weights=lambda: None, release_weights=lambda: None)
+
+    def sync_weights(self) -> dict[str, float]:
+        self.sharding_manager.version += 1
+        self.worker.engine.load_hf(self.model, self.sharding_manager.version)
+        return {}
+
+    def ready_engines(self) -> None:
+        pass
+
+    def free_engines(self) -> None:
+        pass
+
+
+def length(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    return float(len(solution_str))
+
+
+@pytest.fixture(scope="module")
+def engine(arithmetic: Path) -> OneEngine:
+    return OneEngine(str(arithmetic / "model"))
+
+
+@pytest.fixture
+def make(
+    engine: OneEngine, train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
+) -> Iterator[Callable[..., Any]]:
+    runners: list[AgentRunner] = []
+
+    def build(staleness: float | None, interval: int = 1, replay: Path | None = None, folder: str = "run") -> Any:
+        """A source of samples; staleness None = synchronous. The trainer's sync comes first, as in a run."""
+        keys = {} if staleness is None else {
+            "async_training.mode": "disaggregated", "async_training.max_staleness": staleness,
+            "async_training.sync_interval": interval, "actor_rollout_ref.rollout.nnodes": 1,
+            "actor_rollout_ref.rollout.calculate_log_probs": True, "algorithm.rollout_correction.rollout_is": "token",
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 8 // interval,
+        }  # fmt: skip
+        config = train_config({**keys, "data.max_response_length": 6, "actor_rollout_ref.rollout.n": 2})
+        assert config.data.train_batch_size == 8
+        tokenizer = load_tokenizer(str(arithmetic / "model"))
+        runners.append(AgentRunner(config, tokenizer))
+        traffic = RolloutTraffic(runners[-1], lambda: [EngineReplica(engine.worker.engine)])
+        phase = RolloutPhase(traffic, config, tokenizer)
+        rewards = RewardPhase(RewardManager(in_driver(length), tokenizer), tokenizer, config.reward_model)
+        prompts = PromptQueue(prompt_loader(config, tokenizer))
+        engine.sharding_manager.version = 0
+        if staleness is None:
+            source: Any = StepRounds(config, prompts, phase, rewards, engine)
+        else:
+            ledger = GroupLedger(AdmissionRule(8, staleness, STEPS * 8), 2)
+            order = OrderFile(tmp_path / folder / "batch_order.jsonl")
+            repeated = ReplayOrder(str(replay)) if replay else None
+            source = RolloutService(config, ledger, prompts, phase, rewards, engine, order, repeated)
+        return source
+
+    yield build
+    for runner in runners:
+        with contextlib.suppress(Exception):
+            runner.close()
+        runner.shutdown()
+
+
+def steps_of(source: Any, first: int = 1, last: int = STEPS) -> Iterator[tuple[int, DataProto, dict[str, float]]]:
+    for step in range(first, last + 1):
+        for batch, metrics in source.batches(step, lambda name: contextlib.nullcontext()):
+            yield step, batch, metrics
+        source.sync_weights()
+
+
+def rows(batch: DataProto) -> list[tuple[str, str, float]]:
+    columns = batch.non_tensor_batch
+    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+    scores = batch.tensors["token_level_scores"].sum(-1).tolist()
+    truths = [model["ground_truth"] for model in columns["reward_model"]]
+    return list(zip(columns["uid"].tolist(), truths, zip(lengths, scores, strict=True), strict=True))
+
+
+def test_staleness_0_gives_the_samples_of_synchronous_training(make: Callable[..., Any], engine: OneEngine) -> None:
+    def run(source: Any) -> list[Any]:
+        engine.sync_weights()
+        return [rows(batch) for _, batch, _ in steps_of(source)]
+
+    synchronous, service = run(make(None)), run(make(0))
+    assert synchronous == service and len(service) == STEPS
+    assert [row[0] for row in service[1][::2]] == [f"0-2-{place}" for place in range(8)]
+
+
+def test_mini_batches_stream_within_the_bound_and_are_replayed(
+    make: Callable[..., Any], engine: OneEngine, tmp_path: Path
+) -> None:
+    engine.sync_weights()
+    service = make(1, 4, folder="first")
+    engine.sync_weights()
+    seen: list[Any] = []
+    for step, batch, metrics in steps_of(service):
+        assert len(batch) == 4
+        assert metrics["fully_async/count/current_param_version"] == step
+        assert metrics["training/off_policy/trajectory_staleness_worst"] <= 1
+        seen.append(rows(batch))
+    uids = [row[0] for batch in seen for row in batch]
+    assert sorted(uids) == sorted(f"0-{step}-{place}" for step in (1, 2, 3) for place in range(8) for _ in range(2))
+    assert service.ledger.untrained == [] and not service.traffic.is_open
+    order = tmp_path / "first" / "batch_order.jsonl"
+    groups = [json.loads(line)["groups"] for line in order.read_text().splitlines()]
+    assert [[f"0-{number // 8 + 1}-{number % 8}" for number in batch for _ in range(2)] for batch in groups] == [
+        [row[0] for row in batch] for batch in seen
+    ]
+    reversed_order = tmp_path / "reversed.jsonl"  # an order that did not happen, within each version
+    batches = [groups[4 * step + part] for step in range(3) for part in (3, 2, 1, 0)]
+    lines = [json.dumps({"batch": number, "groups": batch}) for number, batch in enumerate(batches)]
+    reversed_order.write_text("\n".join(lines))
+    replayed = make(1, 4, reversed_order, "second")
+    engine.sync_weights()
+    again = [rows(batch) for _, batch, _ in steps_of(replayed)]
+    assert again == [seen[4 * step + part] for step in range(3) for part in (3, 2, 1, 0)]
+
+
+def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: OneEngine, tmp_path: Path) -> None:
+    """A run that resumes after step 1 trains on the prompts and samples of the undisturbed run."""
+    service = make(1, folder="first")
+    engine.sync_weights()
+    first = list(steps_of(service, 1, 1))
+    assert service.ledger.capacity == 0 and len(service.ledger.untrained) == 16
+    for _ in range(3):  # some samples have ended, others are in flight
+        service._receive(0.01)
+    state, position = service.state_dict(), service.prompts.state_dict()
+    stored = json.loads(json.dumps(_encode(state, "rollout")))
+    rest = [rows(batch) for _, batch, _ in steps_of(service, 2)]
+    order = tmp_path / "first" / "batch_order.jsonl"
+
+    resumed = make(1, replay=order, folder="second")
+    resumed.prompts.load_state_dict(position)
+    decoded = _decode(stored)
+    resumed.ledger.load_state_dict(decoded["ledger"])
+    resumed.restore(decoded, 1)
+    engine.sync_weights()
+    assert engine.sharding_manager.version == 2 and len(decoded["groups"]) == 16
+    assert [rows(batch) for _, batch, _ in steps_of(resumed, 2)] == rest
+    trained = [row[0] for _, batch, _ in first for row in rows(batch)] + [row[0] for batch in rest for row in batch]
+    assert len(trained) == STEPS * 16 and all(trained.count(uid) == 2 for uid in set(trained))
+
+
+def test_validation_runs_beside_conversations_in_flight(make: Callable[..., Any], engine: OneEngine) -> None:
+    service = make(1)
+    engine.sync_weights()
+    service._admit()
+    held_out = service.prompts.take(4)
+    samples = service.rollout.validate(held_out, 1)
+    assert len(samples) == 4 and service.traffic.is_open
+    trained = [row[0] for _, batch, _ in steps_of(service, 1, 1) for row in rows(batch)]
+    assert len(trained) == 16 and all(uid.startswith("0-") for uid in trained)
+    service.close()
+    assert not service.traffic.is_open
+
+
+def trajectory(versions: list[int], mask: list[int] | None = None, error: str | None = None) -> Trajectory:
+    mask = mask or [1] * len(versions)
+    oldest, mixed = min(versions), len(set(versions)) > 1
+    return Trajectory([1], [2] * len(mask), mask, [0.0] * len(mask), "stop", 2, oldest, versions if mixed else (),
+                      error=error)  # fmt: skip
+
+
+def test_staleness_counts_from_the_oldest_generated_token() -> None:
+    """Version 5 trains tokens of versions 3, 4, 4 (one of a tool), and 5, 5."""
+    batch = [trajectory([3, 4, 4], [1, 0, 1]), trajectory([5, 5]), trajectory([1, 1], error="lost")]
+    metrics = staleness_metrics(batch, 5, [2, 0])
+    assert metrics == {
+        "fully_async/count/current_param_version": 5.0,
+        "training/off_policy/admission_staleness": 1.0,
+        "training/off_policy/token_staleness/mean": np.mean([2, 1, 0, 0]),
+        "training/off_policy/token_staleness/max": 2.0,
+        "training/off_policy/trajectory_staleness": 1.0,
+        "training/off_policy/trajectory_staleness_worst": 2.0,
+    }
+    check_staleness(batch[:2], 5, 2)
+    check_staleness([trajectory([NO_VERSION])], 5, 0)
+    with pytest.raises(WeightSyncError, match=r"versions 3 to 4; version 5 trains samples of 4 or later .*staleness=1"):
+        check_staleness(batch[:2], 5, 1)
+    with pytest.raises(WeightSyncError, match="versions 5 to 5; version 4"):
+        check_staleness(batch[1:2], 4, 1)
