@@ -38,6 +38,9 @@ def _loss(config: TrainConfig) -> Iterator[Problem]:
     if loss.loss_mode in ("kl", "k1") and not loss.use_policy_gradient:
         text = f"has a gradient that does not depend on the teacher; set {_LOSS}.use_policy_gradient=true, or k2 or k3"
         yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text)
+    if loss.use_policy_gradient and config.estimates_proximal_policy:
+        text = "reads old log-probs, which async_training.proximal=loglinear does not compute; set false"
+        yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
     if loss.loss_mode == FORWARD_KL_TOPK and loss.use_policy_gradient:
         text = f"moves the sampled token only, and {_LOSS}.loss_mode={FORWARD_KL_TOPK} compares {loss.topk}; set false"
         yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
