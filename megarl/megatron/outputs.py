@@ -34,32 +34,19 @@ class PolicyOutputs:
         entropy: entropy of each token's distribution, in nats, ``[response tokens]``; None if not requested.
         leads: whether no other token has a higher probability, ``[response tokens]`` bool.
         ref_kl: exact KL to the reference's distribution, in nats, ``[response tokens]``; None if not requested.
-<<<<<<< HEAD
         routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, per token]`` int16;
             None if not requested.
         teacher_ids_log_probs: log-probs of the teacher's tokens, ``[response tokens, k]``; None if not requested.
         top: the most probable tokens, ``[response tokens, k]``; None if not requested.
-=======
-        teacher_ids_log_probs: log-probs of the teacher's tokens, ``[response tokens, k]``; None if not requested.
-        top: the most probable tokens, ``[response tokens, k]``; None if not requested.
-        routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, per token]`` int16;
-            None if not requested.
->>>>>>> s6-distill
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     leads: Tensor
     ref_kl: Tensor | None = None
-<<<<<<< HEAD
     routes: tuple[Tensor, ...] | None = None
     teacher_ids_log_probs: Tensor | None = None
     top: TopTokens | None = None
-=======
-    teacher_ids_log_probs: Tensor | None = None
-    top: TopTokens | None = None
-    routes: tuple[Tensor, ...] | None = None
->>>>>>> s6-distill
 
 
 @dataclass(frozen=True)
@@ -96,31 +83,18 @@ class OutputOptions(NamedTuple):
         with_entropy: also compute the entropies.
         ref_head: the reference's output layer, to compute the exact KL to it. The micro-batches must then have a column
             :data:`~megarl.megatron.logprobs.REF_HIDDEN`. Used on the last stage.
-<<<<<<< HEAD
         record_routes: also return the experts of every token; by a pass without gradients.
         at_teacher_ids: also compute the log-probs of the tokens in the column
             :data:`~megarl.megatron.logprobs.TEACHER_IDS`.
         top: also find the most probable tokens, without gradients.
-=======
-        at_teacher_ids: also compute the log-probs of the tokens in the column
-            :data:`~megarl.megatron.logprobs.TEACHER_IDS`.
-        top: also find the most probable tokens, without gradients.
-        record_routes: also return the experts of every token; by a pass without gradients.
->>>>>>> s6-distill
     """
 
     temperature: float = 1.0
     with_entropy: bool = False
     ref_head: Tensor | None = None
-<<<<<<< HEAD
     record_routes: bool = False
     at_teacher_ids: bool = False
     top: TopOptions | None = None
-=======
-    at_teacher_ids: bool = False
-    top: TopOptions | None = None
-    record_routes: bool = False
->>>>>>> s6-distill
 
 
 DEFAULT_OUTPUTS = OutputOptions()

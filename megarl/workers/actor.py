@@ -109,13 +109,8 @@ class ActorWorker(PolicyWorker):
         log_prob: settings of the log-probs before the update.
         reference: settings of the reference whose weights this worker keeps in host memory; None if the reference has
             separate workers or there is none.
-<<<<<<< HEAD
         correction: bounds of the importance weights of a log-linear proximal policy, which are computed with the loss.
         distillation: the loss towards teachers; None without distillation.
-=======
-        distillation: the loss towards teachers; None without distillation.
-        correction: bounds of the importance weights of a log-linear proximal policy, which are computed with the loss.
->>>>>>> s6-distill
     """
 
     prefix = "actor"

@@ -146,14 +146,6 @@ class TrainConfig(ScoredJobConfig):
         return default if self.critic.enable is None else self.critic.enable
 
     @property
-<<<<<<< HEAD
-=======
-    def uses_task_rewards(self) -> bool:
-        """Whether the actor learns from rewards; false in distillation alone."""
-        return not self.distillation.enabled or self.distillation.distillation_loss.use_task_rewards
-
-    @property
->>>>>>> s6-distill
     def estimates_proximal_policy(self) -> bool:
         """Whether old log-probs are a log-linear estimate by weight versions, computed with the loss."""
         return self.async_training.proximal == LOGLINEAR and not self.algorithm.rollout_correction.bypass_mode
@@ -163,14 +155,11 @@ class TrainConfig(ScoredJobConfig):
         """Whether the actor holds the weights of the last sync through several updates, for old log-probs."""
         keys, correction = self.async_training, self.algorithm.rollout_correction
         return keys.sync_interval > 1 and keys.proximal == RECOMPUTE and not correction.bypass_mode
-<<<<<<< HEAD
 
     @property
     def uses_task_rewards(self) -> bool:
         """Whether the actor learns from rewards; false in distillation alone."""
         return not self.distillation.enabled or self.distillation.distillation_loss.use_task_rewards
-=======
->>>>>>> s6-distill
 
     @property
     def uses_baselines(self) -> bool:

@@ -255,13 +255,8 @@ class RoleBuilder:
             "plan": self._update_plan("actor", str(actor.loss_agg_mode), actor.loss_scale_factor),
             "log_prob": self._log_prob("old_log_prob"),
             "reference": reference,
-<<<<<<< HEAD
             "correction": self._proximal_bounds(),
             "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,
-=======
-            "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,
-            "correction": self._proximal_bounds(),
->>>>>>> s6-distill
         }
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
