@@ -78,7 +78,6 @@ class PPOTrainer:
         self.reporter = reporter
         self.tracing = tracing
         self.phase = reporter.phase
-        self.samples = phases.samples
 
     def fit(self) -> RunSummary:
         """Train until the last step; resume, validate, save and report on the way.
@@ -124,7 +123,7 @@ class PPOTrainer:
                 batch, metrics = trained_on.joined()
                 # 9. Actor workers send their weights to the rollout replicas.
                 with self.phase("update_weights"):
-                    metrics |= self.samples.sync_weights()
+                    metrics |= self.phases.samples.sync_weights()
             # 10. Driver: metrics, samples, validation (testing), callbacks, checkpoint (save_checkpoint).
             self.finish_step(batch, metrics)
         return self.close()
@@ -133,7 +132,7 @@ class PPOTrainer:
         """Resume, send the weights to the rollout replicas, and yield the number of each step."""
         self.tracing.begin_step(0)
         self.state.restore(self.roles.learners())
-        self.samples.restore(self.state.resume.state.rollout if self.state.resume else {}, self.state.step)
+        self.phases.samples.restore(self.state.resume.state.rollout if self.state.resume else {}, self.state.step)
         self.roles.sync_weights()
         for recorder in self.recorders:
             recorder.on_train_start(self.view())
@@ -150,7 +149,7 @@ class PPOTrainer:
             StepImpossible: there is no batch to train on, for example because all rollout replicas are lost. The
                 finished steps are saved, unless the step has trained already.
         """
-        source, trained = self.samples.batches(step, self.phase), False
+        source, trained = self.phases.samples.batches(step, self.phase), False
         while True:
             try:
                 item = next(source, None)
@@ -200,7 +199,7 @@ class PPOTrainer:
 
     def close(self) -> RunSummary:
         """Complete the last save, export the policy if configured, and write the summary."""
-        self.samples.close()
+        self.phases.samples.close()
         stop_message = self.state.finish()
         trainer = self.config.trainer
         folder = None if trainer.val_only else trainer.hf_export_dir
