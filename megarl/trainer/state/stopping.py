@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import math
 import os
@@ -179,8 +180,8 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
         restore([other for other in handled if other != signal.SIGHUP])
         following = SIGTERM if reason == SIGHUP else f"another {reason}"
         text = f"{reason}: the run ends after the current step and saves; {following} ends it at once"
-        # Not in this handler, which may interrupt a print that holds a lock.
-        threading.Thread(target=notify, args=(text,), daemon=True).start()
+        # Not in this handler, which may interrupt a print that holds a lock. Nor by a Thread, whose start takes a lock.
+        _thread.start_new_thread(notify, (text,))
 
     for number in handled:
         signal.signal(number, handle)
