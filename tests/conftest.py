@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from megarl.cluster.fork_server import fork_server
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+
+# A background job of a shell ignores Ctrl-C, and so would the signal tests of this process.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 SLOW_FIXTURES = {"pool", "start", "task", "arithmetic", "engine_for", "new_engine"}

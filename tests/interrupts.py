@@ -6,8 +6,9 @@ import signal
 
 
 def restore_interrupts() -> None:
-    """Restore the default action of SIGINT, for ``preexec_fn``.
+    """Restore the default action of SIGINT and SIGHUP, for ``preexec_fn``.
 
-    Background jobs of a shell ignore SIGINT, and their children inherit that.
+    Background jobs of a shell ignore SIGINT, and those of ``nohup`` SIGHUP; their children inherit that.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -26,6 +26,8 @@ def _teachers(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(_TEACHERS, {}, f"names no teacher; set {_TEACHERS}.teacher_model.model_path")
     names: dict[str, str] = {}
     for name, teacher in teachers.items():
+        if not teacher.model_path:
+            yield Problem(f"{_TEACHERS}.{name}.model_path", None, "must be set: the folder of the teacher's model")
         selector = teacher.key or name
         if selector in names:
             text = f"is the key of {_TEACHERS}.{names[selector]} too; each value selects one teacher"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK
-from megarl.config.keys import REQUIRED, key, section
+from megarl.config.keys import key, section
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
 
 
@@ -14,7 +14,7 @@ from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
 class TeacherConfig(LogProbBatchConfig):
     """A teacher: a frozen model of any size with the policy's tokenizer, and its Megatron layout."""
 
-    model_path: str = key(REQUIRED, "Folder of the teacher's Hugging Face model.")
+    model_path: str | None = key(None, "Folder of the teacher's Hugging Face model; required with `enabled`.")
     megatron: MegatronConfig = section(
         MegatronConfig, "Layout of the teacher, on the devices of the run; `param_offload` frees them between phases."
     )

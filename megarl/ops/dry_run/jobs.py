@@ -67,7 +67,7 @@ class TrainDryRun(DryRun):
         if config.uses_critic:
             roles["critic"] = (str(config.critic.model.path), layout_of(config.critic.megatron).describe())
         for name, teacher in config.distillation.teacher_models.items() if config.distillation.enabled else ():
-            roles[f"teacher {name}"] = (teacher.model_path, layout_of(teacher.megatron).describe())
+            roles[f"teacher {name}"] = (str(teacher.model_path), layout_of(teacher.megatron).describe())
         if config.reward_model.enable:
             check_reward_model(config, weights=False)
             model = str(config.reward_model.model.path)

@@ -328,7 +328,7 @@ def _teacher(config: TrainConfig, batches: BatchPlan, name: str) -> PlannedRole:
     teacher, phase = teachers[name], batches.phase(teacher_phase(name))
     phase = replace(phase, samples_per_mini_batch=-(-phase.samples_per_mini_batch // len(teachers)))
     path = f"distillation.teacher_models.{name}.megatron"
-    model = read_model_config(teacher.model_path)
+    model = read_model_config(str(teacher.model_path))
     return _role(phase.name, path, model, teacher.megatron, (_pass(config, phase, "teacher"),))
 
 

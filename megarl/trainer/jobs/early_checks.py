@@ -106,7 +106,7 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         _check_model(str(critic.model.path), critic.megatron, "critic.megatron", weights=weights)
         _check_adapters(str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True)
     others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
-    others += [teacher.model_path for teacher in check_teachers(config, weights=weights)]
+    others += [str(teacher.model_path) for teacher in check_teachers(config, weights=weights)]
     check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
 
 
@@ -127,7 +127,7 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
         return []
     topk, student = config.distillation.distillation_loss.teacher_topk, config.actor_rollout_ref.model.path
     for name, teacher in config.distillation.teacher_models.items():
-        path, field = teacher.model_path, f"distillation.teacher_models.{name}"
+        path, field = str(teacher.model_path), f"distillation.teacher_models.{name}"
         model = read_model_config(path)
         if model.is_value_model:
             raise ModelError(f"{field}.model_path={path} has a scalar head; a teacher is a language model")

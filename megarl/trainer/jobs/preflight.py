@@ -90,7 +90,7 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
     student = str(config.actor_rollout_ref.model.tokenizer_path)
     vocabulary = load_tokenizer(student).get_vocab()
     for name, teacher in config.distillation.teacher_models.items():
-        other = load_tokenizer(teacher.model_path).get_vocab()
+        other = load_tokenizer(str(teacher.model_path)).get_vocab()
         if differing := sorted(dict(vocabulary.items() ^ other.items())):
             token = differing[0]
             raise ConfigError(

@@ -301,10 +301,10 @@ class RoleBuilder:
 
     def _teacher(self, name: str) -> TeacherGroup:
         teacher = self.config.distillation.teacher_models[name]
-        cost = sequence_cost(read_model_config(teacher.model_path))
+        cost = sequence_cost(read_model_config(str(teacher.model_path)))
         micro = budget(self.batches.phase(teacher_phase(name)).micro, cost)
         kwargs: dict[str, Any] = {
-            "settings": self._settings(teacher.model_path, teacher.megatron, None, None),
+            "settings": self._settings(str(teacher.model_path), teacher.megatron, None, None),
             "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),
             "topk": self.config.distillation.distillation_loss.teacher_topk,
             "candidates": read_model_config(self.policy.model.path).vocab_size,
