@@ -41,7 +41,7 @@ def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor,
     try:
         logits, targets, weights = sample(width)
         local = logits.float().chunk(place.world_size, dim=1)[place.rank].clone().requires_grad_()
-        log_probs, entropy, leads, _ = vocab_parallel_outputs(
+        log_probs, entropy, leads, *_ = vocab_parallel_outputs(
             local,
             targets,
             vocab_size=VOCAB,
@@ -140,12 +140,15 @@ def test_temperature_must_be_positive(temperature: float) -> None:
 def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, dtype: torch.dtype) -> None:
     logits, targets, weights = sample(32)
     ref = ReferenceHead(torch.randn(N, 32, generator=torch.Generator().manual_seed(1)), torch.eye(32))
+    ids = (targets[:, None] + torch.arange(3)) % VOCAB
     results = []
     for size in (2**28, rows_per_chunk * 32 * 4):
         monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", size)
         leaf = logits.to(dtype).requires_grad_()
-        out = vocab_parallel_outputs(leaf, targets, vocab_size=VOCAB, with_entropy=True, temperature=0.7, reference=ref)
-        (out.log_probs @ weights[0] + out.entropy @ weights[1] + out.ref_kl.sum()).backward()
+        out = vocab_parallel_outputs(
+            leaf, targets, vocab_size=VOCAB, with_entropy=True, temperature=0.7, reference=ref, ids=ids
+        )
+        (out.log_probs @ weights[0] + out.entropy @ weights[1] + out.ref_kl.sum() + out.ids_log_probs.sum()).backward()
         results.append([*out, leaf.grad])
     for whole, chunked in zip(*results, strict=True):
         assert torch.equal(whole, chunked)

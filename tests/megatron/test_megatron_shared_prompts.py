@@ -57,9 +57,11 @@ class WholeSequences(nn.Module):
         return torch.cat(parts)
 
 
-def decoder_spec(config: ModelConfig, layers: Iterable[int], *, fused: bool) -> TransformerBlockSubmodules:
+def decoder_spec(
+    config: ModelConfig, layers: Iterable[int], *, fused: bool, adapted: bool
+) -> TransformerBlockSubmodules:
     """The fused specification's attention among torch's layers."""
-    assert fused
+    assert fused and not adapted
     plain = model._torch_layer(config)
     parts = plain.submodules.self_attention.submodules
     parts.core_attention = partial(SharedPromptAttention, kernel=WholeSequences)

@@ -118,7 +118,13 @@ def test_fields_from_source_equal_those_of_the_class() -> None:
     assert {field.name for field in dataclasses.fields(TransformerConfig)} == set(transformer_fields())
     assert tuple(AttnBackend.__members__) == attention_backends()
     annotations = {name: ast.unparse(transformer_fields()[name].annotation) for name in SUPPORTED}
-    assert annotations.pop("attention_backend") == "AttnBackend" and set(annotations.values()) == {"bool"}
+    assert {name: annotation for name, annotation in annotations.items() if annotation != "bool"} == {
+        "attention_backend": "AttnBackend",
+        "moe_router_load_balancing_type": "Union[str, List[str]]",
+        "moe_aux_loss_coeff": "Union[float, List[float]]",
+        "moe_z_loss_coeff": "Optional[float]",
+        "moe_router_bias_update_rate": "float",
+    }
 
 
 def test_every_field_of_the_installed_release_is_classified() -> None:
