@@ -33,7 +33,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
-from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/agents"), str(ROOT / "tools")]
@@ -61,6 +60,7 @@ from megarl.config.build import build  # noqa: E402
 from megarl.models import ParallelLayout  # noqa: E402
 from megarl.rollout import Completion, Request, SamplingParams  # noqa: E402
 from megarl.rollout.serving import EngineServer  # noqa: E402
+from megarl.trainer.phases.data_loading import load_tokenizer  # noqa: E402
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb  # noqa: E402
 
 CONCURRENT, TURNS, ROUNDS = 256, 4, 3
@@ -297,7 +297,7 @@ def measure_runners(conversations: int, runners: int, folder: Path) -> None:
         pool = session.place([ResourcePool("main", "cpu", [REPLICAS])])["main"]
         kwargs = {"slots": conversations // REPLICAS}
         replicas = WorkerGroup("rollout", NullReplica, kwargs, ParallelLayout(dp=REPLICAS), pool, threads=runners + 2)
-        service = AgentRunners(config, AutoTokenizer.from_pretrained(folder / "model"), pool)
+        service = AgentRunners(config, load_tokenizer(str(folder / "model")), pool)
         service.wait_ready()
         lead(service, replica_processes(replicas), groups[:REPLICAS])
         pids = [member.pid for member in pool.processes.members()]

@@ -13,6 +13,7 @@ from megarl.tracing.tracer import MISSING_EVENTS, Tracer
 @pytest.fixture
 def recording() -> Iterator[Tracer]:
     TRACER.recording = True
+    TRACER.follow_thread()  # an earlier test may have followed the thread of an engine
     yield TRACER
     unwatch_process()
 

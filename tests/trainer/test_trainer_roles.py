@@ -31,7 +31,7 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
     monkeypatch.setattr(WorkerGroup, "submit", recording)
     with RaySession(num_cpus=2) as session:
         pool = session.place([ResourcePool("main", "cpu", [config.trainer.num_devices])])["main"]
-        roles = RoleBuilder(config, plan_batches(config), 4, pool).build()
+        roles = RoleBuilder(config, plan_batches(config), 4, pool, pool).build()
         started = [(role, verb) for role, verb, _ in calls]
         assert {"actor", "critic", "rollout"} == {role for role, verb in started if verb == "init_model"}
         assert started.index(("rollout", "init_model")) > max(
