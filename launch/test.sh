@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types, import contracts and all tests, with the browser tests of the report's page
-# if a browser is found; and meanwhile the tests marked `sglang` in SGLang's environment (docs/rollout.md).
+# if a browser is found; then the tests marked `sglang` in SGLang's environment (docs/rollout.md).
 #
 #   bash launch/test.sh                     everything, as in CI
 #   bash launch/test.sh --fast              lint, types, contracts, and the tests without worker processes
@@ -21,46 +21,28 @@ case "$sglang" in 0 | 1 | only) ;; *) echo "SGLANG=$sglang, expected 0, 1 or onl
 ensure_environment
 cd "$MEGARL_ROOT"
 
-# Ends this shell: the tests are its last command, or that of a subshell.
-test_sglang() {
-  source "$MEGARL_ROOT/launch/sglang_cpu.sh"
-  ensure_sglang_environment
-  exec python -m pytest -m sglang tests/rollout tests/e2e
-}
-
-[ "$sglang" != only ] || test_sglang
-
-
-mypy &  # takes as long as the other checks together
-types=$!
-ruff check .
-ruff format --check .
-lint-imports
-wait "$types"
-
-# A lane waits for processes half of its time, so SGLang's tests, a third one, cost little. Their output comes at the end.
-if [ "$sglang" = 1 ]; then
-  sglang_log="$(mktemp)"
-  (test_sglang) >"$sglang_log" 2>&1 &
-  sglang_tests=$!
-  trap 'kill "$sglang_tests" 2>/dev/null || true; rm -f "$sglang_log"' EXIT
-fi
-# Two workers: while one waits for processes to start, the other computes. Tests of a file share slow fixtures, so they
-# stay together. Files keep their order: the longest come first (tests/conftest.py).
-code=0
-python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@" || code=$?
-if [ "$code" = 0 ] && [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then
-  source "$MEGARL_ROOT/launch/browser.sh"
-  if browser="$(find_browser)"; then
-    echo "== The report's page in a browser: $browser ($("$browser" --version 2>/dev/null))"
-    BROWSER="$browser" python -m pytest -m browser tests/ops/report || code=$?
-  else
-    echo "== NOT RUN: the tests of the report's page in a browser (pytest -m browser): no browser found; see above" >&2
+if [ "$sglang" != only ]; then
+  mypy &  # takes as long as the other checks together
+  types=$!
+  ruff check .
+  ruff format --check .
+  lint-imports
+  wait "$types"
+  # Two workers: while one waits for processes to start, the other computes. Tests of a file share slow fixtures, so they
+  # stay together. Files keep their order: the longest come first (tests/conftest.py).
+  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@"
+  if [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then
+    source "$MEGARL_ROOT/launch/browser.sh"
+    if browser="$(find_browser)"; then
+      echo "== The report's page in a browser: $browser ($("$browser" --version 2>/dev/null))"
+      BROWSER="$browser" python -m pytest -m browser tests/ops/report
+    else
+      echo "== NOT RUN: the tests of the report's page in a browser (pytest -m browser): no browser found; see above" >&2
+    fi
   fi
 fi
-if [ "$sglang" = 1 ]; then
-  wait "$sglang_tests" || code=$?
-  echo "== Tests in SGLang's environment"
-  cat "$sglang_log"
+if [ "$sglang" != 0 ]; then
+  source "$MEGARL_ROOT/launch/sglang_cpu.sh"
+  ensure_sglang_environment
+  python -m pytest -m sglang tests/rollout tests/e2e
 fi
-exit "$code"

@@ -146,7 +146,9 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     groups = GroupedScores(inputs)
     relative = torch.where(groups.counted, groups.scores - groups.mean(), 0.0)
     highest, lowest = groups.largest(groups.scores), -groups.largest(-groups.scores)
-    informative = groups.counted & ((highest > lowest) | (~groups.several & (groups.scores != 0)))
+    # Equal sums of token rewards may differ by rounding.
+    rounding = 64 * torch.finfo(groups.scores.dtype).eps * highest.abs().clamp(min=1)
+    informative = groups.counted & ((highest - lowest > rounding) | (~groups.several & (groups.scores != 0)))
     alpha = groups.counted.double().sum() / informative.double().sum().clamp(min=1)
     advantages = groups.to_tokens(alpha * relative)
     return advantages, advantages

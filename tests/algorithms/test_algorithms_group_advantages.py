@@ -118,6 +118,13 @@ def test_gpg_equals_the_papers_formula(case):
     np.testing.assert_allclose(estimate("gpg", case), expected, rtol=1e-6, atol=1e-9)
 
 
+def test_gpg_takes_scores_that_differ_by_rounding_for_equal():
+    rewards = np.array([[0.7, -0.2], [1.3, -0.8], [1.0, 0.0], [0.0, 0.0]])
+    assert rewards[0].sum() != rewards[1].sum()
+    case = rewards, np.ones((4, 2), bool), np.array(["a", "a", "b", "b"], object)
+    np.testing.assert_allclose(estimate("gpg", case)[:, 0], [0.0, 0.0, 1.0, -1.0], atol=1e-9)  # alpha = 4 / 2
+
+
 # Computed by hand from the equations named above, for one prompt whose four answers have these scores and lengths.
 SCORES, LENGTHS = [1.0, 0.0, 0.5, 0.0], [1, 2, 3, 4]
 BY_HAND = {

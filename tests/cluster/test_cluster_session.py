@@ -29,6 +29,8 @@ from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, signal, sys
+from megarl.base.signals import exit_at_once_on_signals
+exit_at_once_on_signals()  # as a job does, until its session handles signals
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup
 from megarl.models.layout import ParallelLayout
 
