@@ -164,9 +164,11 @@ class SGLangEngine(RolloutEngine):
             try:
                 item = self._ended.get(remaining > 0, min(remaining, WATCH_S))
             except queue.Empty:
-                if completions or time.monotonic() >= deadline:
+                if completions:
                     break
-                self._check_alive()
+                self._check_alive()  # also before the end of a short poll, since a server polls again and again
+                if time.monotonic() >= deadline:
+                    break
                 continue
             if item is None:
                 deadline = 0.0
