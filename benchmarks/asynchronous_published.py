@@ -1,4 +1,4 @@
-"""Simulates the modes of asynchronous training on 256 devices, beside the published speed-ups.
+"""Simulates the modes of asynchronous training on 256 devices, next to published speed-ups.
 
     python benchmarks/asynchronous_published.py [--devices 256] [--mean 6000] [--longest 28000] [--sigma 1.0]
 

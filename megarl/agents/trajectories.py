@@ -90,9 +90,9 @@ def trajectories_to_batch(
 
     Returns:
         ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
-        environment's tokens) ``[b, R]`` and ``attention_mask [b, P+R]``; ``weight_versions [b, R]`` if asked for; the
-        columns ``num_turns``, ``weight_version``,
-        ``agent_error`` (None: no failure) and one column per name in ``fields``.
+        environment's tokens) ``[b, R]`` and ``attention_mask [b, P+R]``; with ``with_versions`` also ``weight_versions
+        [b, R]``; the columns ``num_turns``, ``weight_version``, ``agent_error`` (None: no failure) and one column per
+        name in ``fields``.
     """
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
     responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]

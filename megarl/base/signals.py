@@ -86,7 +86,7 @@ def withdraw_interrupt() -> None:
 
 
 def ending_signal() -> int:
-    """Return the first signal that asked for the end in this scope; 0 = none."""
+    """Return the first signal that requested the end of this scope; 0 = none."""
     return _INTERRUPT.number
 
 

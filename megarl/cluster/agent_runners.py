@@ -250,7 +250,7 @@ class AgentRunners:
                 try:
                     samples += self._read_report(runner, ready)
                 except (WorkerFailed, WorkerSilent) as failure:
-                    if isinstance(failure, WorkerFailed) and not failure.died:
+                    if not _is_lost(failure):
                         raise
                     self._lose(rank, failure)
             if left <= 0:
@@ -273,7 +273,7 @@ class AgentRunners:
             try:
                 stats += gather([runner.handle.submit("close")], self._timeout_s)
             except (WorkerFailed, WorkerSilent) as failure:
-                if isinstance(failure, WorkerFailed) and not failure.died:
+                if not _is_lost(failure):
                     raise
                 self._lose(rank, failure)
         if self._dead:
@@ -318,9 +318,9 @@ class AgentRunners:
         gather([call for call in runner.calls if call.ref in ready])
         runner.calls = [call for call in runner.calls if call.ref not in ready]
         assert runner.report is not None
-        call, asked = runner.report
+        call, since = runner.report
         if call.ref not in ready:
-            if time.monotonic() - asked > REPORT_S + self._timeout_s:
+            if time.monotonic() - since > REPORT_S + self._timeout_s:
                 raise WorkerSilent(f"no answer within {self._timeout_s:g} s", [(call.role, call.rank)])
             return []
         runner.report = None
@@ -358,3 +358,8 @@ class AgentRunners:
             self._dead = []
         groups = {name.group: self._groups[name.group].only(runner.running) for name in sorted(runner.running)}
         self._distribute(groups.values())
+
+
+def _is_lost(failure: WorkerFailed | WorkerSilent) -> bool:
+    """Whether a runner died or is silent, so that it is replaced; an exception of its verb ends the run."""
+    return isinstance(failure, WorkerSilent) or failure.died

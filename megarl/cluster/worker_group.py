@@ -106,7 +106,7 @@ class RankHandle:
             raise worker_failure(self._call(ref, verb), error) from error
 
     def submit(self, verb: str, *args: Any) -> WorkerCall:
-        """Start a verb: a ``RANK`` verb beside others, any other verb after those that were started before.
+        """Start a verb: a ``RANK`` verb concurrently with others, any other verb after the earlier ones.
 
         Raises:
             AttributeError: the worker has no such verb.
@@ -143,7 +143,7 @@ class WorkerGroup:
         env: environment variables of the processes, set before the class is imported.
         budgets: micro-batch budget of each verb that has one, for partition balancing.
         devices_per_process: number of neighbouring devices of each process. The process sees those GPUs only.
-        threads: number of ``RANK`` verbs that each process runs at the same time, beside other verbs; 0 = the worker
+        threads: number of ``RANK`` verbs that each process runs at the same time, next to other verbs; 0 = the worker
             has none.
         on_device: False: the processes use no device; rank 0 is on the driver's node, the others on nodes of the pool.
 

@@ -241,11 +241,11 @@ ASIDE = "aside"
 
 
 class ServingWorkerProcess(WorkerProcess):
-    """Host process of a worker that serves requests beside its other verbs, such as a rollout replica."""
+    """Host process of a worker that serves requests during its other verbs, such as a rollout replica."""
 
     @ray.method(concurrency_group=ASIDE)
     def call_aside(self, verb: str, *args: Any) -> Any:
-        """Run a ``RANK`` verb in one of several threads, beside the current call of :meth:`call`; it is not traced.
+        """Run a ``RANK`` verb in one of several threads, during a call of :meth:`call`; it is not traced.
 
         Raises:
             RemoteFailure: the verb raised.

@@ -156,11 +156,11 @@ class Adapters:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """A and B of every adapted layer, by their names in :class:`~megarl.models.adapters.AdapterMap`."""
-        found: dict[str, nn.Parameter] = {}
+        params: dict[str, nn.Parameter] = {}
         for weight, layer in self._layers.items():
             name = weight.removesuffix(".weight")
-            found |= {f"{name}.{A}": layer.a, f"{name}.{B}": layer.b}
-        return found
+            params |= {f"{name}.{A}": layer.a, f"{name}.{B}": layer.b}
+        return params
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:

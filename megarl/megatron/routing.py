@@ -305,7 +305,7 @@ class Routing:
         for number, micro_batch in enumerate(micro_batches):
             shape = (micro_batch.num_tokens, sum(self.experts.layers), self.experts.per_token)
             routes = torch.zeros(shape, dtype=torch.int32, device=self.runtime.device)
-            stored = copy_to(self._stored(micro_batch), self.runtime.device)
+            stored = copy_to(local_indices(micro_batch, self.runtime, self._multiple), self.runtime.device)
             for router in self._routers:
                 routes[stored[stored >= 0], router.state.layer] = router.state.routes[number][stored >= 0].int()
             for group in (self.sharers, self.runtime.pp_group):
@@ -314,9 +314,6 @@ class Routing:
             results.append(routes.to("cpu", torch.int16))
         self.begin(INFERENCE)  # frees the routers' copies
         return results
-
-    def _stored(self, micro_batch: PackedMicroBatch) -> Tensor:
-        return local_indices(micro_batch, self.runtime, self._multiple)
 
 
 def local_indices(micro_batch: PackedMicroBatch, runtime: Runtime, multiple: int) -> Tensor:

@@ -79,6 +79,14 @@ class ParallelLayout(NamedTuple):
         """Replicas of each expert."""
         return self.ranks_per_stage // (self.expert_tp * self.ep)
 
+    @property
+    def row_divisor(self) -> int:
+        """Number that the rows of a batch must be a multiple of, if each rank's micro-batches may have one row.
+
+        Data-parallel ranks have equal numbers of rows, and the interleaved schedule fills its stages.
+        """
+        return self.dp * (self.pp if self.vpp > 1 else 1)
+
     def coordinate(self, rank: int) -> RankCoordinate:
         """Return the coordinate of a rank.
 

@@ -38,10 +38,10 @@ class _Client:
 
 
 class HeldRequests(NamedTuple):
-    """Requests that a pause has interrupted.
+    """Requests that a pause holds in the middle of their responses.
 
     Attributes:
-        requests: number of begun requests.
+        requests: number of these requests.
         tokens: tokens of their prompts and responses, which the next weights compute again.
     """
 
@@ -104,8 +104,8 @@ class EngineServer:
         self._engine.interrupt_poll()
         with self._changed:
             self._changed.wait_for(lambda: not self._sent)
-            begun = [request for _, requests in self._inbox for request in requests if request.prior is not None]
-        return HeldRequests(len(begun), sum(len(request.prompt_ids) + len(request.prior_ids) for request in begun))
+            partial = [request for _, requests in self._inbox for request in requests if request.prior is not None]
+        return HeldRequests(len(partial), sum(len(r.prompt_ids) + len(r.prior_ids) for r in partial))
 
     def resume(self) -> None:
         """Continue the held requests."""
@@ -225,8 +225,8 @@ class EngineServer:
         if request is None or not client:  # the engine was used by someone else before
             return
         if completion.finish_reason == "abort" and name not in self._cancelled:
-            begun = bool(completion.token_ids) and self._engine.can_continue(request.params)
-            self._inbox.append((client, [replace(request, prior=completion if begun else None)]))
+            continues = bool(completion.token_ids) and self._engine.can_continue(request.params)
+            self._inbox.append((client, [replace(request, prior=completion if continues else None)]))
             return
         self._cancelled.discard(name)
         del self._owners[name]

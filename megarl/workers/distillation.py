@@ -1,4 +1,4 @@
-"""The loss of on-policy distillation, beside or instead of the policy loss of the rewards."""
+"""The loss of on-policy distillation, added to the policy loss of the rewards or in its place."""
 
 from __future__ import annotations
 

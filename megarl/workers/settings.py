@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megarl.base.errors import ConfigError
 from megarl.base.units import count_noun
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, RolloutConfig
+from megarl.config.checks.transformer_field_table import BALANCE_RATES
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
 from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.peft_folder import AdapterFolder
@@ -227,7 +228,7 @@ def _check_frozen_routers(megatron: MegatronConfig, keys: AdapterKeys) -> None:
 
 
 def _check_balance(model: ModelConfig, fields: Mapping[str, Any], field: str) -> None:
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
+    for name in BALANCE_RATES:
         value = fields.get(name)
         if value and model.experts is None:
             raise ConfigError(

@@ -57,7 +57,7 @@ def _loglinear(config: TrainConfig) -> Iterator[Problem]:
     if level != "token":
         text = f"{label} knows the weights of single tokens, when it computes the loss; set token"
         yield Problem(f"{_CORRECTION}.rollout_is", level, text)
-    for name, none in (("rollout_rs", None), ("rollout_is_batch_normalize", False)):
-        if (value := getattr(correction, name)) != none:
-            text = f"{label} knows the weights of a token only when it computes its loss; set {str(none).lower()}"
-            yield Problem(f"{_CORRECTION}.{name}", value, text.replace("set none", "set null"))
+    for name, off, word in (("rollout_rs", None, "null"), ("rollout_is_batch_normalize", False, "false")):
+        if (value := getattr(correction, name)) != off:
+            text = f"{label} knows the weights of a token only when it computes its loss; set {word}"
+            yield Problem(f"{_CORRECTION}.{name}", value, text)

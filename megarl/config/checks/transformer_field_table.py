@@ -24,8 +24,8 @@ SUPPORTED = frozenset(
     }
 )
 """Fields that the user may set, each with a test."""
-EXPERT_WEIGHTS = frozenset({"moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_z_loss_coeff"})
-"""Supported fields with a number of at least 0."""
+BALANCE_RATES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+"""Supported fields that balance experts: numbers of at least 0."""
 BALANCING_TYPES = ("none", "seq_aux_loss")
 """Values of `moe_router_load_balancing_type`."""
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.checks.transformer_field_table import (
+    BALANCE_RATES,
     BALANCING_TYPES,
-    EXPERT_WEIGHTS,
     OWNED,
     REJECTED,
     REJECTED_VALUES,
@@ -117,7 +117,7 @@ def _class_body(file: str, name: str) -> list[ast.stmt]:
 
 def _fits(name: str, field: TransformerField, value: Any) -> bool:
     """Whether a value has the type of a supported field."""
-    if name in EXPERT_WEIGHTS:
+    if name in BALANCE_RATES:
         return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if name == _BALANCING:
         return value in BALANCING_TYPES
@@ -125,7 +125,7 @@ def _fits(name: str, field: TransformerField, value: Any) -> bool:
 
 
 def _describe(name: str, field: TransformerField) -> str:
-    if name in EXPERT_WEIGHTS:
+    if name in BALANCE_RATES:
         return "a number of at least 0"
     if name == _BALANCING:
         return f"one of {', '.join(BALANCING_TYPES)}"

@@ -37,7 +37,9 @@ class DistillationLossConfig:
     use_task_rewards: bool = key(
         True, "Add the policy loss of the rewards; false = distillation only, and rewards are just metrics."
     )
-    distillation_loss_coef: float = key(1.0, "Weight of the distillation loss beside the policy loss.", at_least=0)
+    distillation_loss_coef: float = key(
+        1.0, "Weight of the distillation loss when the policy loss is added.", at_least=0
+    )
     loss_max_clamp: float | None = key(
         None, "Clamp each token's divergence to [-value, value]; null = no clamp.", above=0
     )

@@ -1,7 +1,7 @@
 """Discrete-event simulation of asynchronous training: step time, idle ratios and staleness of each mode.
 
 Requests enter by the admission rule of the rollout service, and batches are composed by its ledger
-(:class:`~megarl.trainer.rollout_service.ledger.GroupLedger`), so simulated and real runs order their work alike.
+(:class:`~megarl.trainer.rollout_service.ledger.GroupLedger`), so simulated and real runs have the same order of work.
 Engines decode with continuous batching: a step of a replica with ``c`` sequences takes ``decode_s + sequence_s * c``.
 Replicas are equally loaded, as the router keeps them. Events are ends of responses, ends of updates, and weight syncs.
 """
@@ -182,7 +182,7 @@ class _Simulation:
             end = self._update[0] if self._update else math.inf
             now = min(end, self.engines.next_end())
             assert now < math.inf, "the admission rule keeps a batch under way"
-            self.engines.advance(now)
+            self._advance(now)
             changed = now == end
             if now == end:
                 self._end_update()
@@ -192,6 +192,11 @@ class _Simulation:
                 self._sync()
             if changed:
                 self._start_update()
+
+    def _advance(self, now: float) -> None:
+        if self._update is not None:
+            self.train_busy_s += now - self.engines.now
+        self.engines.advance(now)
 
     def _start_update(self) -> None:
         size = self.batch.prompts // self.mode.sync_interval
@@ -205,7 +210,6 @@ class _Simulation:
         self.staleness += [self.ledger.staleness(number) for number in numbers]
         seconds = self.rates.update_s + tokens * self.rates.token_s / self.mode.trainers
         self.engines.is_paused = self.mode.shares_devices
-        self.train_busy_s += seconds
         self._update = self.engines.now + seconds, numbers
 
     def _end_update(self) -> None:
@@ -278,16 +282,3 @@ def best_split(
         for share in shares
     ]
     return min(runs, key=lambda run: run.step_s)
-
-
-def modes_of(devices: int, replica_devices: int, max_staleness: float, sync_interval: int) -> list[SimulatedMode]:
-    """Return the modes to compare; those with separate devices get half of them for each side."""
-    replicas = devices // replica_devices
-    half = max(1, replicas // 2)
-    apart = devices - half * replica_devices
-    return [
-        SimulatedMode("sync", replicas, devices, shares_devices=True),
-        SimulatedMode("one step off", half, apart, max_staleness=1, drains=True),
-        SimulatedMode("colocated", replicas, devices, max_staleness, shares_devices=True),
-        SimulatedMode("disaggregated", half, apart, max_staleness, sync_interval),
-    ]

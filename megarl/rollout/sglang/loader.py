@@ -224,7 +224,7 @@ class RankLoader:
         return Reply(values, tensor.flatten().view(torch.uint8).numpy().tobytes())
 
     def _views(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """Return the parameters anew: SGLang may replace them when it loads a folder."""
+        """Look up the parameters, which SGLang may replace when it loads a folder."""
         if self._shard is None:
             raise WeightSyncError("no engine is attached to this SGLang")
         return self._shard.views(model)

@@ -205,9 +205,9 @@ class WeightSession:
         """
         command_id = next(self._command_ids)
         payloads = []
-        for rank, own in enumerate(arguments):
+        for rank, values in enumerate(arguments):
             command = {"action": action, "command_id": command_id, "rank": rank, "to": self._replies.to}
-            data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
             payloads.append(pickle.dumps([(json.dumps(command), data)]))
         self._largest_command = max(self._largest_command, sum(map(len, payloads)))
         outcome = self._call(

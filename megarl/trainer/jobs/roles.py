@@ -244,10 +244,7 @@ class RoleBuilder:
     def _actor(self) -> ActorGroup:
         reference = None
         if self._has_reference() and not self._reference_has_workers():
-            reference = replace(
-                self._log_prob("ref_log_prob"),
-                full_kl=self.config.algorithm.uses_full_kl,
-            )
+            reference = replace(self._log_prob("ref_log_prob"), full_kl=self.config.algorithm.uses_full_kl)
         actor = self.policy.actor
         kwargs: dict[str, Any] = {
             "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor", self.policy.model),

@@ -139,8 +139,7 @@ class AlignmentPhase:
 
     def _representations(self, batch: DataProto) -> Tensor:
         """Compute ``[b, hidden]`` of all rows, padded to a multiple of the reference's data-parallel ranks."""
-        layout = self.reference.layout
-        padded, added = batch.pad_to_divisor(layout.dp * (layout.pp if layout.vpp > 1 else 1))
+        padded, added = batch.pad_to_divisor(self.reference.layout.row_divisor)
         return self.reference.compute_ref_representations(padded).unpad(added).tensors["representations"]
 
     def _ground_truths(self, batch: DataProto) -> GroundTruths:

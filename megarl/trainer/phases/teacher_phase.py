@@ -89,6 +89,5 @@ def check_teacher_keys(values: list[object] | None, known: list[str], teacher_ke
 
 def _graded(teacher: TeacherWorkers, rows: DataProto) -> DataProto:
     """The teacher's columns; rows are padded to a multiple of its data-parallel ranks."""
-    layout = teacher.layout
-    padded, added = rows.pad_to_divisor(layout.dp * (layout.pp if layout.vpp > 1 else 1))
+    padded, added = rows.pad_to_divisor(teacher.layout.row_divisor)
     return teacher.compute_teacher_log_prob(padded).unpad(added)

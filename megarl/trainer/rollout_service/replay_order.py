@@ -48,7 +48,8 @@ class OrderFile:
 
     def __init__(self, path: Path, first: int = 0) -> None:
         self.path = path
-        kept = {number: groups for number, groups in _kept(path).items() if number < first} if first else {}
+        earlier = read_order(path) if first and path.exists() else {}
+        kept = {number: groups for number, groups in earlier.items() if number < first}
         RUN_WRITER.forget(path)
         RUN_WRITER.replace(path, "".join(_line(number, groups) for number, groups in kept.items()))
 
@@ -77,10 +78,6 @@ def read_order(path: Path) -> dict[int, list[int]]:
                 break
             raise ConfigError(f"trainer.replay_order={path}, line {number}: no batch with its groups") from None
     return batches
-
-
-def _kept(path: Path) -> dict[int, list[int]]:
-    return read_order(path) if path.exists() else {}
 
 
 def _line(batch: int, groups: Sequence[int]) -> str:

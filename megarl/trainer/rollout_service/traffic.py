@@ -15,7 +15,7 @@ WAIT_S = 1.0
 class RolloutTraffic:
     """Leads conversations of training and validation at the same time.
 
-    Groups are told apart by their numbers.
+    The numbers of the groups distinguish them.
 
     Args:
         runners: lead the conversations.
@@ -26,7 +26,7 @@ class RolloutTraffic:
         self.runners = runners
         self.replicas = replicas
         self.is_open = False
-        self._aside: list[FinishedSample] = []
+        self._others: list[FinishedSample] = []
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Start conversations."""
@@ -40,12 +40,12 @@ class RolloutTraffic:
 
         Args:
             wait_s: see :meth:`ConversationService.finished`.
-            names: the samples of the caller; others are put aside for a call without names. None = all.
+            names: the samples of the caller; others are kept for a call without names. None = all.
 
         Raises:
             MegarlError: no conversation can go on; none is in flight any more.
         """
-        if names is None and self._aside:
+        if names is None and self._others:
             wait_s = 0.0
         try:
             ended = self.runners.finished(wait_s)
@@ -54,12 +54,12 @@ class RolloutTraffic:
                 self.close()
             raise
         if names is None:
-            ended, self._aside = [*self._aside, *ended], []
+            ended, self._others = [*self._others, *ended], []
             return ended
-        self._aside += [sample for sample in ended if sample.name not in names]
+        self._others += [sample for sample in ended if sample.name not in names]
         return [sample for sample in ended if sample.name in names]
 
     def close(self) -> RouterStats:
         """Abort the conversations in flight; when it returns, no replica has a request."""
-        self.is_open, self._aside = False, []
+        self.is_open, self._others = False, []
         return self.runners.close()

@@ -15,13 +15,25 @@ from megarl.ops.plan.asynchronous import (
     SimulatedMode,
     SimulatedRates,
     best_split,
-    modes_of,
     simulate,
 )
 from megarl.ops.plan.lengths import Quantiles
 
 RATES = SimulatedRates(decode_s=0.01, sequence_s=0.002, slots=1000, token_s=0.004, update_s=0.5, sync_s=2.0)
 BATCH = SimulatedBatch(prompts=8, samples=4, lengths=Quantiles.log_normal(300, 1.0, 2400))
+
+
+def modes_of(devices: int, replica_devices: int, max_staleness: float, sync_interval: int) -> list[SimulatedMode]:
+    """Return the modes to compare; those with separate devices get half of them for each side."""
+    replicas = devices // replica_devices
+    half = max(1, replicas // 2)
+    apart = devices - half * replica_devices
+    return [
+        SimulatedMode("sync", replicas, devices, shares_devices=True),
+        SimulatedMode("one step off", half, apart, max_staleness=1, drains=True),
+        SimulatedMode("colocated", replicas, devices, max_staleness, shares_devices=True),
+        SimulatedMode("disaggregated", half, apart, max_staleness, sync_interval),
+    ]
 
 
 @st.composite
