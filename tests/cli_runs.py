@@ -19,6 +19,8 @@ import psutil
 from interrupts import restore_interrupts
 from warm_drivers import Drivers, WarmDriver
 
+from megarl.base.processes import READ_ERRORS, all_processes, command_line, has_ended
+
 ROOT = Path(__file__).resolve().parents[1]
 REWARDS = ROOT / "tests" / "e2e" / "reward_functions.py"
 # One process scores the samples in order, for reward functions that count and pause.
@@ -78,11 +80,11 @@ class CliRun:
 
     def processes(self) -> list[psutil.Process]:
         """All live processes of the run."""
-        return [process for process in psutil.process_iter() if self._has(process)]
+        return [process for process in all_processes() if self._has(process)]
 
     def running(self, command: str) -> list[psutil.Process]:
         """Live processes of the run with a text in their command line."""
-        return [process for process in self.processes() if command in _command_line(process)]
+        return [process for process in self.processes() if command in command_line(process)]
 
     def wait(self, timeout_s: float = START_S) -> int:
         """Wait for the end; return the exit code."""
@@ -110,7 +112,7 @@ class CliRun:
             time.sleep(0.1)
         commands = []
         for process in alive:
-            command = _command_line(process)[:200]
+            command = command_line(process)[:200]
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
                 commands.append(command)
@@ -120,8 +122,8 @@ class CliRun:
         """Whether a process has the mark or, as a fork of a server that runs share, works in the run's folder."""
         try:
             of_run = process.environ().get(MARK) == self.mark or Path(process.cwd()) == self.folder
-            return of_run and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
+            return of_run and not has_ended(process)
+        except READ_ERRORS:
             return False
 
     def close(self) -> None:
@@ -174,10 +176,3 @@ def reproducible(row: Mapping[str, float]) -> dict[str, float]:
 
 def assert_finite(row: Mapping[str, float]) -> None:
     assert all(math.isfinite(value) for value in row.values()), row
-
-
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has ended
-        return ""

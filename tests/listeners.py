@@ -8,12 +8,14 @@ from collections.abc import Iterable
 
 import psutil
 
+from megarl.base.processes import READ_ERRORS
+
 
 def listening_processes(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
     """Command line and listening address of each process that listens."""
     listeners = set()
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(*READ_ERRORS):  # it has ended
             command = " ".join(process.cmdline())
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:

@@ -28,6 +28,8 @@ from typing import IO, Any
 
 import psutil
 
+from megarl.base.processes import READ_ERRORS, descendants, wait_for_ends
+
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _CODE = "import sys; sys.path[:] = {path!r}; from {module} import {function} as main; main({handle}, *{arguments!r})"
 _EXIT_S = 5.0
@@ -132,18 +134,18 @@ def kill_process_tree(process: subprocess.Popen[Any], wait_s: float = 0.0) -> No
     Raises:
         subprocess.TimeoutExpired: the child does not end.
     """
-    descendants: list[psutil.Process] = []
+    others: list[psutil.Process] = []
     if process.poll() is None:
-        with contextlib.suppress(psutil.Error):
-            descendants = psutil.Process(process.pid).children(recursive=True)
+        with contextlib.suppress(*READ_ERRORS):
+            others = descendants(psutil.Process(process.pid))
     with contextlib.suppress(ProcessLookupError, PermissionError):  # only a child in a new session leads a group
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
-    for descendant in descendants:
-        with contextlib.suppress(psutil.Error):
+    for descendant in others:
+        with contextlib.suppress(*READ_ERRORS):
             descendant.kill()
     if wait_s:
-        psutil.wait_procs(descendants, timeout=wait_s)
+        wait_for_ends(others, wait_s)
     process.wait(wait_s or None)
 
 

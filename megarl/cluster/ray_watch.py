@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from megarl.base.processes import READ_ERRORS, has_ended
 from megarl.base.signals import request_interrupt, withdraw_interrupt
 
 GCS, RAYLET = "Ray's control process (GCS)", "Ray's node process (raylet)"
@@ -38,7 +39,7 @@ class RayWatch:
     def lost(self) -> str | None:
         """Return :data:`GCS` or :data:`RAYLET` if that process has died, else None."""
         for name, process in self._watched:
-            if not _is_alive(process):
+            if has_ended(process):
                 return name
         return None
 
@@ -63,13 +64,6 @@ class RayWatch:
 
 
 def _name(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(*READ_ERRORS):
         return str(process.name())
     return ""
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

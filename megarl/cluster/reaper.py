@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from megarl.base.processes import READ_ERRORS, all_processes, command_line
+
 MARK = "MEGARL_LOCAL_RAY"
 """Environment variable of all processes of a local Ray: its token file. Other clients of this Ray do not have it."""
 _GRACE_S = 3.0
@@ -62,7 +64,7 @@ def end_ray(token_file: Path, group: int | None) -> None:
     requested: set[psutil.Process] = set()
     while (alive := processes_of(token_file, group)) and time.monotonic() < deadline:
         for process in alive:
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(*READ_ERRORS):
                 if time.monotonic() > kill_at:
                     process.kill()
                 elif process not in requested:
@@ -80,8 +82,8 @@ def processes_of(token_file: Path, group: int | None) -> list[psutil.Process]:
     """
     children: dict[int, list[psutil.Process]] = {}
     waiting: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
+    for process in all_processes():
+        with contextlib.suppress(*READ_ERRORS, OSError):
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             children.setdefault(process.ppid(), []).append(process)
@@ -119,7 +121,7 @@ def delete_files(token_file: Path) -> None:
 
 def _delete_sessions(folders: Sequence[Path]) -> None:
     """Delete session folders, except those that a process names in its command line."""
-    commands = "\n".join(map(_command_line, psutil.process_iter())) if folders else ""
+    commands = "\n".join(map(command_line, all_processes())) if folders else ""
     for folder in folders:
         if folder.name not in commands:
             shutil.rmtree(folder, ignore_errors=True)
@@ -134,13 +136,6 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def main(token_file: Path) -> None:

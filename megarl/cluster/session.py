@@ -22,6 +22,7 @@ from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import RayLost, ResourceError
 from megarl.base.logs import ProcessLogs
+from megarl.base.processes import READ_ERRORS, child_processes, descendants, wait_for_ends
 from megarl.base.signals import (
     ENDING_SIGNALS,
     check_interrupt,
@@ -111,7 +112,7 @@ class RaySession:
     def __enter__(self) -> RaySession:
         if ray.is_initialized():
             raise ResourceError("a Ray session is already open in this process; close it before opening another")
-        before = set(psutil.Process().children())
+        before = set(child_processes())
         self._signals.enter_context(signals_exit_in_order())
         try:
             # Until Ray is complete: half a Ray cannot be shut down, and Ray installs handlers that abort this process.
@@ -179,7 +180,7 @@ class RaySession:
         lost = self.lost()
         self._watch.close()
         with signals_ignored():
-            children = self._daemons + [child for daemon in self._daemons for child in _descendants(daemon)]
+            children = self._daemons + [child for daemon in self._daemons for child in descendants(daemon)]
             if lost == GCS:
                 # They would wait for the lost process, and abort this one after a minute.
                 atexit.unregister(ray.shutdown)
@@ -207,7 +208,7 @@ class RaySession:
         delete_stale_tokens()
         self._token = ClusterToken(self.temp_dir or get_default_ray_temp_dir())
         self._reaper = Reaper(self._token.file)
-        before = set(psutil.Process().children(recursive=True))
+        before = set(descendants())
         self.token_file = str(self._token.file)
         for is_last in (False, True):
             try:
@@ -223,9 +224,7 @@ class RaySession:
                 return
             except Exception as error:  # Ray raises many types, and for its time limit ``Exception`` itself
                 ray.shutdown()
-                _end_processes(
-                    [child for child in psutil.Process().children(recursive=True) if child not in before], _EXIT_GRACE_S
-                )
+                _end_processes([child for child in descendants() if child not in before], _EXIT_GRACE_S)
                 if is_last:
                     raise ResourceError(
                         f"Ray did not start on this machine, in two attempts: {error}{self._logs_of_ray()}. Usual "
@@ -250,7 +249,7 @@ class RaySession:
     def _children_since(self, before: set[psutil.Process]) -> list[psutil.Process]:
         """List new children of this process, without the reaper, which ends last."""
         reaper = self._reaper.pid if self._reaper else None
-        return [child for child in psutil.Process().children() if child not in before and child.pid != reaper]
+        return [child for child in child_processes() if child not in before and child.pid != reaper]
 
 
 def _exit_without_ray(code: int) -> None:
@@ -280,18 +279,10 @@ def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None
             shutil.copytree(session / source, target / session.name / source.relative_to("logs"), dirs_exist_ok=True)
 
 
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        children: list[psutil.Process] = process.children(recursive=True)
-        return children
-    except psutil.NoSuchProcess:
-        return []
-
-
 def _end_processes(processes: list[psutil.Process], grace_s: float) -> None:
     """Wait for processes to end, then kill the remaining ones (``psutil`` detects a reused pid)."""
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    alive = wait_for_ends(processes, grace_s)
     for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(*READ_ERRORS):
             process.kill()
-    psutil.wait_procs(alive, timeout=_EXIT_GRACE_S)
+    wait_for_ends(alive, _EXIT_GRACE_S)

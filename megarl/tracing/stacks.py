@@ -11,6 +11,7 @@ not signaled, which would kill it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import os
@@ -41,8 +42,8 @@ def serve_stacks() -> None:
     if find_file(os.getpid(), STACKS) is not None or not sys.platform.startswith("linux"):
         return
     receiver, sender = os.pipe()
-    # The file's name has the descriptor of the pipe that a reader writes to.
-    handle = os.memfd_create(f"{STACKS}:{sender}")
+    # The file's name has the descriptor of the pipe that a reader writes to, and the identifier of the main thread.
+    handle = os.memfd_create(f"{STACKS}:{sender}:{threading.main_thread().ident}")
     # A reader truncates the file before its request, so writes must append.
     fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_APPEND)
     faulthandler.register(SIGNAL, file=handle, all_threads=True, chain=False)
@@ -131,11 +132,9 @@ def _request_stacks(pid: int) -> Path | None:
     if file is None or process_state(pid) in (DEAD, STOPPED):
         return None
     try:
-        sender = re.match(rf"/memfd:{STACKS}:(\d+)", os.readlink(file))
-        if sender is None:
-            return None
+        sender, _ = _served(file)
         os.truncate(file, 0)
-        handle = os.open(file.with_name(sender[1]), os.O_WRONLY | os.O_NONBLOCK)
+        handle = os.open(file.with_name(sender), os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(handle, b"?")
         finally:
@@ -143,6 +142,21 @@ def _request_stacks(pid: int) -> Path | None:
     except OSError:
         return None
     return file
+
+
+def _served(file: Path) -> tuple[str, int]:
+    """Return the descriptor of the pipe of a process that serves its stacks, and the identifier of its main thread."""
+    match = re.match(rf"/memfd:{STACKS}:(\d+):(\d+)", os.readlink(file))
+    if match is None:
+        raise OSError(f"{file} belongs to another version of megarl")
+    return match[1], int(match[2])
+
+
+def _main_thread(pid: int) -> int:
+    file = find_file(pid, STACKS)
+    with contextlib.suppress(OSError):
+        return _served(file)[1] if file else 0
+    return 0
 
 
 def _read_stacks(files: Mapping[int, Path]) -> dict[int, str]:
@@ -168,11 +182,12 @@ def process_state(pid: int) -> str:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return DEAD
-    return _STATES.get(text.rpartition(")")[2].split()[0], "sleeping")
+    state = text.rpartition(")")[2].split()[:1]  # empty while the process is reaped
+    return _STATES.get(state[0], "sleeping") if state else DEAD
 
 
 def thread_frames(stacks: str, thread: int) -> tuple[Frame, ...]:
-    """Parse the frames of a thread, innermost first; 0 = the main thread."""
+    """Parse the frames of a thread, innermost first; 0 = the current thread."""
     _, _, rest = stacks.partition(f"hread 0x{thread:016x} " if thread else "Current thread ")
     frames = []
     for line in rest.splitlines()[1:]:
@@ -187,7 +202,7 @@ def _report(pid: int, stacks: str, with_children: bool) -> ProcessReport:
     children = [_child(child) for child in child_pids(pid)] if with_children else []
     board = read_board(pid)
     command = _command(pid) if board is None else ""
-    frames = thread_frames(stacks, board.thread if board is not None else 0)
+    frames = thread_frames(stacks, board.thread if board is not None else _main_thread(pid))
     return ProcessReport(pid, process_state(pid), board, stacks, frames, time.monotonic_ns(), command, tuple(children))
 
 

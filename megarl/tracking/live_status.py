@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.base.processes import READ_ERRORS, descendants
 from megarl.base.units import clock_duration
 from megarl.tracking.console_tables import MetricColumn
 from megarl.tracking.run_summary import sparkline
@@ -102,9 +103,8 @@ class HostMemoryGauge:
         now = self._clock()
         if self._at is None or now - self._at >= self.every_s:
             self._at, total = now, 0
-            current = psutil.Process()
-            for process in (current, *current.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
+            for process in (psutil.Process(), *descendants()):
+                with contextlib.suppress(*READ_ERRORS):
                     total += process.memory_info().rss
             self._gigabytes = total / 2**30
         return self._gigabytes

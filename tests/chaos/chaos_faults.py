@@ -13,6 +13,7 @@ from typing import NamedTuple
 import psutil
 from cli_runs import CliRun
 
+from megarl.base.processes import READ_ERRORS
 from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
 
 WORKER = "WorkerProcess"  # and ServingWorkerProcess
@@ -63,7 +64,7 @@ def _signal_group(number: signal.Signals) -> Callable[[CliRun, Random], bool]:
 
     def strike(run: CliRun, random: Random) -> bool:
         for process in run.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(*READ_ERRORS):
                 process.send_signal(number)
         return True
 
@@ -82,7 +83,7 @@ def _freeze(run: CliRun, random: Random) -> bool:
 def _strike_one(processes: Sequence[psutil.Process], random: Random, act: Callable[[psutil.Process], None]) -> bool:
     try:
         act(random.choice(processes))
-    except (IndexError, psutil.NoSuchProcess):
+    except READ_ERRORS:
         return False
     return True
 
@@ -91,11 +92,11 @@ def _stutter(run: CliRun, random: Random) -> bool:
     """Stop all processes for up to two seconds, as a suspended virtual machine does."""
     processes = run.processes()
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(*READ_ERRORS):
             process.suspend()
     time.sleep(random.uniform(0.5, 2.0))
     for process in reversed(processes):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(*READ_ERRORS):
             process.resume()
     return True
 

@@ -20,6 +20,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import ResourceError
+from megarl.base.processes import READ_ERRORS, all_processes, has_ended
 from megarl.base.signals import signals_ignored
 from megarl.cluster import RaySession
 from megarl.cluster import session as session_module
@@ -49,9 +50,9 @@ with RaySession(num_cpus=1) as session:
 def marked_processes(mark):
     """Living processes whose environment has the mark, which every child inherits."""
     actual = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("CLUSTER_TEST_MARK") == mark:
+    for process in all_processes():
+        with contextlib.suppress(*READ_ERRORS):
+            if process.environ().get("CLUSTER_TEST_MARK") == mark and not has_ended(process):
                 actual.append(process)
     return actual
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from megarl.base.processes import READ_ERRORS, all_processes, command_line
 from megarl.cluster.adapters import GroupTarget
 from megarl.cluster.worker_group import PendingCall, ScatteredCall
 
@@ -43,9 +44,9 @@ def kill_within_bucket() -> None:
 def sglang_ranks() -> list[psutil.Process]:
     """SGLang's scheduler processes of this run."""
     ranks = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            is_rank = "sglang::scheduler" in " ".join(process.cmdline())
+    for process in all_processes():
+        with contextlib.suppress(*READ_ERRORS):
+            is_rank = "sglang::scheduler" in command_line(process)
             if is_rank and process.environ().get(MARK) == os.environ[MARK]:
                 ranks.append(process)
     return ranks

@@ -25,6 +25,8 @@ for number in range(4):
     threading.Thread(target=work, name=f"busy {number}", daemon=True).start()
 """
 WAIT = "import time\ndef idle():\n    print('up', flush=True)\n    time.sleep(600)\nidle()\n"
+MASKED = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\n"
+LOCKS_LATER = "import re, threading; threading.Timer(0.2, re.match, ('(a+)+b', 'a' * 99)).start()\n"
 LOCKED = "import re\ndef hang():\n    print('up', flush=True)\n    re.match('(a+)+b', 'a' * 99)\nhang()\n"
 
 
@@ -62,6 +64,16 @@ def test_process_that_holds_the_gil_is_read_by_signal(start) -> None:
         (report,) = take_reports([process.pid])
     # CPython's matching of expressions never gives the lock up.
     assert [frame.function for frame in report.frames][-2:] == ["hang", "<module>"] and process.poll() is None
+
+
+def test_main_thread_is_found_if_another_thread_takes_the_signal(start) -> None:
+    """``faulthandler`` calls the thread that takes the signal the current one."""
+    process = start(SERVES + MASKED + LOCKS_LATER + WAIT)
+    (report,) = take_reports([process.pid])
+    while "[MainThread]" in report.stacks:  # no thread holds the GIL yet
+        (report,) = take_reports([process.pid])
+    assert [frame.function for frame in report.frames] == ["idle", "<module>"]
+    assert "_answer" in report.stacks.partition("Current thread")[2].splitlines()[1]
 
 
 def test_stopped_process_is_not_signaled(start) -> None:

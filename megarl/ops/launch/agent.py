@@ -23,6 +23,7 @@ from typing import IO, Any
 import psutil
 
 from megarl.base.child_process import parent_death_hook
+from megarl.base.processes import READ_ERRORS, descendants, has_ended, wait_for_ends
 from megarl.ops.launch.protocol import (
     AGENT_STARTED,
     COMMAND_ENDED,
@@ -208,40 +209,31 @@ def end_descendants(grace_s: float) -> list[str]:
     Returns:
         The processes that survive, as ``pid name``.
     """
-    alive = _descendants()
+    alive = _live_descendants()
     _send_signal(alive, signal.SIGTERM)
-    psutil.wait_procs(alive, timeout=grace_s)
+    wait_for_ends(alive, grace_s)
     for _ in range(_KILL_ROUNDS):  # a process may start others while it ends
-        alive = _descendants()
+        alive = _live_descendants()
         if not alive:
             return []
         _send_signal(alive, signal.SIGKILL)
-        psutil.wait_procs(alive, timeout=grace_s)
-    return [f"{process.pid} {_process_name(process)}" for process in _descendants()]
+        wait_for_ends(alive, grace_s)
+    return [f"{process.pid} {_process_name(process)}" for process in _live_descendants()]
 
 
-def _descendants() -> list[psutil.Process]:
-    processes = psutil.Process().children(recursive=True)
-    return [process for process in processes if _status(process) != psutil.STATUS_ZOMBIE]
-
-
-def _status(process: psutil.Process) -> str:
-    try:
-        return str(process.status())
-    except psutil.NoSuchProcess:
-        return str(psutil.STATUS_ZOMBIE)
+def _live_descendants() -> list[psutil.Process]:
+    return [process for process in descendants() if not has_ended(process)]
 
 
 def _process_name(process: psutil.Process) -> str:
-    try:
+    with contextlib.suppress(*READ_ERRORS):
         return str(process.name())
-    except psutil.NoSuchProcess:
-        return ""
+    return ""
 
 
 def _send_signal(processes: Sequence[psutil.Process], number: int) -> None:
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        with contextlib.suppress(*READ_ERRORS):
             process.send_signal(number)
 
 

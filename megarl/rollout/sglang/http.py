@@ -22,6 +22,7 @@ from megarl.base.child_process import kill_process_tree
 from megarl.base.errors import ConfigError
 from megarl.base.logs import output_log
 from megarl.base.ports import free_port
+from megarl.base.processes import READ_ERRORS, descendants
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
 from megarl.rollout.sglang.liveness import stopped_processes
@@ -106,9 +107,9 @@ class HttpBackend:
         """See :class:`SGLangBackend`; empty for a server that was already running."""
         if self._process is None:
             return []
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(*READ_ERRORS):
             server = psutil.Process(self._process.pid)
-            return stopped_processes([server, *server.children(recursive=True)])
+            return stopped_processes([server, *descendants(server)])
         return []
 
     def failure(self) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from megarl.base.environment import environment_variables
+from megarl.base.processes import READ_ERRORS, command_line, descendants, has_ended, wait_for_ends
 from megarl.rollout.interface import RolloutError
 from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult
 from megarl.rollout.sglang.liveness import stopped_processes
@@ -111,7 +112,7 @@ class InProcessBackend:
         """See :class:`SGLangBackend`."""
         if self._closed:
             return "it was shut down"
-        ended = [n for n, process in enumerate(self._processes) if not process.is_running() or _is_zombie(process)]
+        ended = [n for n, process in enumerate(self._processes) if has_ended(process)]
         if not ended and not _CHILD_FAILED.is_set():
             return None
         ranks = [f"rank {number}" for number in ended if number < self._ranks]
@@ -144,11 +145,11 @@ def _start(folder: str, max_model_len: int, options: SGLangOptions, rendezvous: 
         if threading.current_thread() is threading.main_thread():
             # Without this SGLang ends this process when one of its processes fails.
             arguments["custom_sigquit_handler"] = note_failed_child
-        before = set(psutil.Process().children(recursive=True))
+        before = set(descendants())
         try:
             return sglang.Engine(**arguments)
         except Exception as error:
-            _end([p for p in psutil.Process().children(recursive=True) if p not in before and _is_sglang_process(p)])
+            _end([p for p in descendants() if p not in before and _is_sglang_process(p)])
             raise RolloutError(f"SGLang did not start: {error}") from error
 
 
@@ -175,25 +176,15 @@ def _call_result(result: Any) -> ControlResult:
     return ControlResult(bool(result.success), str(getattr(result, "message", "")))
 
 
-def _is_zombie(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    return True
-
-
 def _is_sglang_process(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return "resource_tracker" not in " ".join(process.cmdline())
-    return False
+    command = command_line(process)
+    return bool(command) and "resource_tracker" not in command
 
 
 def _end(processes: list[psutil.Process]) -> None:
     """Kill processes and their children, and wait for their end."""
-    family = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family += [*process.children(recursive=True), process]
+    family = [member for process in processes for member in (*descendants(process), process)]
     for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(*READ_ERRORS):
             process.send_signal(signal.SIGKILL)
-    psutil.wait_procs(family, timeout=30)
+    wait_for_ends(family, 30)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from megarl.base.processes import READ_ERRORS
 from megarl.rollout.interface import RolloutError
 from megarl.rollout.sglang.backend import RequestLoop, SGLangBackend
 
@@ -91,7 +92,7 @@ def stopped_processes(processes: Sequence[psutil.Process]) -> list[int]:
     """Return the pids of the processes that are stopped, as by SIGSTOP."""
     stopped = []
     for process in processes:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(*READ_ERRORS):
             if process.status() == psutil.STATUS_STOPPED:
                 stopped.append(process.pid)
     return stopped

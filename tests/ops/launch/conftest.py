@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megarl.base.ports import free_port
+from megarl.base.processes import READ_ERRORS, all_processes
 from megarl.ops.launch.settings import PORTS_PER_NODE
 
 HERE = Path(__file__).parent
@@ -107,10 +108,10 @@ class Launched:
 
     def survivors(self) -> list[psutil.Process]:
         """Return surviving processes, found by their environment, whatever their parent is."""
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
+        return [process for process in all_processes() if self._is_ours(process)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
             return process.environ().get("FAKE_CALLS", "").startswith(self.mark)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+        except READ_ERRORS:
             return False

@@ -1,0 +1,92 @@
+"""The process table of real processes, and of a folder with the records of a process that is being reaped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.base.processes import (
+    all_processes,
+    child_processes,
+    command_line,
+    descendants,
+    has_ended,
+    wait_for_ends,
+)
+
+FAMILY = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    """A process with a child; the child's process ID is the first line of its output."""
+    process = subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True)
+    yield process
+    for other in descendants():
+        other.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def empty_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
+    """A process whose record is empty, as the kernel shows it for a moment while the process is reaped."""
+    process = psutil.Process()
+    (tmp_path / str(os.getpid())).mkdir()
+    (tmp_path / str(os.getpid()) / "stat").write_text("")
+    (tmp_path / "stat").write_text(Path("/proc/stat").read_text())
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    monkeypatch.setattr(process._proc, "_procfs_path", str(tmp_path))
+    return process
+
+
+def test_family_of_a_process(parent) -> None:
+    grandchild = int(parent.stdout.readline())
+    child = psutil.Process(parent.pid)
+    assert child in child_processes() and psutil.Process(grandchild) not in child_processes()
+    assert {child.pid, grandchild} <= {process.pid for process in descendants()}
+    assert [process.pid for process in descendants(child)] == [grandchild]
+    assert {os.getpid(), child.pid, grandchild} <= {process.pid for process in all_processes()}
+    assert command_line(child).startswith(f"{sys.executable} -c") and not has_ended(child)
+
+
+def test_zombie_has_ended_and_is_reaped_by_a_wait(parent) -> None:
+    child, grandchild = psutil.Process(parent.pid), psutil.Process(int(parent.stdout.readline()))
+    assert wait_for_ends([child, grandchild], 0.05) == [child, grandchild]
+    child.kill()
+    while child.status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert has_ended(child) and not has_ended(grandchild)
+    assert wait_for_ends([child, grandchild], 0.5) == [grandchild] and not psutil.pid_exists(child.pid)
+    assert descendants(child) == [] and command_line(child) == ""
+    grandchild.kill()
+    assert wait_for_ends([grandchild], 30) == []
+
+
+def test_process_with_an_empty_record_has_ended(empty_record) -> None:
+    with pytest.raises(IndexError):  # the reason for this module
+        empty_record.status()
+    assert has_ended(empty_record) and list(all_processes()) == []
+
+
+def test_empty_record_is_read_again(empty_record, tmp_path, monkeypatch) -> None:
+    """The record of a process that lives, or no record, follows within milliseconds."""
+    reads: list[str] = []
+
+    def follow(seconds: float) -> None:
+        reads.append("pause")
+        (tmp_path / str(os.getpid()) / "stat").write_text(Path("/proc/self/stat").read_text())
+
+    monkeypatch.setattr("megarl.base.processes.time.sleep", follow)
+    assert descendants(empty_record) == [] and reads == ["pause"]
+    assert not has_ended(empty_record)
