@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megarl.base.errors import ConfigError
+from megarl.base.kernel_files import read_kernel_file
 
 HEARTBEAT_S = 5.0
 SILENT_S = 60.0
@@ -46,7 +47,7 @@ class LockHolder:
     host: str = field(default_factory=platform.node)
     pid: int = field(default_factory=os.getpid)
     since: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    kernel: str = field(default_factory=lambda: _read("/proc/sys/kernel/random/boot_id"))
+    kernel: str = field(default_factory=lambda: read_kernel_file("/proc/sys/kernel/random/boot_id").strip())
     """Boot ID: processes of one kernel see each other's ``flock``."""
     process_ids: str = field(default_factory=lambda: _link("/proc/self/ns/pid"))
     """Namespace of process IDs: different in two containers of one host."""
@@ -60,7 +61,7 @@ class LockHolder:
 
     def shares_kernel(self) -> bool:
         """Whether the holder runs, or ran, on this machine since its last boot."""
-        return bool(self.kernel) and self.kernel == _read("/proc/sys/kernel/random/boot_id")
+        return bool(self.kernel) and self.kernel == read_kernel_file("/proc/sys/kernel/random/boot_id").strip()
 
     def shares_process_ids(self) -> bool:
         """Whether :meth:`is_dead` can tell."""
@@ -223,15 +224,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _start_time(pid: int) -> str:
     """Start of a process, in kernel ticks since boot; empty if it does not run."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _link(path: str) -> str:

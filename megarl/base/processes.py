@@ -1,7 +1,8 @@
-"""Reads of the process table that succeed while processes end.
+"""Reads of the process table that succeed while processes end and signals arrive.
 
-The kernel may give an empty record of a process that is being reaped. ``psutil`` raises IndexError for it, also from
-calls that read the records of all processes.
+The kernel may give an empty record: of a process that is being reaped, and of a live one to a thread that a signal
+interrupts. ``psutil`` raises IndexError for it, also from calls that read the records of all processes. So a record is
+read again until it has content.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import psutil
 
+from megarl.base.kernel_files import ATTEMPTS, PAUSE_S
+
 READ_ERRORS = (psutil.Error, IndexError, FileNotFoundError)
 """Errors of reads of a process that ends meanwhile, or that another user owns."""
-_ATTEMPTS = 50
-_PAUSE_S = 0.02
 
 _T = TypeVar("_T")
 
@@ -24,7 +26,7 @@ _T = TypeVar("_T")
 def has_ended(process: psutil.Process) -> bool:
     """Whether a process has ended; a zombie has."""
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        return _repeated(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.AccessDenied:
         return False
     except READ_ERRORS:
@@ -53,7 +55,14 @@ def all_processes() -> Iterator[psutil.Process]:
     """Yield the processes of this machine."""
     for pid in psutil.pids():
         with contextlib.suppress(*READ_ERRORS):
-            yield psutil.Process(pid)
+            yield _repeated(partial(psutil.Process, pid))
+
+
+def process_name(process: psutil.Process) -> str:
+    """Return the name of a process; empty if it has ended."""
+    with contextlib.suppress(*READ_ERRORS):
+        return _repeated(lambda: str(process.name()))
+    return ""
 
 
 def command_line(process: psutil.Process) -> str:
@@ -81,9 +90,9 @@ def _children(process: psutil.Process | None, recursive: bool) -> list[psutil.Pr
 
 
 def _repeated(read: Callable[[], _T]) -> _T:
-    """Repeat a read until no record is empty; a record is empty for some milliseconds."""
-    for _ in range(_ATTEMPTS):
+    """Repeat a read of records while one of them is empty."""
+    for _ in range(ATTEMPTS):
         with contextlib.suppress(IndexError, FileNotFoundError):
             return read()
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
     return read()

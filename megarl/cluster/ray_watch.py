@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 
 import psutil
 
-from megarl.base.processes import READ_ERRORS, has_ended
+from megarl.base.processes import has_ended, process_name
 from megarl.base.signals import request_interrupt, withdraw_interrupt
 
 GCS, RAYLET = "Ray's control process (GCS)", "Ray's node process (raylet)"
@@ -30,7 +29,7 @@ class RayWatch:
 
     def __init__(self, processes: Sequence[psutil.Process]) -> None:
         self.finished = False
-        self._watched = [(name, process) for process in processes if (name := _NAMES.get(_name(process)))]
+        self._watched = [(name, process) for process in processes if (name := _NAMES.get(process_name(process)))]
         self._closed = threading.Event()
         self._lock = threading.Lock()  # no interrupt is requested once the watch is finished or closed
         if self._watched and threading.current_thread() is threading.main_thread():
@@ -61,9 +60,3 @@ class RayWatch:
                     if not self.finished and not self._closed.is_set():
                         request_interrupt()
                 return
-
-
-def _name(process: psutil.Process) -> str:
-    with contextlib.suppress(*READ_ERRORS):
-        return str(process.name())
-    return ""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from megarl.base.kernel_files import read_kernel_file
 from megarl.tracing.board import STACKS, BoardContent, find_file, read_board
 from megarl.tracing.tracer import TRACER
 
@@ -178,12 +179,8 @@ def _send_signal(pid: int) -> bool:
 
 def process_state(pid: int) -> str:
     """Return the state of a process, as the kernel reports it."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return DEAD
-    state = text.rpartition(")")[2].split()[:1]  # empty while the process is reaped
-    return _STATES.get(state[0], "sleeping") if state else DEAD
+    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return _STATES.get(fields[0], "sleeping") if fields else DEAD
 
 
 def thread_frames(stacks: str, thread: int) -> tuple[Frame, ...]:
@@ -227,10 +224,7 @@ def _settled_text(file: Path, deadline: float) -> str:
 
 def _catches(pid: int) -> bool:
     """Whether a process handles :data:`SIGNAL`."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    status = read_kernel_file(f"/proc/{pid}/status")
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
 

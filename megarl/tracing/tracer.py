@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from megarl.base.kernel_files import read_kernel_file
 from megarl.base.units import MIB
 from megarl.tracing.board import Board
 
@@ -205,7 +205,5 @@ def count_memory() -> None:
 
 def resident_bytes() -> int:
     """Resident memory of this process in bytes; 0 if the system does not report it."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0
+    numbers = read_kernel_file("/proc/self/statm").split()
+    return int(numbers[1]) * _PAGE_BYTES if numbers else 0

@@ -353,8 +353,9 @@ def test_killed_run_resumes_bit_exact(
     arguments = [*arguments, *IN_BACKGROUND]  # the uninterrupted run waits for each save
     killed = start(*arguments, folder=tmp_path, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)})
     killed.wait_until(paused.exists)
-    # Ray and all roles, with their process groups connected.
-    assert_on_loopback(listening_processes(killed.processes()), "gcs_server", "raylet/raylet", "ray::WorkerProcess")
+    # Ray and all roles, with their process groups connected; the last command is that of engines and agent runners.
+    commands = ("gcs_server", "raylet/raylet", "ray::WorkerProcess", "ray::ServingWorkerProcess")
+    assert_on_loopback(listening_processes(killed.processes()), *commands)
     killed.signal_group(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
     assert killed.remaining(30.0) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from arithmetic_task import RUN, make_task
 from dotted_keys import set_keys
+from listeners import assert_on_loopback
+from listening_callback import FILE
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import RewardTrainingConfig, TrainConfig
@@ -111,6 +114,7 @@ def test_reward_model_trains_exports_and_scores_a_policy(
         "reward_model.model_weight": 2.0,
         "trainer.total_training_steps": 2,
         "trainer.test_freq": 2,
+        "trainer.callbacks": [f"{Path(__file__).with_name('listening_callback.py')}:RecordListeners"],
     }
     (tmp_path / "policy").mkdir()
     train(train_config(policy), tmp_path / "policy")
@@ -119,6 +123,9 @@ def test_reward_model_trains_exports_and_scores_a_policy(
     for row in rows:
         parts = 2.0 * row["reward/rm_score/mean"] + 0.5 * row["reward/function_score/mean"]
         assert row["critic/score/mean"] == pytest.approx(parts, abs=1e-4) and row["reward/rm_truncated"] == 0
+    listeners = json.loads((tmp_path / "policy" / FILE).read_text())
+    assert {"reward_model-0", "actor-0", "rollout-0", "agents-0", "reward-0"} <= listeners.keys()
+    assert_on_loopback([(role, ip) for role in listeners for _, ip in listeners[role]], "Ray", "reward_model", "agents")
     validated = rows[-1]["val-core/arithmetic/reward/mean@1"]
     assert validated == pytest.approx(
         2.0 * rows[-1]["val-aux/arithmetic/rm_score/mean@1"]

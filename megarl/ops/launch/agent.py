@@ -23,7 +23,7 @@ from typing import IO, Any
 import psutil
 
 from megarl.base.child_process import parent_death_hook
-from megarl.base.processes import READ_ERRORS, descendants, has_ended, wait_for_ends
+from megarl.base.processes import READ_ERRORS, descendants, has_ended, process_name, wait_for_ends
 from megarl.ops.launch.protocol import (
     AGENT_STARTED,
     COMMAND_ENDED,
@@ -218,17 +218,11 @@ def end_descendants(grace_s: float) -> list[str]:
             return []
         _send_signal(alive, signal.SIGKILL)
         wait_for_ends(alive, grace_s)
-    return [f"{process.pid} {_process_name(process)}" for process in _live_descendants()]
+    return [f"{process.pid} {process_name(process)}" for process in _live_descendants()]
 
 
 def _live_descendants() -> list[psutil.Process]:
     return [process for process in descendants() if not has_ended(process)]
-
-
-def _process_name(process: psutil.Process) -> str:
-    with contextlib.suppress(*READ_ERRORS):
-        return str(process.name())
-    return ""
 
 
 def _send_signal(processes: Sequence[psutil.Process], number: int) -> None:

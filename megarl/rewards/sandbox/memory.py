@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from megarl.base.kernel_files import read_kernel_file
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 
@@ -51,10 +53,8 @@ def _anonymous_files(pids: list[int]) -> int:
 
 
 def _resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
+    numbers = read_kernel_file(f"/proc/{pid}/statm").split()
+    return int(numbers[1]) * _PAGE if numbers else 0
 
 
 def _proportional(pid: int) -> int:
