@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from megarl.base.processes import READ_ERRORS
+from megarl.base.processes import READ_ERRORS, command_line
 
 
 def listening_processes(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
@@ -16,7 +16,7 @@ def listening_processes(processes: Iterable[psutil.Process]) -> set[tuple[str, s
     listeners = set()
     for process in processes:
         with contextlib.suppress(*READ_ERRORS):  # it has ended
-            command = " ".join(process.cmdline())
+            command = command_line(process)
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     listeners.add((command, connection.laddr.ip))

@@ -14,6 +14,7 @@ from megarl.base.child_process import (
     kill_process_tree,
     open_connection,
 )
+from megarl.base.processes import child_processes, has_ended
 
 
 def echo_child(handle: int, prefix: str, seconds: float = 0.0) -> None:
@@ -55,7 +56,7 @@ def start(*arguments: object) -> ChildProcess:
 
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 30
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while psutil.pid_exists(pid) and not has_ended(psutil.Process(pid)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -93,7 +94,7 @@ def test_descendants_in_sessions_of_their_own_are_killed():
 
 def test_the_process_tree_of_a_command_is_killed():
     process = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600; true"])
-    while not (children := psutil.Process(process.pid).children()):
+    while not (children := child_processes(psutil.Process(process.pid))):
         time.sleep(0.01)
     kill_process_tree(process, 30.0)
     assert process.returncode == -signal.SIGKILL

@@ -18,6 +18,7 @@ def hang(how):
         time.sleep(600)
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1.0)  # another thread may take the signal, and this one continues until all threads are stopped
     elif how == "holds Python's lock":
         libc, semaphore = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
         libc.sem_init(semaphore, 0, 0)

@@ -4,6 +4,7 @@ import pickle
 import psutil
 import pytest
 
+from megarl.base.processes import wait_for_ends
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup
 from megarl.cluster.adapters import replica_processes
 from megarl.models import ParallelLayout
@@ -65,5 +66,5 @@ def test_dead_replica_is_reported_and_replaced(forked_workers):
             asyncio.run(route())
         group.restart([0])
         assert group.submit_on([0], "init_model").result() != [new]
-        psutil.wait_procs([frozen], timeout=30)
+        wait_for_ends([frozen], 30)
         assert not frozen.is_running()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from megarl.base.errors import ConfigError
+from megarl.base.processes import wait_for_ends
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, fork_client
 from megarl.cluster import fork_server as fork_server_module
 from megarl.cluster.fork_server import ENVIRONMENT, ForkServer, fork_address, fork_server
@@ -137,7 +138,7 @@ def test_forks_end_with_the_server(tmp_path: Path) -> None:
         assert client.stdout is not None
         fork = psutil.Process(int(client.stdout.readline()))
         running.close()
-        assert psutil.wait_procs([fork], timeout=30)[1] == []
+        assert wait_for_ends([fork], 30) == []
 
 
 def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

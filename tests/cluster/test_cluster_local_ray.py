@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import ray
 from ray._private import node, parameter, ray_constants
 
+from megarl.base.processes import command_line, descendants
 from megarl.cluster import RaySession
 from megarl.cluster.local_ray import dashboard_error, start_local_ray
 from megarl.cluster.ray_token import ClusterToken
@@ -28,7 +28,7 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
 
     before, variables = state(), dict(os.environ)
     with RaySession(num_cpus=1):
-        commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+        commands = list(map(command_line, descendants()))
         (gcs,) = [command for command in commands if "gcs_server" in command]
         ray_settings = json.loads(base64.b64decode(gcs.partition("--config_list=")[2].split()[0]))
         # Ray calls a process dead that is silent for this time and 120 seconds, by default 300.

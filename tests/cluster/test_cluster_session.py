@@ -20,7 +20,15 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import ResourceError
-from megarl.base.processes import READ_ERRORS, all_processes, has_ended
+from megarl.base.processes import (
+    READ_ERRORS,
+    all_processes,
+    child_processes,
+    command_line,
+    descendants,
+    has_ended,
+    wait_for_ends,
+)
 from megarl.base.signals import signals_ignored
 from megarl.cluster import RaySession
 from megarl.cluster import session as session_module
@@ -135,11 +143,11 @@ def test_killed_driver_leaves_no_process(script):
     process, mark = script("busy")
     before = sessions(process.pid)  # of an earlier process with this ID
     wait_until_busy(process)
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert any("DashboardAgent" in " ".join(child.cmdline()) for child in started), "agents overwrite their environment"
+    started = descendants(psutil.Process(process.pid))
+    assert any("DashboardAgent" in command_line(child) for child in started), "agents overwrite their environment"
     process.kill()
     process.communicate(timeout=30)
-    _, alive = psutil.wait_procs(started, timeout=15)  # without the reaper, Ray's agents live for up to a minute
+    alive = wait_for_ends(started, 15)  # without the reaper, Ray's agents live for up to a minute
     assert alive == [] and marked_processes(mark) == []
     assert sessions(process.pid) == before, "only its own session folder is deleted"
 
@@ -308,7 +316,7 @@ def test_failed_start_of_ray_is_repeated_once(monkeypatch, tmp_path):
     def start(**options):
         attempts.append(options)
         if len(attempts) > 1:
-            left.extend(child for child in psutil.Process().children() if child.pid == attempts[0]["child"])
+            left.extend(child for child in child_processes() if child.pid == attempts[0]["child"])
             return start_local_ray(**options)
         attempts[0]["child"] = subprocess.Popen(["sleep", "600"]).pid
         raise Exception("The current node timed out during startup.")

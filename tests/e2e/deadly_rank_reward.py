@@ -33,7 +33,7 @@ def kill_within_bucket() -> None:
 
     def import_and_kill(target: GroupTarget, index: int, exported: ScatteredCall) -> PendingCall:
         GroupTarget.import_bucket = import_bucket
-        (victim,) = [rank for rank in sglang_ranks() if "TP1" in " ".join(rank.cmdline())]
+        (victim,) = [rank for rank in sglang_ranks() if "TP1" in command_line(rank)]
         victim.suspend()
         threading.Timer(3.0, victim.kill).start()
         return import_bucket(target, index, exported)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from megarl.base.errors import RewardError
+from megarl.base.processes import has_ended, wait_for_ends
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, TIMEOUT, Outcome
 from megarl.rewards.pool import InDriverRunner, RewardJob, RewardPool
@@ -145,8 +146,8 @@ def test_child_of_a_function_ends_with_its_process():
         child = psutil.Process(int(started.score))
         assert child.is_running()
         (pid,) = pool.pids
-    _, left = psutil.wait_procs([child], 10)
-    assert not left or child.status() == psutil.STATUS_ZOMBIE
+    wait_for_ends([child], 10)
+    assert has_ended(child)
     assert not psutil.pid_exists(pid)
 
 
@@ -182,8 +183,8 @@ def test_processes_end_with_a_killed_driver():
         assert len(children) == 2
         time.sleep(0.3)  # both processes are in the regular expression
         driver.send_signal(signal.SIGKILL)
-    _, left = psutil.wait_procs(children, 10)
-    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+    wait_for_ends(children, 10)
+    assert all(map(has_ended, children))
 
 
 @pytest.fixture(scope="module")

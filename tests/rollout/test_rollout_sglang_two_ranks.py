@@ -25,6 +25,7 @@ from weight_syncs import WeightSync, rank_params, update
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.ports import free_port
+from megarl.base.processes import command_line, descendants
 from megarl.base.rendezvous import host_store
 from megarl.models import WeightMap
 from megarl.models.checksum import rectangle_checksum, tensor_checksum
@@ -128,7 +129,7 @@ def two_nodes(folders):
 
 def assert_sglang_on_loopback():
     """Schedulers, rendezvous of the ranks, gloo and the server; the channels between SGLang's processes are no TCP."""
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    family = [psutil.Process(), *descendants()]
     assert_on_loopback(listening_processes(family), "sglang::scheduler")
 
 
@@ -268,7 +269,7 @@ def test_the_server_answers_requests_with_its_key_only(server, folders):
 
 def test_the_key_is_on_no_command_line(server):
     """Every user of a machine reads command lines."""
-    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    commands = list(map(command_line, descendants()))
     assert any("megarl.rollout.sglang.serve" in command for command in commands)
     assert not any(API_KEY in word for command in commands for word in command)
 
@@ -354,7 +355,7 @@ def test_a_frozen_server_is_detected(server, owner, folders):
     """Stops the front end of the server, then all of its processes; another client continues after that."""
     server.load_hf(str(folders[0]))
     front = psutil.Process(owner._backend._process.pid)
-    for frozen in ([front], front.children(recursive=True)):
+    for frozen in ([front], descendants(front)):
         options = SGLangOptions(url=server.url, api_key=API_KEY, tensor_parallel_size=2, health_timeout_s=3.0)
         engine = create_engine("sglang", str(folders[0]), options)
         try:
@@ -379,8 +380,8 @@ def test_a_frozen_rank_is_detected_during_a_sync(owner, server, folders, monkeyp
     monkeypatch.setattr(owner, "options", replace(owner.options, health_timeout_s=3.0))
     (victim,) = [
         process
-        for process in psutil.Process(owner._backend._process.pid).children(recursive=True)
-        if "scheduler_TP1" in " ".join(process.cmdline())
+        for process in descendants(psutil.Process(owner._backend._process.pid))
+        if "scheduler_TP1" in command_line(process)
     ]
     sync = WeightSync(owner, folders[0])
     sync.begin(8)

@@ -4,6 +4,7 @@ import psutil
 import pytest
 from rich.console import Console as RichConsole
 
+from megarl.base.processes import descendants
 from megarl.tracking import RL_COLUMNS
 from megarl.tracking.live_status import LiveStatus
 
@@ -113,7 +114,7 @@ def test_memory_is_host_memory_without_a_device(clock):
     lines = view(clock, 110, metrics={"critic/score/mean": 0.5})
     shown = float(lines[3].partition("host memory ")[2].split()[0])
     me = psutil.Process()
-    held = sum(process.memory_info().rss for process in (me, *me.children(recursive=True)))
+    held = sum(process.memory_info().rss for process in (me, *descendants()))
     assert shown == pytest.approx(held / 2**30, abs=0.3)
 
 

@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from megarl.base.processes import wait_for_ends
 from megarl.ops.launch.protocol import (
     AGENT_STARTED,
     COMMAND_ENDED,
@@ -102,7 +103,7 @@ def test_command_ends_if_its_agent_is_killed(agent):
     python(agent, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     command = psutil.Process(int(wait_for(agent, OUTPUT).facts["text"]))
     agent._process.kill()
-    psutil.wait_procs([command], timeout=60)
+    wait_for_ends([command], 60)
     assert not command.is_running()
 
 

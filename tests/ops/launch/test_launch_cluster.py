@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import ray
 
+from megarl.base.processes import command_line, process_name
+
 HERE = Path(__file__).parent
 TWO = ("--no-doctor", "--nodes=2", "--devices-per-node=1", "--device=cpu")
 DRIVER = (sys.executable, str(HERE / "two_nodes.py"))
@@ -87,7 +89,9 @@ def test_lost_node_is_named_and_the_job_restarts_by_srun(start_launcher, fake_co
     )
     launched.until("the driver is at work")
     (raylet,) = [
-        p for p in launched.survivors() if p.name() == "raylet" and "--node_ip_address=127.0.0.3" in p.cmdline()
+        p
+        for p in launched.survivors()
+        if process_name(p) == "raylet" and "--node_ip_address=127.0.0.3" in command_line(p)
     ]
     raylet.kill()
     assert launched.code() == 0, launched.text()
