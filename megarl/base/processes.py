@@ -8,6 +8,7 @@ read again until it has content.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -70,6 +71,14 @@ def command_line(process: psutil.Process) -> str:
     with contextlib.suppress(*READ_ERRORS):
         return " ".join(process.cmdline())
     return ""
+
+
+def process_group(process: psutil.Process) -> int | None:
+    """Return the ID of the process group of a process; None if it has ended."""
+    try:
+        return os.getpgid(process.pid)
+    except OSError:
+        return None
 
 
 def wait_for_ends(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:

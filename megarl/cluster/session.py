@@ -22,7 +22,7 @@ from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import RayLost, ResourceError
 from megarl.base.logs import ProcessLogs
-from megarl.base.processes import READ_ERRORS, child_processes, descendants, wait_for_ends
+from megarl.base.processes import READ_ERRORS, child_processes, descendants, process_group, wait_for_ends
 from megarl.base.signals import (
     ENDING_SIGNALS,
     check_interrupt,
@@ -35,7 +35,7 @@ from megarl.cluster.availability import available_cpus, check_cluster_answers, n
 from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
 from megarl.cluster.ray_watch import GCS, RayWatch
-from megarl.cluster.reaper import Reaper, end_ray
+from megarl.cluster.reaper import Reaper, end_ray, processes_of
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
@@ -112,7 +112,6 @@ class RaySession:
     def __enter__(self) -> RaySession:
         if ray.is_initialized():
             raise ResourceError("a Ray session is already open in this process; close it before opening another")
-        before = set(child_processes())
         self._signals.enter_context(signals_exit_in_order())
         try:
             # Until Ray is complete: half a Ray cannot be shut down, and Ray installs handlers that abort this process.
@@ -121,11 +120,11 @@ class RaySession:
                 self._connect() if self.address else self._start()
             check_interrupt()
         except BaseException:
-            self._daemons = self._children_since(before)
+            self._daemons = self._find_daemons()
             self.close(keep_logs=True)
             self._signals.close()
             raise
-        self._daemons = self._children_since(before)
+        self._daemons = self._find_daemons()
         self._watch = RayWatch(self._daemons)
         ray_worker._unhandled_error_handler = _log_unhandled_error
         if not self.log_to_driver:
@@ -208,7 +207,6 @@ class RaySession:
         delete_stale_tokens()
         self._token = ClusterToken(self.temp_dir or get_default_ray_temp_dir())
         self._reaper = Reaper(self._token.file)
-        before = set(descendants())
         self.token_file = str(self._token.file)
         for is_last in (False, True):
             try:
@@ -224,7 +222,7 @@ class RaySession:
                 return
             except Exception as error:  # Ray raises many types, and for its time limit ``Exception`` itself
                 ray.shutdown()
-                _end_processes([child for child in descendants() if child not in before], _EXIT_GRACE_S)
+                _end_processes(processes_of(self._token.file, self._reaper.pid), _EXIT_GRACE_S)
                 if is_last:
                     raise ResourceError(
                         f"Ray did not start on this machine, in two attempts: {error}{self._logs_of_ray()}. Usual "
@@ -246,10 +244,12 @@ class RaySession:
             build = unreachable if "Could not find any running Ray instance" in str(error) else not_joined
             raise build(address, str(error)) from error
 
-    def _children_since(self, before: set[psutil.Process]) -> list[psutil.Process]:
-        """List new children of this process, without the reaper, which ends last."""
-        reaper = self._reaper.pid if self._reaper else None
-        return [child for child in child_processes() if child not in before and child.pid != reaper]
+    def _find_daemons(self) -> list[psutil.Process]:
+        """List the processes of a Ray that was started here, without the reaper, whose group they joined."""
+        if self._reaper is None:
+            return []
+        group = self._reaper.pid
+        return [child for child in child_processes() if child.pid != group and process_group(child) == group]
 
 
 def _exit_without_ray(code: int) -> None:

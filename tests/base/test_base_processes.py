@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.base.child_process import kill_process_tree
 from megarl.base.kernel_files import PAUSE_S
 from megarl.base.processes import (
     all_processes,
@@ -36,8 +37,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
     """A process with a child; the child's process ID is the first line of its output."""
     process = subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True)
     yield process
-    for other in descendants():
-        other.kill()
+    kill_process_tree(process)
     process.communicate()
 
 

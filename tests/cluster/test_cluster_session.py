@@ -310,15 +310,19 @@ def test_address_without_a_cluster_raises():
 
 
 def test_failed_start_of_ray_is_repeated_once(monkeypatch, tmp_path):
-    """The first start fails behind Ray's processes, as its time limit does; they end before the second start."""
-    attempts, left = [], []
+    """The first start fails behind Ray's processes, as its time limit does; they end before the second start.
+
+    A child that another thread starts meanwhile is not of Ray and lives on.
+    """
+    attempts, left, bystanders = [], [], []
 
     def start(**options):
         attempts.append(options)
         if len(attempts) > 1:
             left.extend(child for child in child_processes() if child.pid == attempts[0]["child"])
             return start_local_ray(**options)
-        attempts[0]["child"] = subprocess.Popen(["sleep", "600"]).pid
+        attempts[0]["child"] = subprocess.Popen(["sleep", "600"], process_group=options["group"]).pid
+        bystanders.append(subprocess.Popen(["sleep", "600"]))
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -326,7 +330,10 @@ def test_failed_start_of_ray_is_repeated_once(monkeypatch, tmp_path):
     monkeypatch.setattr(session_module, "_EXIT_GRACE_S", 0.1)
     with RaySession(num_cpus=1) as session:
         assert ray.is_initialized() and session.dashboard_url == ""
-    assert len(attempts) == 2 and not left
+    (bystander,) = bystanders
+    assert len(attempts) == 2 and not left and bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
 
 
 def test_ray_that_does_not_start_is_an_error_with_causes(monkeypatch):
