@@ -21,9 +21,10 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
-# A background job of a shell ignores Ctrl-C, and so would the signal tests of this process.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A background job of a shell ignores Ctrl-C, one under nohup SIGHUP, and so would the signal tests of this process.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 TESTS = Path(__file__).parent
 SLOW_FIXTURES = {"pool", "start", "task", "arithmetic", "engine_for", "new_engine"}
