@@ -226,9 +226,6 @@ class DryRun(ABC):
             ConfigError: the run does not fit.
         """
         self._needed(self._layouts_fit, "models and layouts")
-        if engine_devices(self.config):
-            yield f"{WARNING}memory is not checked: the plan has the engines on the trainer's devices"
-            return
         plan, suggestion = plan_run(self.config)
         name, usable = plan.hardware.name, plan.usable_bytes
         if not plan.fits:

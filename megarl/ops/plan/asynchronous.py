@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megarl.ops.plan.generation import GenerationTime
 from megarl.ops.plan.lengths import Quantiles
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
 
@@ -36,9 +37,25 @@ class SimulatedRates:
     decode_s: float
     sequence_s: float
     slots: int
-    token_s: float
+    token_s: float = 0.0
     update_s: float = 0.0
     sync_s: float = 0.0
+
+    @classmethod
+    def of_generation(cls, generated: GenerationTime, lone_step_s: float, slots: int) -> SimulatedRates:
+        """Fit the decode steps of a replica that a simulation of its queue has timed, prefill included.
+
+        The line goes through the step of one sequence and the mean step, so the sum over all steps is exact.
+
+        Args:
+            generated: timed generation.
+            lone_step_s: seconds of a decode step with one sequence.
+            slots: most sequences of a replica at a time.
+        """
+        mean = (generated.prefill_s + generated.decode_s) / max(1, generated.steps)
+        more = generated.mean_running - 1
+        slope = max(0.0, mean - lone_step_s) / more if more > 0 else 0.0
+        return cls(mean - slope * generated.mean_running, slope, slots)
 
 
 @dataclass(frozen=True)
@@ -264,8 +281,13 @@ def simulate(
 
 
 def best_split(
-    mode: SimulatedMode, devices: int, replica_devices: int, rates: SimulatedRates, batch: SimulatedBatch
-) -> SimulatedRun:
+    mode: SimulatedMode,
+    devices: int,
+    replica_devices: int,
+    rates: SimulatedRates,
+    batch: SimulatedBatch,
+    units: tuple[int, int] = (1, 1),
+) -> SimulatedRun | None:
     """Simulate splits of the devices between engines and trainer, and return the fastest run.
 
     Args:
@@ -274,11 +296,56 @@ def best_split(
         replica_devices: devices of a replica.
         rates: speeds.
         batch: responses.
+        units: numbers that divide the devices of the engines and of the trainer.
+
+    Returns:
+        None if no split uses all devices.
     """
-    units = devices // replica_devices
-    shares = sorted({round(units * share) for share in np.arange(1, 16) / 16} & set(range(1, units)))
+    unit = math.lcm(replica_devices, units[0])
+    count = devices // unit
+    shares = sorted({round(count * share) for share in np.arange(1, 16) / 16} & set(range(1, count)))
     runs = [
-        simulate(replace(mode, replicas=share, trainers=devices - share * replica_devices), rates, batch)
+        simulate(replace(mode, replicas=share * unit // replica_devices, trainers=trainers), rates, batch)
         for share in shares
+        if (trainers := devices - share * unit) % units[1] == 0
     ]
-    return min(runs, key=lambda run: run.step_s)
+    return min(runs, key=lambda run: run.step_s, default=None)
+
+
+@dataclass(frozen=True)
+class ModeComparison:
+    """Simulated asynchronous training next to its alternatives on the same devices.
+
+    Attributes:
+        replica_devices: devices of an engine replica.
+        run: the configured mode.
+        synchronous: all devices generate, then train.
+        best: the fastest split of the devices between engines and trainer; None if no other split uses all devices.
+    """
+
+    replica_devices: int
+    run: SimulatedRun
+    synchronous: SimulatedRun
+    best: SimulatedRun | None
+
+
+def compare_modes(
+    mode: SimulatedMode, rates: SimulatedRates, batch: SimulatedBatch, replica_devices: int, units: tuple[int, int]
+) -> ModeComparison:
+    """Simulate a mode with separate devices, and its alternatives.
+
+    Args:
+        mode: the configured mode.
+        rates: speeds.
+        batch: responses.
+        replica_devices: devices of an engine replica.
+        units: see :func:`best_split`.
+    """
+    devices = mode.trainers + mode.replicas * replica_devices
+    shared = SimulatedMode("sync", max(1, devices // replica_devices), devices, shares_devices=True)
+    return ModeComparison(
+        replica_devices,
+        run=simulate(mode, rates, batch),
+        synchronous=simulate(shared, rates, batch),
+        best=best_split(mode, devices, replica_devices, rates, batch, units),
+    )

@@ -47,9 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--top needs --search")
     try:
         config = (compose_draft if options.search else compose)(_request(options))
-        if isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
+        if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
             mode = config.async_training.mode
-            raise ConfigError(f"async_training.mode={mode}: megarl plan plans synchronous training only; set sync")
+            raise ConfigError(
+                f"async_training.mode={mode}: --search covers shared devices only; leave --search out, which "
+                "also prints the fastest split of the devices, or set sync"
+            )
         hardware = hardware_of(config, options.hardware)
         lengths = lengths_of(config, options.lengths)
         action = _search if options.search else _plan

@@ -112,7 +112,8 @@ def estimate(
 
 def usable_bytes(job: PlannedJob, hardware: Hardware) -> float:
     """Return the bytes of a device that are usable for its processes' tensors."""
-    processes = len(job.roles) + (job.rollout is not None and not job.rollout.is_external)
+    shares = job.rollout is not None and not job.rollout.is_external and not job.rollout.own_devices
+    processes = len(job.roles) + shares
     return max(0.0, hardware.memory_bytes - processes * hardware.reserved_bytes)
 
 
@@ -173,7 +174,7 @@ def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
         teachers = {f"distillation.teacher_models.{n}": t for n, t in config.distillation.teacher_models.items()}
         layouts |= {f"{section}.megatron": teacher.megatron for section, teacher in teachers.items()}
         rollout = policy.rollout
-        if rollout.replicas is not None and rollout.replicas * rollout.devices_per_replica == devices:
+        if rollout.replicas and rollout.replicas * rollout.devices_per_replica == (rollout.own_devices or devices):
             derived.append(f"{path}.rollout.replicas")
         for section, keys in ((f"{path}.rollout", rollout), (f"{path}.ref", policy.ref), *teachers.items()):
             if keys.log_prob_max_token_len_per_gpu == policy.actor.ppo_max_token_len_per_gpu:

@@ -20,7 +20,7 @@ from megarl.ops.plan.hardware import CollectiveGroup, Hardware
 from megarl.ops.plan.job import DTYPE_BYTES, PlannedRollout
 from megarl.ops.plan.lengths import Ints, Lengths
 from megarl.ops.plan.pass_times import PassTime, TimeBreakdown
-from megarl.rollout.sglang.memory import FRACTION, FreeMemory, shared_fraction
+from megarl.rollout.sglang.memory import FRACTION, FreeMemory, default_fraction, shared_fraction
 
 LENGTH_MULTIPLE = 32
 """The embedded engine rounds its slot length up to a multiple of this number of tokens."""
@@ -89,8 +89,11 @@ def kv_cache_capacity(
     free = FreeMemory(device_bytes - other_roles, device_bytes)
     fraction = args.get(FRACTION)
     if fraction is None:
-        keeps_memory = not rollout.config.free_cache_engine
-        fraction = shared_fraction([free] * rollout.tp, 0, keeps_memory=keeps_memory)
+        if rollout.own_devices:
+            fraction = default_fraction(device_bytes, rollout.tp)
+        else:
+            keeps_memory = not rollout.config.free_cache_engine
+            fraction = shared_fraction([free] * rollout.tp, 0, keeps_memory=keeps_memory)
     # The fraction applies to the memory that is free when the engine starts; weights are taken out first.
     available = int(free.free * fraction) - weights
     tokens = max(0, available) // per_token

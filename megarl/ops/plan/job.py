@@ -12,6 +12,7 @@ from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import ModelConfig, ParallelLayout, read_model_config
 from megarl.models.adapters import LoraOptions
+from megarl.sharding.placement import Slot
 from megarl.workers.settings import check_adapters, check_role, layout_of, lora_options
 
 PHASES = (
@@ -118,7 +119,7 @@ class PlannedRollout:
     Attributes:
         model: the policy.
         config: engine, sampling and sizes.
-        replicas: number of replicas; replica ``i`` starts at device ``i * tp``.
+        replicas: number of replicas; replica ``i`` starts at device ``i * tp`` of the engines' devices.
         tp: tensor-parallel size of a replica.
         longest: maximum tokens of a trajectory, prompt included.
         prompts: prompts per step, over all replicas.
@@ -132,6 +133,11 @@ class PlannedRollout:
     longest: int
     prompts: int
     samples_per_prompt: int
+
+    @property
+    def own_devices(self) -> int:
+        """Devices of the engines alone; 0 = the engines run on the trainer's devices."""
+        return self.config.own_devices
 
     @property
     def samples(self) -> int:
@@ -157,8 +163,8 @@ class PlannedJob:
         roles: the models, each once.
         rollout: the engine; None in a supervised job.
         batches: batch sizes of a training step.
-        nodes: number of nodes.
-        devices_per_node: devices per node.
+        nodes: number of nodes of the trainer.
+        devices_per_node: devices of the trainer per node.
         device: ``cuda`` or ``cpu``; the caller resolves ``auto``.
         longest_prompt: maximum tokens of a prompt; 0 in a supervised job.
         longest_response: maximum tokens of a response; in a supervised job, of the whole sequence.
@@ -178,9 +184,45 @@ class PlannedJob:
     config: TrainConfig | SupervisedConfig
 
     @property
-    def devices(self) -> int:
-        """Number of devices over all nodes."""
+    def trainer_devices(self) -> int:
+        """Number of devices of the training roles."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def devices(self) -> int:
+        """Number of devices over all nodes; those of the engines alone have the highest numbers."""
+        return self.trainer_devices + (self.rollout.own_devices if self.rollout else 0)
+
+    @property
+    def engine_devices(self) -> range:
+        """Numbers of the devices with an engine of the job."""
+        if self.rollout is None or self.rollout.is_external:
+            return range(0)
+        first = self.trainer_devices if self.rollout.own_devices else 0
+        return range(first, first + self.rollout.replicas * self.rollout.tp)
+
+    @property
+    def engine_devices_per_node(self) -> int:
+        """Devices of the engines per node."""
+        rollout = self.rollout
+        own = rollout.config.n_gpus_per_node if rollout is not None and rollout.own_devices else None
+        return own or self.devices_per_node
+
+    def slot(self, device: int, node_size: int) -> Slot:
+        """Return the node of a device, and its place there.
+
+        Pools of one node each share it if it has enough devices.
+
+        Args:
+            device: number of the device.
+            node_size: devices of a node of the hardware.
+        """
+        index, size = device - self.trainer_devices, self.engine_devices_per_node
+        if index < 0:
+            return Slot(*divmod(device, self.devices_per_node))
+        if self.nodes == 1 and self.devices <= node_size:
+            return Slot(0, device)
+        return Slot(self.nodes + index // size, index % size)
 
     @property
     def longest(self) -> int:

@@ -155,20 +155,27 @@ class _Devices:
         if rollout is not None and not rollout.is_external:
             self._engine = rollout_weight_bytes(rollout.model, rollout.tp, 0, rollout.config.dtype)
             other_roles = max(
-                sum(c.nbytes for c in self._role_components("gen", device)) for device in range(job.devices)
+                sum(c.nbytes for c in self._role_components("gen", device)) for device in job.engine_devices
             )
             self.kv = kv_cache_capacity(rollout, self._engine, other_roles, device_bytes, job.device)
 
     def fullest(self, phase: str) -> PhaseMemory:
-        """Return the device with the highest memory use in a phase."""
+        """Return the device with the highest memory use in a phase, among the devices that take part in it."""
         by_kind: dict[tuple[int, ...], PhaseMemory] = {}
-        for device in range(self.job.devices):
+        for device in self._devices_of(phase):
             key = self._kind(device)
             if key not in by_kind:
                 parts = [part for part in self._on(phase, device) if part.nbytes]
                 parts.sort(key=lambda part: -part.nbytes)
                 by_kind[key] = PhaseMemory(phase, device, tuple(parts) or (Component("", "nothing", 0),))
         return max(by_kind.values(), key=lambda memory: memory.nbytes)
+
+    def _devices_of(self, phase: str) -> range:
+        """Return the devices of a phase: engines with devices of their own hold the same memory in all phases."""
+        job = self.job
+        if job.rollout is None or not job.rollout.own_devices or phase == "update_weights":
+            return range(job.devices)
+        return job.engine_devices if phase == "gen" else range(job.trainer_devices)
 
     def _kind(self, device: int) -> tuple[int, ...]:
         """Return the stages of all roles on a device and whether it has an engine.
@@ -204,15 +211,14 @@ class _Devices:
     def _engine_components(self, phase: str) -> Iterator[Component]:
         rollout = self.job.rollout
         assert rollout is not None
-        stays = not rollout.config.free_cache_engine
+        stays = bool(rollout.own_devices) or not rollout.config.free_cache_engine
         if phase in ("gen", "update_weights") or stays:
             yield Component("rollout", "weights", self._engine)
         if self.kv is not None and (phase == "gen" or stays):
             yield Component("rollout", "kv_cache", self.kv.nbytes)
 
     def _has_engine(self, device: int) -> bool:
-        rollout = self.job.rollout
-        return rollout is not None and not rollout.is_external and device < rollout.replicas * rollout.tp
+        return device in self.job.engine_devices
 
 
 def _rank_on(role: PlannedRole, device: int) -> int | None:
@@ -301,11 +307,13 @@ def _routes(job: PlannedJob, role: PlannedRole) -> int:
 def _kept_for_deltas(job: PlannedJob) -> int:
     """Return the most host memory of a node for delta syncs: both sides keep the weights that cross nodes."""
     config, rollout = job.config, job.rollout
-    if not isinstance(config, TrainConfig) or not config.sync.delta.enable or job.nodes < 2 or rollout is None:
+    if not isinstance(config, TrainConfig) or not config.sync.delta.enable or rollout is None:
         return 0
-    ranks = range(rollout.tp)
+    ranks, engine_nodes = range(rollout.tp), config.actor_rollout_ref.rollout.nnodes
     replica = sum(rollout_weight_bytes(rollout.model, rollout.tp, rank, rollout.config.dtype) for rank in ranks)
-    return 2 * rollout.replicas * replica // job.nodes
+    if engine_nodes:
+        return rollout.replicas * replica // min(job.nodes, engine_nodes)  # senders and receivers are on other nodes
+    return 2 * rollout.replicas * replica // job.nodes if job.nodes > 1 else 0
 
 
 def _copied_for_save(role: PlannedRole, states: RankStates) -> int:

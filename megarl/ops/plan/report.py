@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich import box
@@ -16,6 +16,7 @@ from rich.text import Text
 from megarl.base.table import table_lines
 from megarl.base.units import GIB, count_noun, gib, gigabytes, metric_count, rough
 from megarl.config.batch import render_plan
+from megarl.ops.plan.asynchronous import ModeComparison, SimulatedRun
 from megarl.ops.plan.estimate import HOST_SHARE, Estimate
 from megarl.ops.plan.memory import PhaseMemory
 from megarl.ops.plan.pass_times import TimeBreakdown
@@ -57,6 +58,8 @@ def plan_sections(plan: Estimate, suggestion: Suggestion | None) -> list[ReportS
     """Return the report of one configuration."""
     sections = [_overview(plan), _roles(plan), _memory(plan)]
     sections += [ReportSection("Batches", render_plan(plan.job.batches).splitlines()), _times(plan)]
+    if plan.step.overlap is not None:
+        sections.append(_overlap(plan.step.overlap))
     if plan.sync is not None:
         sections.append(_sync(plan.sync))
     return [*sections, _verdict(plan, suggestion)]
@@ -65,8 +68,10 @@ def plan_sections(plan: Estimate, suggestion: Suggestion | None) -> list[ReportS
 def _overview(plan: Estimate) -> ReportSection:
     job, hardware = plan.job, plan.hardware
     model = job.roles[0].model
+    own = job.rollout.config.nnodes if job.rollout is not None else 0
+    engines = f", and {own} x {job.engine_devices_per_node} for the engines" if own else ""
     lines = [
-        f"{job.nodes} x {job.devices_per_node} {hardware.name}, {hardware.memory_gib:g} GiB each, of which "
+        f"{job.nodes} x {job.devices_per_node} {hardware.name}{engines}, {hardware.memory_gib:g} GiB each, of which "
         f"{plan.usable_bytes / GIB:.1f} GiB for tensors",
         f"{model.architecture}, {model.num_layers} layers of width {model.hidden_size}",
         plan.lengths.describe(),
@@ -154,6 +159,28 @@ def causes(cost: TimeBreakdown) -> str:
     total = cost.seconds or 1.0
     shown = [(name, s / total) for name, s in parts[:SHOWN_CAUSES] if s / total >= LEAST_SHARE]
     return ", ".join(f"{CAUSES[name]} {share:.0%}" for name, share in shown)
+
+
+def _overlap(overlap: ModeComparison) -> ReportSection:
+    rows = [_mode_row("as configured", overlap, overlap.run)]
+    if overlap.best is not None:
+        rows.append(_mode_row("fastest split of the devices", overlap, overlap.best))
+    rows.append(_mode_row("synchronous, on all devices", overlap, overlap.synchronous))
+    head = ["simulated", "engines", "trainer", "s", "engines idle", "trainer idle", "staleness, mean and largest"]
+    lines = ["engines generate while the trainer updates, so a step is shorter than the sum of its phases"]
+    return ReportSection("Asynchronous training", lines, head, rows)
+
+
+def _mode_row(label: str, overlap: ModeComparison, run: SimulatedRun) -> list[str]:
+    return [
+        label,
+        str(run.mode.replicas * overlap.replica_devices),
+        str(run.mode.trainers),
+        rough(run.step_s),
+        f"{run.engine_idle:.0%}",
+        f"{run.trainer_idle:.0%}",
+        f"{run.mean_staleness:.2g}, {run.max_staleness}",
+    ]
 
 
 def _sync(sync: SyncTraffic) -> ReportSection:
@@ -301,6 +328,7 @@ def plan_json(plan: Estimate, suggestion: Suggestion | None) -> str:
                 for phase in step.phases
             },
         },
+        "asynchronous": _overlap_values(step.overlap) if step.overlap else None,
         "limit": {"phase": step.limit[0], "cause": step.limit[1]},
         "shortfalls": [{"phase": s.phase, "missing_bytes": s.missing, "text": s.text} for s in plan.shortfalls],
         "remedy": suggestion.overrides() if suggestion else None,
@@ -333,6 +361,11 @@ def _role_values(memory: Any) -> dict[str, Any]:
         "gradients": states.gradients,
         "optimizer": states.optimizer,
     }
+
+
+def _overlap_values(overlap: ModeComparison) -> dict[str, Any]:
+    runs = {"configured": overlap.run, "fastest_split": overlap.best, "synchronous": overlap.synchronous}
+    return {name: asdict(run) if run else None for name, run in runs.items()}
 
 
 def _components(parts: Sequence[Any]) -> list[dict[str, Any]]:

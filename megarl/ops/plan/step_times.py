@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from megarl.config import TrainConfig
 from megarl.config.batch import MicroBatches
 from megarl.models import WeightMap
+from megarl.ops.plan.asynchronous import ModeComparison, SimulatedBatch, SimulatedMode, SimulatedRates, compare_modes
 from megarl.ops.plan.flops import FlopCount, layers_elements
 from megarl.ops.plan.generation import EngineTimer, GenerationTime, time_generation
 from megarl.ops.plan.hardware import Hardware
@@ -27,6 +31,7 @@ _BATCHES = {
     "update_actor": "actor",
 }
 """Name of a phase's pass in the batch plan, by phase."""
+_NOT_TRAINING = ("gen", "update_weights")
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class StepTime:
         devices: number of devices of the job.
         peak_flops: peak FLOP/s of one device, in the dtype of the trained role.
         generated: details of generation; None without a rollout on the job's devices.
+        overlap: generation and training at the same time; None in synchronous mode.
     """
 
     phases: tuple[PassTime, ...]
@@ -46,11 +52,12 @@ class StepTime:
     devices: int
     peak_flops: float
     generated: GenerationTime | None
+    overlap: ModeComparison | None = None
 
     @property
     def seconds(self) -> float:
         """Seconds of the step."""
-        return sum(phase.cost.seconds for phase in self.phases)
+        return self.overlap.run.step_s if self.overlap else sum(phase.cost.seconds for phase in self.phases)
 
     @property
     def throughput(self) -> float:
@@ -102,14 +109,56 @@ def time_step(
             timed[planned.phase] = timed[planned.phase].plus(time) if several else time
     if job.rollout is not None:
         timed["update_weights"] = _sync(job, hardware, sync_s)
-    samples = job.batches.samples_per_step
+    samples, phases = job.batches.samples_per_step, tuple(timed[phase] for phase in job.phases if phase in timed)
     return StepTime(
-        phases=tuple(timed[phase] for phase in job.phases if phase in timed),
+        phases=phases,
         tokens=samples * (lengths.prompts.mean + lengths.responses.mean),
         devices=job.devices,
         peak_flops=hardware.peak_flops(trained.megatron.dtype),
         generated=generated,
+        overlap=_overlap(job, hardware, lengths, generated, phases, kv_tokens),
     )
+
+
+def _overlap(
+    job: PlannedJob,
+    hardware: Hardware,
+    lengths: Lengths,
+    generated: GenerationTime | None,
+    phases: Sequence[PassTime],
+    kv_tokens: float | None,
+) -> ModeComparison | None:
+    """Simulate asynchronous training with the speeds of the phases; None in synchronous mode."""
+    rollout, config = job.rollout, job.config
+    if not isinstance(config, TrainConfig) or rollout is None or generated is None or not rollout.own_devices:
+        return None
+    training = sum(phase.cost.seconds for phase in phases if phase.phase not in _NOT_TRAINING)
+    syncing = sum(phase.cost.seconds for phase in phases if phase.phase == "update_weights")
+    slots = rollout.config.max_num_seqs
+    if kv_tokens is not None:
+        responses = np.array(lengths.responses.values, float)
+        # A sequence reserves its whole length for as many steps as it has response tokens.
+        reserved = lengths.prompts.mean + float((responses**2).sum() / responses.sum())
+        slots = min(slots, max(1, int(kv_tokens / reserved)))
+    lone = engine_timer(job, hardware).step(1).seconds
+    rates = SimulatedRates.of_generation(generated, lone, slots)
+    tokens = rollout.samples * lengths.responses.mean
+    rates = replace(rates, token_s=training * job.trainer_devices / tokens, sync_s=syncing)
+    keys = config.async_training
+    mode = SimulatedMode(
+        keys.mode,
+        replicas=rollout.replicas,
+        trainers=job.trainer_devices,
+        max_staleness=keys.max_staleness,
+        sync_interval=keys.sync_interval,
+        drains=True,
+    )
+    batch = SimulatedBatch(rollout.prompts, rollout.samples_per_prompt, lengths.responses)
+    layout = job.role("actor").layout
+    replica, node = layout.world_size // layout.dp, job.devices_per_node
+    # On several nodes both pools have whole nodes.
+    units = (1, replica) if job.nodes == rollout.config.nnodes == 1 else (node, math.lcm(node, replica))
+    return compare_modes(mode, rates, batch, rollout.tp, units)
 
 
 def micro_batches_of(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> MicroBatches:
@@ -130,8 +179,14 @@ def _generation(
     rollout = job.rollout
     if rollout is None or rollout.is_external:
         return None
-    timer = EngineTimer(rollout, hardware, job.devices_per_node, on_cpu=job.device == "cpu")
+    timer = engine_timer(job, hardware)
     return time_generation(rollout, timer, lengths, float("inf") if kv_tokens is None else kv_tokens)
+
+
+def engine_timer(job: PlannedJob, hardware: Hardware) -> EngineTimer:
+    """Return the timer of a replica of a job with a rollout."""
+    assert job.rollout is not None
+    return EngineTimer(job.rollout, hardware, job.engine_devices_per_node, on_cpu=job.device == "cpu")
 
 
 def _sync(job: PlannedJob, hardware: Hardware, seconds: float) -> PassTime:
@@ -178,11 +233,14 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
         return None
     actor = job.role("actor")
     target = RolloutLayout(tp=rollout.tp, replicas=rollout.replicas)
-    placement = Placement.of_devices(range(actor.layout.world_size), range(target.world_size), job.devices_per_node)
+    placement = Placement(
+        tuple(job.slot(rank, hardware.devices_per_node) for rank in range(actor.layout.world_size)),
+        tuple(job.slot(device, hardware.devices_per_node) for device in job.engine_devices),
+    )
     plan = build_plan(WeightMap(actor.model), actor.layout, target, job.bucket_bytes, actor.dtype_bytes, placement)
     source, destination, nbytes = plan.pair_nbytes()
-    size = job.devices_per_node
-    same, near = source == destination, source // size == destination // size
+    sends, receives = np.array(placement.train)[source], np.array(placement.rollout)[destination]
+    same, near = (sends == receives).all(axis=1), sends[:, 0] == receives[:, 0]
     if job.device == "cpu":
         same = np.zeros_like(same)  # processes have separate memory
 
@@ -206,7 +264,7 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
         most_received=busiest(destination, ~same),
         most_sent=busiest(source, ~same),
         buckets=len(plan.buckets),
-        seconds=seconds[limit] + len(plan.buckets) * hardware.latency_s(within_node=job.nodes == 1),
+        seconds=seconds[limit] + len(plan.buckets) * hardware.latency_s(within_node=bool(near.all())),
         limit=limit,
     )
 
@@ -218,4 +276,5 @@ def rough_sync_s(job: PlannedJob, hardware: Hardware) -> float:
     model = job.rollout.model
     elements = sum(layers_elements(model, range(model.num_layers))) + 2 * model.vocab_size * model.hidden_size
     nbytes = elements * job.role("actor").dtype_bytes / job.rollout.tp
-    return hardware.transfer_s(nbytes, within_node=job.nodes == 1)
+    last = job.slot(job.devices - 1, hardware.devices_per_node)
+    return hardware.transfer_s(nbytes, within_node=last.node == 0)

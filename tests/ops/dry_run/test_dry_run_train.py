@@ -24,7 +24,7 @@ MODELS = ROOT / "tests" / "ops" / "plan" / "models"
 POLICY = "actor_rollout_ref"
 ROLES = (f"{POLICY}.actor", "critic")
 SCRIPTS = ["ppo", "grpo", *sorted(path.stem for path in (ROOT / "configs").glob("run_*.yaml"))]
-SIZES = {"70b": "Llama-3-70B", "30b_a3b": "Qwen3-30B-A3B", "671b": "DeepSeek-V3"}
+SIZES = {"32b": "Qwen2.5-32B", "70b": "Llama-3-70B", "30b_a3b": "Qwen3-30B-A3B", "671b": "DeepSeek-V3"}
 """Model by the size in a script's name; all other scripts use a 7B model."""
 
 
@@ -90,6 +90,8 @@ def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
         overrides += (f"{POLICY}.rollout.name=sglang", "trainer.nnodes=2", "trainer.device=cuda")
         overrides += tuple(f"{role}.megatron.{kind}_offload=true" for role in ROLES for kind in ("grad", "optimizer"))
         overrides += ("critic.megatron.param_offload=true", f"{POLICY}.actor.ppo_max_token_len_per_gpu=4096")
+    if "async" in script:
+        overrides += ("async_training.sync_interval=1",)
     if "671b" in script:  # its rollout uses external servers
         servers = ",".join(f"http://node-{number}.invalid:30000" for number in range(8))
         overrides += (f"{POLICY}.rollout.engine_kwargs.sglang.urls=[{servers}]",)
@@ -169,6 +171,9 @@ def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -
         return list(dry_run.memory())
 
     assert any(line.startswith("fits h100: 77.1 GiB of each device are usable") for line in memory())
+    own = ("async_training.mode=disaggregated", f"{POLICY}.rollout.nnodes=1", f"{POLICY}.actor.ppo_mini_batch_size=128")
+    alone = "fits h100: 78.1 GiB of each device are usable"  # one process less on the trainer's devices
+    assert any(line.startswith(alone) for line in memory(*own))
     with pytest.raises(ConfigError, match=r"on small \(trainer.hardware\) it does not fit: .* needs .* GiB") as error:
         memory(f"trainer.hardware={small}")
     suggestion = str(error.value).partition("all of them needed: ")[2].partition(". `megarl plan`")[0].split()

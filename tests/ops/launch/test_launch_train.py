@@ -20,6 +20,7 @@ SCRIPTS = {
     "run_70b_ppo": ("Llama-3-70B", {}),
     "run_30b_a3b_grpo": ("Qwen3-30B-A3B", {}),
     "run_671b_grpo": ("DeepSeek-V3", {"SERVERS": "http://one:30000,http://two:30000"}),
+    "run_32b_async": ("Qwen2.5-32B", {}),
     "run_search_agent": ("Qwen2.5-7B", {"RETRIEVER": "http://127.0.0.1:8000/retrieve"}),
 }
 SAMPLES = "mean=2000,sigma=0.8,prompt_mean=300"

@@ -15,9 +15,13 @@ from megarl.ops.plan.asynchronous import (
     SimulatedMode,
     SimulatedRates,
     best_split,
+    compare_modes,
     simulate,
 )
+from megarl.ops.plan.flops import FlopCount
+from megarl.ops.plan.generation import GenerationTime
 from megarl.ops.plan.lengths import Quantiles
+from megarl.ops.plan.pass_times import PassTime, TimeBreakdown
 
 RATES = SimulatedRates(decode_s=0.01, sequence_s=0.002, slots=1000, token_s=0.004, update_s=0.5, sync_s=2.0)
 BATCH = SimulatedBatch(prompts=8, samples=4, lengths=Quantiles.log_normal(300, 1.0, 2400))
@@ -134,5 +138,44 @@ def test_best_split_balances_both_sides():
     rates = SimulatedRates(decode_s=0.0, sequence_s=0.001, slots=1000, token_s=0.001)
     batch = SimulatedBatch(16, 4, Quantiles.constant(100))
     run = best_split(SimulatedMode("disaggregated", 1, 1, max_staleness=2), 16, 1, rates, batch)
+    assert run is not None
     assert run.mode.replicas == run.mode.trainers == 8
     assert run.trainer_idle == pytest.approx(0, abs=0.01) and run.engine_idle == pytest.approx(0, abs=0.01)
+
+
+def test_split_keeps_the_units_of_both_pools():
+    """Of 24 devices, engines of two on nodes of 8 and a trainer of 16: only 8 and 16 are left."""
+    mode = SimulatedMode("disaggregated", 1, 1, max_staleness=1, drains=True)
+    run = best_split(mode, 24, 2, RATES, BATCH, units=(8, 16))
+    assert run is not None and (run.mode.replicas, run.mode.trainers) == (4, 16)
+    assert best_split(mode, 24, 2, RATES, BATCH, units=(8, 24)) is None
+
+
+def test_overlap_compares_the_same_devices():
+    mode = SimulatedMode("disaggregated", 2, 4, max_staleness=1, drains=True)
+    overlap = compare_modes(mode, RATES, BATCH, 2, (1, 1))
+    assert overlap.run == simulate(mode, RATES, BATCH)
+    assert overlap.synchronous == simulate(SimulatedMode("sync", 4, 8, shares_devices=True), RATES, BATCH)
+    assert overlap.best is not None and overlap.best.step_s <= overlap.run.step_s
+
+
+@pytest.mark.parametrize("slots", [4, 1000])
+def test_rates_of_a_timed_generation_repeat_it(slots):
+    """A queue with steps of 10 ms plus 2 ms per sequence: the fit finds both, and keeps the sum with prefill."""
+    lengths = [length for row in BATCH.of_step(0) for length in row]
+    decode_s = running_steps = steps = 0.0
+    running, waiting = [], sorted(lengths, reverse=True)
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append(waiting.pop(0))
+        count = min(running)
+        decode_s += count * (0.01 + 0.002 * len(running))
+        steps, running_steps = steps + count, running_steps + count * len(running)
+        running = [left - count for left in running if left > count]
+    timed = PassTime("gen", "rollout", TimeBreakdown(compute=decode_s), FlopCount())
+    generated = GenerationTime(0.0, decode_s, int(steps), running_steps / steps, timed)
+    rates = SimulatedRates.of_generation(generated, 0.012, slots)
+    assert (rates.decode_s, rates.sequence_s) == (pytest.approx(0.01), pytest.approx(0.002))
+    with_prefill = SimulatedRates.of_generation(generated._replace(prefill_s=steps * 0.001), 0.012, slots)
+    mean = with_prefill.decode_s + with_prefill.sequence_s * running_steps / steps
+    assert mean * steps == pytest.approx(decode_s + steps * 0.001)

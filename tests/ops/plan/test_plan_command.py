@@ -61,6 +61,35 @@ def test_json_report(capsys):
     assert plan["sync"]["total"] == 4 * 2 * (70_553_706_496 + 7 * 161 * 8192), "norms are on each rank"
 
 
+ASYNC = (
+    "--config-name=run_32b_async",
+    f"actor_rollout_ref.model.path={MODELS / 'Qwen2.5-32B'}",
+    "data.train_files=none",
+    "--hardware=h100",
+    "--lengths=mean=6000,sigma=1.0,prompt_mean=300",
+)
+
+
+def test_asynchronous_training_is_planned_with_its_two_pools(capsys):
+    code, text, _ = run(capsys, *ASYNC)
+    assert code == 0 and "2 x 8 h100, and 6 x 8 for the engines" in text
+    assert text.count("as configured") == text.count("fastest split of the devices") == 1
+    plan = json.loads(run(capsys, *ASYNC, "--json")[1])
+    step, modes = plan["step"], plan["asynchronous"]
+    seconds = {name: phase["seconds"] for name, phase in step["phases"].items()}
+    training = sum(value for name, value in seconds.items() if name not in ("gen", "update_weights"))
+    # One step off takes the longer side, the sync, and what is left of the tail.
+    longer = max(seconds["gen"], training) + seconds["update_weights"]
+    assert 0.8 * longer < step["seconds"] == modes["configured"]["step_s"] < training + seconds["gen"]
+    assert modes["configured"]["max_staleness"] == 1 and modes["synchronous"]["max_staleness"] == 0
+    assert modes["fastest_split"]["step_s"] <= modes["configured"]["step_s"]
+
+
+def test_layout_search_of_asynchronous_training_is_refused(capsys):
+    code, _, error = run(capsys, *ASYNC, "--search")
+    assert code == 2 and "async_training.mode=disaggregated: --search covers shared devices only" in error
+
+
 def test_layout_search_of_a_command_whose_layout_does_not_divide(capsys):
     invalid = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
     arguments = [*LLAMA, FULL, invalid, "--hardware=h200"]

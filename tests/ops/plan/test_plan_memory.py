@@ -53,6 +53,46 @@ def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor()
     assert ("reference", "weights") in names(plan, "gen") and not plan.host
 
 
+def test_engines_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
+    """2 devices train, and an engine of 2 devices has half of the weights on each, at SGLang's own memory fraction."""
+    own = {
+        "devices": 2,
+        "async_training__mode": "disaggregated",
+        "actor_rollout_ref__rollout__nnodes": 1,
+        "actor_rollout_ref__rollout__n_gpus_per_node": 4,
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 64,
+    }
+    job = train_job("Qwen2.5-7B", megatron(2), **own)
+    assert job.devices == 6 and list(job.engine_devices) == [2, 3, 4, 5]
+    plan = plan_memory(job, 80 * GIB)
+    owners = {phase.phase: {part.owner for part in phase.components} for phase in plan.phases}
+    assert owners["gen"] == {"rollout"} and owners["update_actor"] == owners["old_log_prob"] == {"actor"}
+    gen = {part.name: part.nbytes for phase in plan.phases if phase.phase == "gen" for part in phase.components}
+    assert gen["weights"] == pytest.approx(7615616512, rel=1e-3)  # 2 bytes of each second parameter
+    assert plan.kv is not None
+    fraction = round(1 - max(10 * 1024, 512 + 1.5 * 8192 + 2 * 256 + 256) / (80 * 1024), 3)  # SGLang's formula, in MiB
+    assert plan.kv.tokens == int(fraction * 80 * GIB - gen["weights"]) // plan.kv.bytes_per_token
+
+
+def test_pools_share_a_node_that_has_enough_devices() -> None:
+    def slots(devices: int, engines: int, node_size: int, nodes: int = 1) -> list[tuple[int, int]]:
+        job = train_job(
+            "Qwen2.5-7B",
+            nodes=nodes,
+            devices=devices,
+            async_training__mode="disaggregated",
+            actor_rollout_ref__rollout__nnodes=nodes,
+            actor_rollout_ref__rollout__n_gpus_per_node=engines,
+            actor_rollout_ref__actor__ppo_mini_batch_size=64,
+        )
+        return [tuple(job.slot(device, node_size)) for device in range(job.devices)]
+
+    assert slots(2, 1, 4) == [(0, 0), (0, 1), (0, 2)]
+    assert slots(2, 1, 2) == [(0, 0), (0, 1), (1, 0)]
+    assert slots(2, 1, 8, nodes=2) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]
+
+
 def test_the_proximal_policy_of_a_sync_interval_is_in_host_memory() -> None:
     interval = {
         "async_training__mode": "disaggregated",
@@ -94,6 +134,23 @@ def test_delta_syncs_keep_the_weights_of_both_sides_in_host_memory() -> None:
         job = train_job("Qwen2.5-7B", megatron(4), **layout | {"nodes": nodes}, sync__delta__enable=enable)
         sizes = {component.name: component.nbytes for component in plan_memory(job, 80 * GIB).host}
         assert sizes.get("last sent weights", 0) == pytest.approx(expected, rel=0.001)
+
+
+def test_delta_syncs_between_pools_keep_the_weights_once_per_side() -> None:
+    """Six replicas on one node of their own: their node receives all of them."""
+    job = train_job(
+        "Qwen2.5-7B",
+        nodes=2,
+        devices=3,
+        async_training__mode="disaggregated",
+        actor_rollout_ref__rollout__nnodes=1,
+        actor_rollout_ref__rollout__n_gpus_per_node=6,
+        actor_rollout_ref__actor__ppo_mini_batch_size=60,
+        data__train_batch_size=60,
+        sync__delta__enable=True,
+    )
+    sizes = {component.name: component.nbytes for component in plan_memory(job, 80 * GIB).host}
+    assert sizes["last sent weights"] == pytest.approx(6 * 2 * 7615616512, rel=0.001)
 
 
 def test_replayed_routes_are_in_host_memory_of_every_rank() -> None:
