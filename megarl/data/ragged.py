@@ -88,7 +88,7 @@ class PackedBatch(NamedTuple):
 
 
 class RowSelection(Mapping[str, Tensor]):
-    """Some rows of the columns of a batch; they are copied when a column is read, and packed without a copy.
+    """Some rows of the columns of a batch: copied when a column is read, packed without a copy.
 
     Args:
         columns: of the whole batch.

@@ -34,7 +34,7 @@ class RolloutCorrectionPhase:
 
     Args:
         config: complete section ``algorithm.rollout_correction``.
-        loglinear: the actor estimates the proximal policy, and with it the weights, when it computes the loss.
+        loglinear: the actor interpolates the proximal policy and computes the importance weights within the loss.
         version: returns the version of the last weight sync, that of the proximal policy; read with ``loglinear``.
 
     Attributes:

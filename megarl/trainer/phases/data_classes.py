@@ -59,7 +59,7 @@ def collate_function(data: DataConfig) -> Callable[..., Any] | None:
 
 
 def verls_section(data: PromptsConfig) -> DictConfig:
-    """The section ``data`` as verl's classes expect it: keys as attributes, as items, and by ``get``."""
+    """Return the section ``data`` as verl's classes expect it: keys as attributes, as items, and by ``get``."""
     return OmegaConf.create(dataclasses.asdict(data))
 
 
