@@ -70,7 +70,7 @@ class RolloutCorrectionPhase:
         return DataProto.from_dict(columns)
 
     def is_active(self, batch: DataProto, step: int) -> bool:
-        """Whether importance weights or rejection rules are configured."""
+        """Return whether importance weights or rejection rules are configured."""
         return self.level is not None or bool(self.rules)
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:

@@ -44,7 +44,7 @@ def dataset_class(keys: CustomDatasetConfig) -> type[Dataset[Any]]:
 
 
 def reads_its_files(keys: CustomDatasetConfig) -> bool:
-    """Whether the user's data set class has verl's constructor, and so reads files of any kind itself."""
+    """Return whether the user's data set class has verl's constructor, and so reads files of any kind itself."""
     kind = dataset_class(keys)
     return not issubclass(kind, RLHFDataset) or takes_verls_arguments(kind)
 
