@@ -4,7 +4,7 @@
     python tools/check_structure.py --room config
 
 Rules: no import cycle between modules; no public class or function name twice; no first sentence of a docstring with
-more than 20 words. Entry points (``main`` of a command, ``run`` of a job) may share a name, since the command line finds
+more than 20 words. Entry points (``main`` of a command, ``run`` of a job) may share a name: the command line finds
 them by name.
 """
 
